@@ -1,0 +1,33 @@
+"""HF-format (safetensors) checkpoints through ``torch.distributed.checkpoint``, each byte written once.
+
+Drop-in for the HF parts of ``torch.distributed.checkpoint``. Meaning: ``refimpl.checkpoint``, whose layout, policy,
+planners and publication are used as they are. Differences from torch's defaults: ``save_distributed`` and
+``enable_consolidation`` are True.
+"""
+
+from fastimpl import ops
+from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
+
+if ops.available():
+    from fastimpl.checkpoint.writer import HuggingFaceStorageWriter
+    from refimpl.checkpoint import HuggingFaceStorageReader, consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank, load_file, save_file
+else:
+    from refimpl.checkpoint import (
+        HuggingFaceStorageReader,
+        HuggingFaceStorageWriter,
+        consolidate_safetensors_files,
+        consolidate_safetensors_files_on_every_rank,
+        load_file,
+        save_file,
+    )
+
+__all__ = [
+    "HuggingFaceLoadPlanner",
+    "HuggingFaceSavePlanner",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
+    "consolidate_safetensors_files",
+    "consolidate_safetensors_files_on_every_rank",
+    "load_file",
+    "save_file",
+]

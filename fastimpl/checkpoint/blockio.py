@@ -1,0 +1,134 @@
+"""One block of a file: put together from headers, local chunks and messages, and written with one call.
+
+Prevents tiny writes, and a write that other ranks' bytes share a page with.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastimpl import ops
+from fastimpl.checkpoint.geometry import Geometry
+from fastimpl.checkpoint.source import Source
+from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
+from refimpl.checkpoint.memory import buffer_of
+from refimpl.errors import CorruptionError, PlanError
+
+__all__ = ["LocalPart", "assemble", "write_at"]
+
+_IOV_MAX = 512
+_ZERO_COPY_BYTES = 256 << 10  # Below this, copying a piece is cheaper than one more entry of a vector.
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPart:
+    """Bytes ``skip`` to ``skip + count`` of a local chunk, and where they lie in the file."""
+
+    source: Source | None
+    geometry: Geometry
+    base: int
+    skip: int
+    count: int
+
+    @property
+    def is_run(self) -> bool:
+        """Whether they are contiguous in the file."""
+        run = self.geometry.run_bytes
+        return self.skip // run == (self.skip + self.count - 1) // run
+
+    @property
+    def file_offset(self) -> int:
+        """File offset of the first byte. Only for runs."""
+        return self.base + self.geometry.locate(self.skip)
+
+    def data(self) -> torch.Tensor:
+        """The bytes, uint8 on the CPU."""
+        if self.source is None:
+            raise PlanError("this chunk's data could not be resolved", where=f"tensor at {self.base}")
+        return self.source.read(self.skip, self.skip + self.count)
+
+    def descriptor(self) -> list[int]:
+        """For ``ops.rect_place``."""
+        return self.geometry.descriptor(self.base, self.skip, self.count)
+
+
+def assemble(block: OwnBlock, header: bytes, parts: Sequence[LocalPart], messages: Sequence[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a block as few tensors in file order, each uint8 on the CPU; together exactly the block.
+
+    Args:
+        block: the file range.
+        header: the file's header; its part inside the block is written.
+        parts: local bytes in the block.
+        messages: other ranks' bytes, framed as in ``wire``.
+        scratch: uint8 buffer of at least the block's size; reused, so the result is valid until the next call.
+
+    Raises:
+        CorruptionError: the contents do not fill the block. Nothing zero-filled is ever written.
+    """
+    size_bytes = block.end - block.start
+    window = scratch[:size_bytes]
+    head = header[block.start : block.end]
+    buffer_of(window)[: len(head)] = head
+    large = _zero_copy(parts, size_bytes)
+    for part in parts:
+        if part not in large:
+            ops.rect_place(window, block.start, part.data(), torch.tensor(part.descriptor()))
+    filled = len(head) + sum(part.count for part in parts) + sum(_place_message(window, block, message) for message in messages)
+    if filled != size_bytes:
+        raise CorruptionError("a block would be written with missing bytes", got=filled, expected=size_bytes, where=f"file {block.file} at {block.start}")
+    result, position = [], block.start
+    for part in large:
+        result += [window[position - block.start : part.file_offset - block.start], part.data()]
+        position = part.file_offset + part.count
+    return [*result, window[position - block.start :]]
+
+
+def _zero_copy(parts: Sequence[LocalPart], size_bytes: int) -> list[LocalPart]:
+    # Long runs go from the caller's memory straight to the file, where they make up most of the block.
+    large = [p for p in parts if p.count >= _ZERO_COPY_BYTES and p.source and p.source.is_view and p.is_run]
+    if len(large) > _IOV_MAX // 2 or sum(p.count for p in large) * 2 < size_bytes:
+        return []
+    return sorted(large, key=lambda p: p.file_offset)
+
+
+def _place_message(window: torch.Tensor, block: OwnBlock, message: torch.Tensor) -> int:
+    word_count = int(message[: 8 * HEADER_WORDS].view(torch.int64)[1])
+    begin = 8 * (HEADER_WORDS + word_count)
+    descriptors = message[8 * HEADER_WORDS : begin].view(torch.int64)
+    data_bytes = _moved_bytes(descriptors.tolist())
+    ops.rect_place(window, block.start, message[begin : begin + data_bytes], descriptors)
+    return data_bytes
+
+
+def _moved_bytes(words: Sequence[int]) -> int:
+    at = total = 0
+    while at < len(words):
+        total += words[at + 3]
+        at += 4 + 3 * words[at]
+    return total
+
+
+def write_at(descriptor: int, pieces: Sequence[torch.Tensor], offset: int | None) -> int:
+    """Write the pieces one after the other at a file offset; None appends. Returns the number of write calls.
+
+    Short writes are continued. Raises OSError.
+    """
+    views = [buffer_of(piece) for piece in pieces if piece.numel()]
+    calls = 0
+    while views:
+        batch = views[:_IOV_MAX]
+        written = os.writev(descriptor, batch) if offset is None else os.pwritev(descriptor, batch, offset)
+        calls += 1
+        if written == 0:
+            raise OSError(errno.EIO, "the file system wrote nothing")
+        offset = None if offset is None else offset + written
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+    return calls

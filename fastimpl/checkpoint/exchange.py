@@ -1,0 +1,107 @@
+"""Short runs travel to the rank that owns their block, one bounded round at a time.
+
+Prevents ranks that wait for a rank which has already failed: whoever fails goes on sending messages of the planned
+length with a failed status, so every round completes and every owner learns of it (facts/checkpoint.md property 72).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fastimpl.checkpoint.blockio import LocalPart
+from fastimpl.checkpoint.wire import HEADER_WORDS, STATUS_FAILED, STATUS_OK, OwnBlock, message_size_bytes
+from refimpl.errors import DistributedError
+
+__all__ = ["Exchange", "Round"]
+
+
+def _frame(parts: Sequence[LocalPart], *, failed: bool) -> torch.Tensor:
+    """The message for one block: status, descriptors, bytes. A failed rank sends the same length without its bytes."""
+    words = [word for part in parts for word in part.descriptor()]
+    data_bytes = sum(part.count for part in parts)
+    message = torch.empty(message_size_bytes(len(words), data_bytes), dtype=torch.uint8)
+    at = 8 * (HEADER_WORDS + len(words))
+    message[:at].view(torch.int64).copy_(torch.tensor([STATUS_FAILED if failed else STATUS_OK, len(words), *words]))
+    for part in () if failed else parts:
+        message[at : at + part.count].copy_(part.data())
+        at += part.count
+    return message
+
+
+@dataclass
+class Round:
+    """What is in flight: received messages, requests to wait for, sent messages that must stay alive, first failure."""
+
+    inbox: list[torch.Tensor] = field(default_factory=list)
+    requests: list[dist.Work] = field(default_factory=list)
+    outbox: list[torch.Tensor] = field(default_factory=list)
+    failure: Exception | None = None
+
+
+class Exchange:
+    """The rounds of one save on one rank.
+
+    Args:
+        group: CPU-capable group of the ranks that save; never the caller's default group.
+        owned: this rank's exchanged blocks, by round.
+        foreign: by round, the other ranks' blocks that hold local bytes, with those bytes.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        owned: Mapping[int, OwnBlock],
+        foreign: Mapping[int, Sequence[tuple[OwnBlock, Sequence[LocalPart]]]],
+    ) -> None:
+        self.group, self.owned, self.foreign = group, owned, foreign
+        self.sent_bytes = 0
+
+    def start(self, turn: int, *, failed: bool) -> Round:
+        """Post this round's receives and sends. A post that fails is noted, and the others are made all the same."""
+        current = Round()
+        block = self.owned.get(turn)
+        for rank, size_bytes in block.senders if block else ():
+            message = torch.zeros(size_bytes, dtype=torch.uint8)
+            message[0] = STATUS_FAILED  # What an owner sees of a message that never came.
+            current.inbox.append(message)
+            self._post(current, partial(dist.irecv, message, group_src=rank, group=self.group, tag=turn))
+        for target, parts in self.foreign.get(turn, ()):
+            try:
+                message = _frame(parts, failed=failed)
+            except Exception as error:
+                current.failure = current.failure or error
+                message = _frame(parts, failed=True)
+            current.outbox.append(message)
+            self.sent_bytes += message.numel()
+            self._post(current, partial(dist.isend, message, group_dst=target.owner, group=self.group, tag=turn))
+        return current
+
+    @staticmethod
+    def _post(current: Round, verb: Callable[[], dist.Work | None]) -> None:
+        try:
+            request = verb()
+            if request is None:
+                raise DistributedError("this rank is not in the writer's group", where="process_group")
+            current.requests.append(request)
+        except RuntimeError as error:
+            current.failure = current.failure or error
+
+    @staticmethod
+    def finish(current: Round) -> None:
+        """Wait for a round. Raises DistributedError when a sender failed or a connection broke."""
+        failure = current.failure
+        for request in current.requests:
+            try:
+                request.wait()
+            except RuntimeError as error:
+                failure = failure or DistributedError("a rank went away during the exchange", got=str(error)[:200])
+        failed = sum(int(message[:8].view(torch.int64)[0]) != STATUS_OK for message in current.inbox)
+        if failure is None and failed:
+            failure = DistributedError("a sending rank failed", got=f"{failed} of {len(current.inbox)} senders")
+        if failure is not None:
+            raise failure

@@ -1,0 +1,84 @@
+"""Rectangles of tensors as bytes of a file. All arithmetic in bytes on the innermost dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Geometry", "geometry"]
+
+
+class Geometry(NamedTuple):
+    """A rectangle with every full trailing dimension folded into the one before; ``shape`` is of the whole tensor."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def run_bytes(self) -> int:
+        """Length of each contiguous piece in the file."""
+        return self.sizes[-1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the rectangle."""
+        return math.prod(self.sizes)
+
+    def span(self) -> tuple[int, int]:
+        """First byte and one past the last, inside the tensor."""
+        first = last = 0
+        for shape, offset, size in zip(self.shape, self.offsets, self.sizes, strict=True):
+            first = first * shape + offset
+            last = last * shape + offset + size - 1
+        return first, last + 1
+
+    def locate(self, position: int) -> int:
+        """Offset inside the tensor of byte ``position`` of the rectangle."""
+        at, stride = 0, 1
+        for shape, offset, size in zip(reversed(self.shape), reversed(self.offsets), reversed(self.sizes), strict=True):
+            at += (offset + position % size) * stride
+            position //= size
+            stride *= shape
+        return at
+
+    def held_before(self, position: int) -> int:
+        """How many bytes of the rectangle lie before this byte of the tensor."""
+        if len(self.shape) == 1:
+            return min(max(position - self.offsets[0], 0), self.sizes[0])
+        held, rest, stride, inner = 0, position, math.prod(self.shape), math.prod(self.sizes)
+        for shape, offset, size in zip(self.shape, self.offsets, self.sizes, strict=True):
+            stride //= shape
+            inner //= size
+            index, rest = divmod(rest, stride)
+            index -= offset
+            if index < 0:
+                return held
+            if index >= size:
+                return held + size * inner
+            held += index * inner
+        return held
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) inside the tensor of each contiguous piece. Only for rectangles of few pieces."""
+        for position in range(0, self.total_bytes, self.run_bytes):
+            at = self.locate(position)
+            yield at, at + self.run_bytes
+
+    def descriptor(self, base: int, skip: int, count: int) -> list[int]:
+        """Words for ``fastimpl.ops.rect_place`` and ``rect_take``."""
+        return [len(self.shape), base, skip, count, *self.shape, *self.offsets, *self.sizes]
+
+
+def geometry(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> Geometry:
+    """Geometry of a rectangle that is not empty, given in elements of ``itemsize`` bytes."""
+    whole, first, part = [*shape, itemsize], [*offsets, 0], [*sizes, itemsize]
+    while len(whole) > 1 and part[-1] == whole[-1]:
+        unit = whole.pop()
+        first.pop()
+        part.pop()
+        whole[-1] *= unit
+        first[-1] *= unit
+        part[-1] *= unit
+    return Geometry(tuple(whole), tuple(first), tuple(part))

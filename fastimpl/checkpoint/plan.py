@@ -1,0 +1,246 @@
+"""Who writes which bytes: aligned blocks of the final files, each with one owner, and what the others send to it.
+
+Prevents writers that share a page, tiny writes, and plans that grow with ranks squared. Rules (facts/checkpoint.md 7.2,
+7.3): a run of at least ``direct_bytes`` is written by a rank that holds it, straight from its memory; everything shorter
+is cut into aligned blocks that one rank owns and the holders send to. Owners' borders are multiples of ``align_bytes``.
+The coordinator computes this once; each rank gets its own part only, as packed integers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fastimpl.checkpoint.geometry import Geometry, geometry
+from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
+
+__all__ = ["Block", "BlockRules", "Holders", "SavePieces", "plan_blocks"]
+
+# (name, offsets of the chunk) -> every rank that holds the chunk. A chunk that only its planned rank holds is absent.
+Holders = Mapping[tuple[str, tuple[int, ...]], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class BlockRules:
+    """Sizes that shape the writes.
+
+    Attributes:
+        align_bytes: owners never share an aligned unit of this size.
+        block_bytes: exchanged blocks are aligned units of this size; bounds the memory of a save.
+        direct_bytes: the shortest run that its holder writes itself.
+        direct_max_bytes: the longest single write.
+        absorb_bytes: shared gaps shorter than this go to the neighbour that writes directly.
+        sequential: one owner per file, blocks in file order, for targets without random access.
+    """
+
+    align_bytes: int = 4096
+    block_bytes: int = 8 << 20
+    direct_bytes: int = 4 << 20
+    direct_max_bytes: int = 16 << 20
+    absorb_bytes: int = 1 << 20
+    sequential: bool = False
+
+
+@dataclass
+class Block:
+    """One write: file range, owner, the exchange round (-1: nothing comes from elsewhere), bytes by sending rank."""
+
+    file: int
+    start: int
+    end: int
+    owner: int
+    turn: int = -1
+    message_words: dict[int, int] = field(default_factory=dict)
+    message_bytes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class SavePieces:
+    """The whole plan: all blocks, and per rank its pieces as (item, file offset of the tensor, block number).
+
+    ``item`` is the position in the rank's own plan, or ``-1 - i`` for entry i of its ``replicas``: chunks that torch's
+    dedup took out of its plan and that it supplies all the same.
+    """
+
+    blocks: list[Block]
+    pieces: list[list[tuple[int, int, int]]]
+    replicas: list[dict[tuple[str, tuple[int, ...]], int]]
+
+
+class _Part:
+    """One chunk with its geometry and the ranks that could supply it."""
+
+    __slots__ = ("base", "first", "geometry", "holders", "last", "offsets", "position", "rank", "tensor")
+
+    def __init__(self, tensor: GlobalTensor, rank: int, position: int, geo: Geometry, offsets: tuple[int, ...], holders: Sequence[int]) -> None:
+        self.tensor, self.rank, self.position, self.geometry, self.offsets, self.holders = tensor, rank, position, geo, offsets, holders
+        self.base = tensor.begin
+        first, last = geo.span()
+        self.first, self.last = self.base + first, self.base + last
+
+
+def _parts(tensors: Sequence[GlobalTensor], holders: Holders) -> list[_Part]:
+    parts = []
+    for tensor in tensors:
+        shape, itemsize = tensor.shape, tensor.dtype.itemsize
+        for rank, position, (offsets, sizes) in tensor.parts:
+            if 0 not in sizes:
+                found = holders.get((tensor.name, tuple(offsets)), ()) if holders else ()
+                parts.append(_Part(tensor, rank, position, geometry(shape, offsets, sizes, itemsize), tuple(offsets), found))
+    return parts
+
+
+def _floor(value: int, unit: int) -> int:
+    return value - value % unit
+
+
+def _direct_runs(parts: Sequence[_Part], rules: BlockRules) -> list[tuple[int, int, int]]:
+    # Runs long enough to be written by a holder; a replicated run is shared out among all who hold it.
+    runs = []
+    for part in parts:
+        if part.geometry.run_bytes < rules.direct_bytes:
+            continue
+        owners = part.holders or (part.rank,)
+        for begin, end in part.geometry.runs():
+            share = max(-(-(end - begin) // len(owners)), rules.direct_bytes)
+            for i, start in enumerate(range(begin, end, share)):
+                runs.append((part.base + start, part.base + min(start + share, end), owners[i % len(owners)]))
+    return sorted(runs)
+
+
+def _segments(runs: Sequence[tuple[int, int, int]], file_bytes: int, rules: BlockRules) -> list[tuple[int, int, int | None]]:
+    """Cover the file: (start, end, owner), owner None where runs are short. Inner borders are aligned down."""
+    segments: list[tuple[int, int, int | None]] = []
+    position = 0
+    for begin, end, owner in runs:
+        begin = _floor(begin, rules.align_bytes)
+        end = end if end == file_bytes else _floor(end, rules.align_bytes)
+        if begin - position >= rules.absorb_bytes:
+            segments.append((position, begin, None))
+            position = begin
+        if end > position:
+            segments.append((position, end, owner))
+            position = end
+    if position < file_bytes:
+        last = segments[-1] if segments else None
+        if last is not None and last[2] is not None and file_bytes - position < rules.absorb_bytes:
+            segments[-1] = (last[0], file_bytes, last[2])
+        else:
+            segments.append((position, file_bytes, None))
+    return segments
+
+
+def _cut(file: int, segments: Sequence[tuple[int, int, int | None]], rules: BlockRules) -> list[Block]:
+    blocks = []
+    for start, end, owner in segments:
+        if owner is None:
+            unit = rules.block_bytes
+            cuts = [start, *range(_floor(start, unit) + unit, end, unit), end]
+        else:
+            count = -(-(end - start) // rules.direct_max_bytes)
+            unit = -(-(end - start) // count // rules.align_bytes) * rules.align_bytes or end - start
+            unit = max(unit, rules.align_bytes)
+            cuts = [*range(start, end, unit), end]
+        blocks += [Block(file, a, b, -1 if owner is None else owner) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return blocks
+
+
+def _share(parts: Sequence[_Part], blocks: list[Block]) -> list[list[tuple[_Part, int]]]:
+    """For each block of one file, the chunks that lie in it with their byte counts."""
+    starts = [block.start for block in blocks]
+    shared: list[list[tuple[_Part, int]]] = [[] for _ in blocks]
+    for part in parts:
+        low, high = bisect_right(starts, part.first) - 1, bisect_right(starts, part.last - 1) - 1
+        if low == high:
+            shared[low].append((part, part.geometry.total_bytes))
+            continue
+        before = 0
+        for number in range(low, high + 1):
+            upto = part.geometry.held_before(blocks[number].end - part.base)
+            if upto > before:
+                shared[number].append((part, upto - before))
+            before = upto
+    return shared
+
+
+class _Balance:
+    """Gives shared blocks to the least loaded rank among those that hold some of their bytes."""
+
+    def __init__(self, rank_count: int) -> None:
+        self.load_bytes = [0] * rank_count
+        self.turns = [0] * rank_count
+
+    def choose(self, block: Block, shared: Sequence[tuple[_Part, int]]) -> None:
+        if block.owner < 0:
+            candidates = {rank for part, _ in shared for rank in (part.holders or (part.rank,))} or {0}
+            block.owner = min(candidates, key=lambda rank: (self.load_bytes[rank], rank))
+            self.load_bytes[block.owner] += block.end - block.start
+
+    def schedule(self, block: Block) -> None:
+        if block.message_bytes:
+            block.turn = self.turns[block.owner]
+            self.turns[block.owner] += 1
+
+
+def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, holders: Holders) -> SavePieces:
+    """Plan every write and every message of a save. A pure function of its arguments.
+
+    Args:
+        arrangement: the final files.
+        rank_count: ranks that save.
+        rules: sizes.
+        holders: replicated chunks, see ``Holders``.
+    """
+    plan = SavePieces([], [[] for _ in range(rank_count)], [{} for _ in range(rank_count)])
+    balance = _Balance(rank_count)
+    by_file: dict[str, list[GlobalTensor]] = {file: [] for file in arrangement.files}
+    for tensor in arrangement.tensors.values():
+        by_file[tensor.file].append(tensor)
+    pending = []
+    for number, (file, layout) in enumerate(arrangement.files.items()):
+        parts = _parts(by_file[file], holders)
+        if rank_count == 1:
+            segments: list[tuple[int, int, int | None]] = [(0, layout.file_bytes, 0)]
+        elif rules.sequential:
+            segments = [(0, layout.file_bytes, None)]
+        else:
+            segments = _segments(_direct_runs(parts, rules), layout.file_bytes, rules)
+        blocks = _cut(number, segments, rules)
+        for block in blocks:
+            if block.owner >= 0:
+                balance.load_bytes[block.owner] += block.end - block.start
+        pending.append((parts, blocks))
+    for parts, blocks in pending:
+        shared = _share(parts, blocks)
+        if rules.sequential and rank_count > 1:
+            _one_owner(blocks, balance)
+        _emit(plan, blocks, shared, balance)
+    return plan
+
+
+def _one_owner(blocks: list[Block], balance: _Balance) -> None:
+    owner = min(range(len(balance.load_bytes)), key=lambda rank: (balance.load_bytes[rank], rank))
+    for block in blocks:
+        block.owner = owner
+        balance.load_bytes[owner] += block.end - block.start
+
+
+def _emit(plan: SavePieces, blocks: list[Block], shared: list[list[tuple[_Part, int]]], balance: _Balance) -> None:
+    for block, content in zip(blocks, shared, strict=True):
+        number = len(plan.blocks)
+        plan.blocks.append(block)
+        balance.choose(block, content)
+        owner = block.owner
+        for part, size_bytes in content:
+            rank = owner if owner in part.holders else part.rank
+            item = part.position
+            if rank != part.rank:
+                held = plan.replicas[rank]
+                item = -1 - held.setdefault((part.tensor.name, part.offsets), len(held))
+            plan.pieces[rank].append((item, part.base, number))
+            if rank != owner:
+                words = 4 + 3 * len(part.geometry.shape)
+                block.message_words[rank] = block.message_words.get(rank, 0) + words
+                block.message_bytes[rank] = block.message_bytes.get(rank, 0) + size_bytes
+        balance.schedule(block)

@@ -1,0 +1,193 @@
+"""Carry out one rank's plan: rounds of exchange on the calling thread, whole local blocks on all threads.
+
+Prevents errors that die with a worker thread (facts/checkpoint.md D11, D12): the first one is kept, everything else
+stops, and it is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fastimpl.checkpoint.blockio import LocalPart, assemble, write_at
+from fastimpl.checkpoint.exchange import Exchange
+from fastimpl.checkpoint.wire import OwnBlock, RankPlan
+from refimpl.checkpoint.publish import storage_error
+
+__all__ = ["FileSet", "Runner", "SaveStats"]
+
+
+@dataclass
+class SaveStats:
+    """One rank's save: seconds by phase, and exact counts."""
+
+    plan_s: float = 0.0
+    exchange_s: float = 0.0
+    write_s: float = 0.0
+    fsync_s: float = 0.0
+    publish_s: float = 0.0
+    written_bytes: int = 0
+    write_count: int = 0
+    sent_bytes: int = 0
+    plan_bytes: int = 0
+
+
+@dataclass
+class FileSet:
+    """The output files that this rank writes, opened when first needed."""
+
+    folder: Path
+    names: Sequence[str]
+    sequential: bool = False
+    _open: dict[int, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def path(self, file: int) -> Path:
+        """Path of a file by number."""
+        return self.folder / self.names[file]
+
+    def write(self, block: OwnBlock, pieces: Sequence[torch.Tensor]) -> int:
+        """Write one block; returns the number of write calls. Raises StorageError."""
+        try:
+            with self._lock:
+                if block.file not in self._open:
+                    self._open[block.file] = os.open(self.path(block.file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                descriptor = self._open[block.file]
+            return write_at(descriptor, pieces, None if self.sequential else block.start)
+        except OSError as error:
+            raise storage_error(error, "writing", self.path(block.file)) from error
+
+    def close(self, *, durable: bool) -> None:
+        """Sync and close every file that was opened; all are closed, then the first error is raised."""
+        failure: OSError | None = None
+        for file, descriptor in self._open.items():
+            try:
+                if durable and failure is None:
+                    os.fsync(descriptor)
+            except OSError as error:
+                failure = storage_error(error, "fsync", self.path(file))
+            finally:
+                os.close(descriptor)
+        self._open.clear()
+        if failure is not None:
+            raise failure
+
+
+class Runner:
+    """One save on one rank.
+
+    Args:
+        plan: this rank's part.
+        parts: for each block of the plan, the local bytes in it.
+        files: where to write.
+        exchange: the rounds.
+        rank: this rank.
+        thread_count: threads that write, the calling one included.
+        failure: an error from before; the rank then only keeps the others going.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        parts: Sequence[Sequence[LocalPart]],
+        files: FileSet,
+        exchange: Exchange,
+        *,
+        rank: int,
+        thread_count: int,
+        failure: Exception | None,
+    ) -> None:
+        self.plan, self.parts, self.files, self.exchange, self.failure = plan, parts, files, exchange, failure
+        self.numbers = {id(block): number for number, block in enumerate(plan.blocks)}
+        mine = [block for block in plan.blocks if block.owner == rank]
+        solo = [block for block in mine if block.turn < 0]
+        if not files.sequential and solo:
+            # Writers to one inode wait for each other, so each rank starts at another file.
+            first = rank % (max(block.file for block in solo) + 1)
+            solo.sort(key=lambda block: (block.file < first, block.file, block.start))
+        self.solo = deque(solo)
+        self.thread_count = 1 if files.sequential else min(thread_count, len(mine)) or 1
+        self.stats = SaveStats()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Do everything. Raises the first error of any thread, after all rounds were completed."""
+        workers = [threading.Thread(target=self._drain, name=f"checkpoint-write-{i}") for i in range(1, self.thread_count)]
+        for worker in workers:
+            worker.start()
+        self._rounds()
+        self._drain()
+        for worker in workers:
+            worker.join()
+        self.stats.sent_bytes = self.exchange.sent_bytes
+        if self.failure is not None:
+            raise self.failure
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+
+    def _rounds(self) -> None:
+        scratch = _Scratch()
+        pending = self.exchange.start(0, failed=self.failure is not None) if self.plan.turn_count else None
+        for turn in range(self.plan.turn_count):
+            assert pending is not None
+            following = self.exchange.start(turn + 1, failed=self.failure is not None) if turn + 1 < self.plan.turn_count else None
+            begun = time.perf_counter()
+            try:
+                self.exchange.finish(pending)
+            except Exception as error:
+                self._fail(error)
+            self.stats.exchange_s += time.perf_counter() - begun
+            block = self.exchange.owned.get(turn)
+            if block is not None:
+                if self.files.sequential:
+                    self._drain(before=block)
+                self._write(block, pending.inbox, scratch)
+            pending = following
+
+    def _drain(self, before: OwnBlock | None = None) -> None:
+        scratch = _Scratch()
+        while self.failure is None:
+            try:
+                if before is not None and (self.solo[0].file, self.solo[0].start) > (before.file, before.start):
+                    return
+                block = self.solo.popleft()
+            except IndexError:
+                return
+            self._write(block, (), scratch)
+
+    def _write(self, block: OwnBlock, inbox: Sequence[torch.Tensor], scratch: _Scratch) -> None:
+        if self.failure is not None:
+            return
+        begun = time.perf_counter()
+        try:
+            size_bytes = block.end - block.start
+            pieces = assemble(block, self.plan.headers.get(block.file, b""), self.parts[self.numbers[id(block)]], inbox, scratch.take(size_bytes))
+            calls = self.files.write(block, pieces)
+        except Exception as error:
+            self._fail(error)
+            return
+        with self._lock:
+            self.stats.write_s += time.perf_counter() - begun
+            self.stats.written_bytes += size_bytes
+            self.stats.write_count += calls
+
+
+class _Scratch:
+    """A buffer of one thread that grows to the largest block. Its pages only become memory where they are used."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        if self.buffer.numel() < size_bytes:
+            self.buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        return self.buffer

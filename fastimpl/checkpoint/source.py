@@ -1,0 +1,53 @@
+"""Bytes of a local tensor in row-major order, wherever and however it lies: the reading end of every save.
+
+Contiguous CPU memory is handed out as it is. Everything else passes through a buffer of the size that was asked for, so
+a save never holds a second copy of a tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastimpl import ops
+from refimpl.checkpoint.memory import as_bits
+
+__all__ = ["Source"]
+
+
+class Source:
+    """Byte ranges of one chunk, as they are to stand in the file.
+
+    Args:
+        value: local data of the chunk; any strides, any device with memory.
+        dtype: dtype in the file; differs from the value's for an export cast.
+    """
+
+    def __init__(self, value: torch.Tensor, dtype: torch.dtype) -> None:
+        self.value = value.detach()
+        self.dtype = dtype
+        self.size_bytes = self.value.numel() * dtype.itemsize
+        self.on_cpu = self.value.device.type == "cpu"
+        plain = self.value.is_contiguous() and not self.value.is_conj() and not self.value.is_neg()
+        self.is_view = plain and self.on_cpu and dtype == self.value.dtype
+        self._flat = as_bits(self.value).view(-1).view(torch.uint8) if plain and dtype == self.value.dtype else None
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Bytes ``begin`` to ``end`` of the chunk: uint8 [end - begin], on the CPU. A view where memory allows."""
+        if self._flat is not None:
+            part = self._flat[begin:end]
+            return part if self.on_cpu else part.cpu()
+        width = self.dtype.itemsize
+        first, last = begin // width, -(-end // width)
+        values = self._elements(first, last)
+        if self.dtype != self.value.dtype:
+            values = values.to(self.dtype)
+        return as_bits(values).view(torch.uint8)[begin - first * width : end - first * width].cpu()
+
+    def _elements(self, first: int, last: int) -> torch.Tensor:
+        # Flat elements, dense, on the tensor's own device. Lazy conjugates are rare and small enough to resolve whole.
+        source = self.value.resolve_conj().resolve_neg()
+        if source.is_contiguous():
+            return source.view(-1)[first:last]
+        dense = torch.empty((last - first) * source.element_size(), dtype=torch.uint8, device=source.device)
+        ops.strided_gather(as_bits(source), first, dense)
+        return dense.view(source.dtype)

@@ -1,0 +1,93 @@
+"""The only module that touches ``torch.ops``: loads the library, registers fake kernels, types the operators.
+
+Prevents callers that depend on how an operator is registered, and stale autograd views of what an operator wrote: boxed
+operators do not bump version counters, so the wrappers do.
+
+A *descriptor* says how part of a rectangle of a row-major tensor lies in a file: int64 words ``[ndim, base, skip, count,
+shape..., offsets..., sizes...]``. ``base`` is the file offset of the tensor, ``skip`` and ``count`` select bytes of the
+rectangle, the innermost dimension counts bytes. Several descriptors may follow each other; the dense buffer then holds
+their bytes one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+
+__all__ = ["available", "library_path", "rect_place", "rect_take", "strided_gather", "strided_scatter"]
+
+_LIBRARY = "libfastimpl_ops.so"
+_TESTED = ((2, 11), (2, 13))
+
+
+def library_path() -> Path | None:
+    """The built library, or None. Wheels and editable installs put it in different entries of the package's path."""
+    import fastimpl
+
+    found = [Path(folder) / _LIBRARY for folder in fastimpl.__path__]
+    return next((path for path in found if path.exists()), None)
+
+
+def _warn_if_untested() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not _TESTED[0] <= version <= _TESTED[1]:
+        tested = " to ".join(".".join(map(str, v)) for v in _TESTED)
+        warnings.warn(f"twinproof is tested on torch {tested}; this is {torch.__version__}", stacklevel=3)
+
+
+@functools.cache
+def available() -> bool:
+    """Load the library once; False, with one warning, where it was not built."""
+    path = library_path()
+    if path is None:
+        warnings.warn("fastimpl has no built library (FASTIMPL_BUILD=none): the reference is used", stacklevel=2)
+        return False
+    torch.ops.load_library(str(path))
+    _warn_if_untested()
+    for name in ("rect_place", "rect_take", "strided_gather", "strided_scatter"):
+        # Every operator returns nothing: under fake tensors there is nothing to make.
+        torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
+    return True
+
+
+def rect_place(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
+    """Copy dense bytes of rectangles to where they lie in a window of the file.
+
+    Args:
+        window: uint8 [n], CPU; file bytes ``window_start`` and on. Written.
+        window_start: file offset of ``window[0]``.
+        dense: uint8 [sum of counts].
+        descriptors: int64, see the module.
+
+    Raises:
+        RuntimeError: shapes or descriptors that do not fit; nothing is written then.
+    """
+    torch.ops.twinproof.rect_place(window, window_start, dense, descriptors)
+    torch.autograd.graph.increment_version(window)
+
+
+def rect_take(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
+    """The inverse of ``rect_place``: ``dense`` is written."""
+    torch.ops.twinproof.rect_take(window, window_start, dense, descriptors)
+    torch.autograd.graph.increment_version(dense)
+
+
+def strided_gather(source: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """Copy elements ``start`` and on, in row-major order, of a tensor of any strides into dense bytes.
+
+    Args:
+        source: any dtype of 1, 2, 4 or 8 bytes, at most 16 dimensions, CPU or CUDA.
+        start: flat index of the first element.
+        dense: uint8 [whole elements], same device. Written.
+    """
+    torch.ops.twinproof.strided_gather(source, start, dense)
+    torch.autograd.graph.increment_version(dense)
+
+
+def strided_scatter(target: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """The inverse of ``strided_gather``: ``target`` is written."""
+    torch.ops.twinproof.strided_scatter(target, start, dense)
+    torch.autograd.graph.increment_version(target)

@@ -1,0 +1,22 @@
+"""HF-format (safetensors) checkpoints through ``torch.distributed.checkpoint``, in plain Python.
+
+Replaces the HF parts of ``torch.distributed.checkpoint``. This is the meaning of ``fastimpl.checkpoint``: the same names,
+the same bytes. Layout, policy, planners and publication live here once and are shared.
+"""
+
+from refimpl.checkpoint.consolidate import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
+from refimpl.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
+from refimpl.checkpoint.reader import HuggingFaceStorageReader
+from refimpl.checkpoint.single import load_file, save_file
+from refimpl.checkpoint.writer import HuggingFaceStorageWriter
+
+__all__ = [
+    "HuggingFaceLoadPlanner",
+    "HuggingFaceSavePlanner",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
+    "consolidate_safetensors_files",
+    "consolidate_safetensors_files_on_every_rank",
+    "load_file",
+    "save_file",
+]

@@ -1,0 +1,194 @@
+"""What a folder holds: every tensor with its dtype, global shape and the file ranges of its chunks.
+
+Reads the index where there is one, plain HF folders, single files and torch's shard folders (``DCP_SHARDING_INFO``).
+Prevents answers from stale or missing files: facts/checkpoint.md D7-D10, D20, properties 30-34, 38, 45, 58.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from refimpl.checkpoint.files import INDEX_NAME, SUFFIX, read_index
+from refimpl.checkpoint.layout import Header, parse_json_object, read_header
+from refimpl.checkpoint.tiling import Box, check_tiling
+from refimpl.errors import CorruptionError, FormatError
+
+__all__ = ["Catalog", "Chunk", "TensorRecord", "read_catalog"]
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+
+
+class Chunk(NamedTuple):
+    """One rectangle as it lies in a file: ``begin`` is its first byte's file offset. Offsets and sizes in torch elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+
+
+@dataclass
+class TensorRecord:
+    """One tensor of a checkpoint: format dtype name, global torch shape, chunks that tile it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+@dataclass
+class Catalog:
+    """All tensors of a checkpoint folder or file, the user metadata, and the files in reading order."""
+
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, Header] = field(default_factory=dict)
+
+    def where(self, name: str) -> str:
+        """Place of a tensor, for messages."""
+        chunks = self.tensors[name].chunks
+        return f"{chunks[0].file if chunks else '?'}: tensor {name!r}"
+
+
+def _list_files(path: Path) -> list[Path]:
+    names = sorted(name for name in os.listdir(path) if name.endswith(SUFFIX) and not name.startswith("."))
+    if not names:
+        raise FileNotFoundError(f"no safetensors file in {path}")
+    _check_numbering(path, names)
+    return [path / name for name in names]
+
+
+def _check_numbering(path: Path, names: list[str]) -> None:
+    # Without an index, the "-of-N" of numbered names is the only evidence of a file that is missing.
+    groups: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?)-(\d{5})-of-(\d{5})\.safetensors", name)
+        if match and not match[1].startswith("shard-"):
+            groups.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (stem, count), seen in groups.items():
+        missing = sorted(set(range(1, int(count) + 1)) - seen)
+        if missing:
+            raise CorruptionError("numbered files are missing and there is no index", got=sorted(seen)[:20], expected=f"1..{int(count)}", where=f"{path}/{stem}-*")
+
+
+def _sharding(header: Header, file: str) -> dict[str, Any] | None:
+    text = header.metadata.get(SHARDING_KEY)
+    if text is None:
+        return None
+    where = f"{file}: {SHARDING_KEY}"
+    info = parse_json_object(text.encode(), where)
+    missing = header.entries.keys() - info.keys()
+    if missing:
+        raise FormatError("tensors without sharding information", got=sorted(missing)[:20], where=where)
+    return info
+
+
+def _offsets(info: Any, shape: tuple[int, ...], where: str) -> tuple[int, ...]:
+    offsets = info.get("saved_offsets") if isinstance(info, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != len(shape) or not all(type(o) is int for o in offsets):
+        raise FormatError("saved_offsets do not fit the tensor", got=info, expected=f"{len(shape)} integers", where=where)
+    return tuple(offsets)
+
+
+def _global_shape(info: Any, where: str) -> tuple[int, ...] | None:
+    # torch 2.13 does not store it; our shard files do, under the name that torch's own proposal uses.
+    shape = info.get("global_shape")
+    if shape is None:
+        return None
+    if not isinstance(shape, list) or not all(type(s) is int for s in shape):
+        raise FormatError("global_shape is not a shape", got=shape, where=where)
+    return tuple(shape)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.catalog = Catalog()
+        self.declared: dict[str, tuple[int, ...]] = {}
+        self.sharded: set[str] = set()
+
+    def add_file(self, file: str, header: Header, only: set[str] | None) -> None:
+        info = _sharding(header, file)
+        self.catalog.headers[file] = header
+        for key, value in header.metadata.items():
+            if key != SHARDING_KEY:
+                self.catalog.metadata.setdefault(key, value)
+        tensors, data_start = self.catalog.tensors, header.data_start
+        for name, entry in header.entries.items():
+            if only is not None and name not in only:
+                continue
+            shape = entry.shape if entry.dtype != "F4" else entry.torch_shape()
+            offsets = (0,) * len(shape) if info is None else _offsets(info[name], shape, f"{file}: tensor {name!r}")
+            if info is not None:
+                self._note_shard(name, _global_shape(info[name], file), file)
+            chunk = Chunk(offsets, shape, file, data_start + entry.begin)
+            record = tensors.get(name)
+            if record is None:
+                tensors[name] = TensorRecord(entry.dtype, shape, [chunk])
+            else:
+                self._check_agreement(name, record, entry.dtype, shape, info is None, file)
+                record.chunks.append(chunk)
+
+    def _note_shard(self, name: str, declared: tuple[int, ...] | None, file: str) -> None:
+        self.sharded.add(name)
+        if declared is not None and self.declared.setdefault(name, declared) != declared:
+            raise CorruptionError("files disagree about the global shape", got=declared, expected=self.declared[name], where=f"{file}: tensor {name!r}")
+
+    def _check_agreement(self, name: str, record: TensorRecord, dtype: str, shape: tuple[int, ...], whole: bool, file: str) -> None:
+        where = f"{file}: tensor {name!r}"
+        if whole or name not in self.sharded:
+            raise CorruptionError("one tensor stands in two files", got=[record.chunks[0].file, file], where=where)
+        if dtype != record.dtype or len(shape) != len(record.shape):
+            raise CorruptionError(
+                "files disagree about dtype or rank", got=f"{dtype} {list(shape)}", expected=f"{record.dtype}, rank {len(record.shape)}", where=where
+            )
+
+    def finish(self) -> Catalog:
+        for name in self.sharded:
+            record = self.catalog.tensors[name]
+            record.shape = self.declared.get(name) or tuple(
+                max(chunk.offsets[d] + chunk.sizes[d] for chunk in record.chunks) for d in range(len(record.shape))
+            )
+            check_tiling(record.shape, [Box(c.offsets, c.sizes) for c in record.chunks], CorruptionError, self.catalog.where(name))
+        return self.catalog
+
+
+def _check_members(weight_map: dict[str, str], headers: dict[str, Header], folder: Path) -> None:
+    for name, file in weight_map.items():
+        if name not in headers[file].entries:
+            raise CorruptionError("the index names a tensor that its file lacks", got=name, where=f"{folder / INDEX_NAME}: {file}")
+
+
+def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = None) -> Catalog:
+    """Read the headers of a checkpoint. No tensor data is read.
+
+    Args:
+        path: a folder, or one ``.safetensors`` file.
+        files: read exactly these and no index.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        FormatError: a malformed header, index or sharding information.
+        CorruptionError: files that contradict the index or each other, gaps, overlaps.
+    """
+    path, builder = Path(path), _Builder()
+    if files is None and not path.is_dir():
+        files = [path]
+    index = read_index(path) if files is None else None
+    if index is None:
+        for file in _list_files(path) if files is None else files:
+            builder.add_file(str(file), read_header(file), None)
+        return builder.finish()
+    weight_map, _ = index
+    headers = {file: read_header(path / file) for file in sorted(set(weight_map.values()))}
+    _check_members(weight_map, headers, path)
+    wanted: dict[str, set[str]] = {file: set() for file in headers}
+    for name, file in weight_map.items():
+        wanted[file].add(name)
+    for file, header in headers.items():
+        builder.add_file(str(path / file), header, wanted[file])
+    return builder.finish()

@@ -1,0 +1,49 @@
+"""The reference reader: each stored chunk is read whole, and the asked-for part of it copied into the target."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from refimpl.checkpoint.reader_base import ReaderBase
+from refimpl.checkpoint.catalog import Chunk
+from refimpl.checkpoint.layout import DTYPES
+from refimpl.checkpoint.memory import as_bits, buffer_of
+from refimpl.errors import CorruptionError
+
+__all__ = ["HuggingFaceStorageReader", "read_chunk"]
+
+
+def read_chunk(chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """The stored values of one chunk, on the CPU. Raises CorruptionError where the file ends early."""
+    tensor = torch.empty(chunk.sizes, dtype=dtype)
+    with open(chunk.file, "rb") as file:
+        file.seek(chunk.begin)
+        got = file.readinto(buffer_of(tensor))
+    if got != math.prod(chunk.sizes) * dtype.itemsize:
+        raise CorruptionError("the file became shorter while it was read", got=got, where=chunk.file)
+    return tensor
+
+
+class HuggingFaceStorageReader(ReaderBase):
+    __doc__ = ReaderBase.__doc__
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill every target in place; nothing is written before all targets were checked."""
+        for item, target in self.targets(plan, planner):
+            chunk = self.chunk_of(item.storage_index)
+            dtype = DTYPES[self.catalog.tensors[item.storage_index.fqn].dtype][1]
+            assert dtype is not None
+            stored = read_chunk(chunk, dtype)
+            part = stored[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            if target.dtype == dtype and not target.is_conj() and not target.is_neg():
+                as_bits(target).copy_(as_bits(part))
+            else:
+                target.copy_(part)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

@@ -1,0 +1,90 @@
+"""The errors of both implementations: one named class per way to be wrong.
+
+Every error says what was got, what was expected and where, as text and as attributes, and survives pickling,
+because torch's distributed checkpoint gathers exceptions across ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointExistsError",
+    "ConfigError",
+    "CorruptionError",
+    "DistributedError",
+    "FormatError",
+    "MissingKeyError",
+    "PlanError",
+    "StorageError",
+    "TwinproofError",
+    "UnsupportedError",
+]
+
+
+def _rebuild(cls: type[TwinproofError], message: str, state: dict[str, Any]) -> TwinproofError:
+    return cls(message, **state)
+
+
+class TwinproofError(Exception):
+    """Base of every error that this project raises on purpose.
+
+    Args:
+        message: one sentence that names the fault.
+        got: the value found.
+        expected: what would have been right.
+        where: file, tensor, rank or argument at fault.
+    """
+
+    def __init__(self, message: str, *, got: Any = None, expected: Any = None, where: Any = None) -> None:
+        self.message, self.got, self.expected, self.where = message, got, expected, where
+        parts = [message]
+        parts += [f"{name}: {value}" for name, value in (("got", got), ("expected", expected)) if value is not None]
+        if where is not None:
+            parts.append(f"where: {where}")
+        super().__init__("; ".join(parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, {"got": self.got, "expected": self.expected, "where": self.where})
+
+
+class ConfigError(TwinproofError, ValueError):
+    """An argument, or a combination of arguments, that cannot be honoured."""
+
+
+class PlanError(TwinproofError, ValueError):
+    """A state dict that cannot be laid out: gaps, overlaps, missing names, ranks that disagree."""
+
+
+class UnsupportedError(TwinproofError, TypeError):
+    """A value that the format cannot hold: a non-tensor leaf, a dtype without a safetensors name, a meta tensor."""
+
+
+class FormatError(TwinproofError, ValueError):
+    """A file or index that is not well-formed."""
+
+
+class CorruptionError(TwinproofError, ValueError):
+    """Files that are each well-formed but do not make up the checkpoint they claim to be."""
+
+
+class MissingKeyError(TwinproofError, KeyError):
+    """A name that was asked for and is not there; lists all of them."""
+
+    __str__ = Exception.__str__
+
+
+class CheckpointExistsError(TwinproofError, FileExistsError):
+    """A save that would replace a checkpoint, with ``overwrite=False``."""
+
+    __str__ = Exception.__str__
+
+
+class StorageError(TwinproofError, OSError):
+    """The file system refused: carries the original ``errno`` in ``got``."""
+
+    __str__ = Exception.__str__
+
+
+class DistributedError(TwinproofError, RuntimeError):
+    """Another rank failed or died, or ranks disagree; carries the first cause."""
