@@ -3,9 +3,9 @@
 Prevents callers that depend on how an operator is registered, and stale autograd views of what an operator wrote: boxed
 operators do not bump version counters, so the wrappers do.
 
-A *descriptor* says how part of a rectangle of a row-major tensor lies in a file: int64 words ``[ndim, base, skip, count,
-shape..., offsets..., sizes...]``. ``base`` is the file offset of the tensor, ``skip`` and ``count`` select bytes of the
-rectangle, the innermost dimension counts bytes. Several descriptors may follow each other; the dense buffer then holds
+A *descriptor* says how part of a rectangle of a row-major tensor lies in a file: int64 words ``[ndim, base, skip,
+count, shape..., offsets..., sizes...]``. ``base`` is the file offset of the tensor, ``skip`` and ``count`` select
+bytes of the rectangle, the innermost dimension counts bytes. Several descriptors may follow each other; the dense buffer then holds
 their bytes one after the other.
 """
 
@@ -45,7 +45,7 @@ def available() -> bool:
     if path is None:
         warnings.warn("fastimpl has no built library (FASTIMPL_BUILD=none): the reference is used", stacklevel=2)
         return False
-    torch.ops.load_library(str(path))
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     _warn_if_untested()
     for name in ("rect_place", "rect_take", "strided_gather", "strided_scatter"):
         # Every operator returns nothing: under fake tensors there is nothing to make.

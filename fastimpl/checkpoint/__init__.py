@@ -5,12 +5,20 @@ planners and publication are used as they are. Differences from torch's defaults
 ``enable_consolidation`` are True.
 """
 
+from typing import TYPE_CHECKING
+
 from fastimpl import ops
 from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 
-if ops.available():
+if TYPE_CHECKING or ops.available():
+    from fastimpl.checkpoint.consolidate import (
+        consolidate_safetensors_files,
+        consolidate_safetensors_files_on_every_rank,
+    )
+    from fastimpl.checkpoint.reader import HuggingFaceStorageReader
+    from fastimpl.checkpoint.single import load_file
     from fastimpl.checkpoint.writer import HuggingFaceStorageWriter
-    from refimpl.checkpoint import HuggingFaceStorageReader, consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank, load_file, save_file
+    from refimpl.checkpoint import save_file
 else:
     from refimpl.checkpoint import (
         HuggingFaceStorageReader,

@@ -57,7 +57,9 @@ class LocalPart:
         return self.geometry.descriptor(self.base, self.skip, self.count)
 
 
-def assemble(block: OwnBlock, header: bytes, parts: Sequence[LocalPart], messages: Sequence[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
+def assemble(
+    block: OwnBlock, header: bytes, parts: Sequence[LocalPart], messages: Sequence[torch.Tensor], scratch: torch.Tensor
+) -> list[torch.Tensor]:
     """The bytes of a block as few tensors in file order, each uint8 on the CPU; together exactly the block.
 
     Args:
@@ -78,9 +80,18 @@ def assemble(block: OwnBlock, header: bytes, parts: Sequence[LocalPart], message
     for part in parts:
         if part not in large:
             ops.rect_place(window, block.start, part.data(), torch.tensor(part.descriptor()))
-    filled = len(head) + sum(part.count for part in parts) + sum(_place_message(window, block, message) for message in messages)
+    filled = (
+        len(head)
+        + sum(part.count for part in parts)
+        + sum(_place_message(window, block, message) for message in messages)
+    )
     if filled != size_bytes:
-        raise CorruptionError("a block would be written with missing bytes", got=filled, expected=size_bytes, where=f"file {block.file} at {block.start}")
+        raise CorruptionError(
+            "a block would be written with missing bytes",
+            got=filled,
+            expected=size_bytes,
+            where=f"file {block.file} at {block.start}",
+        )
     result, position = [], block.start
     for part in large:
         result += [window[position - block.start : part.file_offset - block.start], part.data()]

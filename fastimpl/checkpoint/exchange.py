@@ -42,6 +42,11 @@ class Round:
     outbox: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the round holds."""
+        return sum(message.numel() for message in (*self.inbox, *self.outbox))
+
 
 class Exchange:
     """The rounds of one save on one rank.

@@ -1,9 +1,9 @@
 """Who writes which bytes: aligned blocks of the final files, each with one owner, and what the others send to it.
 
-Prevents writers that share a page, tiny writes, and plans that grow with ranks squared. Rules (facts/checkpoint.md 7.2,
-7.3): a run of at least ``direct_bytes`` is written by a rank that holds it, straight from its memory; everything shorter
-is cut into aligned blocks that one rank owns and the holders send to. Owners' borders are multiples of ``align_bytes``.
-The coordinator computes this once; each rank gets its own part only, as packed integers.
+Prevents writers that share a page, tiny writes, and plans that grow with ranks squared. Rules (facts/checkpoint.md
+7.2, 7.3): a run of at least ``direct_bytes`` is written by a rank that holds it, straight from its memory; everything
+shorter is cut into aligned blocks that one rank owns and the holders send to. Owners' borders are
+multiples of ``align_bytes``. The coordinator computes this once; each rank gets its own part only, as packed integers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
 
-__all__ = ["Block", "BlockRules", "Holders", "SavePieces", "plan_blocks"]
+__all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 
 # (name, offsets of the chunk) -> every rank that holds the chunk. A chunk that only its planned rank holds is absent.
 Holders = Mapping[tuple[str, tuple[int, ...]], Sequence[int]]
@@ -73,8 +74,23 @@ class _Part:
 
     __slots__ = ("base", "first", "geometry", "holders", "last", "offsets", "position", "rank", "tensor")
 
-    def __init__(self, tensor: GlobalTensor, rank: int, position: int, geo: Geometry, offsets: tuple[int, ...], holders: Sequence[int]) -> None:
-        self.tensor, self.rank, self.position, self.geometry, self.offsets, self.holders = tensor, rank, position, geo, offsets, holders
+    def __init__(
+        self,
+        tensor: GlobalTensor,
+        rank: int,
+        position: int,
+        geo: Geometry,
+        offsets: tuple[int, ...],
+        holders: Sequence[int],
+    ) -> None:
+        self.tensor, self.rank, self.position, self.geometry, self.offsets, self.holders = (
+            tensor,
+            rank,
+            position,
+            geo,
+            offsets,
+            holders,
+        )
         self.base = tensor.begin
         first, last = geo.span()
         self.first, self.last = self.base + first, self.base + last
@@ -87,7 +103,9 @@ def _parts(tensors: Sequence[GlobalTensor], holders: Holders) -> list[_Part]:
         for rank, position, (offsets, sizes) in tensor.parts:
             if 0 not in sizes:
                 found = holders.get((tensor.name, tuple(offsets)), ()) if holders else ()
-                parts.append(_Part(tensor, rank, position, geometry(shape, offsets, sizes, itemsize), tuple(offsets), found))
+                parts.append(
+                    _Part(tensor, rank, position, geometry(shape, offsets, sizes, itemsize), tuple(offsets), found)
+                )
     return parts
 
 
@@ -109,7 +127,9 @@ def _direct_runs(parts: Sequence[_Part], rules: BlockRules) -> list[tuple[int, i
     return sorted(runs)
 
 
-def _segments(runs: Sequence[tuple[int, int, int]], file_bytes: int, rules: BlockRules) -> list[tuple[int, int, int | None]]:
+def _segments(
+    runs: Sequence[tuple[int, int, int]], file_bytes: int, rules: BlockRules
+) -> list[tuple[int, int, int | None]]:
     """Cover the file: (start, end, owner), owner None where runs are short. Inner borders are aligned down."""
     segments: list[tuple[int, int, int | None]] = []
     position = 0
@@ -142,7 +162,7 @@ def _cut(file: int, segments: Sequence[tuple[int, int, int | None]], rules: Bloc
             unit = -(-(end - start) // count // rules.align_bytes) * rules.align_bytes or end - start
             unit = max(unit, rules.align_bytes)
             cuts = [*range(start, end, unit), end]
-        blocks += [Block(file, a, b, -1 if owner is None else owner) for a, b in zip(cuts, cuts[1:], strict=False)]
+        blocks += [Block(file, a, b, -1 if owner is None else owner) for a, b in pairwise(cuts)]
     return blocks
 
 
@@ -169,18 +189,12 @@ class _Balance:
 
     def __init__(self, rank_count: int) -> None:
         self.load_bytes = [0] * rank_count
-        self.turns = [0] * rank_count
 
     def choose(self, block: Block, shared: Sequence[tuple[_Part, int]]) -> None:
         if block.owner < 0:
             candidates = {rank for part, _ in shared for rank in (part.holders or (part.rank,))} or {0}
             block.owner = min(candidates, key=lambda rank: (self.load_bytes[rank], rank))
             self.load_bytes[block.owner] += block.end - block.start
-
-    def schedule(self, block: Block) -> None:
-        if block.message_bytes:
-            block.turn = self.turns[block.owner]
-            self.turns[block.owner] += 1
 
 
 def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, holders: Holders) -> SavePieces:
@@ -216,7 +230,26 @@ def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, ho
         if rules.sequential and rank_count > 1:
             _one_owner(blocks, balance)
         _emit(plan, blocks, shared, balance)
+    _schedule(plan.blocks, rank_count, len(arrangement.files), rules)
     return plan
+
+
+def _schedule(blocks: Sequence[Block], rank_count: int, file_count: int, rules: BlockRules) -> None:
+    """Number each owner's exchanged blocks. Owners begin at different files: writers to one inode wait."""
+    by_owner: dict[int, list[Block]] = {}
+    for block in blocks:
+        if block.message_bytes:
+            by_owner.setdefault(block.owner, []).append(block)
+    for owner, mine in by_owner.items():
+        first = 0 if rules.sequential else first_file(owner, rank_count, file_count)
+        mine.sort(key=lambda block: (block.file < first, block.file, block.start))
+        for turn, block in enumerate(mine):
+            block.turn = turn
+
+
+def first_file(rank: int, rank_count: int, file_count: int) -> int:
+    """The file at which a rank begins to write."""
+    return rank * file_count // rank_count
 
 
 def _one_owner(blocks: list[Block], balance: _Balance) -> None:
@@ -243,4 +276,3 @@ def _emit(plan: SavePieces, blocks: list[Block], shared: list[list[tuple[_Part, 
                 words = 4 + 3 * len(part.geometry.shape)
                 block.message_words[rank] = block.message_words.get(rank, 0) + words
                 block.message_bytes[rank] = block.message_bytes.get(rank, 0) + size_bytes
-        balance.schedule(block)

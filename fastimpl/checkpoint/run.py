@@ -17,9 +17,12 @@ from pathlib import Path
 import torch
 
 from fastimpl.checkpoint.blockio import LocalPart, assemble, write_at
-from fastimpl.checkpoint.exchange import Exchange
+from fastimpl.checkpoint.exchange import Exchange, Round
+from fastimpl.checkpoint.plan import first_file
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
 from refimpl.checkpoint.publish import storage_error
+
+IN_FLIGHT_BYTES = 8 << 20  # Exchanged bytes that wait in memory before the next round is posted.
 
 __all__ = ["FileSet", "Runner", "SaveStats"]
 
@@ -53,16 +56,15 @@ class FileSet:
         """Path of a file by number."""
         return self.folder / self.names[file]
 
-    def write(self, block: OwnBlock, pieces: Sequence[torch.Tensor]) -> int:
-        """Write one block; returns the number of write calls. Raises StorageError."""
+    def write(self, file: int, start: int, pieces: Sequence[torch.Tensor]) -> int:
+        """Write pieces one after the other; returns the number of write calls. Raises StorageError."""
         try:
             with self._lock:
-                if block.file not in self._open:
-                    self._open[block.file] = os.open(self.path(block.file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                descriptor = self._open[block.file]
-            return write_at(descriptor, pieces, None if self.sequential else block.start)
+                if file not in self._open:
+                    self._open[file] = os.open(self.path(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return write_at(self._open[file], pieces, None if self.sequential else start)
         except OSError as error:
-            raise storage_error(error, "writing", self.path(block.file)) from error
+            raise storage_error(error, "writing", self.path(file)) from error
 
     def close(self, *, durable: bool) -> None:
         """Sync and close every file that was opened; all are closed, then the first error is raised."""
@@ -88,7 +90,7 @@ class Runner:
         parts: for each block of the plan, the local bytes in it.
         files: where to write.
         exchange: the rounds.
-        rank: this rank.
+        rank, rank_count: this rank, and how many save.
         thread_count: threads that write, the calling one included.
         failure: an error from before; the rank then only keeps the others going.
     """
@@ -101,6 +103,7 @@ class Runner:
         exchange: Exchange,
         *,
         rank: int,
+        rank_count: int,
         thread_count: int,
         failure: Exception | None,
     ) -> None:
@@ -109,8 +112,7 @@ class Runner:
         mine = [block for block in plan.blocks if block.owner == rank]
         solo = [block for block in mine if block.turn < 0]
         if not files.sequential and solo:
-            # Writers to one inode wait for each other, so each rank starts at another file.
-            first = rank % (max(block.file for block in solo) + 1)
+            first = first_file(rank, rank_count, len(files.names))
             solo.sort(key=lambda block: (block.file < first, block.file, block.start))
         self.solo = deque(solo)
         self.thread_count = 1 if files.sequential else min(thread_count, len(mine)) or 1
@@ -119,7 +121,9 @@ class Runner:
 
     def run(self) -> None:
         """Do everything. Raises the first error of any thread, after all rounds were completed."""
-        workers = [threading.Thread(target=self._drain, name=f"checkpoint-write-{i}") for i in range(1, self.thread_count)]
+        workers = [
+            threading.Thread(target=self._drain, name=f"checkpoint-write-{i}") for i in range(1, self.thread_count)
+        ]
         for worker in workers:
             worker.start()
         self._rounds()
@@ -136,13 +140,19 @@ class Runner:
 
     def _rounds(self) -> None:
         scratch = _Scratch()
-        pending = self.exchange.start(0, failed=self.failure is not None) if self.plan.turn_count else None
+        flight: deque[Round] = deque()
+        posted = 0
         for turn in range(self.plan.turn_count):
-            assert pending is not None
-            following = self.exchange.start(turn + 1, failed=self.failure is not None) if turn + 1 < self.plan.turn_count else None
+            # Tiny messages are posted far ahead, so that ranks do not wait for each other's writes; large ones are not.
+            while posted < self.plan.turn_count and (
+                posted == turn or sum(r.size_bytes for r in flight) < IN_FLIGHT_BYTES
+            ):
+                flight.append(self.exchange.start(posted, failed=self.failure is not None))
+                posted += 1
+            current = flight.popleft()
             begun = time.perf_counter()
             try:
-                self.exchange.finish(pending)
+                self.exchange.finish(current)
             except Exception as error:
                 self._fail(error)
             self.stats.exchange_s += time.perf_counter() - begun
@@ -150,8 +160,7 @@ class Runner:
             if block is not None:
                 if self.files.sequential:
                     self._drain(before=block)
-                self._write(block, pending.inbox, scratch)
-            pending = following
+                self._write(block, current.inbox, scratch)
 
     def _drain(self, before: OwnBlock | None = None) -> None:
         scratch = _Scratch()
@@ -170,8 +179,14 @@ class Runner:
         begun = time.perf_counter()
         try:
             size_bytes = block.end - block.start
-            pieces = assemble(block, self.plan.headers.get(block.file, b""), self.parts[self.numbers[id(block)]], inbox, scratch.take(size_bytes))
-            calls = self.files.write(block, pieces)
+            pieces = assemble(
+                block,
+                self.plan.headers.get(block.file, b""),
+                self.parts[self.numbers[id(block)]],
+                inbox,
+                scratch.take(size_bytes),
+            )
+            calls = self.files.write(block.file, block.start, pieces)
         except Exception as error:
             self._fail(error)
             return

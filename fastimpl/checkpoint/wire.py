@@ -14,7 +14,18 @@ from itertools import accumulate
 from fastimpl.checkpoint.plan import Block, SavePieces
 from refimpl.checkpoint.layout import FileLayout
 
-__all__ = ["HEADER_WORDS", "STATUS_FAILED", "STATUS_OK", "OwnBlock", "PackedPlan", "Piece", "RankPlan", "message_size_bytes", "pack_plans", "unpack_plan"]
+__all__ = [
+    "HEADER_WORDS",
+    "STATUS_FAILED",
+    "STATUS_OK",
+    "OwnBlock",
+    "PackedPlan",
+    "Piece",
+    "RankPlan",
+    "message_size_bytes",
+    "pack_plans",
+    "unpack_plan",
+]
 
 HEADER_WORDS = 2  # Of an exchanged message: status, number of descriptor words.
 STATUS_OK, STATUS_FAILED = 0, 1
@@ -71,7 +82,9 @@ class PackedPlan:
     @property
     def size_bytes(self) -> int:
         """Bytes that the coordinator sends for this rank, file headers not counted: those are payload."""
-        return len(self.blocks) + len(self.senders) + len(self.pieces) + sum(len(n) + 8 * len(o) for n, o in self.replicas)
+        return (
+            len(self.blocks) + len(self.senders) + len(self.pieces) + sum(len(n) + 8 * len(o) for n, o in self.replicas)
+        )
 
 
 def _pack(rows: Sequence[Sequence[int]]) -> bytes:
@@ -98,14 +111,25 @@ def pack_plans(plan: SavePieces, layouts: Sequence[FileLayout]) -> list[PackedPl
     return [_pack_rank(plan, rank, own, layouts, turn_count) for rank, own in enumerate(owned)]
 
 
-def _pack_rank(plan: SavePieces, rank: int, own: list[int], layouts: Sequence[FileLayout], turn_count: int) -> PackedPlan:
+def _pack_rank(
+    plan: SavePieces, rank: int, own: list[int], layouts: Sequence[FileLayout], turn_count: int
+) -> PackedPlan:
     order = sorted({*own, *(number for _, _, number in plan.pieces[rank])})
     local = {number: i for i, number in enumerate(order)}
     rows, senders = [], []
     headers: dict[int, bytes] = {}
     for block in (plan.blocks[number] for number in order):
         mine = block.owner == rank
-        rows.append((block.file, block.start, block.end - block.start, block.owner, block.turn, len(block.message_bytes) if mine else 0))
+        rows.append(
+            (
+                block.file,
+                block.start,
+                block.end - block.start,
+                block.owner,
+                block.turn,
+                len(block.message_bytes) if mine else 0,
+            )
+        )
         if mine:
             senders += _senders(block)
             if block.start < len(layouts[block.file].header):
@@ -115,7 +139,10 @@ def _pack_rank(plan: SavePieces, rank: int, own: list[int], layouts: Sequence[Fi
 
 
 def _senders(block: Block) -> list[tuple[int, int]]:
-    return [(rank, message_size_bytes(block.message_words[rank], size)) for rank, size in sorted(block.message_bytes.items())]
+    return [
+        (rank, message_size_bytes(block.message_words[rank], size))
+        for rank, size in sorted(block.message_bytes.items())
+    ]
 
 
 def unpack_plan(packed: PackedPlan) -> RankPlan:

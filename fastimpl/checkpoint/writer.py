@@ -11,9 +11,7 @@ import errno
 import logging
 import os
 import time
-import zlib
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,16 @@ from fastimpl.checkpoint.blockio import LocalPart
 from fastimpl.checkpoint.exchange import Exchange
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import BlockRules, plan_blocks
+from fastimpl.checkpoint.replicas import Chunk, checksums, chunk_key, compare_checksums, find_holders
 from fastimpl.checkpoint.run import FileSet, Runner, SaveStats
 from fastimpl.checkpoint.source import Source
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
 from refimpl.checkpoint.arrange import exported_dtype
-from refimpl.checkpoint.base import WriterBase, raise_first, write_results
-from refimpl.checkpoint.memory import buffer_of, check_storable
+from refimpl.checkpoint.base import WriterBase
+from refimpl.checkpoint.memory import check_storable
+from refimpl.checkpoint.outcome import raise_first, write_results
 from refimpl.checkpoint.shards import save_shards
-from refimpl.errors import ConfigError, DistributedError, PlanError
+from refimpl.errors import ConfigError, PlanError
 
 __all__ = ["HuggingFaceStorageWriter"]
 
@@ -72,7 +72,7 @@ class HuggingFaceStorageWriter(WriterBase):
         """Besides the checks, say which chunks this rank holds: torch's dedup keeps each on one plan only."""
         plan = super().prepare_local_plan(plan)
         self._local_items = plan.items
-        keys = array.array("Q", [_chunk_key(item.index.fqn, item.index.offset or ()) for item in plan.items])
+        keys = array.array("Q", [chunk_key(item.index.fqn, item.index.offset or ()) for item in plan.items])
         return SavePlan(plan.items, keys.tobytes(), plan.planner_data, plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -101,10 +101,10 @@ class HuggingFaceStorageWriter(WriterBase):
 
     def _save(self, plan: SavePlan, planner: SavePlanner) -> None:
         begun = time.perf_counter()
+        if self.options.check_replicas:
+            compare_checksums(self._gathered_checksums(planner))
         packed, folder, names, sequential = self._plan(planner)
         failure: Exception | None = None
-        if self.options.check_replicas:
-            self._check_replicas(planner)
         rank_plan = unpack_plan(packed)
         items = _items(rank_plan, plan.items, self._local_items)
         sources: dict[int, Source] = {}
@@ -115,7 +115,17 @@ class HuggingFaceStorageWriter(WriterBase):
         parts = self._parts(rank_plan, items, sources)
         files = FileSet(folder, names, sequential)
         exchange = Exchange(self.group, *_by_turn(rank_plan, parts, self.rank))
-        runner = Runner(rank_plan, parts, files, exchange, rank=self.rank, thread_count=self.options.thread_count, failure=failure)
+        threads, rank_count = self.options.thread_count, 1 if self.group is None else dist.get_world_size(self.group)
+        runner = Runner(
+            rank_plan,
+            parts,
+            files,
+            exchange,
+            rank=self.rank,
+            rank_count=rank_count,
+            thread_count=threads,
+            failure=failure,
+        )
         plan_s = time.perf_counter() - begun
         try:
             runner.run()
@@ -127,8 +137,22 @@ class HuggingFaceStorageWriter(WriterBase):
         except Exception as error:
             failure = failure or error
         self.stats = runner.stats
-        self.stats.plan_s, self.stats.plan_bytes, self.stats.fsync_s = plan_s, packed.size_bytes, time.perf_counter() - begun
+        self.stats.plan_s, self.stats.plan_bytes, self.stats.fsync_s = (
+            plan_s,
+            packed.size_bytes,
+            time.perf_counter() - begun,
+        )
         self.settle(failure)
+
+    def _gathered_checksums(self, planner: SavePlanner) -> list[dict[Chunk, int]]:
+        outcome: dict[Chunk, int] | Exception
+        try:
+            outcome = checksums(self._local_items, lambda item: self._source(item, planner))
+        except Exception as error:
+            outcome = error
+        outcomes = self.gather(outcome)
+        raise_first([found if isinstance(found, Exception) else None for found in outcomes])
+        return outcomes
 
     def _plan(self, planner: SavePlanner) -> tuple[PackedPlan, Path, Sequence[str], bool]:
         """Coordinator: plan and make the staging folder. Every rank: receive its part, or the coordinator's error."""
@@ -157,46 +181,17 @@ class HuggingFaceStorageWriter(WriterBase):
         arrangement = self.arranged(planner)
         folder = self.open_staging()
         try:
-            sequential = self.write_mode == "sequential" or (self.write_mode == "auto" and not _has_random_access(folder))
+            sequential = self.write_mode == "sequential" or (
+                self.write_mode == "auto" and not _has_random_access(folder)
+            )
             rules = BlockRules(sequential=True) if sequential else self.rules
-            pieces = plan_blocks(arrangement, rank_count, rules, self._holders())
+            pieces = plan_blocks(arrangement, rank_count, rules, find_holders(arrangement, self._held))
             packed = pack_plans(pieces, list(arrangement.files.values()))
         except BaseException:
             self.discard_staging()
             raise
         names = list(arrangement.files)
         return [(part, folder, names, sequential) for part in packed]
-
-    def _holders(self) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-        """Chunks that several ranks hold, from the keys that the ranks sent up."""
-        assert self.arrangement is not None
-        ranks: dict[int, list[int]] = {}
-        for rank, packed in enumerate(self._held):
-            for key in array.array("Q", packed):
-                ranks.setdefault(key, []).append(rank)
-        several = {key: found for key, found in ranks.items() if len(found) > 1}
-        if not several:
-            return {}
-        chunks = [(name, tuple(box.offsets)) for name, tensor in self.arrangement.tensors.items() for _, _, box in tensor.parts]
-        keyed = ((chunk, several.get(_chunk_key(*chunk))) for chunk in chunks)
-        return {chunk: found for chunk, found in keyed if found is not None}
-
-    def _check_replicas(self, planner: SavePlanner) -> None:
-        sums = {}
-        for item in self._local_items:
-            source = self._source(item, planner)
-            value = 0
-            for begin in range(0, source.size_bytes, self.rules.block_bytes):
-                value = zlib.crc32(buffer_of(source.read(begin, min(begin + self.rules.block_bytes, source.size_bytes))), value)
-            sums[item.index.fqn, tuple(item.index.offset or ())] = value
-        seen: dict[Any, tuple[int, int]] = {}
-        for rank, theirs in enumerate(self.gather(sums)):
-            for chunk, value in theirs.items():
-                first = seen.setdefault(chunk, (rank, value))
-                if first[1] != value:
-                    if self.is_coordinator:
-                        self.discard_staging()
-                    raise DistributedError("replicas differ", got=f"rank {rank}", expected=f"the bytes of rank {first[0]}", where=chunk[0])
 
     def _source(self, item: WriteItem, planner: SavePlanner) -> Source:
         value = planner.resolve_data(item)
@@ -206,7 +201,12 @@ class HuggingFaceStorageWriter(WriterBase):
         data = item.tensor_data
         if tuple(value.shape) != tuple(data.chunk.sizes) or value.dtype != data.properties.dtype:
             got = f"{value.dtype} {list(value.shape)}"
-            raise PlanError("the data is not what was planned", got=got, expected=f"{data.properties.dtype} {list(data.chunk.sizes)}", where=item.index.fqn)
+            raise PlanError(
+                "the data is not what was planned",
+                got=got,
+                expected=f"{data.properties.dtype} {list(data.chunk.sizes)}",
+                where=item.index.fqn,
+            )
         return Source(value, exported_dtype(item.index.fqn, value.dtype, self.options))
 
     def _parts(self, plan: RankPlan, items: dict[int, WriteItem], sources: dict[int, Source]) -> list[list[LocalPart]]:
@@ -227,11 +227,6 @@ class HuggingFaceStorageWriter(WriterBase):
         return parts
 
 
-def _chunk_key(name: str, offsets: Sequence[int]) -> int:
-    text = f"{name}\0{','.join(map(str, offsets))}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def _items(plan: RankPlan, items: Sequence[WriteItem], local_items: Sequence[WriteItem]) -> dict[int, WriteItem]:
     """Plan item number -> write item, for every item that the plan uses."""
     by_chunk = {(item.index.fqn, tuple(item.index.offset or ())): item for item in local_items} if plan.replicas else {}
@@ -239,7 +234,9 @@ def _items(plan: RankPlan, items: Sequence[WriteItem], local_items: Sequence[Wri
     return {number: items[number] if number >= 0 else by_chunk[plan.replicas[-1 - number]] for number in used}
 
 
-def _by_turn(plan: RankPlan, parts: Sequence[Sequence[LocalPart]], rank: int) -> tuple[dict[int, OwnBlock], dict[int, list[tuple[OwnBlock, Sequence[LocalPart]]]]]:
+def _by_turn(
+    plan: RankPlan, parts: Sequence[Sequence[LocalPart]], rank: int
+) -> tuple[dict[int, OwnBlock], dict[int, list[tuple[OwnBlock, Sequence[LocalPart]]]]]:
     owned = {block.turn: block for block in plan.blocks if block.owner == rank and block.turn >= 0}
     foreign: dict[int, list[tuple[OwnBlock, Sequence[LocalPart]]]] = {}
     for block, content in zip(plan.blocks, parts, strict=True):

@@ -1,7 +1,7 @@
 """HF-format (safetensors) checkpoints through ``torch.distributed.checkpoint``, in plain Python.
 
-Replaces the HF parts of ``torch.distributed.checkpoint``. This is the meaning of ``fastimpl.checkpoint``: the same names,
-the same bytes. Layout, policy, planners and publication live here once and are shared.
+Replaces the HF parts of ``torch.distributed.checkpoint``. This is the meaning of ``fastimpl.checkpoint``: the same
+names, the same bytes. Layout, policy, planners and publication live here once and are shared.
 """
 
 from refimpl.checkpoint.consolidate import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank

@@ -1,6 +1,6 @@
 """From the save plans of all ranks to the final files: which tensor, of which dtype, at which offset of which file.
 
-Headers and offsets are a pure function of the global plan, so nothing has to be written twice (facts/checkpoint.md 7.1).
+Headers and offsets are a pure function of the global plan, so nothing is written twice (facts/checkpoint.md 7.1).
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ def check_local_plan(plan: SavePlan) -> None:
     """Refuse what the format cannot hold before any file is made: facts/checkpoint.md D6. Raises UnsupportedError."""
     leaves = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO or item.tensor_data is None]
     if leaves:
-        raise UnsupportedError("safetensors holds tensors only", got=sorted(leaves), expected="tensors", where="state_dict")
+        raise UnsupportedError(
+            "safetensors holds tensors only", got=sorted(leaves), expected="tensors", where="state_dict"
+        )
     for item in plan.items:
         assert item.tensor_data is not None
         check_name(item.index.fqn)
         dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
         if item.tensor_data.properties.layout is not torch.strided:
-            raise UnsupportedError("only strided tensors can be stored", got=item.tensor_data.properties.layout, where=item.index.fqn)
+            raise UnsupportedError(
+                "only strided tensors can be stored", got=item.tensor_data.properties.layout, where=item.index.fqn
+            )
 
 
 def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, GlobalTensor]:
@@ -89,10 +93,17 @@ def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, Glo
             tensor = tensors.get(name)
             if tensor is None:
                 sources[name] = data.properties.dtype
-                tensor = tensors[name] = GlobalTensor(name, exported_dtype(name, data.properties.dtype, options), tuple(data.size))
+                tensor = tensors[name] = GlobalTensor(
+                    name, exported_dtype(name, data.properties.dtype, options), tuple(data.size)
+                )
             elif data.size != tensor.shape or data.properties.dtype != sources[name]:
                 got = f"{data.properties.dtype} {list(data.size)} on rank {rank}"
-                raise PlanError("ranks disagree about a tensor", got=got, expected=f"{sources[name]} {list(tensor.shape)}", where=name)
+                raise PlanError(
+                    "ranks disagree about a tensor",
+                    got=got,
+                    expected=f"{sources[name]} {list(tensor.shape)}",
+                    where=name,
+                )
             tensor.parts.append((rank, position, Box(data.chunk.offsets, data.chunk.sizes)))
     return tensors
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,25 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from refimpl.checkpoint.arrange import Arrangement, arrange, check_local_plan
 from refimpl.checkpoint.files import build_index, local_path
 from refimpl.checkpoint.options import WriterOptions
+from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
-from refimpl.errors import ConfigError, DistributedError, PlanError
+from refimpl.errors import ConfigError, PlanError
 
-__all__ = ["StorageInfo", "WriterBase", "raise_first", "write_results"]
-
-
-@dataclass(frozen=True)
-class StorageInfo:
-    """Where a written item lies: file name inside the folder, file offset of its tensor, bytes of this item."""
-
-    relative_path: str
-    offset: int
-    length: int
+__all__ = ["WriterBase"]
 
 
 class WriterBase(StorageWriter):
@@ -122,7 +113,9 @@ class WriterBase(StorageWriter):
     def __enter__(self) -> WriterBase:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,10 +162,17 @@ class WriterBase(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check the run's shape and lay out the checkpoint, on the coordinator only."""
         if len(plans) > 1 and not self.options.save_distributed:
-            raise ConfigError("save_distributed=False saves from one process", got=f"{len(plans)} ranks", expected="1 rank")
+            raise ConfigError(
+                "save_distributed=False saves from one process", got=f"{len(plans)} ranks", expected="1 rank"
+            )
         if len(plans) > 1 and (self.group is None or dist.get_world_size(self.group) != len(plans)):
             size = "none" if self.group is None else f"{dist.get_world_size(self.group)} ranks"
-            raise ConfigError("the writer's group must hold exactly the ranks that save", got=size, expected=f"{len(plans)} ranks", where="process_group")
+            raise ConfigError(
+                "the writer's group must hold exactly the ranks that save",
+                got=size,
+                expected=f"{len(plans)} ranks",
+                where="process_group",
+            )
         # With plan caching the planner hands out placeholders; the real plans are then taken in write_data.
         self.arrangement = arrange(plans, self.options) if all(plan.usable for plan in plans) else None
         return plans
@@ -239,21 +239,3 @@ class WriterBase(StorageWriter):
             self.staging.discard()
             raise
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-
-
-def raise_first(failures: Sequence[BaseException | None]) -> None:
-    """Raise DistributedError for the first rank that failed, with its error as the cause."""
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise DistributedError("another rank failed", got=f"{type(failure).__name__}: {failure}", where=f"rank {rank}") from failure
-
-
-def write_results(items: Sequence[WriteItem], arrangement: Arrangement | None) -> list[WriteResult]:
-    """What DCP collects of each written item; only the coordinator knows the offsets."""
-    results = []
-    for item in items:
-        size_bytes = item.tensor_storage_size() or 0
-        tensor = arrangement.tensors[item.index.fqn] if arrangement is not None else None
-        info = StorageInfo(tensor.file if tensor else "", tensor.begin if tensor else 0, size_bytes)
-        results.append(WriteResult(index=item.index, size_in_bytes=size_bytes, storage_data=info))
-    return results

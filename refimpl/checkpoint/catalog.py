@@ -24,7 +24,7 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 
 
 class Chunk(NamedTuple):
-    """One rectangle as it lies in a file: ``begin`` is its first byte's file offset. Offsets and sizes in torch elements."""
+    """One rectangle as it lies in a file: ``begin`` is a file offset, the rest counts torch elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -73,7 +73,12 @@ def _check_numbering(path: Path, names: list[str]) -> None:
     for (stem, count), seen in groups.items():
         missing = sorted(set(range(1, int(count) + 1)) - seen)
         if missing:
-            raise CorruptionError("numbered files are missing and there is no index", got=sorted(seen)[:20], expected=f"1..{int(count)}", where=f"{path}/{stem}-*")
+            raise CorruptionError(
+                "numbered files are missing and there is no index",
+                got=sorted(seen)[:20],
+                expected=f"1..{int(count)}",
+                where=f"{path}/{stem}-*",
+            )
 
 
 def _sharding(header: Header, file: str) -> dict[str, Any] | None:
@@ -91,7 +96,9 @@ def _sharding(header: Header, file: str) -> dict[str, Any] | None:
 def _offsets(info: Any, shape: tuple[int, ...], where: str) -> tuple[int, ...]:
     offsets = info.get("saved_offsets") if isinstance(info, dict) else None
     if not isinstance(offsets, list) or len(offsets) != len(shape) or not all(type(o) is int for o in offsets):
-        raise FormatError("saved_offsets do not fit the tensor", got=info, expected=f"{len(shape)} integers", where=where)
+        raise FormatError(
+            "saved_offsets do not fit the tensor", got=info, expected=f"{len(shape)} integers", where=where
+        )
     return tuple(offsets)
 
 
@@ -136,15 +143,25 @@ class _Builder:
     def _note_shard(self, name: str, declared: tuple[int, ...] | None, file: str) -> None:
         self.sharded.add(name)
         if declared is not None and self.declared.setdefault(name, declared) != declared:
-            raise CorruptionError("files disagree about the global shape", got=declared, expected=self.declared[name], where=f"{file}: tensor {name!r}")
+            raise CorruptionError(
+                "files disagree about the global shape",
+                got=declared,
+                expected=self.declared[name],
+                where=f"{file}: tensor {name!r}",
+            )
 
-    def _check_agreement(self, name: str, record: TensorRecord, dtype: str, shape: tuple[int, ...], whole: bool, file: str) -> None:
+    def _check_agreement(
+        self, name: str, record: TensorRecord, dtype: str, shape: tuple[int, ...], whole: bool, file: str
+    ) -> None:
         where = f"{file}: tensor {name!r}"
         if whole or name not in self.sharded:
             raise CorruptionError("one tensor stands in two files", got=[record.chunks[0].file, file], where=where)
         if dtype != record.dtype or len(shape) != len(record.shape):
             raise CorruptionError(
-                "files disagree about dtype or rank", got=f"{dtype} {list(shape)}", expected=f"{record.dtype}, rank {len(record.shape)}", where=where
+                "files disagree about dtype or rank",
+                got=f"{dtype} {list(shape)}",
+                expected=f"{record.dtype}, rank {len(record.shape)}",
+                where=where,
             )
 
     def finish(self) -> Catalog:
@@ -153,14 +170,21 @@ class _Builder:
             record.shape = self.declared.get(name) or tuple(
                 max(chunk.offsets[d] + chunk.sizes[d] for chunk in record.chunks) for d in range(len(record.shape))
             )
-            check_tiling(record.shape, [Box(c.offsets, c.sizes) for c in record.chunks], CorruptionError, self.catalog.where(name))
+            check_tiling(
+                record.shape,
+                [Box(c.offsets, c.sizes) for c in record.chunks],
+                CorruptionError,
+                self.catalog.where(name),
+            )
         return self.catalog
 
 
 def _check_members(weight_map: dict[str, str], headers: dict[str, Header], folder: Path) -> None:
     for name, file in weight_map.items():
         if name not in headers[file].entries:
-            raise CorruptionError("the index names a tensor that its file lacks", got=name, where=f"{folder / INDEX_NAME}: {file}")
+            raise CorruptionError(
+                "the index names a tensor that its file lacks", got=name, where=f"{folder / INDEX_NAME}: {file}"
+            )
 
 
 def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = None) -> Catalog:
@@ -184,11 +208,11 @@ def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = No
             builder.add_file(str(file), read_header(file), None)
         return builder.finish()
     weight_map, _ = index
-    headers = {file: read_header(path / file) for file in sorted(set(weight_map.values()))}
+    headers = {member: read_header(path / member) for member in sorted(set(weight_map.values()))}
     _check_members(weight_map, headers, path)
-    wanted: dict[str, set[str]] = {file: set() for file in headers}
-    for name, file in weight_map.items():
-        wanted[file].add(name)
-    for file, header in headers.items():
-        builder.add_file(str(path / file), header, wanted[file])
+    wanted: dict[str, set[str]] = {member: set() for member in headers}
+    for name, member in weight_map.items():
+        wanted[member].add(name)
+    for member, header in headers.items():
+        builder.add_file(str(path / member), header, wanted[member])
     return builder.finish()

@@ -1,4 +1,4 @@
-"""Shard folders that torch already wrote, turned into final HF files: the reference reads and writes tensor by tensor."""
+"""Shard folders that torch already wrote, made into final HF files: the reference goes tensor by tensor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from refimpl.checkpoint.base import raise_first
 from refimpl.checkpoint.catalog import SHARDING_KEY, Catalog, read_catalog
 from refimpl.checkpoint.files import assign_files, build_index, check_mapping, local_path
 from refimpl.checkpoint.layout import DTYPES
 from refimpl.checkpoint.memory import as_bits
 from refimpl.checkpoint.options import FORMAT_METADATA, check_count
+from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
 from refimpl.checkpoint.reader import read_chunk
 from refimpl.checkpoint.single import write_tensors
@@ -24,10 +24,12 @@ __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_ev
 
 
 def record_dtype(catalog: Catalog, name: str) -> torch.dtype:
-    """torch dtype of a stored tensor; UnsupportedError for F6."""
+    """Torch dtype of a stored tensor; UnsupportedError for F6."""
     dtype = DTYPES[catalog.tensors[name].dtype][1]
     if dtype is None:
-        raise UnsupportedError("no torch dtype holds this tensor", got=catalog.tensors[name].dtype, where=catalog.where(name))
+        raise UnsupportedError(
+            "no torch dtype holds this tensor", got=catalog.tensors[name].dtype, where=catalog.where(name)
+        )
     return dtype
 
 

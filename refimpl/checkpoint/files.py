@@ -17,7 +17,16 @@ from pathlib import Path
 from refimpl.checkpoint.layout import parse_json_object
 from refimpl.errors import ConfigError, CorruptionError, FormatError, PlanError
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "assign_files", "build_index", "file_name", "is_checkpoint_name", "local_path", "read_index"]
+__all__ = [
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "assign_files",
+    "build_index",
+    "file_name",
+    "is_checkpoint_name",
+    "local_path",
+    "read_index",
+]
 
 logger = logging.getLogger("refimpl.checkpoint")
 
@@ -31,13 +40,13 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def file_name(index: int, count: int, shard: int | None = None) -> str:
-    """``model-00001-of-00002.safetensors``; with ``shard``, torch's name for one rank's part of it. Both count from 1."""
+    """``model-00001-of-00002.safetensors``; with ``shard``, torch's name for one rank's part. Both count from 1."""
     name = f"model-{index:05d}-of-{count:05d}{SUFFIX}"
     return name if shard is None else f"shard-{shard:05d}-{name}"
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a save into the same folder replaces a file of this name: torch's numbered names, the single file, the index."""
+    """Whether a save replaces a file of this name: torch's numbered names, the single file, the index."""
     return name in (INDEX_NAME, SINGLE_NAME) or _OWN_NAMES.fullmatch(name) is not None
 
 
@@ -47,7 +56,9 @@ def local_path(path: str | os.PathLike[str], where: str = "path") -> Path:
     if not isinstance(text, str) or not text:
         raise ConfigError("not a path", got=path, where=where)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
-        raise ConfigError("only local paths are supported", got=text, expected="a folder of a mounted file system", where=where)
+        raise ConfigError(
+            "only local paths are supported", got=text, expected="a folder of a mounted file system", where=where
+        )
     return Path(text)
 
 
@@ -58,7 +69,9 @@ def parse_size(size: int | str, where: str = "max_shard_size") -> int:
         try:
             size = int(float(number) * _UNITS[unit])
         except (KeyError, ValueError, OverflowError):
-            raise ConfigError("not a size", got=size, expected="bytes, or a number with KB, MB, GB or TB", where=where) from None
+            raise ConfigError(
+                "not a size", got=size, expected="bytes, or a number with KB, MB, GB or TB", where=where
+            ) from None
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError("not a size", got=size, expected=">= 1", where=where)
     return size
@@ -73,7 +86,9 @@ def check_mapping(mapping: Mapping[str, int] | None) -> dict[str, int] | None:
             raise ConfigError("a file index is an int from 1", got=index, where=f"fqn_to_index_mapping[{name!r}]")
     used = set(mapping.values())
     if used != set(range(1, len(used) + 1)):
-        raise ConfigError("file indices leave gaps", got=sorted(used)[:20], expected=f"1..{len(used)}", where="fqn_to_index_mapping")
+        raise ConfigError(
+            "file indices leave gaps", got=sorted(used)[:20], expected=f"1..{len(used)}", where="fqn_to_index_mapping"
+        )
     return dict(mapping)
 
 
@@ -95,7 +110,11 @@ def _split_greedily(sizes_bytes: Mapping[str, int], limit_bytes: int) -> list[li
 
 
 def assign_files(
-    sizes_bytes: Mapping[str, int], mapping: Mapping[str, int] | None, max_shard_size: int | str | None, *, single_file: bool = False
+    sizes_bytes: Mapping[str, int],
+    mapping: Mapping[str, int] | None,
+    max_shard_size: int | str | None,
+    *,
+    single_file: bool = False,
 ) -> dict[str, list[str]]:
     """File name -> tensor names, for tensors in state-dict order.
 
@@ -111,7 +130,9 @@ def assign_files(
             raise PlanError("names without a file index", got=missing, where="fqn_to_index_mapping")
         extra = sorted(mapping.keys() - sizes_bytes.keys())
         if extra:
-            logger.warning("fqn_to_index_mapping names %d tensors that are not saved: %s", len(extra), ", ".join(extra[:20]))
+            logger.warning(
+                "fqn_to_index_mapping names %d tensors that are not saved: %s", len(extra), ", ".join(extra[:20])
+            )
         groups: list[list[str]] = [[] for _ in range(max(mapping.values(), default=1))]
         for name in sizes_bytes:
             groups[mapping[name] - 1].append(name)
@@ -135,14 +156,18 @@ def build_index(weight_map: Mapping[str, str], total_size_bytes: int) -> bytes:
 def _check_member(folder: Path, name: object, where: str) -> None:
     if not isinstance(name, str) or not name.endswith(SUFFIX):
         raise FormatError("the index names something that is not a safetensors file", got=name, where=where)
-    if name != os.path.basename(name) or re.search(r'[\\:\0]', name) or name.startswith(".."):
-        raise FormatError("the index names a path outside its folder", got=name, expected="a plain file name", where=where)
+    if name != os.path.basename(name) or re.search(r"[\\:\0]", name) or name.startswith(".."):
+        raise FormatError(
+            "the index names a path outside its folder", got=name, expected="a plain file name", where=where
+        )
     try:
         status = (folder / name).stat()
     except FileNotFoundError:
         raise CorruptionError("the index names a file that is missing", got=name, where=where) from None
     except (OSError, ValueError) as error:
-        raise FormatError("the index names a file that cannot be opened", got=f"{name!r}: {error}", where=where) from None
+        raise FormatError(
+            "the index names a file that cannot be opened", got=f"{name!r}: {error}", where=where
+        ) from None
     if not stat.S_ISREG(status.st_mode):
         raise FormatError("the index names something that is not a regular file", got=name, where=where)
     # Hub caches link every file to a blob store beside the snapshot; a link that leaves that tree is an escape.

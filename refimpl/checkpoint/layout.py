@@ -56,7 +56,7 @@ _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not Non
 
 
 class Entry(NamedTuple):
-    """One tensor of a header. ``shape`` counts format elements; ``begin`` and ``end`` count bytes of the data section."""
+    """One tensor of a header. ``shape`` counts format elements, ``begin`` and ``end`` bytes of the data section."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,9 +95,11 @@ class FileLayout:
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """The format's name of a torch dtype. Raises UnsupportedError for one that the format lacks (complex128, int4...)."""
+    """The format's name of a torch dtype. Raises UnsupportedError for one that the format lacks."""
     if dtype not in _NAMES:
-        raise UnsupportedError("safetensors has no dtype for this tensor", got=dtype, expected=sorted(_RANK), where=where)
+        raise UnsupportedError(
+            "safetensors has no dtype for this tensor", got=dtype, expected=sorted(_RANK), where=where
+        )
     return _NAMES[dtype]
 
 
@@ -216,7 +218,9 @@ def _parse_entry(name: str, fields: Any, where: str) -> Entry:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError("not a tensor entry", got=str(fields)[:200], expected="dtype, shape, data_offsets", where=place) from None
+        raise FormatError(
+            "not a tensor entry", got=str(fields)[:200], expected="dtype, shape, data_offsets", where=place
+        ) from None
     if count >= 2**60:
         raise FormatError("the element count overflows", got=shape, where=place)
     need = (0 if 0 in shape else count) * bits
@@ -254,10 +258,14 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> tuple[dict[str, Ent
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != position:
             kind = "overlap" if entry.begin < position else "hole"
-            raise FormatError(f"the data section has a {kind}", got=entry.begin, expected=position, where=f"{where}: tensor {name!r}")
+            raise FormatError(
+                f"the data section has a {kind}", got=entry.begin, expected=position, where=f"{where}: tensor {name!r}"
+            )
         position = entry.end
     if position != data_bytes:
-        raise FormatError("tensors and file length disagree", got=f"{data_bytes} data bytes", expected=position, where=where)
+        raise FormatError(
+            "tensors and file length disagree", got=f"{data_bytes} data bytes", expected=position, where=where
+        )
     return entries, metadata
 
 
@@ -273,7 +281,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         length = int.from_bytes(prefix, "little")
         limit = min(HEADER_BYTES_MAX, status.st_size - LENGTH_BYTES)
         if len(prefix) < LENGTH_BYTES or length > limit:
-            raise FormatError("header length beyond the file or the cap", got=length, expected=f"<= {limit}", where=where)
+            raise FormatError(
+                "header length beyond the file or the cap", got=length, expected=f"<= {limit}", where=where
+            )
         raw = os.pread(descriptor, length, LENGTH_BYTES)
         if len(raw) != length:
             raise FormatError("header cut short", got=len(raw), expected=length, where=where)

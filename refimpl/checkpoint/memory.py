@@ -17,7 +17,9 @@ def check_storable(tensor: torch.Tensor, where: str) -> None:
     """Raise UnsupportedError for a tensor without plain memory: meta, sparse, quantized."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         got = f"{tensor.device.type} tensor, layout {tensor.layout}"
-        raise UnsupportedError("a tensor without dense memory cannot be stored", got=got, expected="strided", where=where)
+        raise UnsupportedError(
+            "a tensor without dense memory cannot be stored", got=got, expected="strided", where=where
+        )
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,4 +33,8 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def buffer_of(tensor: torch.Tensor) -> memoryview:
     """Writable view of a contiguous CPU tensor's bytes. The caller keeps the tensor alive."""
     size_bytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr() if size_bytes else 0)).cast("B") if size_bytes else memoryview(b"")
+    return (
+        memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr() if size_bytes else 0)).cast("B")
+        if size_bytes
+        else memoryview(b"")
+    )

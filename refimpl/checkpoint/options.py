@@ -67,11 +67,15 @@ class WriterOptions:
     ) -> WriterOptions:
         """Check every option and combination. Raises ConfigError."""
         if mapping is not None and max_shard_size is not None:
-            raise ConfigError("two rules for the files", got="both", expected="one of fqn_to_index_mapping, max_shard_size")
+            raise ConfigError(
+                "two rules for the files", got="both", expected="one of fqn_to_index_mapping, max_shard_size"
+            )
         if single_file and (mapping is not None or max_shard_size is not None):
             raise ConfigError("single_file leaves nothing to split", got=True, where="single_file")
         if (metadata or {}).get("format", "pt") != "pt":
-            raise ConfigError("the format of these files is fixed", got=(metadata or {})["format"], expected="pt", where="metadata")
+            raise ConfigError(
+                "the format of these files is fixed", got=(metadata or {})["format"], expected="pt", where="metadata"
+            )
         check_count(thread_count_consolidation, "thread_count_consolidation")
         if isinstance(export_keep, str):
             raise ConfigError("export_keep is a sequence of patterns", got=export_keep, where="export_keep")

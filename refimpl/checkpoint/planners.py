@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
@@ -26,9 +31,9 @@ logger = logging.getLogger("refimpl.checkpoint")
 
 
 def _indices(size: int, dim: int, tensor: DTensor) -> torch.Tensor:
-    # Which global indices of one dimension are local: apply each placement to 0..size-1, outermost mesh dimension first.
+    # Which indices of one dimension are local: apply each placement to 0..size-1, outermost mesh dimension first.
     held = torch.arange(size)
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = tensor.device_mesh.get_coordinate() or ()
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_shard(dim) and not _is_strided(placement, dim):
             continue
@@ -90,7 +95,9 @@ class HuggingFaceSavePlanner(DefaultSavePlanner):
 
     def __init__(self, **options: Any) -> None:
         if options.get("enable_plan_caching"):
-            raise ConfigError("this planner does not cache plans", got=True, expected=False, where="enable_plan_caching")
+            raise ConfigError(
+                "this planner does not cache plans", got=True, expected=False, where="enable_plan_caching"
+            )
         super().__init__(**options)
 
     def create_local_plan(self) -> SavePlan:
@@ -111,7 +118,7 @@ class HuggingFaceSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The local data of a write item."""
-        value = self.state_dict.get(index.fqn)
+        value: Any = self.state_dict.get(index.fqn)
         return _part(value, index.offset) if _is_packed(value) else super().lookup_object(index)
 
 
@@ -138,11 +145,15 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Read items for this rank's part of the state dict."""
-        saved = self.metadata.state_dict_metadata
+        saved: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
         self.missing_keys = sorted(self.state_dict.keys() - saved.keys())
         self.unexpected_keys = sorted(saved.keys() - self.state_dict.keys())
         if self.unexpected_keys:
-            logger.warning("the checkpoint holds %d names that were not asked for: %s", len(self.unexpected_keys), ", ".join(self.unexpected_keys[:20]))
+            logger.warning(
+                "the checkpoint holds %d names that were not asked for: %s",
+                len(self.unexpected_keys),
+                ", ".join(self.unexpected_keys[:20]),
+            )
         if self.strict and self.missing_keys:
             raise MissingKeyError("names are not in the checkpoint", got=self.missing_keys, where="state_dict")
         wrong = {

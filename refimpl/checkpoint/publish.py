@@ -30,13 +30,17 @@ _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EX
 
 def storage_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> StorageError:
     """The named form of an OSError; keeps ``errno``."""
-    result = StorageError(f"{doing} failed: {error.strerror}", got=errno.errorcode.get(error.errno or 0, error.errno), where=os.fspath(path))
+    result = StorageError(
+        f"{doing} failed: {error.strerror}",
+        got=errno.errorcode.get(error.errno or 0, error.errno),
+        where=os.fspath(path),
+    )
     result.errno, result.strerror, result.filename = error.errno, error.strerror, os.fspath(path)
     return result
 
 
 def fsync_path(path: str | os.PathLike[str]) -> None:
-    """fsync a file or a folder by name."""
+    """Fsync a file or a folder by name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -104,20 +108,31 @@ class Staging:
         self.durable = durable
         self.old_names = self._old_checkpoint()
         if self.old_names and not overwrite:
-            raise CheckpointExistsError("a checkpoint is already there", got=self.old_names[:5], expected="overwrite=True", where=str(self.target))
+            raise CheckpointExistsError(
+                "a checkpoint is already there",
+                got=self.old_names[:5],
+                expected="overwrite=True",
+                where=str(self.target),
+            )
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.in_place = self._is_pinned()
             if self.in_place and self.old_names:
                 raise CheckpointExistsError(
-                    "a checkpoint in a folder that cannot be renamed cannot be replaced atomically", got=self.old_names[:5], where=str(self.target)
+                    "a checkpoint in a folder that cannot be renamed cannot be replaced atomically",
+                    got=self.old_names[:5],
+                    where=str(self.target),
                 )
             parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
             self._warn_of_leftovers(parent, f".{name}.saving-")
             self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
             self.folder.mkdir()
         except OSError as error:
-            raise error if isinstance(error, TwinproofError) else storage_error(error, "making the staging folder", self.target) from error
+            raise (
+                error
+                if isinstance(error, TwinproofError)
+                else storage_error(error, "making the staging folder", self.target)
+            ) from error
 
     def _old_checkpoint(self) -> list[str]:
         if not self.target.exists():
@@ -142,10 +157,12 @@ class Staging:
     def _warn_of_leftovers(parent: Path, prefix: str) -> None:
         leftovers = [name for name in os.listdir(parent) if name.startswith(prefix)]
         if leftovers:
-            logger.warning("left over from interrupted saves, safe to delete: %s", ", ".join(str(parent / n) for n in leftovers))
+            logger.warning(
+                "left over from interrupted saves, safe to delete: %s", ", ".join(str(parent / n) for n in leftovers)
+            )
 
     def publish(self, index: bytes | None) -> None:
-        """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then still there."""
+        """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then intact."""
         try:
             if index is not None:
                 write_small_file(self.folder / INDEX_NAME, index, durable=self.durable)
@@ -171,7 +188,7 @@ class Staging:
             self._sync(self.target.parent)
             self._drop(self.folder)
         else:
-            # Without an exchange the target is absent for an instant; a crash just then leaves the old one under this name.
+            # Without an exchange the target is absent for an instant; a crash then leaves the old one under this name.
             previous = self.target.with_name(f".{self.target.name}.previous-{uuid.uuid4().hex[:12]}")
             os.rename(self.target, previous)
             os.rename(self.folder, self.target)

@@ -8,10 +8,10 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from refimpl.checkpoint.reader_base import ReaderBase
 from refimpl.checkpoint.catalog import Chunk
 from refimpl.checkpoint.layout import DTYPES
 from refimpl.checkpoint.memory import as_bits, buffer_of
+from refimpl.checkpoint.reader_base import ReaderBase
 from refimpl.errors import CorruptionError
 
 __all__ = ["HuggingFaceStorageReader", "read_chunk"]

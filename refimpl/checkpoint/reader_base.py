@@ -71,7 +71,9 @@ class ReaderBase(StorageReader):
             dtype = DTYPES[record.dtype][1] or torch.uint8
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in record.chunks]
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
-        return Metadata(state_dict_metadata=tensors, storage_data=self.catalog, storage_meta=StorageMeta(load_id=self.load_id))
+        return Metadata(
+            state_dict_metadata=tensors, storage_data=self.catalog, storage_meta=StorageMeta(load_id=self.load_id)
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the catalog that read_metadata made."""
@@ -91,7 +93,11 @@ class ReaderBase(StorageReader):
         if record is None:
             raise MissingKeyError("not in the checkpoint", got=index.fqn, where=str(self.path))
         offset = tuple(index.offset or (0,) * len(record.shape))
-        if index.index is not None and index.index < len(record.chunks) and record.chunks[index.index].offsets == offset:
+        if (
+            index.index is not None
+            and index.index < len(record.chunks)
+            and record.chunks[index.index].offsets == offset
+        ):
             return record.chunks[index.index]
         found = [chunk for chunk in record.chunks if chunk.offsets == offset]
         if not found:
@@ -116,7 +122,12 @@ class ReaderBase(StorageReader):
             if target.dtype != stored and not self.cast:
                 wrong[name] = (target.dtype, stored)
             if target.size() != item.lengths:
-                raise PlanError("target and read item differ in shape", got=tuple(target.size()), expected=tuple(item.lengths), where=name)
+                raise PlanError(
+                    "target and read item differ in shape",
+                    got=tuple(target.size()),
+                    expected=tuple(item.lengths),
+                    where=name,
+                )
             result.append((item, target))
         if wrong:
             raise PlanError("dtypes differ, as (target, saved); cast=True converts", got=wrong, where=str(self.path))

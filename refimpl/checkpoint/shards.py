@@ -48,7 +48,9 @@ def _write_shards(folder: Path, rank: int, shards: Iterable[Shard], options: Wri
     count = 1 if mapping is None else max(mapping.values())
     for index, members in sorted(groups.items()):
         if len({s.name for s in members}) != len(members):
-            raise PlanError("the shard layout holds one chunk of a tensor per rank", got="several", where=f"rank {rank}")
+            raise PlanError(
+                "the shard layout holds one chunk of a tensor per rank", got="several", where=f"rank {rank}"
+            )
         tensors = {s.name: s.data for s in members}
         path = os.fspath(folder / file_name(index, count, rank + 1))
         write_tensors(path, tensors, _metadata(members, options), durable=options.durable)
@@ -65,7 +67,9 @@ def save_shards(writer: WriterBase, plan: SavePlan, planner: SavePlanner) -> Non
     folder = writer.begin_staging()
     failure: Exception | None = None
     try:
-        _write_shards(folder, writer.rank, [_shard(item, planner, writer.options) for item in plan.items], writer.options)
+        _write_shards(
+            folder, writer.rank, [_shard(item, planner, writer.options) for item in plan.items], writer.options
+        )
     except Exception as error:
         failure = error
     writer.settle(failure)

@@ -23,9 +23,14 @@ def _write_all(descriptor: int, content: memoryview) -> None:
 
 
 def write_tensors(
-    path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, *, durable: bool, page_align: bool = False
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None,
+    *,
+    durable: bool,
+    page_align: bool = False,
 ) -> None:
-    """Write one file under a temporary name and rename it into place. Raises StorageError; ``path`` is then as before."""
+    """Write one file under a temporary name and rename it into place. Raises StorageError, ``path`` unchanged."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedError("safetensors holds tensors only", got=type(tensor).__name__, where=repr(name))
@@ -52,7 +57,9 @@ def write_tensors(
         raise storage_error(error, "writing", path) from error
 
 
-def save_file(tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+def save_file(
+    tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write the same bytes as ``safetensors.torch.save_file``, atomically and durably.
 
     Unlike there, views and tensors that share memory are saved as their values, and metadata keys are sorted.

@@ -22,7 +22,9 @@ class Box(NamedTuple):
 
 
 def _overlap(a: Box, b: Box) -> bool:
-    return all(ao < bo + bs and bo < ao + az for ao, az, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    return all(
+        ao < bo + bs and bo < ao + az for ao, az, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
 
 
 def _first_overlap(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
@@ -76,7 +78,12 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
         raise error("two chunks overlap", got=clash, where=where)
     volume = sum(math.prod(box.sizes) for box in filled)
     if volume != math.prod(shape):
-        raise error("chunks leave a gap", got=f"{volume} elements", expected=f"{math.prod(shape)} elements of {list(shape)}", where=where)
+        raise error(
+            "chunks leave a gap",
+            got=f"{volume} elements",
+            expected=f"{math.prod(shape)} elements of {list(shape)}",
+            where=where,
+        )
 
 
 def _rank_fits(shape: tuple[int, ...], boxes: list[Box]) -> bool:

@@ -8,8 +8,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from refimpl.checkpoint.arrange import Arrangement, exported_dtype
-from refimpl.checkpoint.base import WriterBase, raise_first, write_results
+from refimpl.checkpoint.base import WriterBase
 from refimpl.checkpoint.memory import as_bits, check_storable
+from refimpl.checkpoint.outcome import raise_first, write_results
 from refimpl.checkpoint.shards import save_shards
 from refimpl.checkpoint.single import write_tensors
 
@@ -46,7 +47,13 @@ class HuggingFaceStorageWriter(WriterBase):
             try:
                 for file in arrangement.files:
                     tensors = _assemble(file, arrangement, [part for some, _ in gathered for part in some])
-                    write_tensors(str(folder / file), tensors, self.options.file_metadata, durable=self.options.durable, page_align=self.options.page_align)
+                    write_tensors(
+                        str(folder / file),
+                        tensors,
+                        self.options.file_metadata,
+                        durable=self.options.durable,
+                        page_align=self.options.page_align,
+                    )
             except Exception as error:
                 failure = error
         self.settle(failure)

@@ -1,0 +1,87 @@
+"""Rules of the house that no linter knows: stable ABI only, sizes of files, matching rooms, nothing of one machine.
+
+Prints one line per violation and exits 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LINES_MAX = 300
+STEMS = ("kvstore", "pipeline", "offload", "checkpoint")
+UNSTABLE = re.compile(r'#include\s*[<"](torch/extension|torch/all|torch/library|torch/torch|ATen/|c10/|pybind11/|Python\.h)')
+MACHINE = re.compile(r"/(home|root|work|Users)/\w|(pypi|pythonhosted|conda)\.(org|io|com)")
+
+
+def tracked() -> list[Path]:
+    """Files of the tree: those git tracks or would track."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def stable_includes(files: list[Path]) -> Iterator[str]:
+    """Only LibTorch's stable headers, and none of torch's in the kernels."""
+    for path in files:
+        if path.suffix not in (".cpp", ".cu", ".h", ".cuh") or "csrc" not in path.parts:
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            in_kernel = "kernels" in path.parts and re.search(r"#include\s*<torch", line)
+            if UNSTABLE.search(line) or in_kernel:
+                yield f"{path.relative_to(ROOT)}:{number}: include outside the stable ABI: {line.strip()}"
+
+
+def undefined_symbols(library: Path) -> Iterator[str]:
+    """The built library needs no Python and no C++ symbol of torch."""
+    names = subprocess.run(["nm", "-DC", "--undefined-only", library], check=True, capture_output=True, text=True).stdout
+    for line in names.splitlines():
+        symbol = line.split(maxsplit=1)[1] if " " in line.strip() else line
+        if re.search(r"\bPy[A-Z_]\w*|\bat::|\bc10::", symbol.replace("w ", "")):
+            yield f"{library.name}: undefined symbol outside the stable ABI: {symbol}"
+
+
+def sizes(files: list[Path]) -> Iterator[str]:
+    """Python files fit in a head."""
+    for path in files:
+        if path.suffix == ".py" and len(path.read_text().splitlines()) > LINES_MAX:
+            yield f"{path.relative_to(ROOT)}: longer than {LINES_MAX} lines"
+
+
+def rooms() -> Iterator[str]:
+    """A component that is alive has its reference, its fast version, its proof and its price."""
+    for stem in STEMS:
+        alive = (ROOT / "refimpl" / stem).is_dir() or (ROOT / "refimpl" / f"{stem}.py").exists()
+        wanted = [(ROOT / "fastimpl" / stem, ROOT / "fastimpl" / f"{stem}.py"), (ROOT / "perf" / f"bench_{stem}.py",)]
+        wanted += [(ROOT / "conformance" / stem / "planted.py", ROOT / "conformance" / stem / "planted" / "__init__.py")]
+        for choices in wanted if alive else ():
+            if not any(choice.exists() for choice in choices):
+                yield f"{stem}: {choices[0].relative_to(ROOT)} is missing"
+
+
+def machines(files: list[Path]) -> Iterator[str]:
+    """No path of one machine, no package host."""
+    for path in files:
+        if path.name in ("LICENSE", "checks.py") or path.suffix in (".json", ".png", ".safetensors"):
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+            if MACHINE.search(line):
+                yield f"{path.relative_to(ROOT)}:{number}: a path of one machine or a package host: {line.strip()[:100]}"
+
+
+def main(arguments: list[str]) -> int:
+    """Check the tree, and the libraries given as arguments."""
+    files = tracked()
+    found = [*stable_includes(files), *sizes(files), *rooms(), *machines(files)]
+    for library in arguments:
+        found += undefined_symbols(Path(library))
+    print("\n".join(found) or f"checks: {len(files)} files, {len(arguments)} libraries, no violation")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

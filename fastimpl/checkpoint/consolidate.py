@@ -1,0 +1,252 @@
+"""Shard folders that torch already wrote, turned into final HF files in large blocks, read and written once.
+
+The blocks are those of a save (``plan``); the sources are ranges of the shard files instead of tensors. A block's
+part of a chunk is always one contiguous range of its shard file, so nothing is read twice and no tensor
+is ever held whole.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fastimpl import ops
+from fastimpl.checkpoint.geometry import Geometry, geometry
+from fastimpl.checkpoint.plan import Block, BlockRules, plan_blocks
+from fastimpl.checkpoint.readio import read_exactly
+from fastimpl.checkpoint.run import FileSet
+from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
+from refimpl.checkpoint.catalog import Catalog, Chunk, read_catalog
+from refimpl.checkpoint.consolidate import index_of, is_final, output_files, output_metadata, record_dtype
+from refimpl.checkpoint.files import local_path
+from refimpl.checkpoint.layout import lay_out
+from refimpl.checkpoint.memory import buffer_of
+from refimpl.checkpoint.options import check_count
+from refimpl.checkpoint.outcome import raise_first
+from refimpl.checkpoint.publish import Staging, storage_error
+from refimpl.checkpoint.tiling import Box
+from refimpl.errors import CorruptionError
+
+__all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
+
+T = TypeVar("T")
+
+_OPEN_MAX = 32  # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
+_RULES = BlockRules(direct_max_bytes=8 << 20)
+
+
+class _Inputs:
+    """Input files of one thread, least recently used closed first."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def read(self, file: str, offset: int, target: torch.Tensor) -> None:
+        """Fill ``target``, uint8, from a file offset. Raises StorageError, CorruptionError."""
+        if file in self._open:
+            self._open.move_to_end(file)
+        else:
+            if len(self._open) >= _OPEN_MAX:
+                os.close(self._open.popitem(last=False)[1])
+            try:
+                self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise storage_error(error, "opening", file) from error
+        read_exactly(self._open[file], [buffer_of(target)], offset, file)
+
+    def close(self) -> None:
+        """Close all."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+class _Work:
+    """Output blocks and, for each, the stored chunks that lie in it."""
+
+    def __init__(self, catalog: Catalog, mapping: Mapping[str, int] | None) -> None:
+        groups = output_files(catalog, mapping)
+        self.index = index_of(catalog, groups)
+        self.names = list(groups)
+        self.sources: list[tuple[Chunk, Geometry]] = []
+        tensors: dict[str, GlobalTensor] = {}
+        layouts = {}
+        for file, names in groups.items():
+            members = [(name, record_dtype(catalog, name), catalog.tensors[name].shape) for name in names]
+            layouts[file] = lay_out(members, output_metadata(catalog))
+            for name, dtype, shape in members:
+                tensors[name] = GlobalTensor(name, dtype, shape, [], file, layouts[file].begins[name])
+                for chunk in catalog.tensors[name].chunks:
+                    if 0 not in chunk.sizes:
+                        tensors[name].parts.append((0, len(self.sources), Box(chunk.offsets, chunk.sizes)))
+                        self.sources.append((chunk, geometry(shape, chunk.offsets, chunk.sizes, dtype.itemsize)))
+        self.headers = [layout.header for layout in layouts.values()]
+        plan = plan_blocks(Arrangement(tensors, layouts), 1, _RULES, {})
+        self.blocks = plan.blocks
+        self.contents: list[list[tuple[int, int]]] = [[] for _ in plan.blocks]
+        for source, begin, number in plan.pieces[0]:
+            self.contents[number].append((source, begin))
+
+    def share(self, first: int, last: int, ways: int) -> list[deque[int]]:
+        """Blocks ``first`` to ``last`` in consecutive parts, so that writers mostly are in different files."""
+        cuts = [first + (last - first) * i // ways for i in range(ways + 1)]
+        return [deque(range(a, b)) for a, b in pairwise(cuts)]
+
+    def assemble(
+        self,
+        block: Block,
+        content: Sequence[tuple[int, int]],
+        inputs: _Inputs,
+        window: torch.Tensor,
+        dense: torch.Tensor,
+    ) -> None:
+        """Fill ``window`` with the block's bytes. Raises CorruptionError rather than leave a gap."""
+        head = self.headers[block.file][block.start : block.end]
+        buffer_of(window)[: len(head)] = head
+        filled = len(head)
+        for source, begin in content:
+            chunk, geo = self.sources[source]
+            skip = geo.held_before(block.start - begin)
+            count = geo.held_before(block.end - begin) - skip
+            first = begin + geo.locate(skip) - block.start
+            is_run = skip // geo.run_bytes == (skip + count - 1) // geo.run_bytes
+            target = window[first : first + count] if is_run else dense[:count]
+            inputs.read(chunk.file, chunk.begin + skip, target)
+            if not is_run:
+                ops.rect_place(window, block.start, target, torch.tensor(geo.descriptor(begin, skip, count)))
+            filled += count
+        if filled != block.end - block.start:
+            raise CorruptionError(
+                "a block would be written with missing bytes",
+                got=filled,
+                expected=block.end - block.start,
+                where=self.names[block.file],
+            )
+
+
+def _drain(work: _Work, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception]) -> None:
+    inputs = _Inputs()
+    window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
+    dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
+    try:
+        for number in _taken(queues, failures):
+            block = work.blocks[number]
+            size_bytes = block.end - block.start
+            work.assemble(block, work.contents[number], inputs, window[:size_bytes], dense)
+            files.write(block.file, block.start, [window[:size_bytes]])
+    except Exception as error:
+        failures.append(error)
+    finally:
+        inputs.close()
+
+
+def _taken(queues: Sequence[deque[int]], failures: Sequence[Exception]) -> Iterator[int]:
+    """A thread's own blocks, then what other threads have left, until any thread failed."""
+    for queue in queues:
+        while not failures:
+            try:
+                number = queue.popleft()
+            except IndexError:
+                break
+            yield number
+
+
+def _write(work: _Work, folder: Path, rank: int, rank_count: int, thread_count: int) -> None:
+    first, last = (len(work.blocks) * r // rank_count for r in (rank, rank + 1))
+    queues = work.share(first, last, max(min(thread_count, last - first), 1))
+    failures: list[Exception] = []
+    files = FileSet(folder, work.names)
+    threads = [
+        threading.Thread(target=_drain, args=(work, queues[i:] + queues[:i], files, failures))
+        for i in range(1, len(queues))
+    ]
+    for thread in threads:
+        thread.start()
+    _drain(work, queues, files, failures)
+    for thread in threads:
+        thread.join()
+    try:
+        files.close(durable=not failures)
+    except OSError as error:
+        failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def consolidate_safetensors_files(
+    input_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    num_threads: int = 1,
+) -> None:
+    """See ``refimpl.checkpoint.consolidate_safetensors_files``. Threads share the work inside every file."""
+    source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
+    check_count(num_threads, "num_threads")
+    catalog = read_catalog(source)
+    if is_final(catalog, source, target):
+        return
+    work = _Work(catalog, fqn_to_index_mapping)
+    staging = Staging(target)
+    try:
+        _write(work, staging.folder, 0, 1, num_threads)
+        staging.publish(work.index)
+    except BaseException:
+        staging.discard()
+        raise
+
+
+def consolidate_safetensors_files_on_every_rank(
+    input_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    num_threads: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """As ``consolidate_safetensors_files``, with the blocks of all files shared out among the ranks of a group.
+
+    Raises:
+        DistributedError: another rank failed; the rank at fault raises its own error. The output is then as before.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        consolidate_safetensors_files(input_dir, output_dir, fqn_to_index_mapping, num_threads)
+        return
+    group, staging = process_group, None
+    source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
+    check_count(num_threads, "num_threads")
+    rank, rank_count = dist.get_rank(group), dist.get_world_size(group)
+    try:
+        catalog = _together(lambda: read_catalog(source), group)
+        if is_final(catalog, source, target):
+            return
+        work = _together(lambda: _Work(catalog, fqn_to_index_mapping), group)
+        staging = _together(lambda: Staging(target) if rank == 0 else None, group)
+        folder = [staging.folder if staging is not None else None]
+        dist.broadcast_object_list(folder, group=group, group_src=0)
+        _together(lambda: _write(work, Path(str(folder[0])), rank, rank_count, num_threads), group)
+        _together(lambda: staging.publish(work.index) if staging is not None else None, group)
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise
+
+
+def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run a step on every rank and learn of every rank's failure, so that all go on or all stop."""
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as error:
+        failure = error
+    failures: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    if failure is not None:
+        raise failure
+    raise_first(failures)
+    return result

@@ -1,0 +1,238 @@
+"""Ranges of files into tensors: exactly the needed bytes, from all threads at once, straight into the caller's memory.
+
+There is no mmap and no intermediate tensor: a load into CPU memory adds no more than one window per thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fastimpl import ops
+from fastimpl.checkpoint.geometry import Geometry
+from fastimpl.checkpoint.staging import Copies, DoubleBuffer, copies_for
+from refimpl.checkpoint.memory import as_bits, buffer_of
+from refimpl.checkpoint.publish import storage_error
+from refimpl.errors import CorruptionError
+
+__all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
+
+TASK_BYTES = 8 << 20  # The most that one task reads; bounds the memory of each thread.
+WINDOW_BYTES = 512 << 10  # Rows with gaps pass through a window that stays in the core's cache.
+GAP_BYTES = 4096  # Shorter gaps are read along: a page is the unit of every file system.
+
+
+@dataclass
+class LoadStats:
+    """One rank's load: seconds by phase, and exact counts."""
+
+    plan_s: float = 0.0
+    read_s: float = 0.0
+    read_bytes: int = 0
+    read_count: int = 0
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """A rectangle of a stored tensor and the target of its values: same shape, any strides, no lazy conjugate."""
+
+    file: str
+    base: int
+    geometry: Geometry
+    target: torch.Tensor
+    dtype: torch.dtype
+
+
+def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int, path: str) -> int:
+    """Fill the buffers from a file offset; returns the number of calls. Raises StorageError, CorruptionError."""
+    calls, pending = 0, [view for view in buffers if len(view)]
+    try:
+        while pending:
+            got = os.preadv(descriptor, pending, offset)
+            calls += 1
+            if got == 0:
+                raise CorruptionError("the file became shorter while it was read", got=f"end at {offset}", where=path)
+            offset += got
+            while pending and got >= len(pending[0]):
+                got -= len(pending.pop(0))
+            if got:
+                pending[0] = pending[0][got:]
+    except OSError as error:
+        raise storage_error(error, "reading", path) from error
+    return calls
+
+
+class _Thread(threading.local):
+    """Memory of one reading thread, kept for all its tasks."""
+
+    def __init__(self) -> None:
+        self.window = torch.empty(0, dtype=torch.uint8)
+        self.buffers: dict[torch.device, DoubleBuffer] = {}
+
+    def take_window(self, size_bytes: int) -> torch.Tensor:
+        if self.window.numel() < size_bytes:
+            self.window = torch.empty(size_bytes, dtype=torch.uint8)
+        return self.window[:size_bytes]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Bytes ``skip`` to ``skip + count`` of a job's rectangle."""
+
+    job: ReadJob
+    skip: int
+    count: int
+
+
+def _slices(jobs: Iterable[ReadJob]) -> Iterator[_Slice]:
+    for job in jobs:
+        total = job.geometry.total_bytes
+        # Cuts fall between elements, so that a slice can be scattered and cast on its own.
+        for skip in range(0, total, TASK_BYTES):
+            yield _Slice(job, skip, min(TASK_BYTES, total - skip))
+
+
+def _fill(dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]) -> tuple[int, int]:
+    """Read one slice's bytes, dense. Returns (bytes read, calls)."""
+    job, geo = part.job, part.job.geometry
+    run = geo.run_bytes
+    gap = (geo.shape[-1] - run) if len(geo.shape) > 1 else 0
+    if gap == 0 or part.count <= run - part.skip % run:
+        at = job.base + geo.locate(part.skip)
+        return part.count, read_exactly(descriptor, [buffer_of(dense)], at, job.file)
+    if gap >= GAP_BYTES:
+        return _fill_by_run(dense, part, descriptor)
+    return _fill_by_window(dense, part, descriptor, window)
+
+
+def _fill_by_run(dense: torch.Tensor, part: _Slice, descriptor: int) -> tuple[int, int]:
+    geo, view, position, calls = part.job.geometry, buffer_of(dense), part.skip, 0
+    end = part.skip + part.count
+    while position < end:
+        upto = min(end, position - position % geo.run_bytes + geo.run_bytes)
+        piece = view[position - part.skip : upto - part.skip]
+        calls += read_exactly(descriptor, [piece], part.job.base + geo.locate(position), part.job.file)
+        position = upto
+    return part.count, calls
+
+
+def _fill_by_window(
+    dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]
+) -> tuple[int, int]:
+    # Rows are read with their gaps in stretches of at most one window, and the rectangle is taken out of each.
+    geo, done, calls, read = part.job.geometry, 0, 0, 0
+    while done < part.count:
+        first = geo.locate(part.skip + done)
+        last = min(first + WINDOW_BYTES, geo.locate(part.skip + part.count - 1) + 1)
+        count = geo.held_before(last) - (part.skip + done)
+        stretch = window(last - first)
+        calls += read_exactly(descriptor, [buffer_of(stretch)], part.job.base + first, part.job.file)
+        words = geo.descriptor(0, part.skip + done, count)
+        ops.rect_take(stretch, first, dense[done : done + count], torch.tensor(words))
+        read += last - first
+        done += count
+    return read, calls
+
+
+def _flat_bytes(target: torch.Tensor) -> torch.Tensor | None:
+    """The target's bytes as one row, where its memory is one row."""
+    return as_bits(target).view(-1).view(torch.uint8) if target.is_contiguous() else None
+
+
+class _Reading:
+    """Carries out slices; one instance is shared by all threads of a load."""
+
+    def __init__(self, copies: Callable[[torch.device], Copies] = copies_for) -> None:
+        self.local = _Thread()
+        self.copies = copies
+        self.stats = LoadStats()
+        self._lock = threading.Lock()
+        self._all: list[DoubleBuffer] = []
+
+    def _buffers(self, device: torch.device) -> DoubleBuffer:
+        buffers = self.local.buffers.get(device)
+        if buffers is None:
+            buffers = self.local.buffers[device] = DoubleBuffer(self.copies(device))
+            with self._lock:
+                self._all.append(buffers)
+        return buffers
+
+    def read(self, descriptor: int, part: _Slice) -> None:
+        """Read one slice into its target."""
+        target, job = part.job.target, part.job
+        flat = _flat_bytes(target) if target.dtype == job.dtype else None
+        if flat is not None and target.device.type == "cpu":
+            counts = _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
+        else:
+            buffers = self._buffers(target.device)
+            dense = buffers.take(part.count)
+            counts = _fill(dense, part, descriptor, self.local.take_window)
+            self._deliver(dense, part, flat, buffers)
+        with self._lock:
+            self.stats.read_bytes += counts[0]
+            self.stats.read_count += counts[1]
+
+    def _deliver(self, dense: torch.Tensor, part: _Slice, flat: torch.Tensor | None, buffers: DoubleBuffer) -> None:
+        target, dtype = part.job.target, part.job.dtype
+        if flat is not None:
+            buffers.copy(flat[part.skip : part.skip + part.count], dense)
+            return
+        values = dense.view(dtype).to(target.device)
+        if dtype != target.dtype:
+            values = values.to(target.dtype)
+        first = part.skip // dtype.itemsize
+        ops.strided_scatter(as_bits(target), first, as_bits(values).view(torch.uint8))
+
+    def drain(self) -> None:
+        """Wait for copies of every thread."""
+        for buffers in self._all:
+            buffers.drain()
+
+
+def _each(work: Callable[[_Slice], None], slices: Iterator[_Slice], pool: ThreadPoolExecutor | None) -> None:
+    # All tasks are over when this returns: none may use the file's descriptor after it is closed.
+    if pool is None:
+        for part in slices:
+            work(part)
+        return
+    futures = [pool.submit(work, part) for part in slices]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+
+def run_jobs(
+    jobs: Sequence[ReadJob], thread_count: int, copies: Callable[[torch.device], Copies] = copies_for
+) -> LoadStats:
+    """Carry out read jobs file by file, with ``thread_count`` threads inside each file; one file is open at a time.
+
+    Raises:
+        StorageError, CorruptionError: the first error of any thread.
+    """
+    reading = _Reading(copies)
+    by_file: dict[str, list[ReadJob]] = {}
+    for job in jobs:
+        by_file.setdefault(job.file, []).append(job)
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-read") as pool:
+        for file, mine in by_file.items():
+            mine.sort(key=lambda job: job.base)
+            try:
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise storage_error(error, "opening", file) from error
+            try:
+                _each(partial(reading.read, descriptor), _slices(mine), pool if thread_count > 1 else None)
+            finally:
+                os.close(descriptor)
+    reading.drain()
+    return reading.stats

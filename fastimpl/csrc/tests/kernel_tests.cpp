@@ -1,0 +1,153 @@
+// Properties of the kernels against element-by-element definitions, on random shapes with a fixed seed.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "kernels/rect_copy.h"
+#include "kernels/strided.h"
+
+namespace {
+
+using Ints = std::vector<int64_t>;
+std::mt19937_64 random_bits(20251121);
+
+int64_t uniform(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_bits); }
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "kernel_tests: %s\n", what);
+  std::exit(1);
+}
+
+struct Case {
+  Ints shape, offset, size;
+  fastimpl::Rect rect() const { return {static_cast<int64_t>(shape.size()), shape.data(), offset.data(), size.data()}; }
+};
+
+Case random_case() {
+  Case c;
+  const int64_t ndim = uniform(1, 4);
+  for (int64_t d = 0; d < ndim; ++d) {
+    const int64_t shape = uniform(1, d + 1 == ndim ? 40 : 6), size = uniform(1, shape);
+    c.shape.push_back(shape);
+    c.size.push_back(size);
+    c.offset.push_back(uniform(0, shape - size));
+  }
+  return c;
+}
+
+int64_t product(const Ints& v) { return std::accumulate(v.begin(), v.end(), int64_t{1}, std::multiplies<int64_t>()); }
+
+// The definition: the p-th byte of the rectangle in row-major order, by counting through the tensor.
+Ints positions(const Case& c) {
+  Ints result;
+  for (int64_t flat = 0; flat < product(c.shape); ++flat) {
+    int64_t rest = flat;
+    bool inside = true;
+    for (int64_t d = static_cast<int64_t>(c.shape.size()) - 1; d >= 0; --d) {
+      const int64_t index = rest % c.shape[d];
+      rest /= c.shape[d];
+      inside = inside && index >= c.offset[d] && index < c.offset[d] + c.size[d];
+    }
+    if (inside) result.push_back(flat);
+  }
+  return result;
+}
+
+void rect_copy_matches_its_definition() {
+  for (int i = 0; i < 3000; ++i) {
+    const Case c = random_case();
+    require(fastimpl::rect_is_valid(c.rect()), "a rectangle inside its tensor was refused");
+    const Ints at = positions(c);
+    require(static_cast<int64_t>(at.size()) == fastimpl::rect_bytes(c.rect()), "rect_bytes");
+    const int64_t skip = uniform(0, static_cast<int64_t>(at.size()) - 1), count = uniform(0, static_cast<int64_t>(at.size()) - skip);
+    std::vector<uint8_t> window(static_cast<size_t>(product(c.shape)), 0xEE), dense(static_cast<size_t>(count)), back(dense.size());
+    for (auto& byte : dense) byte = static_cast<uint8_t>(uniform(0, 200));
+    std::vector<uint8_t> expected = window;
+    for (int64_t p = 0; p < count; ++p) {
+      require(fastimpl::rect_locate(c.rect(), skip + p) == at[static_cast<size_t>(skip + p)], "rect_locate");
+      expected[static_cast<size_t>(at[static_cast<size_t>(skip + p)])] = dense[static_cast<size_t>(p)];
+    }
+    fastimpl::rect_copy<true>(window.data(), dense.data(), c.rect(), skip, count);
+    require(window == expected, "place wrote other bytes than the rectangle's");
+    fastimpl::rect_copy<false>(window.data(), back.data(), c.rect(), skip, count);
+    require(back == dense, "take did not return what place wrote");
+  }
+}
+
+void invalid_rectangles_are_refused() {
+  const int64_t big = int64_t{1} << 62;
+  const Case cases[] = {{{4}, {2}, {3}}, {{4}, {-1}, {2}}, {{4}, {0}, {0}}, {{big, 4}, {0, 0}, {1, 1}}, {{4}, {big}, {1}}, {{0}, {0}, {0}}};
+  for (const Case& c : cases) require(!fastimpl::rect_is_valid(c.rect()), "a rectangle outside its tensor was accepted");
+}
+
+// A serial grid: the functor that CUDA runs, its indices in random order.
+template <typename T>
+void strided_matches_its_definition() {
+  for (int i = 0; i < 500; ++i) {
+    fastimpl::Strided s;
+    s.ndim = uniform(0, 4);
+    Ints order(static_cast<size_t>(s.ndim));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_bits);
+    int64_t span = 1;
+    for (int64_t d : order) {
+      s.size[d] = uniform(1, 7);
+      s.stride[d] = span;
+      span *= s.size[d] + uniform(0, 2);
+    }
+    int64_t total = 1;
+    for (int64_t d = 0; d < s.ndim; ++d) total *= s.size[d];
+    std::vector<T> memory(static_cast<size_t>(span));
+    std::iota(memory.begin(), memory.end(), T{1});
+    const int64_t start = uniform(0, total - 1), count = uniform(0, total - start);
+    std::vector<T> by_row(static_cast<size_t>(count)), by_index(static_cast<size_t>(count));
+    fastimpl::strided_move<T, true>(s, memory.data(), by_row.data(), start, count);
+    Ints indices(static_cast<size_t>(count));
+    std::iota(indices.begin(), indices.end(), 0);
+    std::shuffle(indices.begin(), indices.end(), random_bits);
+    const fastimpl::StridedMove<T, true> gather{s, memory.data(), by_index.data(), start};
+    for (int64_t index : indices) gather(index);
+    require(by_row == by_index, "row-wise and index-wise gather differ");
+    for (int64_t p = 0; p < count; ++p) require(by_row[static_cast<size_t>(p)] == memory[static_cast<size_t>(s.locate(start + p))], "gather");
+    std::vector<T> other(memory.size(), T{0}), expected = other;
+    for (int64_t p = 0; p < count; ++p) expected[static_cast<size_t>(s.locate(start + p))] = by_row[static_cast<size_t>(p)];
+    fastimpl::strided_move<T, false>(s, other.data(), by_row.data(), start, count);
+    require(other == expected, "scatter");
+  }
+}
+
+// Writers of disjoint rectangles share a window in the fast writer's readers; ThreadSanitizer watches this one.
+void disjoint_rectangles_may_be_placed_at_once() {
+  const int64_t rows = 64, row_bytes = 4096, ways = 4;
+  std::vector<uint8_t> window(static_cast<size_t>(rows * row_bytes));
+  std::vector<std::thread> threads;
+  for (int64_t way = 0; way < ways; ++way) {
+    threads.emplace_back([&window, way] {
+      const Case c{{rows, row_bytes}, {0, way * row_bytes / ways}, {rows, row_bytes / ways}};
+      std::vector<uint8_t> dense(static_cast<size_t>(rows * row_bytes / ways), static_cast<uint8_t>(way + 1));
+      fastimpl::rect_copy<true>(window.data(), dense.data(), c.rect(), 0, static_cast<int64_t>(dense.size()));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (size_t i = 0; i < window.size(); ++i) {
+    require(window[i] == static_cast<int64_t>(i) % row_bytes * ways / row_bytes + 1, "parallel place");
+  }
+}
+
+}  // namespace
+
+int main() {
+  rect_copy_matches_its_definition();
+  invalid_rectangles_are_refused();
+  strided_matches_its_definition<uint8_t>();
+  strided_matches_its_definition<uint16_t>();
+  strided_matches_its_definition<uint32_t>();
+  strided_matches_its_definition<uint64_t>();
+  disjoint_rectangles_may_be_placed_at_once();
+  std::puts("kernel_tests: all properties hold");
+}
