@@ -3,10 +3,10 @@
 Prevents callers that depend on how an operator is registered, and stale autograd views of what an operator wrote: boxed
 operators do not bump version counters, so the wrappers do.
 
-A *descriptor* says how part of a rectangle of a row-major tensor lies in a file: int64 words ``[ndim, base, skip,
-count, shape..., offsets..., sizes...]``. ``base`` is the file offset of the tensor, ``skip`` and ``count`` select
-bytes of the rectangle, the innermost dimension counts bytes. Several descriptors may follow each other; the dense buffer then holds
-their bytes one after the other.
+A *descriptor* says how part of a rectangle of a row-major tensor lies in a file, in int64 words ``[ndim, base, skip,
+count, shape..., offsets..., sizes...]``. ``base`` is the file offset of the tensor, ``skip`` and ``count`` select bytes
+of the rectangle, the innermost dimension counts bytes. Several descriptors may follow each other; the dense buffer then
+holds their bytes one after the other.
 """
 
 from __future__ import annotations

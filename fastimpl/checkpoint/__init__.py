@@ -29,6 +29,8 @@ else:
         save_file,
     )
 
+CAPABILITIES = frozenset({"balanced_writes", "bounded_memory", "counted_io", "ranged_reads"} if ops.available() else ())
+
 __all__ = [
     "HuggingFaceLoadPlanner",
     "HuggingFaceSavePlanner",

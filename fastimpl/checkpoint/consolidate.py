@@ -40,7 +40,7 @@ __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_ev
 T = TypeVar("T")
 
 _OPEN_MAX = 32  # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
-_RULES = BlockRules(direct_max_bytes=8 << 20)
+_RULES = BlockRules.of(4 << 20)
 
 
 class _Inputs:

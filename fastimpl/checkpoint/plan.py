@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
+from refimpl.checkpoint.layout import PAGE_BYTES
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 
@@ -35,12 +36,20 @@ class BlockRules:
         sequential: one owner per file, blocks in file order, for targets without random access.
     """
 
-    align_bytes: int = 4096
-    block_bytes: int = 8 << 20
-    direct_bytes: int = 4 << 20
-    direct_max_bytes: int = 16 << 20
-    absorb_bytes: int = 1 << 20
-    sequential: bool = False
+    align_bytes: int
+    block_bytes: int
+    direct_bytes: int
+    direct_max_bytes: int
+    absorb_bytes: int
+    sequential: bool
+
+    @classmethod
+    def of(cls, block_bytes: int, *, sequential: bool = False) -> BlockRules:
+        """The rules that go with a block size: at 8 MiB, runs of 4 MiB are direct and no write exceeds 16 MiB."""
+        align_bytes = min(PAGE_BYTES, block_bytes)
+        return cls(
+            align_bytes, block_bytes, max(block_bytes // 2, align_bytes), 2 * block_bytes, block_bytes // 8, sequential
+        )
 
 
 @dataclass

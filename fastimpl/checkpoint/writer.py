@@ -26,7 +26,7 @@ from fastimpl.checkpoint.blockio import LocalPart
 from fastimpl.checkpoint.exchange import Exchange
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import BlockRules, plan_blocks
-from fastimpl.checkpoint.replicas import Chunk, checksums, chunk_key, compare_checksums, find_holders
+from fastimpl.checkpoint.replicas import chunk_key, find_holders
 from fastimpl.checkpoint.run import FileSet, Runner, SaveStats
 from fastimpl.checkpoint.source import Source
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
@@ -35,44 +35,33 @@ from refimpl.checkpoint.base import WriterBase
 from refimpl.checkpoint.memory import check_storable
 from refimpl.checkpoint.outcome import raise_first, write_results
 from refimpl.checkpoint.shards import save_shards
-from refimpl.errors import ConfigError, PlanError
+from refimpl.errors import PlanError
 
 __all__ = ["HuggingFaceStorageWriter"]
 
 logger = logging.getLogger("fastimpl.checkpoint")
 
 _NO_RANDOM_ACCESS = {errno.ESPIPE, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-_WRITE_MODES = ("auto", "random", "sequential")
 
 
 class HuggingFaceStorageWriter(WriterBase):
     """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save`` that writes final HF files once.
 
-    Takes the arguments of ``refimpl.checkpoint.HuggingFaceStorageWriter``, and:
-
-    Args:
-        write_mode: ``random`` writes at offsets from every rank; ``sequential`` lets one rank write each file front to
-            back, for targets without random access; ``auto`` probes the target.
+    Takes the arguments of ``refimpl.checkpoint.HuggingFaceStorageWriter``.
 
     Attributes:
         stats: seconds by phase, bytes and calls of this rank's last save.
     """
 
-    def __init__(self, *args: Any, write_mode: str = "auto", **options: Any) -> None:
-        if write_mode not in _WRITE_MODES:
-            raise ConfigError("not a write mode", got=write_mode, expected=_WRITE_MODES, where="write_mode")
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.write_mode = write_mode
-        self.rules = BlockRules()
         self.stats = SaveStats()
-        self._local_items: list[WriteItem] = []
         self._held: list[bytes] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Besides the checks, say which chunks this rank holds: torch's dedup keeps each on one plan only."""
         plan = super().prepare_local_plan(plan)
-        self._local_items = plan.items
-        keys = array.array("Q", [chunk_key(item.index.fqn, item.index.offset or ()) for item in plan.items])
+        keys = array.array("Q", map(_item_key, plan.items))
         return SavePlan(plan.items, keys.tobytes(), plan.planner_data, plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -101,12 +90,11 @@ class HuggingFaceStorageWriter(WriterBase):
 
     def _save(self, plan: SavePlan, planner: SavePlanner) -> None:
         begun = time.perf_counter()
-        if self.options.check_replicas:
-            compare_checksums(self._gathered_checksums(planner))
+        self.check_replicas(planner)
         packed, folder, names, sequential = self._plan(planner)
         failure: Exception | None = None
         rank_plan = unpack_plan(packed)
-        items = _items(rank_plan, plan.items, self._local_items)
+        items = _items(rank_plan, plan.items, self.local_items)
         sources: dict[int, Source] = {}
         try:
             sources = {key: self._source(item, planner) for key, item in items.items()}
@@ -144,16 +132,6 @@ class HuggingFaceStorageWriter(WriterBase):
         )
         self.settle(failure)
 
-    def _gathered_checksums(self, planner: SavePlanner) -> list[dict[Chunk, int]]:
-        outcome: dict[Chunk, int] | Exception
-        try:
-            outcome = checksums(self._local_items, lambda item: self._source(item, planner))
-        except Exception as error:
-            outcome = error
-        outcomes = self.gather(outcome)
-        raise_first([found if isinstance(found, Exception) else None for found in outcomes])
-        return outcomes
-
     def _plan(self, planner: SavePlanner) -> tuple[PackedPlan, Path, Sequence[str], bool]:
         """Coordinator: plan and make the staging folder. Every rank: receive its part, or the coordinator's error."""
         messages: list[Any] = []
@@ -181,10 +159,9 @@ class HuggingFaceStorageWriter(WriterBase):
         arrangement = self.arranged(planner)
         folder = self.open_staging()
         try:
-            sequential = self.write_mode == "sequential" or (
-                self.write_mode == "auto" and not _has_random_access(folder)
-            )
-            rules = BlockRules(sequential=True) if sequential else self.rules
+            mode = self.options.write_mode
+            sequential = mode == "sequential" or (mode == "auto" and not _has_random_access(folder))
+            rules = BlockRules.of(self.options.block_bytes, sequential=sequential)
             pieces = plan_blocks(arrangement, rank_count, rules, find_holders(arrangement, self._held))
             packed = pack_plans(pieces, list(arrangement.files.values()))
         except BaseException:
@@ -225,6 +202,11 @@ class HuggingFaceStorageWriter(WriterBase):
             count = geo.held_before(block.end - piece.begin) - skip
             parts[piece.block].append(LocalPart(sources.get(piece.item), geo, piece.begin, skip, count))
         return parts
+
+
+def _item_key(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return chunk_key(item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
 
 
 def _items(plan: RankPlan, items: Sequence[WriteItem], local_items: Sequence[WriteItem]) -> dict[int, WriteItem]:

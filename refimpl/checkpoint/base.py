@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from refimpl.checkpoint.arrange import Arrangement, arrange, check_local_plan
@@ -20,6 +20,7 @@ from refimpl.checkpoint.files import build_index, local_path
 from refimpl.checkpoint.options import WriterOptions
 from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
+from refimpl.checkpoint.replicas import checksums, compare_checksums
 from refimpl.errors import ConfigError, PlanError
 
 __all__ = ["WriterBase"]
@@ -44,9 +45,11 @@ class WriterBase(StorageWriter):
         single_file: write ``model.safetensors`` without an index.
         page_align: pad each header so that data starts at a multiple of 4096.
         check_replicas: compare the bytes of replicated tensors across ranks before writing; else replicas are trusted.
+        write_mode: ``random`` writes at offsets from every rank; ``sequential`` lets one rank write each file front to
+            back, for targets without random access; ``auto`` probes the target.
+        block_bytes: unit of exchange and of writes, a power of two; bounds the memory of a save, never its result.
         process_group: CPU-capable group of exactly the ranks that save. None: made here, collectively, when
             torch.distributed is initialised with more than one rank and ``save_distributed`` is set.
-        options: more options of a subclass.
 
     Raises:
         ConfigError: an option, or a combination, that cannot be honoured.
@@ -70,6 +73,8 @@ class WriterBase(StorageWriter):
         single_file: bool = False,
         page_align: bool = False,
         check_replicas: bool = False,
+        write_mode: str = "auto",
+        block_bytes: int = 8 << 20,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -89,6 +94,8 @@ class WriterBase(StorageWriter):
             overwrite=overwrite,
             page_align=page_align,
             check_replicas=check_replicas,
+            write_mode=write_mode,
+            block_bytes=block_bytes,
         )
         self.path = self.options.path
         self.group = process_group
@@ -97,6 +104,7 @@ class WriterBase(StorageWriter):
         self.is_coordinator, self.rank = True, 0
         self.arrangement: Arrangement | None = None
         self.staging: Staging | None = None
+        self.local_items: list[WriteItem] = []
         self._make_group()
 
     def _make_group(self) -> None:
@@ -157,6 +165,7 @@ class WriterBase(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the format cannot hold, on every rank, before any file exists."""
         check_local_plan(plan)
+        self.local_items = plan.items
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -202,6 +211,19 @@ class WriterBase(StorageWriter):
             if failure is not None:
                 raise failure
             raise_first(failures)
+
+    def check_replicas(self, planner: SavePlanner) -> None:
+        """With the option, compare replicated chunks across ranks. Raises DistributedError on every rank."""
+        if not self.options.check_replicas:
+            return
+        outcome: Any
+        try:
+            outcome = checksums(self.local_items, planner)
+        except Exception as error:
+            outcome = error
+        outcomes = self.gather(outcome)
+        raise_first([found if isinstance(found, Exception) else None for found in outcomes])
+        compare_checksums(outcomes)
 
     def open_staging(self) -> Path:
         """Make the staging folder; the coordinator only. Raises CheckpointExistsError, StorageError."""

@@ -16,6 +16,8 @@ from refimpl.errors import ConfigError
 __all__ = ["WriterOptions", "check_count"]
 
 FORMAT_METADATA = {"format": "pt"}  # Readers of the HF ecosystem refuse files without it (facts/checkpoint.md 3.2).
+WRITE_MODES = ("auto", "random", "sequential")
+BLOCK_BYTES_MIN = 64  # Elements are at most 8 bytes and never straddle a unit of this size.
 _EXPORTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,6 +46,8 @@ class WriterOptions:
     single_file: bool
     page_align: bool
     check_replicas: bool
+    write_mode: str
+    block_bytes: int
 
     @property
     def writes_shards(self) -> bool:
@@ -63,6 +67,8 @@ class WriterOptions:
         export_dtype: torch.dtype | str | None,
         export_keep: Sequence[str],
         single_file: bool,
+        write_mode: str,
+        block_bytes: int,
         **flags: bool,
     ) -> WriterOptions:
         """Check every option and combination. Raises ConfigError."""
@@ -77,6 +83,10 @@ class WriterOptions:
                 "the format of these files is fixed", got=(metadata or {})["format"], expected="pt", where="metadata"
             )
         check_count(thread_count_consolidation, "thread_count_consolidation")
+        if write_mode not in WRITE_MODES:
+            raise ConfigError("not a write mode", got=write_mode, expected=WRITE_MODES, where="write_mode")
+        if check_count(block_bytes, "block_bytes") < BLOCK_BYTES_MIN or block_bytes & (block_bytes - 1):
+            raise ConfigError("not a block size", got=block_bytes, expected="a power of two >= 64", where="block_bytes")
         if isinstance(export_keep, str):
             raise ConfigError("export_keep is a sequence of patterns", got=export_keep, where="export_keep")
         return cls(
@@ -88,6 +98,8 @@ class WriterOptions:
             export_dtype=_export(export_dtype),
             export_keep=tuple(export_keep),
             single_file=single_file,
+            write_mode=write_mode,
+            block_bytes=block_bytes,
             **flags,
         )
 

@@ -1,4 +1,4 @@
-"""The reference reader: each stored chunk is read whole, and the asked-for part of it copied into the target."""
+"""The reference reader: the rows that are asked for are read, and the asked-for part of them copied into the target."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from refimpl.errors import CorruptionError
 __all__ = ["HuggingFaceStorageReader", "read_chunk"]
 
 
-def read_chunk(chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """The stored values of one chunk, on the CPU. Raises CorruptionError where the file ends early."""
-    tensor = torch.empty(chunk.sizes, dtype=dtype)
+def read_chunk(chunk: Chunk, dtype: torch.dtype, first: int = 0, count: int | None = None) -> torch.Tensor:
+    """The stored values of one chunk, or of ``count`` of its rows, on the CPU.
+
+    Raises:
+        CorruptionError: the file ends early.
+    """
+    rows = chunk.sizes[:1] if count is None else (count,) * len(chunk.sizes[:1])
+    tensor = torch.empty((*rows, *chunk.sizes[1:]), dtype=dtype)
     with open(chunk.file, "rb") as file:
-        file.seek(chunk.begin)
+        file.seek(chunk.begin + first * math.prod(chunk.sizes[1:]) * dtype.itemsize)
         got = file.readinto(buffer_of(tensor))
-    if got != math.prod(chunk.sizes) * dtype.itemsize:
+    if got != tensor.numel() * dtype.itemsize:
         raise CorruptionError("the file became shorter while it was read", got=got, where=chunk.file)
     return tensor
 
@@ -37,8 +42,9 @@ class HuggingFaceStorageReader(ReaderBase):
             chunk = self.chunk_of(item.storage_index)
             dtype = DTYPES[self.catalog.tensors[item.storage_index.fqn].dtype][1]
             assert dtype is not None
-            stored = read_chunk(chunk, dtype)
-            part = stored[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            stored = read_chunk(chunk, dtype, *item.storage_offsets[:1], *item.lengths[:1])
+            inner = zip(item.storage_offsets[1:], item.lengths[1:], strict=True)
+            part = stored[(..., *(slice(o, o + n) for o, n in inner))] if len(item.lengths) > 1 else stored
             if target.dtype == dtype and not target.is_conj() and not target.is_neg():
                 as_bits(target).copy_(as_bits(part))
             else:

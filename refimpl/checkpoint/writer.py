@@ -33,6 +33,7 @@ class HuggingFaceStorageWriter(WriterBase):
         return future
 
     def _save(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.check_replicas(planner)
         parts: list[Part] = []
         failure: Exception | None = None
         try:

@@ -1,0 +1,1 @@
+"""The proof: an installable pytest plugin and the requirements of every component."""

@@ -1,0 +1,1 @@
+"""Requirements, state machine and planted bugs of checkpoint."""

@@ -1,0 +1,190 @@
+"""B. File layout: canonical bytes, the same whoever writes them and however."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.checkpoint.support import DTYPES, Tiled, assert_loads, oracle, random_bits, save, save_ranks
+from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, examples, raises, requirement
+from refimpl.errors import ConfigError, UnsupportedError
+
+FILE = "model-00001-of-00001.safetensors"
+PT = {"format": "pt"}
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    return length, json.loads(raw[8 : 8 + length])
+
+
+@requirement(
+    "CKPT-011", "A written file MUST open in the safetensors library with exactly the saved names, dtypes and shapes."
+)
+def test_safetensors_opens_it(checkpoint: Any, tmp_path: Path) -> None:
+    state = {str(dtype): random_bits(dtype, (3, 4), 1) for dtype in DTYPES}
+    save(checkpoint, state, tmp_path / "ck")
+    with safetensors.safe_open(tmp_path / "ck" / FILE, framework="pt") as file:
+        assert_equal(sorted(file.keys()), sorted(state), where="names")
+        got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, value in state.items():
+        assert_equal((got[name].dtype, got[name].shape), (value.dtype, value.shape), where=name)
+
+
+@requirement(
+    "CKPT-012", "A file MUST be byte-identical to the safetensors library's own for the same tensors and metadata."
+)
+@examples(40)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), min_size=1, max_size=3)), min_size=1, max_size=8
+    ),
+    st.randoms(),
+)
+def test_canonical_bytes(
+    checkpoint: Any, tmp_path_factory: Any, specs: list[tuple[torch.dtype, list[int]]], random: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("canonical")
+    state = {
+        f"layer.{i}.{random.choice('abé')}": random_bits(dtype, shape, i) for i, (dtype, shape) in enumerate(specs)
+    }
+    save(checkpoint, state, folder / "ck")
+    assert_same_bytes(folder / "ck" / FILE, oracle(state, PT), where="file")
+
+
+@requirement(
+    "CKPT-013",
+    "With page_align a file MUST start its data at a multiple of 4096 and differ from the canonical one in header padding only.",
+)
+def test_page_align(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"a": torch.randn(7, 3), "b": torch.arange(5)}
+    save(checkpoint, state, tmp_path / "ck", page_align=True)
+    raw = (tmp_path / "ck" / FILE).read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    assert_equal((8 + length) % 4096, 0, where="data start")
+    plain = oracle(state, PT)
+    plain_length = struct.unpack("<Q", plain[:8])[0]
+    assert_same_bytes(raw[8 : 8 + length].rstrip(b" "), plain[8 : 8 + plain_length].rstrip(b" "), where="header")
+    assert_same_bytes(raw[8 + length :], plain[8 + plain_length :], where="data")
+    assert_loads(checkpoint, tmp_path / "ck", state)
+
+
+@requirement("CKPT-014", "The header length MUST be a multiple of 8 and every tensor naturally aligned.")
+def test_alignment(checkpoint: Any, tmp_path: Path) -> None:
+    for count in range(1, 9):
+        state = {"n" * count: torch.randn(3), "i": torch.arange(count), "b": torch.ones(count, dtype=torch.uint8)}
+        save(checkpoint, state, tmp_path / str(count))
+        length, header = _header(tmp_path / str(count) / FILE)
+        assert_equal(length % 8, 0, where=f"header length {length}")
+        for name, value in state.items():
+            begin = 8 + length + header[name]["data_offsets"][0]
+            assert_equal(begin % value.element_size(), 0, where=f"{name} at {begin}")
+
+
+@requirement(
+    "CKPT-015", "Tensors MUST lie by dtype rank, then by UTF-8 name, from 0 without gaps to the end of the file."
+)
+def test_order(checkpoint: Any, tmp_path: Path) -> None:
+    names = ["b", "a.10", "a.2", "Z", "é", "\U0001f600", "￿"]
+    state = {
+        name: random_bits(dtype, (3,), 0) for name, dtype in zip(names, [torch.uint8, torch.float32] * 4, strict=False)
+    }
+    save(checkpoint, state, tmp_path / "ck")
+    path = tmp_path / "ck" / FILE
+    length, header = _header(path)
+    rank = {"F32": 0, "U8": 1}
+    expected = sorted(state, key=lambda n: (rank["F32" if state[n].dtype is torch.float32 else "U8"], n.encode()))
+    assert_equal([name for name in header if name != "__metadata__"], expected, where="order")
+    position = 0
+    for name in expected:
+        assert_equal(header[name]["data_offsets"][0], position, where=name)
+        position = header[name]["data_offsets"][1]
+    assert_equal(path.stat().st_size, 8 + length + position, where="file length")
+
+
+@requirement(
+    "CKPT-016",
+    "Unicode, quotes, control characters, slashes, empty and 10,000-character names MUST survive; __metadata__ MUST be refused.",
+)
+def test_names(checkpoint: Any, tmp_path: Path) -> None:
+    names = ["ünïcode", 'q"uote\\', "new\nline\t\x01\x7f", "a/b", "", "x" * 10_000, "\U0001f600"]
+    state = {name: torch.tensor([float(i)]) for i, name in enumerate(names)}
+    save(checkpoint, state, tmp_path / "ck")
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, PT), where="names")
+    assert_loads(checkpoint, tmp_path / "ck", state)
+    with raises(UnsupportedError, mentions=("__metadata__",)):
+        save(checkpoint, {"__metadata__": torch.ones(1)}, tmp_path / "no")
+
+
+@requirement(
+    "CKPT-017",
+    "User metadata MUST stand in every file beside format, keys sorted; values that are not strings MUST be refused.",
+)
+def test_metadata(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    extra = {"step": "7", "author": "né"}
+    save(checkpoint, state, tmp_path / "ck", fqn_to_index_mapping={"a": 1, "b": 2}, metadata=extra)
+    for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        _, header = _header(tmp_path / "ck" / file)
+        assert_equal(
+            list(header["__metadata__"].items()), [("author", "né"), ("format", "pt"), ("step", "7")], where=file
+        )
+    with raises(ConfigError, mentions=("step",)):
+        save(checkpoint, state, tmp_path / "no", metadata={"step": 7})
+
+
+@requirement("CKPT-018", "A header above 100 MB MUST be refused before anything is written.")
+def test_header_limit(checkpoint: Any, tmp_path: Path) -> None:
+    state = {f"{i}{'x' * 3_400_000}": torch.ones(1) for i in range(30)}
+    with raises(ConfigError, mentions=("header",)):
+        save(checkpoint, state, tmp_path / "ck")
+    assert_equal(list(tmp_path.iterdir()), [], where="folder after a refused save")
+
+
+def _save_shuffled(rank: Rank, path: str, order: list[int], threads: int, block_bytes: int, write_mode: str) -> None:
+    full = {f"t{i}": random_bits(torch.float32, (11, 13), i) for i in range(6)}
+    state: dict[str, Any] = {}
+    for i in order:
+        rows = [((a, 0), (b - a, 13)) for a, b in ((0, 4), (4, 7), (7, 11), (11, 11))]
+        mine = rows[rank.rank :: rank.world_size]
+        parts = {o: full[f"t{i}"][o[0] : o[0] + s[0]].clone() for o, s in mine}
+        state[f"t{i}"] = Tiled.of((11, 13), parts, torch.float32)
+    save_ranks(rank, state, Path(path), thread_count=threads, block_bytes=block_bytes, write_mode=write_mode)
+
+
+@requirement(
+    "CKPT-019",
+    "Files MUST NOT depend on rank count, thread count, block size, write mode or the order of the state dict.",
+)
+def test_same_bytes_however_written(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    expected = oracle({f"t{i}": random_bits(torch.float32, (11, 13), i) for i in range(6)}, PT)
+    order = [0, 1, 2, 3, 4, 5]
+    for world, threads, block, mode in (
+        (1, 4, 64, "random"),
+        (2, 1, 128, "auto"),
+        (3, 3, 512, "random"),
+        (2, 1, 256, "sequential"),
+        (4, 2, 8 << 20, "auto"),
+    ):
+        order = order[1:] + order[:1]
+        path = tmp_path / f"{world}-{threads}-{block}-{mode}"
+        rank_pool.run(_save_shuffled, world, str(path), order, threads, block, mode)
+        assert_same_bytes(path / FILE, expected, where=path.name)
+
+
+@requirement("CKPT-020", "Two saves of equal state MUST give identical folders.")
+def test_deterministic(checkpoint: Any, tmp_path: Path) -> None:
+    state = {f"w{i}": random_bits(dtype, (4, 3), i) for i, dtype in enumerate(DTYPES)}
+    for name, items in (("a", list(state.items())), ("b", list(reversed(state.items())))):
+        save(checkpoint, dict(items), tmp_path / name, metadata={"z": "1", "k": "2", "m": "3"})
+    for file in sorted(path.name for path in (tmp_path / "a").iterdir()):
+        assert_same_bytes(tmp_path / "b" / file, (tmp_path / "a" / file).read_bytes(), where=file)
+    assert_le(2, len(list((tmp_path / "a").iterdir())), where="files")

@@ -1,0 +1,189 @@
+"""F. Loading: in place, only what is needed, and nothing touched before everything was checked."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.checkpoint.support import DTYPES, Tiled, bits, load, oracle, random_bits, save, zeros_like
+from conformance.harness import (
+    assert_equal,
+    assert_le,
+    assert_same_bytes,
+    assert_same_tensor,
+    assert_same_tensors,
+    raises,
+    requirement,
+)
+from refimpl.checkpoint import HuggingFaceLoadPlanner
+from refimpl.errors import MissingKeyError, PlanError, UnsupportedError
+
+FILE = "model-00001-of-00001.safetensors"
+
+
+@requirement(
+    "CKPT-052",
+    "A load MUST fill the caller's memory: same data_ptr, through views, Parameters, strides and conjugates.",
+)
+def test_in_place(checkpoint: Any, tmp_path: Path) -> None:
+    state = {
+        "plain": torch.randn(4, 6),
+        "view": torch.randn(3, 4),
+        "param": torch.randn(5),
+        "strided": torch.randn(6, 4),
+    }
+    state["conj"] = torch.randn(3, dtype=torch.complex64)
+    save(checkpoint, state, tmp_path / "ck")
+    base = torch.zeros(10, 10)
+    targets = {
+        "plain": torch.zeros(4, 6),
+        "view": base[2:5, 1:5],
+        "param": torch.nn.Parameter(torch.zeros(5)),
+        "strided": torch.zeros(4, 6).t(),
+        "conj": torch.zeros(3, dtype=torch.complex64).conj(),
+    }
+    before = {name: value.data_ptr() for name, value in targets.items()}
+    load(checkpoint, targets, tmp_path / "ck")
+    assert_equal({name: value.data_ptr() for name, value in targets.items()}, before, where="data_ptr")
+    got = {name: value.detach().resolve_conj().contiguous() for name, value in targets.items()}
+    assert_same_tensors(got, state)
+    assert_equal(float(base.sum() - base[2:5, 1:5].sum()), 0.0, where="memory around a view")
+
+
+@requirement(
+    "CKPT-053",
+    "A strict load MUST list every missing name in one error; strict=False MUST leave those targets untouched and report them.",
+)
+def test_strict(checkpoint: Any, tmp_path: Path) -> None:
+    save(checkpoint, {"a": torch.ones(2)}, tmp_path / "ck")
+    targets = {"a": torch.zeros(2), "m1": torch.full((3,), 7.0), "m2": torch.zeros(1)}
+    with raises(MissingKeyError, mentions=("m1", "m2")):
+        load(checkpoint, targets, tmp_path / "ck", planner=checkpoint.HuggingFaceLoadPlanner())
+    assert_equal(float(targets["a"].sum()), 0.0, where="target of a refused load")
+    planner = checkpoint.HuggingFaceLoadPlanner(strict=False)
+    load(checkpoint, targets, tmp_path / "ck", planner=planner)
+    assert_equal(planner.missing_keys, ["m1", "m2"], where="missing_keys")
+    assert_same_tensors(targets, {"a": torch.ones(2), "m1": torch.full((3,), 7.0), "m2": torch.zeros(1)})
+
+
+@requirement("CKPT-054", "Names that the target lacks MUST be reported by the planner.")
+def test_unexpected(checkpoint: Any, tmp_path: Path) -> None:
+    save(checkpoint, {"a": torch.ones(2), "x": torch.ones(1), "y": torch.ones(1)}, tmp_path / "ck")
+    planner = checkpoint.HuggingFaceLoadPlanner()
+    load(checkpoint, {"a": torch.zeros(2)}, tmp_path / "ck", planner=planner)
+    assert_equal(planner.unexpected_keys, ["x", "y"], where="unexpected_keys")
+
+
+@requirement("CKPT-055", "Shapes that differ MUST be one error with names and both shapes, and no target changed.")
+def test_shapes(checkpoint: Any, tmp_path: Path) -> None:
+    save(checkpoint, {"a": torch.ones(2), "b": torch.ones(3, 4), "c": torch.ones(5)}, tmp_path / "ck")
+    targets = {"a": torch.zeros(2), "b": torch.zeros(4, 3), "c": torch.zeros(6)}
+    with raises(PlanError, mentions=("'b': ((4, 3), (3, 4))", "'c': ((6,), (5,))")):
+        load(checkpoint, targets, tmp_path / "ck", planner=HuggingFaceLoadPlanner())
+    assert_same_tensor(targets["a"], torch.zeros(2), where="target of a refused load")
+
+
+@requirement(
+    "CKPT-056",
+    "Dtypes that differ MUST be an error before any target changes; cast=True MUST convert as Tensor.to does.",
+)
+def test_dtypes(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"a": torch.randn(50), "ok": torch.ones(2), "i": torch.arange(9, dtype=torch.int32)}
+    save(checkpoint, state, tmp_path / "ck")
+    targets = {"ok": torch.zeros(2), "a": torch.zeros(50, dtype=torch.bfloat16), "i": torch.zeros(9, dtype=torch.int64)}
+    with raises(PlanError, mentions=("'a'", "bfloat16", "float32", "'i'")):
+        load(checkpoint, targets, tmp_path / "ck")
+    assert_same_tensor(targets["ok"], torch.zeros(2), where="target of a refused load")
+    load(checkpoint, targets, tmp_path / "ck", cast=True)
+    assert_same_tensors(targets, {"a": state["a"].bfloat16(), "ok": state["ok"], "i": state["i"].long()})
+    strided = torch.zeros(5, 10, dtype=torch.float64).t()
+    save(checkpoint, {"s": torch.arange(50.0).reshape(10, 5)}, tmp_path / "s")
+    load(checkpoint, {"s": strided}, tmp_path / "s", cast=True)
+    assert_same_tensor(strided.contiguous(), torch.arange(50.0).reshape(10, 5).double(), where="strided cast")
+
+
+@requirement(
+    "CKPT-057",
+    "A load MUST read only the ranges it needs: at most 1.05 times for rows, twice for columns.",
+    needs=("ranged_reads",),
+)
+def test_ranges(checkpoint: Any, tmp_path: Path) -> None:
+    big = torch.randn(2048, 512)
+    save(checkpoint, {"big": big, "other": torch.randn(1024, 1024)}, tmp_path / "ck")
+    for name, offsets, sizes, factor in (
+        ("rows", (512, 0), (512, 512), 1.05),
+        ("columns", (0, 256), (2048, 256), 2.05),
+    ):
+        target = Tiled.of(big.shape, {offsets: torch.zeros(sizes)}, torch.float32)
+        before = _read_bytes()
+        reader = load(checkpoint, {"big": target}, tmp_path / "ck")
+        assert_le(_read_bytes() - before, factor * sizes[0] * sizes[1] * 4 + 65536, where=f"{name}: rchar")
+        assert_le(reader.stats.read_bytes, factor * sizes[0] * sizes[1] * 4, where=f"{name}: counted")
+        expected = big[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]].contiguous()
+        assert_same_tensor(target.parts[offsets], expected, where=name)
+
+
+def _read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().split("\n")
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+@requirement(
+    "CKPT-058",
+    "Tensors that were not asked for MUST not matter: a dtype that torch lacks elsewhere in a file is no obstacle.",
+)
+def test_unrequested(checkpoint: Any, tmp_path: Path) -> None:
+    import struct
+
+    text = b'{"six":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[8,11]},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2) + b"abc")
+    target = torch.zeros(2)
+    load(checkpoint, {"w": target}, path)
+    assert_same_tensor(target, torch.tensor([1.0, 2.0]), where="w")
+    with raises(UnsupportedError, mentions=("F6_E2M3", "six")):
+        load(checkpoint, {"six": torch.zeros(4, dtype=torch.uint8)}, path)
+
+
+@requirement(
+    "CKPT-060",
+    "An export cast MUST convert floats only, round to nearest even, and leave the keep-list, integers, bools and float8 alone.",
+)
+def test_export_cast(checkpoint: Any, tmp_path: Path) -> None:
+    state: dict[str, torch.Tensor] = {
+        "f32": random_bits(torch.float32, (300,), 1),
+        "f64": torch.randn(40, dtype=torch.float64),
+        "strided": torch.randn(8, 5).t(),
+        "router.bias": torch.randn(6),
+        "i": torch.arange(3),
+        "b": torch.tensor([True]),
+        "f8": random_bits(torch.float8_e4m3fn, (4,), 2),
+    }
+    save(checkpoint, state, tmp_path / "ck", export_dtype=torch.bfloat16, export_keep=("*.bias",))
+    cast = {n: v.to(torch.bfloat16) if n in ("f32", "f64", "strided") else v for n, v in state.items()}
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle(cast, {"format": "pt"}), where="exported file")
+
+
+@requirement("CKPT-061", "Loading from read-only files and folders MUST work and emit no warning.")
+def test_read_only(checkpoint: Any, tmp_path: Path) -> None:
+    state = {str(dtype): random_bits(dtype, (4, 2), 0) for dtype in DTYPES}
+    save(checkpoint, state, tmp_path / "ck")
+    for file in (tmp_path / "ck").iterdir():
+        file.chmod(0o444)
+    (tmp_path / "ck").chmod(0o555)
+    targets = {name: zeros_like(value) for name, value in state.items()}
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load(checkpoint, targets, tmp_path / "ck")
+            checkpoint.load_file(tmp_path / "ck" / FILE)
+        relevant = [str(w.message) for w in caught if "torch.distributed is disabled" not in str(w.message)]
+        assert_equal(relevant, [], where="warnings")
+    finally:
+        (tmp_path / "ck").chmod(0o755)
+    assert_same_tensors({n: bits(v) for n, v in targets.items()}, {n: bits(v) for n, v in state.items()})
+    assert_equal(os.access(tmp_path / "ck" / FILE, os.R_OK), True, where="file")

@@ -1,0 +1,401 @@
+"""C. Sharding: however the ranks cut a state, the files are those of the whole."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from conformance.checkpoint.support import (
+    DTYPES,
+    Tiled,
+    assert_folder,
+    assert_loads,
+    cut,
+    load_ranks,
+    mesh_of,
+    oracle,
+    random_bits,
+    save,
+    save_ranks,
+    sharded,
+    tiled,
+    zeros_like,
+)
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_le,
+    assert_same_bytes,
+    assert_same_tensor,
+    examples,
+    raises,
+    requirement,
+)
+from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
+from refimpl.errors import CorruptionError, DistributedError, PlanError
+
+FILE = "model-00001-of-00001.safetensors"
+PT = {"format": "pt"}
+Spec = tuple[torch.dtype, list[int], list[list[int]]]
+
+
+def _state(specs: list[Spec]) -> dict[str, torch.Tensor]:
+    return {f"t{i}": random_bits(dtype, shape, i) for i, (dtype, shape, _) in enumerate(specs)}
+
+
+def _save_tiles(rank: Rank, path: str, specs: list[Spec], block_bytes: int) -> None:
+    full = _state(specs)
+    state = {}
+    for (name, tensor), (_, shape, cuts) in zip(full.items(), specs, strict=True):
+        state[name] = tiled(tensor, cut(shape, cuts), rank.rank, rank.world_size)
+    save_ranks(rank, state, Path(path), block_bytes=block_bytes)
+
+
+@st.composite
+def specs(draw: Any) -> list[Spec]:
+    """Tensors of any dtype and 1 to 4 dimensions, each with cuts in every dimension."""
+    result = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+        cuts = [draw(st.lists(st.integers(0, size), max_size=2)) for size in shape]
+        result.append((draw(st.sampled_from(DTYPES)), shape, cuts))
+    return result
+
+
+@requirement("CKPT-021", "Any dense tiling by rectangles, of any dtype, MUST give the bytes of the unsharded save.")
+@examples(60)
+@given(specs(), st.sampled_from([64, 256, 8 << 20]), st.integers(1, 4))
+def test_any_tiling(
+    checkpoint: Any, rank_pool: Any, tmp_path_factory: Any, drawn: list[Spec], block: int, world: int
+) -> None:
+    path = tmp_path_factory.mktemp("tiling") / "ck"
+    rank_pool.run(_save_tiles, world, str(path), drawn, block)
+    assert_same_bytes(path / FILE, oracle(_state(drawn), PT), where=f"{drawn}, {world} ranks")
+
+
+def _save_placed(
+    rank: Rank,
+    path: str,
+    shapes: dict[str, list[int]],
+    mesh_shape: list[int],
+    placements: dict[str, list[Placement]],
+    block: int,
+) -> None:
+    mesh = mesh_of(rank, mesh_shape)
+    state = {n: sharded(random_bits(torch.float32, s, len(n)), mesh, placements[n]) for n, s in shapes.items()}
+    save_ranks(rank, state, Path(path), block_bytes=block)
+
+
+def _check_placed(
+    pool: Any,
+    path: Path,
+    world: int,
+    shapes: dict[str, list[int]],
+    mesh: list[int],
+    placements: dict[str, list[Placement]],
+) -> None:
+    for block in (64, 8 << 20):
+        folder = path / f"{world}-{block}"
+        pool.run(_save_placed, world, str(folder), shapes, mesh, placements, block)
+        state = {n: random_bits(torch.float32, s, len(n)) for n, s in shapes.items()}
+        assert_same_bytes(folder / FILE, oracle(state, PT), where=f"mesh {mesh}, {placements}, blocks of {block}")
+
+
+@requirement(
+    "CKPT-022", "Row shards MUST be right when rows do not divide by ranks and when there are fewer rows than ranks."
+)
+def test_uneven_rows(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    shapes = {"a": [7, 5], "bb": [2, 33], "ccc": [1], "dddd": [129, 3]}
+    for world in (2, 3, 4):
+        _check_placed(rank_pool, tmp_path, world, shapes, [world], {n: [Shard(0)] for n in shapes})
+
+
+@requirement("CKPT-023", "Shards of any inner dimension, up to 5-D, MUST be stored right.")
+def test_inner_dimensions(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    shapes = {"a": [6, 7], "bb": [3, 5, 4], "ccc": [2, 3, 5, 4], "dddd": [2, 2, 3, 5, 3]}
+    for dim in range(1, 5):
+        chosen = {n: s for n, s in shapes.items() if len(s) > dim}
+        _check_placed(rank_pool, tmp_path / str(dim), 3, chosen, [3], {n: [Shard(dim)] for n in chosen})
+
+
+@requirement(
+    "CKPT-024",
+    "2-D meshes MUST be stored right: Shard x Shard, twice the same dimension, and HSDP's Replicate x Shard.",
+)
+def test_two_meshes(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    shapes = {"a": [8, 6], "bb": [5, 9], "ccc": [16, 4]}
+    for i, pair in enumerate(
+        (
+            [Shard(0), Shard(1)],
+            [Shard(1), Shard(0)],
+            [Shard(0), Shard(0)],
+            [Replicate(), Shard(0)],
+            [Shard(1), Replicate()],
+        )
+    ):
+        _check_placed(rank_pool, tmp_path / str(i), 4, shapes, [2, 2], dict.fromkeys(shapes, pair))
+
+
+def _packed(rank: Rank, path: str, rows: int) -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    full = random_bits(torch.float32, [rows, 3], 5)
+    # A fused QKV weight: three blocks, of which each rank holds its share of every one.
+    blocks = [torch.chunk(block, rank.world_size)[rank.rank] for block in torch.chunk(full, 3)]
+    place = [_StridedShard(0, split_factor=3)]
+    value = DTensor.from_local(
+        torch.cat(blocks), mesh_of(rank), place, shape=full.shape, stride=full.stride(), run_check=False
+    )
+    save_ranks(rank, {"qkv": value}, Path(path), planner=HuggingFaceSavePlanner(), block_bytes=64)
+    target = DTensor.from_local(
+        torch.zeros_like(value.to_local()),
+        mesh_of(rank),
+        place,
+        shape=full.shape,
+        stride=full.stride(),
+        run_check=False,
+    )
+    load_ranks(rank, {"qkv": target}, Path(path), planner=HuggingFaceLoadPlanner())
+    assert_same_tensor(target.to_local(), value.to_local(), where=f"rank {rank.rank}")
+
+
+@requirement(
+    "CKPT-025",
+    "Packed strided shards, several disjoint blocks on each rank, MUST be saved and loaded as the tensor they are.",
+)
+def test_packed_strided_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_packed, 2, str(tmp_path / "ck"), 24)
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle({"qkv": random_bits(torch.float32, [24, 3], 5)}, PT), where="qkv")
+
+
+def _load_placed(rank: Rank, path: str, shapes: dict[str, list[int]], placements: dict[str, list[Placement]]) -> None:
+    mesh = mesh_of(rank)
+    state = {n: random_bits(torch.float32, s, len(n)) for n, s in shapes.items()}
+    targets = {n: sharded(zeros_like(v), mesh, placements[n]) for n, v in state.items()}
+    load_ranks(rank, targets, Path(path), thread_count=1 + rank.rank)
+    for n, v in state.items():
+        assert_same_tensor(
+            targets[n].to_local(), sharded(v, mesh, placements[n]).to_local(), where=f"{n} on rank {rank.rank}"
+        )
+
+
+@requirement(
+    "CKPT-026", "A checkpoint saved by M ranks MUST load on N ranks under any other placement, for M and N in 1..4."
+)
+def test_reshard(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    shapes = {"a": [7, 10], "bb": [12, 3], "ccc": [5, 4, 6]}
+    ways: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
+    for saved in range(1, 5):
+        path = tmp_path / str(saved)
+        rank_pool.run(
+            _save_placed,
+            saved,
+            str(path),
+            shapes,
+            [saved],
+            {n: ways[(saved + i) % 3] for i, n in enumerate(shapes)},
+            128,
+        )
+        for loaded in range(1, 5):
+            rank_pool.run(
+                _load_placed, loaded, str(path), shapes, {n: ways[(loaded + i) % 3] for i, n in enumerate(shapes)}
+            )
+
+
+def _save_disjoint(rank: Rank, path: str, replicated: bool) -> None:
+    state = {f"stage{rank.rank}.{i}": random_bits(torch.float32, [3, 4], 10 * rank.rank + i) for i in range(3)}
+    if replicated:
+        state["router"] = random_bits(torch.bfloat16, [5], 99)
+    save_ranks(rank, state, Path(path), fqn_to_index_mapping=None, max_shard_size=100)
+
+
+def _disjoint(world: int) -> dict[str, torch.Tensor]:
+    return {f"stage{r}.{i}": random_bits(torch.float32, [3, 4], 10 * r + i) for r in range(world) for i in range(3)}
+
+
+@requirement(
+    "CKPT-027", "Pipeline stages, with names that only one rank has, MUST make one checkpoint with a complete index."
+)
+def test_disjoint_names(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_disjoint, 3, str(tmp_path / "ck"), False)
+    state = _disjoint(3)
+    names = list(state)
+    files = {f"model-{i + 1:05d}-of-00005.safetensors": names[2 * i : 2 * i + 2] for i in range(5)}
+    assert_folder(tmp_path / "ck", files, state)
+
+
+@requirement("CKPT-028", "Expert parallelism, with names per rank and the rest replicated, MUST store each name once.")
+def test_experts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_disjoint, 3, str(tmp_path / "ck"), True)
+    assert_loads(checkpoint, tmp_path / "ck", _disjoint(3) | {"router": random_bits(torch.bfloat16, [5], 99)})
+    map_ = json.loads((tmp_path / "ck" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert_equal(sorted(map_), sorted([*_disjoint(3), "router"]), where="index")
+
+
+def _save_partial(rank: Rank, path: str) -> None:
+    value = DTensor.from_local(torch.ones(2), mesh_of(rank), [Partial()], run_check=False)
+    with raises(BaseException):
+        save_ranks(rank, {"p": value}, Path(path))
+    assert_equal(Path(path).exists(), False, where="folder")
+
+
+@requirement("CKPT-029", "A Partial placement MUST be refused, and nothing written.")
+def test_partial(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_partial, 2, str(tmp_path / "ck"))
+
+
+def _broken(kind: str) -> Tiled:
+    whole = torch.arange(12.0).reshape(4, 3)
+    parts = {"gap": [(0, 2), (3, 4)], "overlap": [(0, 3), (2, 4)], "outside": [(0, 4), (4, 6)]}[kind]
+    return Tiled.of(whole.shape, {(a, 0): torch.zeros(b - a, 3) for a, b in parts}, torch.float32)
+
+
+@requirement(
+    "CKPT-030",
+    "Gaps, overlaps and chunks outside the tensor MUST be refused at save, naming the tensor, also with one rank.",
+)
+def test_broken_tilings(checkpoint: Any, tmp_path: Path) -> None:
+    for kind in ("gap", "overlap", "outside"):
+        with raises((PlanError, ValueError), mentions=("broken",), where=kind):
+            save(checkpoint, {"broken": _broken(kind), "fine": torch.ones(2)}, tmp_path / kind)
+        assert_equal((tmp_path / kind).exists(), False, where=f"{kind}: folder")
+
+
+def _save_shards(rank: Rank, path: str) -> None:
+    mesh = mesh_of(rank)
+    state = {"w": sharded(random_bits(torch.float32, [7, 4], 3), mesh, [Shard(0)]), "n": torch.tensor(5)}
+    save_ranks(rank, state, Path(path), enable_consolidation=False)
+
+
+@requirement(
+    "CKPT-031", "Shard files MUST say the global shape, so that a missing last shard is an error and no shorter tensor."
+)
+def test_global_shape(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_shards, 3, str(tmp_path / "ck"))
+    names = sorted(path.name for path in (tmp_path / "ck").iterdir())
+    assert_equal(names, [f"shard-{r:05d}-model-00001-of-00001.safetensors" for r in (1, 2, 3)], where="files")
+    assert_loads(checkpoint, tmp_path / "ck", {"w": random_bits(torch.float32, [7, 4], 3), "n": torch.tensor(5)})
+    (tmp_path / "ck" / names[-1]).unlink()
+    with raises(CorruptionError, mentions=("w", "gap")):
+        checkpoint.HuggingFaceStorageReader(tmp_path / "ck").read_metadata()
+
+
+def _shard_file(path: Path, name: str, dtype: str, shape: list[int], offsets: list[int], data: bytes) -> None:
+    info = json.dumps({name: {"saved_offsets": offsets}})
+    header = json.dumps(
+        {
+            "__metadata__": {"DCP_SHARDING_INFO": info},
+            name: {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]},
+        }
+    ).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def _torch_shards(folder: Path, rows: list[tuple[int, int]], dtypes: list[str]) -> None:
+    folder.mkdir()
+    for i, ((first, count), dtype) in enumerate(zip(rows, dtypes, strict=True)):
+        _shard_file(
+            folder / f"shard-{i + 1:05d}-model-00001-of-00001.safetensors",
+            "w",
+            dtype,
+            [count, 2],
+            [first, 0],
+            bytes(8 * count),
+        )
+
+
+@requirement(
+    "CKPT-032",
+    "A middle shard file that is missing MUST be an error that names the tensor, at load and at consolidation.",
+)
+def test_missing_shard(checkpoint: Any, tmp_path: Path) -> None:
+    _torch_shards(tmp_path / "in", [(0, 2), (4, 2)], ["F32", "F32"])
+    with raises(CorruptionError, mentions=("'w'", "gap")):
+        checkpoint.HuggingFaceStorageReader(tmp_path / "in").read_metadata()
+    with raises(CorruptionError, mentions=("'w'", "gap")):
+        checkpoint.consolidate_safetensors_files(tmp_path / "in", tmp_path / "out")
+    assert_equal((tmp_path / "out").exists(), False, where="output")
+
+
+@requirement("CKPT-033", "Shards that disagree about dtype or rank MUST be an error, never reinterpreted bytes.")
+def test_disagreeing_shards(checkpoint: Any, tmp_path: Path) -> None:
+    _torch_shards(tmp_path / "in", [(0, 2), (2, 2)], ["F32", "I32"])
+    for action in (
+        lambda: checkpoint.HuggingFaceStorageReader(tmp_path / "in").read_metadata(),
+        lambda: checkpoint.consolidate_safetensors_files(tmp_path / "in", tmp_path / "out"),
+    ):
+        with raises(CorruptionError, mentions=("'w'", "I32")):
+            action()
+
+
+@requirement(
+    "CKPT-034", "Files of an earlier save, with other ranks or another mapping, MUST never affect what is loaded."
+)
+def test_stale_files(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    old = {f"w{i}": random_bits(torch.float32, [4], i) for i in range(3)}
+    save(checkpoint, old, tmp_path / "ck", fqn_to_index_mapping={"w0": 1, "w1": 2, "w2": 3})
+    new = {"w1": random_bits(torch.float32, [4], 50), "x": torch.ones(2)}
+    save(checkpoint, new, tmp_path / "ck")
+    assert_equal(
+        sorted(p.name for p in (tmp_path / "ck").iterdir()), [FILE, "model.safetensors.index.json"], where="folder"
+    )
+    assert_loads(checkpoint, tmp_path / "ck", new)
+
+
+def _count_writes(rank: Rank, path: str, replicated_rows: int) -> tuple[int, int]:
+    mesh = mesh_of(rank)
+    big = random_bits(torch.float32, [replicated_rows, 64], 1)
+    state = {
+        "emb": sharded(big, mesh, [Replicate()]),
+        **{f"norm{i}": random_bits(torch.float32, [8], i) for i in range(40)},
+    }
+    checkpoint = rank.component("checkpoint")
+    before = _written()
+    with checkpoint.HuggingFaceStorageWriter(Path(path), block_bytes=4096) as writer:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, storage_writer=writer)
+    dist.barrier()
+    stats = getattr(writer, "stats", None)
+    return _written() - before, stats.written_bytes if stats is not None else 0
+
+
+def _written() -> int:
+    lines = Path("/proc/self/io").read_text().split("\n")
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+@requirement(
+    "CKPT-035",
+    "Replicated tensors MUST be written once, and a large one by all its holders: max/mean of bytes per rank <= 1.2.",
+    needs=("balanced_writes",),
+)
+def test_replicas_are_shared_out(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    results = rank_pool.run(_count_writes, 4, str(tmp_path / "ck"), 4096)
+    written = [stats for _, stats in results]
+    size = (tmp_path / "ck" / FILE).stat().st_size
+    assert_equal(sum(written), size, where="bytes written by all ranks")
+    assert_le(max(written) / (sum(written) / len(written)), 1.2, where=f"bytes by rank {written}")
+
+
+def _save_divergent(rank: Rank, path: str, check: bool) -> None:
+    state = {"same": torch.ones(4), "drift": torch.full((4,), float(rank.rank))}
+    save_ranks(rank, state, Path(path), check_replicas=check)
+
+
+@requirement(
+    "CKPT-036",
+    "With check_replicas, replicas that differ MUST raise on every rank, naming the tensor, before anything is visible.",
+)
+def test_divergent_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with raises(DistributedError, mentions=("drift",)):
+        rank_pool.run(_save_divergent, 2, str(tmp_path / "ck"), True)
+    assert_equal(list(tmp_path.iterdir()), [], where="folder after the refused save")

@@ -1,0 +1,184 @@
+"""``twinproof``: the suite without knowing pytest; refuses to start when other packages shadow ours.
+
+``conformance`` and ``perf`` are common names. A folder or package of that name earlier on the path would be run instead
+of this suite, and would pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from conformance.harness.environment import environment, implementation_facts
+from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown
+from conformance.harness.report_html import to_html
+from conformance.harness.requirements import STEMS
+
+__all__ = ["main"]
+
+_HOME = Path(__file__).resolve().parents[2]
+_PACKAGES = ("refimpl", "fastimpl", "conformance", "perf")
+# Our packages go before the current folder, so that a ./perf or ./conformance there cannot stand in for them.
+_LAUNCH = f"import sys; sys.path.insert(0, {str(_HOME)!r}); import pytest; sys.exit(pytest.main())"
+_RAN = ("passed", "failed", "error", "xfailed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when it found nothing wrong, 1 when it did, 2 when it could not be carried out."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _check_packages()
+    except ImportError as error:
+        print(f"twinproof: {error}", file=sys.stderr)
+        return 2
+    if words[:1] == ["bench"]:
+        # Measuring brings its own options and dependencies; nothing else should pay for importing them.
+        bench: Callable[[list[str]], int] = importlib.import_module("perf.harness.cli").main
+        return bench(words[1:])
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    if rest and not arguments.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        code: int = arguments.run(arguments, rest)
+    except ReportError as error:
+        print(f"twinproof: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _check_packages() -> None:
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise ImportError(f"package {name} is missing; expected it beside conformance in {_HOME}")
+        places = [Path(place).resolve() for place in spec.submodule_search_locations or [str(spec.origin)]]
+        # py.typed is in each of ours; a stray folder of the same name is importable, but has none.
+        if _HOME / name not in places[:1] or not (_HOME / name / "py.typed").is_file():
+            got = ", ".join(map(str, places[:1])) or "nothing"
+            raise ImportError(f"package {name} is shadowed: got {got}, expected {_HOME / name}; change the search path")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="twinproof", description="Conformance and benchmarks of training plumbing.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[..., int], text: str, *, passes_on: bool = False) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run, passes_on=passes_on)
+        return command
+
+    for name, run, text in (
+        ("verify", _verify, "run every requirement on an implementation; further arguments go to pytest"),
+        ("planted", _planted, "run every requirement against its planted bugs; further arguments go to pytest"),
+    ):
+        command = add(name, run, text, passes_on=True)
+        command.add_argument("--impl", default="fastimpl", help="module, or registered name (default: fastimpl)")
+        command.add_argument("--report", type=Path, metavar="FILE", help="keep the report as JSON")
+    command = add("compare", _compare, "compare two reports; fails when something got worse")
+    command.add_argument("before", type=Path)
+    command.add_argument("after", type=Path)
+    command = add("report", _report, "turn a JSON report into other forms")
+    command.add_argument("source", type=Path)
+    for name in _VIEWS:
+        command.add_argument(f"--{name}", type=Path, metavar="OUT", help=f"write it as {name}")
+    command = add("info", _info, "print what a bug report needs: versions, builds, hardware")
+    command.add_argument("--impl", default="fastimpl")
+    command.add_argument("--json", action="store_true")
+    # Listed for --help; dispatched before parsing.
+    add("bench", _info, "measure, print tables and gates; see twinproof bench --help")
+    return parser
+
+
+_VIEWS: dict[str, Callable[[dict[str, Any]], str]] = {"html": to_html, "junit": to_junit, "markdown": to_markdown}
+
+
+def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:
+    return _pytest(arguments, rest, [])
+
+
+def _planted(arguments: argparse.Namespace, rest: list[str]) -> int:
+    return _pytest(arguments, rest, ["--twinproof-planted", "only"])
+
+
+def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> int:
+    """Run pytest apart: it must see our modules before anything has imported them, to show what asserts compared."""
+    with tempfile.TemporaryDirectory(prefix="twinproof-") as folder:
+        path = arguments.report or Path(folder) / "report.json"
+        command = [sys.executable, "-c", _LAUNCH, *_plugin_arguments(), "--pyargs", *_targets(rest)]
+        command += ["--twinproof-impl", arguments.impl, "--twinproof-report", str(path), *more, *rest]
+        code = subprocess.run(command, check=False).returncode
+        # 5 is pytest's "nothing was collected", which is for the report to judge.
+        if code not in (0, 5):
+            return 1 if code == 1 else 2
+        requirements = read_json(path)["requirements"]
+    if not any(found["outcome"] in _RAN or _judged(found) for found in requirements):
+        print(f"twinproof: no requirement was run on {arguments.impl}; that proves nothing", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _judged(found: dict[str, Any]) -> bool:
+    return any(bug["verdict"] != "skipped" for bug in found["planted"])
+
+
+def _targets(rest: list[str]) -> list[str]:
+    """The components, unless the caller named modules; the suite's own tests say nothing about an implementation."""
+    return [] if any(word.startswith("conformance") for word in rest) else [f"conformance.{stem}" for stem in STEMS]
+
+
+def _plugin_arguments() -> list[str]:
+    installed = any(point.value == "conformance.harness.plugin" for point in entry_points(group="pytest11"))
+    return [] if installed else ["-p", "conformance.harness.plugin"]
+
+
+def _compare(arguments: argparse.Namespace, _: list[str]) -> int:
+    worse, other = regressions(read_json(arguments.before), read_json(arguments.after))
+    for title, changes in (("worse", worse), ("changed", other)):
+        for change in changes:
+            print(f"{title:8} {change}")
+    if not worse and not other:
+        print("no difference in outcomes")
+    return 1 if worse else 0
+
+
+def _report(arguments: argparse.Namespace, _: list[str]) -> int:
+    document = read_json(arguments.source)
+    chosen = {name: getattr(arguments, name) for name in _VIEWS if getattr(arguments, name) is not None}
+    if not chosen:
+        print(to_markdown(document), end="")
+    for name, path in chosen.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_VIEWS[name](document), encoding="utf-8")
+    return 0
+
+
+def _info(arguments: argparse.Namespace, _: list[str]) -> int:
+    facts = environment()
+    try:
+        facts["implementation"] = implementation_facts(arguments.impl)
+    except ImportError as error:
+        facts["implementation"] = f"{arguments.impl} cannot be imported: {error}"
+    if arguments.json:
+        print(json.dumps(facts, indent=1))
+        return 0
+    for name, value in facts.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        for key, text in inner.items():
+            lines = text if isinstance(text, list) else [text]
+            for line in lines:
+                print(f"{name + ('.' + key if key else ''):28} {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

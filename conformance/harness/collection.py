@@ -1,0 +1,90 @@
+"""Which collected tests run, and how the ledger changes that; a waiver that waives nothing is an error."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from conformance.harness.ledger import Deviation
+from conformance.harness.planted_run import bug_of
+from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
+from conformance.harness.suite import Suite, parameters_of, requirement_of_item
+
+__all__ = ["select", "tolerance_of"]
+
+_DEFAULT_FACTOR = 2.0
+_FACTOR = pytest.StashKey[float]()
+
+
+def tolerance_of(item: pytest.Item) -> float:
+    """The factor for derived tolerances of a test."""
+    return item.stash.get(_FACTOR, _DEFAULT_FACTOR)
+
+
+def select(suite: Suite, items: list[pytest.Item]) -> None:
+    """Check what was collected, apply the ledger, and keep only planted variants in that mode. Changes ``items``.
+
+    Raises:
+        pytest.UsageError: two tests with one id, no such implementation, or a ledger entry that matches nothing.
+    """
+    proofs = [(item, found) for item in items if (found := requirement_of_item(item)) is not None]
+    if not proofs:
+        return
+    try:
+        check_unique(found for _, found in proofs)
+    except RequirementError as error:
+        raise pytest.UsageError(str(error)) from error
+    importlib.import_module(suite.implementation)
+    _apply_ledger(suite, [item for item, _ in proofs])
+    waived = {item.nodeid for item in items if item.stash.get(_WAIVED, False) and bug_of(item) is not None}
+    dropped = [
+        item for item in items if item.nodeid in waived or (suite.planted_mode == "only" and bug_of(item) is None)
+    ]
+    if dropped:
+        suite.config.hook.pytest_deselected(items=dropped)
+        gone = set(map(id, dropped))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+_WAIVED = pytest.StashKey[bool]()
+
+
+def _apply_ledger(suite: Suite, items: list[pytest.Item]) -> None:
+    collected = [found for item in items if (found := requirement_of_item(item)) is not None]
+    for deviation in suite.deviations:
+        covered = [item for item in items if _covers(deviation, item)]
+        for item in covered:
+            # A requirement that is known not to hold cannot tell a planted bug from its own deviation.
+            item.stash[_WAIVED] = True
+            if bug_of(item) is None:
+                _waive(deviation, item)
+        if not covered and _should_match(suite, deviation, collected):
+            raise pytest.UsageError(
+                f"{deviation.place}: matches no test; remove it or correct its requirement and scope"
+            )
+
+
+def _covers(deviation: Deviation, item: pytest.Item) -> bool:
+    found = requirement_of_item(item)
+    return found is not None and found.id == deviation.requirement and deviation.covers(parameters_of(item))
+
+
+def _should_match(suite: Suite, deviation: Deviation, collected: list[Requirement]) -> bool:
+    """Whether an entry without a match is wrong: its requirement was collected whole, or no module has it."""
+    if any("::" in argument for argument in suite.config.args):
+        return False
+    if any(found.id == deviation.requirement for found in collected):
+        return True
+    owner = next((found for found in collect_requirements() if found.id == deviation.requirement), None)
+    return owner is None or owner.module in {found.module for found in collected}
+
+
+def _waive(deviation: Deviation, item: pytest.Item) -> None:
+    reason = f"{deviation.kind}: {deviation.reason} ({deviation.tracker}, since {deviation.since})"
+    if deviation.kind == "xfail":
+        item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
+    elif deviation.kind == "tolerance":
+        item.stash[_FACTOR] = deviation.factor
+    else:
+        item.add_marker(pytest.mark.skip(reason=reason))

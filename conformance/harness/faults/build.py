@@ -1,0 +1,111 @@
+"""Compiles the shim and the tracer with the system's C compiler, once per content, so that no binary is shipped.
+
+Prevents a stale or foreign binary from judging: the file name is a digest of sources, flags and compiler, and the
+folder belongs to this user alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from conformance.harness.faults.model import FaultError
+
+__all__ = ["BUILD_FLAGS", "build_shim", "build_tracer", "why_no_shim", "why_no_tracer"]
+
+_HERE = Path(__file__).parent
+_SHARED = ("session.c", "paths.c", "filter.c")
+# Fortified inline wrappers and 64-bit redirections would rename the very functions that are to be defined.
+BUILD_FLAGS = ("-std=gnu11", "-O1", "-U_FORTIFY_SOURCE", "-U_FILE_OFFSET_BITS", "-fvisibility=hidden")
+_SHIM_FLAGS = ("-fPIC", "-shared")
+_TIMEOUT_S = 120
+
+
+def _compiler() -> str:
+    for name in ("cc", "gcc", "clang"):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise FaultError("no C compiler: neither cc, gcc nor clang is on PATH")
+
+
+def _cache_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"twinproof-faults-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise FaultError(f"{folder} is not a folder that only this user can write to")
+    return folder
+
+
+def _build(name: str, sources: tuple[str, ...], flags: tuple[str, ...], libraries: tuple[str, ...]) -> Path:
+    compiler = _compiler()
+    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *flags, *libraries)).encode())
+    for path in sorted(_HERE.glob("*.[ch]")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    target = _cache_folder() / f"{name}-{digest.hexdigest()[:24]}"
+    if target.exists():
+        return target
+    # Several processes may build at once; the rename makes a finished file appear at one instant.
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        output = Path(folder) / name
+        command = [compiler, *flags, *(str(_HERE / source) for source in sources), "-o", str(output), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise FaultError(f"{' '.join(command)} failed:\n{done.stderr}")
+        output.replace(target)
+    return target
+
+
+@cache
+def build_shim() -> Path:
+    """The shared library to preload. Raises FaultError without a working compiler or on an unknown architecture."""
+    return _build("shim", ("shim.c", *_SHARED), (*BUILD_FLAGS, *_SHIM_FLAGS), ("-ldl",))
+
+
+@cache
+def build_tracer() -> Path:
+    """The tracer program, for x86-64. Raises FaultError as ``build_shim``."""
+    return _build("tracer", ("tracer.c", *_SHARED), BUILD_FLAGS, ())
+
+
+@cache
+def why_no_shim() -> str | None:
+    """A reason why faults cannot be injected through the shim here; None where they can."""
+    if platform.system() != "Linux":
+        return f"the fault shim needs Linux, this is {platform.system()}"
+    try:
+        shim = build_shim()
+        ctypes.CDLL(str(shim))
+    except (FaultError, OSError) as error:
+        return f"the fault shim cannot be built or loaded: {error}"
+    return None
+
+
+@cache
+def why_no_tracer() -> str | None:
+    """A reason why raw system calls cannot be traced here, such as a forbidden ptrace; None where they can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"the tracer needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+    from conformance.harness.faults.session import Session
+
+    try:
+        tracer = build_tracer()
+    except FaultError as error:
+        return f"the tracer cannot be built: {error}"
+    with tempfile.TemporaryDirectory() as folder, Session(folder) as session:
+        made = os.path.join(session.root, "probe")
+        command = [str(tracer), str(session.path), "0", "run", "/bin/mkdir", made]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        seen = session.trace().count("mkdir")
+    if done.returncode != 0 or seen != 1:
+        return f"ptrace or seccomp is not permitted here: {done.stderr.strip() or f'{seen} calls seen'}"
+    return None

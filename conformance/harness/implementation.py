@@ -1,0 +1,103 @@
+"""The implementation under test, so that an absent component is a named skip and a typo in a test is still an error.
+
+An implementation is an importable module that has some of ``kvstore``, ``pipeline``, ``offload`` and ``checkpoint`` as
+submodules or attributes, each with the public names of the reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+__all__ = ["ENTRY_POINT_GROUP", "Component", "capabilities", "component", "resolve_name"]
+
+ENTRY_POINT_GROUP = "twinproof.implementations"
+
+
+def resolve_name(name: str) -> str:
+    """The module behind ``--impl``: an importable module of that name, else what an entry point of that name points to.
+
+    Raises:
+        pytest.UsageError: when there is neither, listing the registered names.
+    """
+    if _spec_exists(name):
+        return name
+    registered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in registered:
+        return registered[name]
+    known = ", ".join(sorted(registered)) or "none"
+    raise pytest.UsageError(f"--impl {name}: no module of that name; registered implementations: {known}")
+
+
+def _spec_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def _import_component(implementation: str, stem: str) -> Any | None:
+    module = importlib.import_module(implementation)
+    name = f"{implementation}.{stem}"
+    if hasattr(module, "__path__"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Only the component itself may be absent; a broken import inside it is a failure, not a skip.
+            if error.name != name:
+                raise
+    return getattr(module, stem, None)
+
+
+class Component:
+    """A component of the implementation; touching a name that only the reference has skips the test by name.
+
+    A name that neither of them has is an ``AttributeError``: it is the test that is wrong.
+    """
+
+    def __init__(self, implementation: str, stem: str, module: Any) -> None:
+        self._implementation, self._stem, self._module = implementation, stem, module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._module, name)
+        except AttributeError:
+            if name.startswith("__") or name not in _contract(self._stem):
+                raise
+        reason = f"implementation {self._implementation} has no {self._stem}.{name}"
+        raise pytest.skip.Exception(reason)
+
+    def __repr__(self) -> str:
+        return f"Component({self._implementation!r}, {self._stem!r})"
+
+
+def _contract(stem: str) -> Iterable[str]:
+    try:
+        reference: ModuleType = importlib.import_module(f"refimpl.{stem}")
+    except ModuleNotFoundError:
+        return ()
+    names: Iterable[str] = getattr(reference, "__all__", ())
+    return names
+
+
+def component(implementation: str, stem: str) -> Component:
+    """The component ``stem`` of the module ``implementation``; skips by name when it has none."""
+    module = _import_component(implementation, stem)
+    if module is None:
+        raise pytest.skip.Exception(f"implementation {implementation} has no {stem}")
+    return Component(implementation, stem, module)
+
+
+def capabilities(implementation: str, stem: str) -> frozenset[str] | None:
+    """The declared ``CAPABILITIES`` of a component, else of the whole implementation; None means all."""
+    for holder in (_import_component(implementation, stem), importlib.import_module(implementation)):
+        declared = getattr(holder, "CAPABILITIES", None)
+        if declared is not None:
+            return frozenset(declared)
+    return None

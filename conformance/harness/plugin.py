@@ -1,0 +1,233 @@
+"""The pytest plugin: inert for every suite but ours, strict in ours.
+
+A test suite that merely has twinproof installed must not notice: no torch import, no clash of option names, no change
+of Hypothesis settings, no fixture that runs by itself. Whatever this module does, it does to tests that carry a
+requirement or ask for one of its fixtures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import sys
+from argparse import ArgumentError
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conformance.harness import implementation as implementations
+from conformance.harness.collection import select, tolerance_of
+from conformance.harness.environment import environment_line
+from conformance.harness.failures import describe
+from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
+from conformance.harness.profiles import using_profile
+from conformance.harness.ranks import RankPool
+from conformance.harness.report import write_json
+from conformance.harness.suite import OPTIONS, SUITE, Suite, requirement_of_item
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_NAMES = ("twinproof", "conformance.harness.plugin")
+_GROUPS = pytest.StashKey[dict[str, Group]]()
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    # Installed, the entry point registers this module; from the tree, -p does. Both at once must not be an error.
+    registered = pluginmanager.get_name(sys.modules[__name__])
+    for name in _NAMES:
+        if name != registered:
+            pluginmanager.set_blocked(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(parser: pytest.Parser) -> None:
+    # Later than pytest_addoption, when all installed plugins have their options: a short name that one of them took
+    # (pytest-profiling has --profile) stays theirs, and ours is then reached by its long name only.
+    group = parser.getgroup("twinproof", "twinproof: conformance of an implementation")
+    for name, attributes in OPTIONS.items():
+        long = f"--twinproof-{name}"
+        try:
+            group.addoption(long, f"--{name}", dest=f"twinproof_{name}", **attributes)
+        except (ValueError, ArgumentError):
+            group.addoption(long, dest=f"twinproof_{name}", **attributes)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    suite = config.stash[SUITE] = Suite(config)
+    if suite.option("profile") == "nightly" and config.getoption("hypothesis_seed", None) is None:
+        # A chosen seed is printed and reproduces; Hypothesis' own choice could not be repeated.
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
+
+
+def _ours(path: Path, suite: Suite) -> bool:
+    return suite.option("profile") is not None or _PACKAGE in path.resolve().parents
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    # Hypothesis reads its default settings when a test is decorated, which is while its module is imported.
+    suite = collector.config.stash[SUITE]
+    with contextlib.ExitStack() as stack:
+        if isinstance(collector, pytest.Module) and _ours(collector.path, suite):
+            stack.enter_context(using_profile(suite.profile))
+        return (yield)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, metafunc.config.stash[SUITE])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select(config.stash[SUITE], items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[_GROUPS] = groups_of(session.items)
+    suite = session.config.stash[SUITE]
+    for item in session.items:
+        requirement = requirement_of_item(item)
+        if requirement is not None:
+            suite.recorder.case(item.nodeid, requirement, bug_of(item))
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    suite = config.stash[SUITE]
+    if not suite.recorder.cases:
+        return []
+    facts = suite.facts
+    ledger = f"of {len(suite.deviations)} entries" if suite.deviations else "empty"
+    return [
+        f"twinproof: {facts['name']} {facts['version']} from {facts['file']}",
+        f"twinproof: profile {suite.profile}, seed {suite.seed}, planted {suite.planted_mode}, ledger {ledger}",
+        f"twinproof: {environment_line(suite.environment)}",
+    ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    requirement = requirement_of_item(item)
+    if requirement is None or not requirement.needs:
+        return
+    name = item.config.stash[SUITE].implementation
+    declared = implementations.capabilities(name, requirement.stem)
+    absent = [need for need in requirement.needs if declared is not None and need not in declared]
+    if absent:
+        pytest.skip(f"implementation {name} lacks {', '.join(absent)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with contextlib.ExitStack() as stack:
+        if requirement_of_item(item) is not None:
+            stack.enter_context(using_profile(item.config.stash[SUITE].profile))
+            stack.enter_context(budget(item))
+        return (yield)
+
+
+@pytest.hookimpl(specname="pytest_pyfunc_call", tryfirst=True)
+def call_unless_killed(pyfuncitem: pytest.Function) -> bool | None:
+    # A bug that an earlier case killed is dead; running the other cases would only cost time.
+    group = pyfuncitem.config.stash[_GROUPS].get(pyfuncitem.nodeid)
+    return True if group is not None and group.killed else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    with planted(pyfuncitem):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    requirement = requirement_of_item(item)
+    if requirement is None:
+        return report
+    suite = item.config.stash[SUITE]
+    case = suite.recorder.case(item.nodeid, requirement, bug_of(item))
+    group = item.config.stash[_GROUPS].get(item.nodeid)
+    if group is not None:
+        judge(group, case, call, report)
+    case.duration_s += report.duration
+    if report.failed:
+        text = describe(suite, item, case, call.excinfo.value if call.excinfo is not None else None)
+        report.sections.append(("twinproof", text))
+        case.outcome, case.message = "failed" if call.when == "call" else "error", text
+    elif report.skipped:
+        case.outcome = "xfailed" if hasattr(report, "wasxfail") else "skipped"
+        case.message = getattr(report, "wasxfail", "") or str(call.excinfo.value if call.excinfo is not None else "")
+    elif call.when == "call":
+        case.outcome = "passed"
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    suite = session.config.stash[SUITE]
+    if suite.option("report") is not None:
+        write_json(suite, Path(suite.option("report")))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    suite = config.stash[SUITE]
+    if any(case.bug is not None for case in suite.recorder.cases.values()):
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in suite.recorder.verdicts().items() if count)
+        terminalreporter.write_line(f"twinproof: planted bugs, by requirement: {counts}")
+    if suite.option("report") is not None:
+        terminalreporter.write_line(f"twinproof: report written to {suite.option('report')}")
+
+
+@pytest.fixture(scope="session")
+def impl(request: pytest.FixtureRequest) -> ModuleType:
+    """The implementation under test."""
+    return importlib.import_module(request.config.stash[SUITE].implementation)
+
+
+def _component(request: pytest.FixtureRequest, stem: str) -> implementations.Component:
+    return implementations.component(request.config.stash[SUITE].implementation, stem)
+
+
+@pytest.fixture(scope="session")
+def kvstore(request: pytest.FixtureRequest) -> implementations.Component:
+    """The implementation's ``kvstore``; skips by name when it, or a name in it, is absent."""
+    return _component(request, "kvstore")
+
+
+@pytest.fixture(scope="session")
+def pipeline(request: pytest.FixtureRequest) -> implementations.Component:
+    """The implementation's ``pipeline``; skips by name when it, or a name in it, is absent."""
+    return _component(request, "pipeline")
+
+
+@pytest.fixture(scope="session")
+def offload(request: pytest.FixtureRequest) -> implementations.Component:
+    """The implementation's ``offload``; skips by name when it, or a name in it, is absent."""
+    return _component(request, "offload")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(request: pytest.FixtureRequest) -> implementations.Component:
+    """The implementation's ``checkpoint``; skips by name when it, or a name in it, is absent."""
+    return _component(request, "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Gloo processes for multi-rank requirements, started at first use and ended with the session."""
+    with RankPool(request.config.stash[SUITE].implementation) as pool:
+        yield pool
+
+
+@pytest.fixture
+def tolerance_factor(request: pytest.FixtureRequest) -> float:
+    """The factor for ``assert_within_derived``: 2, or what a ``tolerance`` entry of the ledger widens it to."""
+    return tolerance_of(request.node)

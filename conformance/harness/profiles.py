@@ -1,0 +1,81 @@
+"""Hypothesis budgets, so that CI never fails by luck and a nightly run never repeats yesterday's examples.
+
+``ci`` is derandomised, without deadline or database; ``dev`` is a quarter of it and random, with the database, so that
+a failure comes back at once; ``nightly`` is random with ten times the examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["PROFILES", "examples", "generate_only", "run_machine", "using_profile"]
+
+PROFILES = ("dev", "ci", "nightly")
+_CI_EXAMPLES = 100
+
+
+def _register() -> None:
+    from hypothesis import HealthCheck, settings
+
+    # Fixtures such as tmp_path are shared by the examples of a test on purpose: tests make their own sub-folders.
+    suppressed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    common = settings(deadline=None, suppress_health_check=suppressed)
+    settings.register_profile(
+        "twinproof-ci", parent=common, derandomize=True, database=None, max_examples=_CI_EXAMPLES, print_blob=False
+    )
+    settings.register_profile("twinproof-dev", parent=common, max_examples=_CI_EXAMPLES // 4, print_blob=True)
+    settings.register_profile(
+        "twinproof-nightly", parent=common, database=None, max_examples=_CI_EXAMPLES * 10, print_blob=True
+    )
+
+
+@contextmanager
+def using_profile(profile: str) -> Iterator[None]:
+    """Make ``profile`` the default for what is imported or run inside, then restore the user's own."""
+    from hypothesis import settings
+
+    _register()
+    before = settings.get_current_profile_name()
+    settings.load_profile(f"twinproof-{profile}")
+    try:
+        yield
+    finally:
+        settings.load_profile(before)
+
+
+def examples(ci_count: int) -> Any:
+    """Hypothesis settings with ``ci_count`` examples in the ci profile, scaled like the profile in the others."""
+    from hypothesis import settings
+
+    default = settings.default
+    scale = (default.max_examples if default is not None else _CI_EXAMPLES) / _CI_EXAMPLES
+    return settings(max_examples=max(1, round(ci_count * scale)))
+
+
+def generate_only(parent: Any) -> Any:
+    """``parent`` without replay, shrinking or explanation: enough to see a planted bug die, and over at once."""
+    from hypothesis import HealthCheck, Phase, settings
+
+    return settings(
+        parent,
+        phases=(Phase.explicit, Phase.generate),
+        max_examples=min(parent.max_examples, _CI_EXAMPLES),
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        # A complaint about speed or fixtures would stand where a verdict is wanted.
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def run_machine(machine: Any, *, settings: Any = None) -> None:
+    """Run a rule-based state machine inside a requirement test, with the short budget of planted runs if it is one."""
+    from hypothesis.stateful import run_state_machine_as_test
+
+    from conformance.harness.planted import active_bug
+
+    chosen = settings if settings is not None else machine.TestCase.settings
+    run_state_machine_as_test(machine, settings=generate_only(chosen) if active_bug() is not None else chosen)

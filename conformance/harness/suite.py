@@ -1,0 +1,116 @@
+"""What one run of the suite was asked to do, so that hooks, header, report and reproduction say the same thing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.harness.environment import environment, implementation_facts
+from conformance.harness.implementation import resolve_name
+from conformance.harness.ledger import Deviation, LedgerError, builtin_ledger, read_ledgers
+from conformance.harness.outcomes import Recorder
+from conformance.harness.profiles import PROFILES
+from conformance.harness.requirements import Requirement, requirement_of
+
+__all__ = ["OPTIONS", "PLANTED_MODES", "SUITE", "Suite", "parameters_of", "requirement_of_item"]
+
+PLANTED_MODES = ("none", "only", "all")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "impl": {
+        "metavar": "NAME",
+        "help": "implementation under test: a module, or a registered name (default: fastimpl)",
+    },
+    "profile": {"choices": PROFILES, "help": "how many examples, and whether they are random (default: ci)"},
+    "ledger": {"action": "append", "metavar": "FILE", "help": "known deviations, strict TOML; may be repeated"},
+    "report": {"metavar": "FILE", "help": "write the outcome of every requirement as JSON"},
+    "planted": {"choices": PLANTED_MODES, "help": "run requirements against planted bugs instead, or as well"},
+}
+
+
+@dataclass
+class Suite:
+    """The options of a run and what was learned since. Resolved lazily: a run without requirements resolves nothing."""
+
+    config: pytest.Config
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def option(self, name: str) -> Any:
+        """An option as given, or None."""
+        return self.config.getoption(f"twinproof_{name}", None)
+
+    @property
+    def profile(self) -> str:
+        """The Hypothesis profile of requirement tests."""
+        return self.option("profile") or "ci"
+
+    @property
+    def planted_mode(self) -> str:
+        """``none``, ``only`` or ``all``."""
+        return self.option("planted") or "none"
+
+    @cached_property
+    def implementation(self) -> str:
+        """The module under test; ``pytest.UsageError`` when there is no such module."""
+        return resolve_name(self.option("impl") or "fastimpl")
+
+    @cached_property
+    def deviations(self) -> tuple[Deviation, ...]:
+        """The entries of ``--ledger`` and of the adapter's own ledger; ``pytest.UsageError`` when one is malformed."""
+        paths = [Path(name) for name in self.option("ledger") or []]
+        try:
+            return read_ledgers([*builtin_ledger(self.implementation), *paths])
+        except LedgerError as error:
+            raise pytest.UsageError(f"ledger: {error}") from error
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Facts about machine and versions."""
+        return environment(Path(self.config.rootpath))
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Facts about the implementation."""
+        return implementation_facts(self.implementation)
+
+    @property
+    def seed(self) -> str:
+        """Hypothesis' seed, or why there is none."""
+        seed = self.config.getoption("hypothesis_seed", None)
+        return str(seed) if seed is not None else {"ci": "derandomised"}.get(self.profile, "random")
+
+    def command(self, item: pytest.Item) -> str:
+        """One command that runs ``item`` again in the same way."""
+        module = getattr(item, "module", None)
+        name = getattr(module, "__name__", "")
+        words = ["pytest"]
+        if self.config.pluginmanager.get_plugin("twinproof") is None:
+            words += ["-p", "conformance.harness.plugin"]
+        words += ["--pyargs", "::".join([name, *item.nodeid.split("::")[1:]])] if "." in name else [item.nodeid]
+        words += ["--impl", self.option("impl") or "fastimpl", "--profile", self.profile]
+        if self.planted_mode != "none":
+            words += ["--planted", self.planted_mode]
+        for path in self.option("ledger") or []:
+            words += ["--ledger", path]
+        if self.config.getoption("hypothesis_seed", None) is not None:
+            words.append(f"--hypothesis-seed={self.seed}")
+        return shlex.join(words)
+
+
+SUITE = pytest.StashKey[Suite]()
+
+
+def requirement_of_item(item: pytest.Item) -> Requirement | None:
+    """The requirement that a collected test proves; None for everybody else's tests."""
+    return requirement_of(getattr(item, "obj", None)) if isinstance(item, pytest.Function) else None
+
+
+def parameters_of(item: pytest.Item) -> Mapping[str, Any]:
+    """The parameters of a parametrised test."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec is not None else {}

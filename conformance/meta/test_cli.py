@@ -1,0 +1,79 @@
+"""The command line runs the suite it came with, and says so when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.harness import cli
+
+_HOME = Path(__file__).parents[2]
+
+
+def _twinproof(folder: Path, *words: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it as the installed script does: the script's folder is on the search path, the current one is not."""
+    script = folder / "bin" / "twinproof"
+    script.parent.mkdir()
+    script.write_text("from conformance.harness.cli import main\nraise SystemExit(main())\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(_HOME)]))}
+    command = [sys.executable, str(script), *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--json", "--impl", "refimpl"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["implementation"]["name"] == "refimpl"
+    assert {"versions", "torch", "cpu", "gpus", "file_system", "memory_bytes"} <= facts.keys()
+    assert cli.main(["info", "--impl", "no_such_module"]) == 0
+    out = capsys.readouterr().out
+    assert "no_such_module cannot be imported" in out
+    assert "versions.torch" in out
+
+
+def test_verify_runs_elsewhere_and_keeps_the_report(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    (tmp_path / "perf").mkdir()
+    (tmp_path / "perf" / "__init__.py").write_text("raise RuntimeError('not ours')", encoding="utf-8")
+    done = _twinproof(tmp_path, "verify", "--impl", "mine", "--report", "r.json", "-q", "-k", "no_test_of_this_name")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no requirement was run on mine; that proves nothing" in done.stderr
+    content = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert content["implementation"]["name"] == "mine"
+    assert content["requirements"] == []
+
+
+@pytest.mark.parametrize("name", ["perf", "fastimpl"])
+def test_shadowing_packages_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "site" / name).mkdir(parents=True)
+    (tmp_path / "site" / name / "__init__.py").write_text("", encoding="utf-8")
+    done = _twinproof(tmp_path, "info", path=str(tmp_path / "site"))
+    assert done.returncode == 2
+    assert f"package {name} is shadowed: got {tmp_path}/site/{name}, expected {_HOME}/{name}" in done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["unknown"], ["info", "--unknown"], ["compare", "one"]])
+def test_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "usage: twinproof" in capsys.readouterr().err
+
+
+def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+
+    class Bench:
+        @staticmethod
+        def main(words: list[str]) -> int:
+            called.append(words)
+            return 7
+
+    monkeypatch.setitem(sys.modules, "perf.harness.cli", Bench)
+    assert cli.main(["bench", "checkpoint", "--short"]) == 7
+    assert called == [["checkpoint", "--short"]]

@@ -1,0 +1,174 @@
+"""The plugin does what a requirement asks for, says enough when one fails, and nothing to anybody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_HOME = Path(__file__).parents[2]
+
+
+def test_absent_components_and_names_skip_by_name(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @requirement("KV-001", "MUST exist")
+    def test_component(kvstore):
+        kvstore.KVStore
+
+    @requirement("CKPT-001", "MUST exist")
+    def test_name(checkpoint):
+        checkpoint.save_file
+
+    @requirement("CKPT-002", "MUST exist")
+    def test_typo(checkpoint):
+        checkpoint.save_flie
+    """
+    reference = "import sys, types\n"
+    reference += "module = sys.modules['refimpl.checkpoint'] = types.ModuleType('refimpl.checkpoint')\n"
+    reference += "module.__all__ = ['save_file']\n"
+    result = toy(tests, "-rs", impl=reference + "class checkpoint: pass")
+    result.assert_outcomes(skipped=2, failed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*implementation toy.impl has no kvstore*",
+            "*implementation toy.impl has no checkpoint.save_file*",
+            "*AttributeError*save_flie*",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "skipped"),
+    [("", 0), ("CAPABILITIES = frozenset({'cuda'})", 1), ("checkpoint.CAPABILITIES = {'cuda', 'mmap'}", 0)],
+)
+def test_capabilities_are_data(toy: Callable[..., pytest.RunResult], declared: str, skipped: int) -> None:
+    tests = """
+    @requirement("CKPT-001", "MUST map", needs=("cuda", "mmap"))
+    def test_mapped(checkpoint):
+        pass
+    """
+    result = toy(tests, "-rs", impl=f"class checkpoint: pass\n{declared}")
+    result.assert_outcomes(passed=1 - skipped, skipped=skipped)
+    if skipped:
+        result.stdout.fnmatch_lines(["*implementation toy.impl lacks mmap*"])
+
+
+def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @requirement("CKPT-005", "MUST stay small")
+    @given(size=st.integers(0, 1000))
+    def test_small(impl, size):
+        assert_equal(size < 100, True, where="size")
+    """
+    result = toy(tests, "--profile", "ci")
+    result.assert_outcomes(failed=1)
+    lines = [
+        "*- twinproof -*",
+        "requirement  CKPT-005: MUST stay small",
+        "difference   values differ",
+        "got          False",
+        "expected     True",
+        "where        size",
+        "*size=100,",
+        "reproduce    pytest -p * --pyargs toy.test_toy::test_small --impl toy.impl --profile ci",
+        "environment  toy.impl *; python *torch *",
+    ]
+    result.stdout.fnmatch_lines(lines)
+
+
+def test_the_header_says_what_runs(toy: Callable[..., pytest.RunResult]) -> None:
+    result = toy("@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass")
+    result.stdout.fnmatch_lines(["twinproof: toy.impl *", "twinproof: profile ci, seed derandomised, *ledger empty"])
+    result = toy("@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass", "--profile=nightly")
+    result.stdout.fnmatch_lines(["twinproof: profile nightly, seed [0-9]*"])
+
+
+@pytest.mark.parametrize(("profile", "count"), [("dev", 5), ("ci", 20), ("nightly", 200)])
+def test_profiles_scale_examples(toy: Callable[..., pytest.RunResult], profile: str, count: int) -> None:
+    tests = """
+    calls = []
+
+    @requirement("CKPT-001", "MUST count")
+    @examples(20)
+    @given(st.integers(), st.integers())
+    def test_count(a, b):
+        calls.append(a)
+
+    def test_counted():
+        print("examples:", len(calls))
+    """
+    toy(tests, "--profile", profile, "-s").stdout.fnmatch_lines([f"*examples: {count}*"])
+
+
+def test_one_test_per_id(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @requirement("KV-001", "MUST hold")
+    def test_a(): pass
+
+    @requirement("KV-001", "MUST hold")
+    def test_b(): pass
+    """
+    result = toy(tests)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*KV-001 is proven twice: toy.test_toy::test_a and toy.test_toy::test_b*"])
+
+
+def test_an_unknown_implementation_is_a_usage_error(toy: Callable[..., pytest.RunResult]) -> None:
+    result = toy("@requirement('KV-001', 'MUST')\ndef test_a(): pass", "--impl", "no.such.module")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--impl no.such.module: no module of that name; registered implementations: *"])
+
+
+def _pytest(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{_HOME}:{path}" if path else str(_HOME)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_inert_for_everybody_else(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_theirs="""
+        import sys
+        from hypothesis import given, settings, strategies as st
+
+        default = settings.default
+
+        @given(st.integers())
+        def test_theirs(request, number):
+            assert settings.default is default
+            assert settings.get_current_profile_name() == "default"
+            assert "torch" not in sys.modules
+            assert not {"impl", "rank_pool", "planted_bug"} & set(request.fixturenames)
+        """
+    )
+    done = _pytest(pytester.path, "-p", "conformance.harness.plugin", "-p", "no:benchmark")
+    assert "1 passed" in done.stdout, done.stdout
+    assert "twinproof" not in done.stdout
+
+
+def test_options_of_others_win_and_both_registrations_are_one(pytester: pytest.Pytester) -> None:
+    # An installation: the entry point, and another plugin that has taken --profile.
+    site = pytester.mkdir("site")
+    for name, target in (("twinproof", "conformance.harness.plugin"), ("profiling", "profiling_plugin")):
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[pytest11]\n{name} = {target}\n", encoding="utf-8")
+    option = "def pytest_addoption(parser):\n    parser.addoption('--profile', action='store_true')\n"
+    (site / "profiling_plugin.py").write_text(option, encoding="utf-8")
+    pytester.makepyfile(
+        test_it="""
+        from conformance.harness import requirement
+        @requirement("KV-001", "MUST")
+        def test_it(request):
+            assert request.config.getoption("--profile") is True
+            assert request.config.getoption("--twinproof-profile") == "dev"
+        """
+    )
+    arguments = ("--profile", "--twinproof-profile", "dev", "--impl", "refimpl")
+    for more in ((), ("-p", "conformance.harness.plugin"), ("-p", "twinproof")):
+        done = _pytest(pytester.path, *arguments, *more, path=site)
+        assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,129 @@
+"""Every report is a view of one document, and the command line tells a worse run from a better one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance.harness import cli
+from conformance.harness.outcomes import worst
+from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown
+from conformance.harness.report_html import to_html
+
+_TESTS = """
+@requirement("CKPT-001", "MUST double | <b>always</b>")
+@pytest.mark.parametrize("n", [0, 1])
+def test_double(checkpoint, n):
+    assert_equal(checkpoint.double(n), 2 * n)
+
+@requirement("CKPT-002", "SHOULD fail")
+def test_fail():
+    assert_equal("\\x00<&>", "]]>")
+
+@requirement("KV-001", "MUST exist")
+def test_absent(kvstore):
+    pass
+
+def test_no_requirement():
+    pass
+"""
+_PLANTED = """
+PLANTED = (PlantedBug("wrong", "is wrong", ("CKPT-001",), "toy.impl",
+           wrap("toy.impl:checkpoint.double", lambda original, x: original(x) + x)),)
+"""
+
+
+@pytest.fixture
+def report(toy: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> dict[str, Any]:
+    path = pytester.path / "out" / "report.json"
+    toy(_TESTS, "--planted", "all", "--report", str(path), planted=_PLANTED)
+    return read_json(path)
+
+
+def test_the_document(report: dict[str, Any]) -> None:
+    found = {entry["id"]: entry for entry in report["requirements"]}
+    assert {identifier: entry["outcome"] for identifier, entry in found.items()} == {
+        "CKPT-001": "passed",
+        "CKPT-002": "failed",
+        "KV-001": "skipped",
+    }
+    double = found["CKPT-001"]
+    assert (double["level"], double["stem"], len(double["tests"])) == ("MUST", "checkpoint", 2)
+    assert [(bug["bug"], bug["verdict"]) for bug in double["planted"]] == [("wrong", "killed")]
+    assert "requirement  CKPT-002: SHOULD fail" in found["CKPT-002"]["tests"][0]["message"]
+    assert report["summary"] == {"outcomes": {"failed": 1, "passed": 1, "skipped": 1}, "planted": {"killed": 1}}
+    assert report["implementation"]["name"] == "toy.impl"
+    assert report["environment"]["versions"]["torch"]
+
+
+def test_views(report: dict[str, Any]) -> None:
+    root = ElementTree.fromstring(to_junit(report))
+    suite = root[0]
+    assert {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "5",
+        "failures": "1",
+        "errors": "0",
+        "skipped": "1",
+    }
+    markdown = to_markdown(report)
+    assert "| CKPT-001 | MUST | passed | wrong (killed) | MUST double \\| <b>always</b> |" in markdown
+    page = to_html(report)
+    assert "<b>always</b>" not in page
+    assert "&lt;b&gt;always" in page
+    assert page.count("<rect ") == 5
+    assert not any(remote in page for remote in ("<script", 'src="', "@import", "<link"))
+    HTMLParser().feed(page)
+
+
+def test_worse_and_better(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = copy.deepcopy(report)
+    after["requirements"][0]["outcome"] = "skipped"
+    after["requirements"][0]["planted"][0]["verdict"] = "survived"
+    after["requirements"][1]["outcome"] = "passed"
+    worse, other = regressions(report, after)
+    assert worse == ["CKPT-001: passed -> skipped", "CKPT-001 against wrong: killed -> survived"]
+    assert other == ["CKPT-002: failed -> passed"]
+    assert regressions(report, {"requirements": []})[0] == ["CKPT-001: passed -> absent"]
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, content in zip(paths, (report, after), strict=True):
+        path.write_text(json.dumps(content), encoding="utf-8")
+    assert cli.main(["compare", *map(str, paths)]) == 1
+    assert "worse    CKPT-001: passed -> skipped" in capsys.readouterr().out
+    assert cli.main(["compare", str(paths[0]), str(paths[0])]) == 0
+
+
+def test_the_report_command(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "r.json"
+    source.write_text(json.dumps(report), encoding="utf-8")
+    assert cli.main(["report", str(source)]) == 0
+    assert capsys.readouterr().out == to_markdown(report)
+    outputs = {name: tmp_path / "views" / name for name in ("html", "junit", "markdown")}
+    words = [word for name, path in outputs.items() for word in (f"--{name}", str(path))]
+    assert cli.main(["report", str(source), *words]) == 0
+    assert outputs["html"].read_text(encoding="utf-8") == to_html(report)
+    assert outputs["junit"].read_text(encoding="utf-8") == to_junit(report)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "twinproof-conformance", "schema": 99}'])
+def test_what_is_no_report(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ReportError, match=r"r\.json"):
+        read_json(path)
+    assert cli.main(["report", str(path)]) == 2
+    assert "r.json" in capsys.readouterr().err
+
+
+def test_the_worst_test_decides() -> None:
+    assert worst([]) == "none"
+    assert worst(["passed", "skipped"]) == "passed"
+    assert worst(["skipped", "skipped"]) == "skipped"
+    assert worst(["passed", "xfailed"]) == "xfailed"
+    assert worst(["failed", "error", "passed"]) == "error"

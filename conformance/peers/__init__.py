@@ -1,0 +1,1 @@
+"""Adapters of upstream implementations, each with its ledger of known deviations."""
