@@ -100,7 +100,7 @@ _JSON = (
 _DUPLICATES = (
     _json("tensor_named_twice", "{" + entry() + "," + entry() + "}"),
     _json("tensor_named_twice_by_escape", "{" + entry() + "," + entry(name="\\u0061") + "}"),
-    _raw("field_given_twice", '{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}'),
+    _json("field_given_twice", '{"a":{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}'),
     _json("metadata_given_twice", '{"__metadata__":{},"__metadata__":{},' + entry() + "}"),
     _json("metadata_key_given_twice", '{"__metadata__":{"k":"1","k":"2"},' + entry() + "}"),
 )

@@ -9,6 +9,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from conformance.harness import Rank, assert_same_bytes, assert_same_tensors
 
 DTYPES: tuple[torch.dtype, ...] = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
@@ -159,7 +161,7 @@ def cut(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[tuple[tuple
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for size, inner in zip(shape, cuts, strict=True):
         edges = [0, *sorted(inner), size]
-        spans = [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        spans = [(a, b - a) for a, b in pairwise(edges)]
         boxes = [((*o, first), (*s, length)) for o, s in boxes for first, length in spans]
     # torch tells chunks apart by name and offset alone, so an empty cell may not share its offset with a filled one.
     filled = {offsets for offsets, sizes in boxes if 0 not in sizes}

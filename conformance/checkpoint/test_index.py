@@ -121,7 +121,7 @@ def test_index_text(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-045",
-    "A reader MUST follow the index: unlisted files do not count, a listed file that is missing is an error that names it.",
+    "A reader MUST follow the index: unlisted files do not count, a listed one that is missing is a named error.",
 )
 def test_reader_follows_index(checkpoint: Any, tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": torch.ones(3)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,14 @@ def test_in_place(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal({name: value.data_ptr() for name, value in targets.items()}, before, where="data_ptr")
     got = {name: value.detach().resolve_conj().contiguous() for name, value in targets.items()}
     assert_same_tensors(got, state)
-    assert_equal(float(base.sum() - base[2:5, 1:5].sum()), 0.0, where="memory around a view")
+    expected = torch.zeros(10, 10)
+    expected[2:5, 1:5] = state["view"]
+    assert_same_tensor(base, expected, where="memory around a view")
 
 
 @requirement(
     "CKPT-053",
-    "A strict load MUST list every missing name in one error; strict=False MUST leave those targets untouched and report them.",
+    "A strict load MUST list every missing name at once; strict=False MUST leave those targets untouched and report.",
 )
 def test_strict(checkpoint: Any, tmp_path: Path) -> None:
     save(checkpoint, {"a": torch.ones(2)}, tmp_path / "ck")
@@ -137,9 +140,8 @@ def _read_bytes() -> int:
     "Tensors that were not asked for MUST not matter: a dtype that torch lacks elsewhere in a file is no obstacle.",
 )
 def test_unrequested(checkpoint: Any, tmp_path: Path) -> None:
-    import struct
-
-    text = b'{"six":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[8,11]},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    six = b'"six":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[8,11]}'
+    text = b"{" + six + b',"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2) + b"abc")
     target = torch.zeros(2)
@@ -151,7 +153,7 @@ def test_unrequested(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-060",
-    "An export cast MUST convert floats only, round to nearest even, and leave the keep-list, integers, bools and float8 alone.",
+    "An export cast MUST convert floats only, to nearest even, and leave keep-list, integers, bools and float8 alone.",
 )
 def test_export_cast(checkpoint: Any, tmp_path: Path) -> None:
     state: dict[str, torch.Tensor] = {

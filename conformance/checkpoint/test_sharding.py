@@ -393,7 +393,7 @@ def _save_divergent(rank: Rank, path: str, check: bool) -> None:
 
 @requirement(
     "CKPT-036",
-    "With check_replicas, replicas that differ MUST raise on every rank, naming the tensor, before anything is visible.",
+    "With check_replicas, replicas that differ MUST raise on every rank by name, before anything is visible.",
 )
 def test_divergent_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     with raises(DistributedError, mentions=("drift",)):

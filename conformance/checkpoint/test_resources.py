@@ -1,0 +1,194 @@
+"""I. Threads, descriptors, memory and system calls: bounded, and never part of the result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard
+
+from conformance.checkpoint.support import assert_loads, load, mesh_of, oracle, random_bits, save, zeros_like
+from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, assert_same_tensors, requirement
+
+FILE = "model-00001-of-00001.safetensors"
+MIB = 1 << 20
+
+
+@requirement(
+    "CKPT-078",
+    "Threads from 1 to 16 and blocks from 4 KiB to 64 MiB MUST give the same bytes and load the same values.",
+)
+def test_threads_and_blocks(checkpoint: Any, tmp_path: Path) -> None:
+    state = {f"w{i}": random_bits(torch.float32, (37, 211 + i), i) for i in range(9)} | {"t": torch.randn(40, 30).t()}
+    expected = oracle(state, {"format": "pt"})
+    for threads, block in ((1, 4096), (3, 8192), (16, 4096), (4, 64 * MIB), (2, 65536)):
+        path = tmp_path / f"{threads}-{block}"
+        save(checkpoint, state, path, thread_count=threads, block_bytes=block)
+        assert_same_bytes(path / FILE, expected, where=path.name)
+        targets = {name: zeros_like(value.contiguous()) for name, value in state.items()}
+        load(checkpoint, targets, path, thread_count=threads)
+        assert_same_tensors(targets, {name: value.contiguous() for name, value in state.items()}, where=path.name)
+
+
+@requirement("CKPT-079", "Concurrent saves and loads MUST not interfere, and MUST leave no file descriptor open.")
+def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
+    states = [{f"w{i}": random_bits(torch.float32, (50, 40), 10 * k + i) for i in range(5)} for k in range(4)]
+    before = sorted(os.listdir("/proc/self/fd"))
+    failures: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            for _ in range(3):
+                save(checkpoint, states[k], tmp_path / str(k), thread_count=2)
+                assert_loads(checkpoint, tmp_path / str(k), states[k], thread_count=3)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert_equal(sorted(os.listdir("/proc/self/fd")), before, where="open descriptors")
+
+
+def _peak(action: Any) -> int:
+    """Growth of the resident set's high-water mark, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    action()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().split("\n")
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+def _measure(rank: Rank, path: str, rows: int, dim: int) -> tuple[int, int]:
+    shape = [rows, 512]
+    shape[dim] //= rank.world_size
+    mesh = mesh_of(rank)
+    state = {
+        f"w{i}": DTensor.from_local(torch.full(shape, float(i)), mesh, [Shard(dim)], run_check=False) for i in range(8)
+    }
+    checkpoint = rank.component("checkpoint")
+    growth = []
+    for repeat in range(2):
+        with checkpoint.HuggingFaceStorageWriter(f"{path}-{repeat}") as writer:
+            growth.append(_peak(lambda writer=writer: dcp.save(dict(state), storage_writer=writer)))
+    load_growth = _peak(lambda: dcp.load(dict(state), storage_reader=checkpoint.HuggingFaceStorageReader(f"{path}-0")))
+    dist.barrier()
+    return min(growth), load_growth
+
+
+@requirement(
+    "CKPT-080",
+    "A save MUST add at most 64 MiB and a row block of memory per rank, whatever the model's size; a load 64 MiB.",
+    needs=("bounded_memory",),
+)
+def test_memory(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for dim in (0, 1):
+        for rows in (8192, 32768):
+            measured = rank_pool.run(_measure, 2, str(tmp_path / f"{dim}-{rows}"), rows, dim)
+            for save_growth, load_growth in measured:
+                assert_le(save_growth, (64 + 8) * MIB, where=f"save, dim {dim}, {rows} rows")
+                assert_le(load_growth, 64 * MIB, where=f"load, dim {dim}, {rows} rows")
+        for path in tmp_path.iterdir():
+            for file in path.iterdir():
+                file.unlink()
+
+
+class _Ticks:
+    """Counts how often another Python thread got to run while an action went on."""
+
+    def __init__(self) -> None:
+        self.count, self.stop = 0, False
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self.stop:
+            self.count += 1
+            os.sched_yield()
+
+    def during(self, action: Any) -> int:
+        """Ticks between start and end of the action."""
+        self.thread.start()
+        first = self.count
+        action()
+        result = self.count - first
+        self.stop = True
+        self.thread.join()
+        return result
+
+
+@requirement("CKPT-081", "Other Python threads MUST make progress while a checkpoint is written and read.")
+def test_gil(checkpoint: Any, tmp_path: Path) -> None:
+    state = {f"w{i}": torch.full((1024, 2048), float(i)) for i in range(8)}
+    interval = sys.getswitchinterval()
+    # With a switch interval beyond the test, another thread only runs where the interpreter lock is given up.
+    sys.setswitchinterval(1000)
+    try:
+        assert_le(1000, _Ticks().during(lambda: save(checkpoint, state, tmp_path / "ck")), where="ticks during a save")
+        assert_le(1000, _Ticks().during(lambda: load(checkpoint, state, tmp_path / "ck")), where="ticks during a load")
+    finally:
+        sys.setswitchinterval(interval)
+
+
+_WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import importlib, torch, warnings
+warnings.simplefilter("ignore")
+import torch.distributed.checkpoint as dcp
+checkpoint = importlib.import_module(sys.argv[1] + ".checkpoint")
+state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(True)}
+dcp.save(dict(state), storage_writer=checkpoint.HuggingFaceStorageWriter(sys.argv[2]), no_dist=True)
+target = {"a": torch.zeros(2, 3), "b": torch.tensor(False)}
+dcp.load(target, storage_reader=checkpoint.HuggingFaceStorageReader(sys.argv[2]), no_dist=True)
+checkpoint.save_file(state, sys.argv[2] + "/one.safetensors")
+assert torch.equal(checkpoint.load_file(sys.argv[2] + "/one.safetensors")["a"], state["a"])
+print("saved" if all(torch.equal(target[k], state[k]) for k in state) else "wrong")
+"""
+
+
+@requirement("CKPT-082", "Saving and loading MUST work where numpy is not installed.")
+def test_without_numpy(impl: Any, checkpoint: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_NUMPY, impl.__name__, str(tmp_path / "ck")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert_equal(done.stdout.strip(), "saved", where=done.stderr[-500:])
+
+
+def _count_calls(rank: Rank, path: str, rows: int, columns: int) -> tuple[int, int]:
+    mesh = mesh_of(rank)
+    local = torch.zeros(rows, columns // rank.world_size)
+    state = {f"w{i}": DTensor.from_local(local, mesh, [Shard(1)], run_check=False) for i in range(2)}
+    checkpoint = rank.component("checkpoint")
+    with checkpoint.HuggingFaceStorageWriter(path) as writer:
+        dcp.save(state, storage_writer=writer)
+    return writer.stats.write_count, writer.stats.written_bytes
+
+
+@requirement(
+    "CKPT-089",
+    "A save MUST need at most payload / 4 MiB + 8 write calls per rank and file, 4-byte runs included.",
+    needs=("counted_io",),
+)
+def test_write_calls(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rows, columns in ((2 * MIB, 2), (4096, 1024)):
+        counted = rank_pool.run(_count_calls, 2, str(tmp_path / str(columns)), rows, columns)
+        payload = 2 * rows * columns * 4
+        assert_le(sum(calls for calls, _ in counted), payload / (4 * MIB) + 8 * 2, where=f"{columns} columns: calls")
+        size = (tmp_path / str(columns) / FILE).stat().st_size
+        assert_equal(sum(written for _, written in counted), size, where=f"{columns} columns: bytes")
