@@ -40,13 +40,21 @@ from refimpl.errors import ConfigError, TwinproofError
 FILE = "model-00001-of-00001.safetensors"
 
 
+def _result(response: Any) -> None:
+    """Wait for the upload; the response differs by stager."""
+    getattr(response, "upload_completion", response).result()
+
+
 def _async_save(rank: Rank, path: str, kind: str) -> None:
     checkpoint = rank.component("checkpoint")
     # DCP's own collectives need a group of theirs as well, or they would meet the training loop's.
     group = dist.new_group(backend="gloo")
     # Workers of the pool are daemons, which may not have the child that an async save in a process needs.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    state = {"w": sharded(random_bits(torch.float32, [9, 40], 1), mesh_of(rank), [Shard(1)]), "n": torch.ones(3)}
+    state: dict[str, Any] = {
+        "w": sharded(random_bits(torch.float32, [9, 40], 1), mesh_of(rank), [Shard(1)]),
+        "n": torch.ones(3),
+    }
     with checkpoint.HuggingFaceStorageWriter(path, block_bytes=64, fqn_to_index_mapping={"w": 1, "n": 2}) as writer:
         future = dcp.async_save(
             state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType[kind], process_group=group
@@ -57,7 +65,7 @@ def _async_save(rank: Rank, path: str, kind: str) -> None:
         total = torch.ones(1)
         dist.all_reduce(total)
         assert_equal(float(total), float(rank.world_size), where="the caller's own collective")
-        future.result()
+        _result(future)
         if rank.rank == 0:
             assert_equal(
                 (Path(path) / "model.safetensors.index.json").exists(), True, where="files at the future's end"
@@ -82,11 +90,11 @@ def _back_to_back(rank: Rank, path: str) -> None:
     writer = checkpoint.HuggingFaceStorageWriter(path, block_bytes=64)
     for step in range(3):
         state = {"w": sharded(torch.full((6, 8), float(step)), mesh_of(rank), [Shard(0)])}
-        dcp.async_save(state, storage_writer=writer).result()
+        _result(dcp.async_save(state, storage_writer=writer))
     blocked = checkpoint.HuggingFaceStorageWriter(f"{path}/{FILE}/below-a-file")
     future = dcp.async_save({"w": torch.ones(2)}, storage_writer=blocked)
     with raises((TwinproofError, OSError), where="a failed async save"):
-        future.result()
+        _result(future)
     writer.close()
     blocked.close()
 

@@ -183,10 +183,10 @@ def test_empty_state(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement("CKPT-051", "Nested dicts MUST be stored under dotted names and load back into the nested target.")
 def test_nested(checkpoint: Any, tmp_path: Path) -> None:
-    state = {"model": {"layer": {"w": torch.randn(2, 2)}, "b": torch.randn(2)}}
+    state: dict[str, Any] = {"model": {"layer": {"w": torch.randn(2, 2)}, "b": torch.randn(2)}}
     save(checkpoint, state, tmp_path / "ck")
     assert_equal(sorted(_names(checkpoint, tmp_path / "ck")), ["model.b", "model.layer.w"], where="names")
-    target = {"model": {"layer": {"w": torch.zeros(2, 2)}, "b": torch.zeros(2)}}
+    target: dict[str, Any] = {"model": {"layer": {"w": torch.zeros(2, 2)}, "b": torch.zeros(2)}}
     load(checkpoint, target, tmp_path / "ck")
     assert_same_tensors(
         {"w": target["model"]["layer"]["w"], "b": target["model"]["b"]},

@@ -152,6 +152,7 @@ def test_header_limit(checkpoint: Any, tmp_path: Path) -> None:
 def _save_shuffled(rank: Rank, path: str, order: list[int], threads: int, block_bytes: int, write_mode: str) -> None:
     full = {f"t{i}": random_bits(torch.float32, (11, 13), i) for i in range(6)}
     state: dict[str, Any] = {}
+    parts: dict[tuple[int, ...], torch.Tensor]
     for i in order:
         rows = [((a, 0), (b - a, 13)) for a, b in ((0, 4), (4, 7), (7, 11), (11, 11))]
         mine = rows[rank.rank :: rank.world_size]

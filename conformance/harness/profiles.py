@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 __all__ = ["PROFILES", "examples", "generate_only", "run_machine", "using_profile"]
 
@@ -45,7 +48,7 @@ def using_profile(profile: str) -> Iterator[None]:
         settings.load_profile(before)
 
 
-def examples(ci_count: int) -> Any:
+def examples(ci_count: int) -> settings:
     """Hypothesis settings with ``ci_count`` examples in the ci profile, scaled like the profile in the others."""
     from hypothesis import settings
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
-from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
+from refimpl.checkpoint.arrange import Arrangement, GlobalTensor, collector_paused
 from refimpl.checkpoint.layout import PAGE_BYTES
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
@@ -206,6 +206,7 @@ class _Balance:
             self.load_bytes[block.owner] += block.end - block.start
 
 
+@collector_paused()
 def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, holders: Holders) -> SavePieces:
     """Plan every write and every message of a save. A pure function of its arguments.
 

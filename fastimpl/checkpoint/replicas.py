@@ -9,7 +9,7 @@ import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from refimpl.checkpoint.arrange import Arrangement
+from refimpl.checkpoint.arrange import Arrangement, collector_paused
 
 __all__ = ["chunk_key", "find_holders"]
 
@@ -22,6 +22,7 @@ def chunk_key(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+@collector_paused()
 def find_holders(arrangement: Arrangement, held: Sequence[bytes]) -> dict[Chunk, list[int]]:
     """Chunks that more than one rank holds, with those ranks in order, from every rank's packed keys."""
     ranks: dict[int, list[int]] = {}

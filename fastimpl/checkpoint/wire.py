@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fastimpl.checkpoint.plan import Block, SavePieces
+from refimpl.checkpoint.arrange import collector_paused
 from refimpl.checkpoint.layout import FileLayout
 
 __all__ = [
@@ -102,6 +103,7 @@ def _unpack(packed: bytes, column_count: int) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True))
 
 
+@collector_paused()
 def pack_plans(plan: SavePieces, layouts: Sequence[FileLayout]) -> list[PackedPlan]:
     """Each rank's message; it holds nothing of other ranks' items."""
     owned: list[list[int]] = [[] for _ in plan.pieces]

@@ -5,8 +5,10 @@ Headers and offsets are a pure function of the global plan, so nothing is writte
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -19,7 +21,7 @@ from refimpl.checkpoint.options import WriterOptions
 from refimpl.checkpoint.tiling import Box, check_tiling
 from refimpl.errors import PlanError, UnsupportedError
 
-__all__ = ["Arrangement", "GlobalTensor", "arrange", "check_local_plan", "exported_dtype"]
+__all__ = ["Arrangement", "GlobalTensor", "arrange", "check_local_plan", "collector_paused", "exported_dtype"]
 
 _CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
@@ -108,6 +110,19 @@ def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, Glo
     return tensors
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Planning makes many small objects that all stay alive; the collector would walk them over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()
 def arrange(plans: Sequence[SavePlan], options: WriterOptions) -> Arrangement:
     """Lay out a checkpoint from every rank's deduplicated plan.
 

@@ -33,8 +33,6 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def buffer_of(tensor: torch.Tensor) -> memoryview:
     """Writable view of a contiguous CPU tensor's bytes. The caller keeps the tensor alive."""
     size_bytes = tensor.numel() * tensor.element_size()
-    return (
-        memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr() if size_bytes else 0)).cast("B")
-        if size_bytes
-        else memoryview(b"")
-    )
+    if not size_bytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")

@@ -44,7 +44,8 @@ class HuggingFaceStorageReader(ReaderBase):
             assert dtype is not None
             stored = read_chunk(chunk, dtype, *item.storage_offsets[:1], *item.lengths[:1])
             inner = zip(item.storage_offsets[1:], item.lengths[1:], strict=True)
-            part = stored[(..., *(slice(o, o + n) for o, n in inner))] if len(item.lengths) > 1 else stored
+            rows = [slice(None)] * len(item.lengths[:1])
+            part = stored[tuple(rows + [slice(o, o + n) for o, n in inner])]
             if target.dtype == dtype and not target.is_conj() and not target.is_neg():
                 as_bits(target).copy_(as_bits(part))
             else:
