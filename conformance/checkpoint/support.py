@@ -92,22 +92,32 @@ def assert_same_json(got: Any, expected: Any) -> None:
     assert_same_bytes(dump[0], dump[1], where="JSON")
 
 
-def save(checkpoint: Any, state: Mapping[str, Any], path: Path, *, planner: Any = None, **options: Any) -> Any:
-    """Save from this process alone; returns the writer."""
-    writer = checkpoint.HuggingFaceStorageWriter(path, **options)
+def save_with(writer: Any, state: Mapping[str, Any], planner: Any = None) -> None:
+    """Save through a writer, from this process alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
     writer.close()
+
+
+def load_with(reader: Any, targets: Mapping[str, Any], planner: Any = None) -> None:
+    """Load through a reader, into this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+
+
+def save(checkpoint: Any, state: Mapping[str, Any], path: Path, *, planner: Any = None, **options: Any) -> Any:
+    """Save from this process alone; returns the writer."""
+    writer = checkpoint.HuggingFaceStorageWriter(path, **options)
+    save_with(writer, state, planner)
     return writer
 
 
 def load(checkpoint: Any, targets: Mapping[str, Any], path: Path, *, planner: Any = None, **options: Any) -> Any:
     """Load into the targets, from this process alone; returns the reader."""
     reader = checkpoint.HuggingFaceStorageReader(path, **options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+    load_with(reader, targets, planner)
     return reader
 
 

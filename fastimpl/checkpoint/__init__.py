@@ -29,7 +29,9 @@ else:
         save_file,
     )
 
-CAPABILITIES = frozenset({"balanced_writes", "bounded_memory", "counted_io", "ranged_reads"} if ops.available() else ())
+CAPABILITIES = frozenset(
+    {"balanced_writes", "bounded_memory", "counted_io", "ranged_reads", "staged_copies"} if ops.available() else ()
+)
 
 __all__ = [
     "HuggingFaceLoadPlanner",

@@ -25,15 +25,19 @@ _IOV_MAX = 512
 _ZERO_COPY_BYTES = 256 << 10  # Below this, copying a piece is cheaper than one more entry of a vector.
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LocalPart:
-    """Bytes ``skip`` to ``skip + count`` of a local chunk, and where they lie in the file."""
+    """Bytes ``skip`` to ``skip + count`` of a local chunk, and where they lie in the file.
+
+    ``staged`` holds them in host memory while a copy from a device is in flight or done.
+    """
 
     source: Source | None
     geometry: Geometry
     base: int
     skip: int
     count: int
+    staged: torch.Tensor | None = None
 
     @property
     def is_run(self) -> bool:
@@ -50,6 +54,8 @@ class LocalPart:
         """The bytes, uint8 on the CPU."""
         if self.source is None:
             raise PlanError("this chunk's data could not be resolved", where=f"tensor at {self.base}")
+        if self.staged is not None:
+            return self.staged
         return self.source.read(self.skip, self.skip + self.count)
 
     def descriptor(self) -> list[int]:

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.readio import LoadStats, ReadJob, run_jobs
+from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
 from refimpl.checkpoint.layout import DTYPES
 from refimpl.checkpoint.reader_base import ReaderBase
 
@@ -27,7 +28,10 @@ class HuggingFaceStorageReader(ReaderBase):
 
     Attributes:
         stats: seconds, bytes and calls of this rank's last load.
+        choose_copies: how bytes go to a device; pinned double buffers for CUDA.
     """
+
+    choose_copies: ChooseCopies = staticmethod(copies_for_device)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -51,7 +55,7 @@ class HuggingFaceStorageReader(ReaderBase):
                 geo = geometry(chunk.sizes, item.storage_offsets, item.lengths, dtype.itemsize)
                 jobs.append(ReadJob(chunk.file, chunk.begin, geo, memory, dtype))
         planned = time.perf_counter()
-        self.stats = run_jobs(jobs, self.thread_count)
+        self.stats = run_jobs(jobs, self.thread_count, self.choose_copies)
         for target, memory in lazy:
             target.copy_(memory)
         for item, target in targets:

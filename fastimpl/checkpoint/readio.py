@@ -16,7 +16,7 @@ import torch
 
 from fastimpl import ops
 from fastimpl.checkpoint.geometry import Geometry
-from fastimpl.checkpoint.staging import Copies, DoubleBuffer, copies_for
+from fastimpl.checkpoint.staging import ChooseCopies, DoubleBuffer, InlineCopies, copies_for_device
 from refimpl.checkpoint.memory import as_bits, buffer_of
 from refimpl.checkpoint.publish import storage_error
 from refimpl.errors import CorruptionError
@@ -148,9 +148,9 @@ def _flat_bytes(target: torch.Tensor) -> torch.Tensor | None:
 class _Reading:
     """Carries out slices; one instance is shared by all threads of a load."""
 
-    def __init__(self, copies: Callable[[torch.device], Copies] = copies_for) -> None:
+    def __init__(self, choose: ChooseCopies = copies_for_device) -> None:
         self.local = _Thread()
-        self.copies = copies
+        self.choose = choose
         self.stats = LoadStats()
         self._lock = threading.Lock()
         self._all: list[DoubleBuffer] = []
@@ -158,7 +158,7 @@ class _Reading:
     def _buffers(self, device: torch.device) -> DoubleBuffer:
         buffers = self.local.buffers.get(device)
         if buffers is None:
-            buffers = self.local.buffers[device] = DoubleBuffer(self.copies(device))
+            buffers = self.local.buffers[device] = DoubleBuffer(self.choose(device) or InlineCopies())
             with self._lock:
                 self._all.append(buffers)
         return buffers
@@ -167,7 +167,7 @@ class _Reading:
         """Read one slice into its target."""
         target, job = part.job.target, part.job
         flat = _flat_bytes(target) if target.dtype == job.dtype else None
-        if flat is not None and target.device.type == "cpu":
+        if flat is not None and self.choose(target.device) is None:
             counts = _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
         else:
             buffers = self._buffers(target.device)
@@ -211,15 +211,13 @@ def _each(work: Callable[[_Slice], None], slices: Iterator[_Slice], pool: Thread
         wait(futures)
 
 
-def run_jobs(
-    jobs: Sequence[ReadJob], thread_count: int, copies: Callable[[torch.device], Copies] = copies_for
-) -> LoadStats:
+def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = copies_for_device) -> LoadStats:
     """Carry out read jobs file by file, with ``thread_count`` threads inside each file; one file is open at a time.
 
     Raises:
         StorageError, CorruptionError: the first error of any thread.
     """
-    reading = _Reading(copies)
+    reading = _Reading(choose)
     by_file: dict[str, list[ReadJob]] = {}
     for job in jobs:
         by_file.setdefault(job.file, []).append(job)

@@ -19,10 +19,13 @@ import torch
 from fastimpl.checkpoint.blockio import LocalPart, assemble, write_at
 from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
+from fastimpl.checkpoint.staging import ChooseCopies, DoubleBuffer, Stager, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
 from refimpl.checkpoint.publish import storage_error
 
 IN_FLIGHT_BYTES = 8 << 20  # Exchanged bytes that wait in memory before the next round is posted.
+
+Staged = Sequence[tuple[DoubleBuffer, object]]
 
 __all__ = ["FileSet", "Runner", "SaveStats"]
 
@@ -93,6 +96,7 @@ class Runner:
         rank, rank_count: this rank, and how many save.
         thread_count: threads that write, the calling one included.
         failure: an error from before; the rank then only keeps the others going.
+        choose_copies: how bytes come from a device.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Runner:
         rank_count: int,
         thread_count: int,
         failure: Exception | None,
+        choose_copies: ChooseCopies = copies_for_device,
     ) -> None:
         self.plan, self.parts, self.files, self.exchange, self.failure = plan, parts, files, exchange, failure
         self.numbers = {id(block): number for number, block in enumerate(plan.blocks)}
@@ -116,6 +121,7 @@ class Runner:
             solo.sort(key=lambda block: (block.file < first, block.file, block.start))
         self.solo = deque(solo)
         self.thread_count = 1 if files.sequential else min(thread_count, len(mine)) or 1
+        self.choose_copies = choose_copies
         self.stats = SaveStats()
         self._lock = threading.Lock()
 
@@ -139,7 +145,7 @@ class Runner:
             self.failure = self.failure or error
 
     def _rounds(self) -> None:
-        scratch = _Scratch()
+        thread = _Thread(self.choose_copies)
         flight: deque[Round] = deque()
         posted = 0
         for turn in range(self.plan.turn_count):
@@ -160,32 +166,46 @@ class Runner:
             if block is not None:
                 if self.files.sequential:
                     self._drain(before=block)
-                self._write(block, current.inbox, scratch)
+                self._write(block, current.inbox, thread, self._stage(block, thread))
+
+    def _next(self, before: OwnBlock | None) -> OwnBlock | None:
+        try:
+            if before is not None and (self.solo[0].file, self.solo[0].start) > (before.file, before.start):
+                return None
+            return self.solo.popleft() if self.failure is None else None
+        except IndexError:
+            return None
 
     def _drain(self, before: OwnBlock | None = None) -> None:
-        scratch = _Scratch()
-        while self.failure is None:
-            try:
-                if before is not None and (self.solo[0].file, self.solo[0].start) > (before.file, before.start):
-                    return
-                block = self.solo.popleft()
-            except IndexError:
-                return
-            self._write(block, (), scratch)
+        """Write whole local blocks; the bytes of the next come from their device while this one is written."""
+        thread = _Thread(self.choose_copies)
+        block = self._next(before)
+        staged = self._stage(block, thread)
+        while block is not None:
+            following = self._next(before)
+            ahead = self._stage(following, thread)
+            self._write(block, (), thread, staged)
+            block, staged = following, ahead
 
-    def _write(self, block: OwnBlock, inbox: Sequence[torch.Tensor], scratch: _Scratch) -> None:
+    def _stage(self, block: OwnBlock | None, thread: _Thread) -> Staged:
+        try:
+            return thread.stager.start(self._parts_of(block)) if block is not None else []
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def _parts_of(self, block: OwnBlock) -> Sequence[LocalPart]:
+        return self.parts[self.numbers[id(block)]]
+
+    def _write(self, block: OwnBlock, inbox: Sequence[torch.Tensor], thread: _Thread, staged: Staged) -> None:
         if self.failure is not None:
             return
         begun = time.perf_counter()
         try:
             size_bytes = block.end - block.start
-            pieces = assemble(
-                block,
-                self.plan.headers.get(block.file, b""),
-                self.parts[self.numbers[id(block)]],
-                inbox,
-                scratch.take(size_bytes),
-            )
+            thread.stager.finish(staged)
+            header = self.plan.headers.get(block.file, b"")
+            pieces = assemble(block, header, self._parts_of(block), inbox, thread.take(size_bytes))
             calls = self.files.write(block.file, block.start, pieces)
         except Exception as error:
             self._fail(error)
@@ -196,13 +216,15 @@ class Runner:
             self.stats.write_count += calls
 
 
-class _Scratch:
-    """A buffer of one thread that grows to the largest block. Its pages only become memory where they are used."""
+class _Thread:
+    """Memory of one writing thread: staging buffers, and scratch that grows to the largest block."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose_copies: ChooseCopies) -> None:
+        self.stager = Stager(choose_copies)
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size_bytes: int) -> torch.Tensor:
+        """Scratch. Its pages only become memory where they are used."""
         if self.buffer.numel() < size_bytes:
             self.buffer = torch.empty(size_bytes, dtype=torch.uint8)
         return self.buffer

@@ -26,22 +26,25 @@ class Source:
         self.value = value.detach()
         self.dtype = dtype
         self.size_bytes = self.value.numel() * dtype.itemsize
-        self.on_cpu = self.value.device.type == "cpu"
+        self.device = self.value.device
         plain = self.value.is_contiguous() and not self.value.is_conj() and not self.value.is_neg()
-        self.is_view = plain and self.on_cpu and dtype == self.value.dtype
+        self.is_view = plain and self.device.type == "cpu" and dtype == self.value.dtype
         self._flat = as_bits(self.value).view(-1).view(torch.uint8) if plain and dtype == self.value.dtype else None
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Bytes ``begin`` to ``end`` of the chunk: uint8 [end - begin], on the CPU. A view where memory allows."""
+        return self.dense(begin, end).cpu()
+
+    def dense(self, begin: int, end: int) -> torch.Tensor:
+        """The same on the value's own device."""
         if self._flat is not None:
-            part = self._flat[begin:end]
-            return part if self.on_cpu else part.cpu()
+            return self._flat[begin:end]
         width = self.dtype.itemsize
         first, last = begin // width, -(-end // width)
         values = self._elements(first, last)
         if self.dtype != self.value.dtype:
             values = values.to(self.dtype)
-        return as_bits(values).view(torch.uint8)[begin - first * width : end - first * width].cpu()
+        return as_bits(values).view(torch.uint8)[begin - first * width : end - first * width]
 
     def _elements(self, first: int, last: int) -> torch.Tensor:
         # Flat elements, dense, on the tensor's own device. Lazy conjugates are rare and small enough to resolve whole.

@@ -6,11 +6,24 @@ Prevents pageable copies (a third of the bus, facts/checkpoint.md 7.4) and a buf
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-__all__ = ["Copies", "CudaCopies", "DoubleBuffer", "InlineCopies", "copies_for"]
+if TYPE_CHECKING:
+    from fastimpl.checkpoint.blockio import LocalPart
+
+__all__ = [
+    "ChooseCopies",
+    "Copies",
+    "CudaCopies",
+    "DoubleBuffer",
+    "InlineCopies",
+    "Stager",
+    "copies_for",
+    "copies_for_device",
+]
 
 
 class Copies(Protocol):
@@ -73,6 +86,14 @@ def copies_for(device: torch.device) -> Copies:
     return CudaCopies(device) if device.type == "cuda" else InlineCopies()
 
 
+def copies_for_device(device: torch.device) -> Copies | None:
+    """The copies that a save needs for tensors of a device: none where the CPU can read them as they lie."""
+    return None if device.type == "cpu" else copies_for(device)
+
+
+ChooseCopies = Callable[[torch.device], "Copies | None"]
+
+
 class DoubleBuffer:
     """Two host buffers used in turn. ``take`` waits until the copy that last used the buffer has ended."""
 
@@ -105,3 +126,47 @@ class DoubleBuffer:
         for event in self._events[turn]:
             self.copies.wait(event)
         self._events[turn] = []
+
+
+class Stager:
+    """Brings the device bytes of blocks to the host, one block ahead of the writes. One for each writing thread.
+
+    Args:
+        choose: the copies for a device, None where its bytes need no staging.
+    """
+
+    def __init__(self, choose: ChooseCopies = copies_for_device) -> None:
+        self.choose = choose
+        self._buffers: dict[torch.device, DoubleBuffer | None] = {}
+
+    def _buffer(self, device: torch.device) -> DoubleBuffer | None:
+        if device not in self._buffers:
+            copies = self.choose(device)
+            self._buffers[device] = DoubleBuffer(copies) if copies is not None else None
+        return self._buffers[device]
+
+    def start(self, parts: Sequence[LocalPart]) -> list[tuple[DoubleBuffer, object]]:
+        """Start the copies of one block; returns what ``finish`` waits for. Two blocks may be in flight."""
+        waits: list[tuple[DoubleBuffer, object]] = []
+        by_device: dict[torch.device, list[LocalPart]] = {}
+        for part in parts:
+            if part.source is not None:
+                by_device.setdefault(part.source.device, []).append(part)
+        for device, mine in by_device.items():
+            buffers = self._buffer(device)
+            if buffers is None:
+                continue
+            host, at = buffers.take(sum(part.count for part in mine)), 0
+            for part in mine:
+                assert part.source is not None
+                part.staged = host[at : at + part.count]
+                source = part.source.dense(part.skip, part.skip + part.count)
+                waits.append((buffers, buffers.copy(part.staged, source)))
+                at += part.count
+        return waits
+
+    @staticmethod
+    def finish(waits: Sequence[tuple[DoubleBuffer, object]]) -> None:
+        """Wait until the bytes of a block are in host memory."""
+        for buffers, event in waits:
+            buffers.copies.wait(event)

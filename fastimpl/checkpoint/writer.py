@@ -29,6 +29,7 @@ from fastimpl.checkpoint.plan import BlockRules, plan_blocks
 from fastimpl.checkpoint.replicas import chunk_key, find_holders
 from fastimpl.checkpoint.run import FileSet, Runner, SaveStats
 from fastimpl.checkpoint.source import Source
+from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
 from refimpl.checkpoint.arrange import exported_dtype
 from refimpl.checkpoint.base import WriterBase
@@ -51,7 +52,10 @@ class HuggingFaceStorageWriter(WriterBase):
 
     Attributes:
         stats: seconds by phase, bytes and calls of this rank's last save.
+        choose_copies: how bytes come from a device; pinned double buffers for CUDA.
     """
+
+    choose_copies: ChooseCopies = staticmethod(copies_for_device)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -102,7 +106,7 @@ class HuggingFaceStorageWriter(WriterBase):
             failure = error
         parts = self._parts(rank_plan, items, sources)
         files = FileSet(folder, names, sequential)
-        exchange = Exchange(self.group, *_by_turn(rank_plan, parts, self.rank))
+        exchange = Exchange(self.group, *_by_turn(rank_plan, parts, self.rank), self.choose_copies)
         threads, rank_count = self.options.thread_count, 1 if self.group is None else dist.get_world_size(self.group)
         runner = Runner(
             rank_plan,
@@ -113,6 +117,7 @@ class HuggingFaceStorageWriter(WriterBase):
             rank_count=rank_count,
             thread_count=threads,
             failure=failure,
+            choose_copies=self.choose_copies,
         )
         plan_s = time.perf_counter() - begun
         try:

@@ -1,0 +1,100 @@
+"""The operators under the checkpoint component: registered as torch expects, and refusing what would corrupt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+
+NEEDS = ("staged_copies",)
+
+
+def _place_arguments() -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
+    # A 3 x 8-byte tensor at file offset 16, of which columns 2..6 are moved, seen through a window that starts at 16.
+    words = torch.tensor([2, 16, 0, 12, 3, 8, 0, 2, 3, 4])
+    return torch.zeros(24, dtype=torch.uint8), 16, torch.arange(12, dtype=torch.uint8), words
+
+
+@requirement("CKPT-103", "Every operator MUST pass torch.library.opcheck.", needs=NEEDS)
+def test_opcheck(checkpoint: Any) -> None:
+    window, start, dense, words = _place_arguments()
+    strided = torch.arange(24.0).reshape(4, 6).t()
+    buffer = torch.zeros(40, dtype=torch.uint8)
+    operators = torch.ops.twinproof
+    calls = [
+        (operators.rect_place, (window, start, dense, words)),
+        (operators.rect_take, (window, start, dense, words)),
+        (operators.strided_gather, (strided, 3, buffer)),
+        (operators.strided_scatter, (strided, 3, buffer)),
+    ]
+    for operator, arguments in calls:
+        outcome = torch.library.opcheck(operator.default, arguments, raise_exception=False)
+        assert_equal(
+            {name: str(result) for name, result in outcome.items() if result != "SUCCESS"}, {}, where=str(operator)
+        )
+
+
+@requirement(
+    "CKPT-104", "Moving a rectangle to a window and back MUST touch its bytes only, as indexing does.", needs=NEEDS
+)
+@examples(60)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_rectangles(checkpoint: Any, shape: list[int], data: st.DataObject) -> None:
+    from fastimpl import ops
+    from fastimpl.checkpoint.geometry import geometry
+
+    offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)]
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape) + 1
+    slices = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+    geo = geometry(shape, offsets, sizes, 4)
+    skip = data.draw(st.integers(0, geo.total_bytes - 1))
+    count = data.draw(st.integers(0, geo.total_bytes - skip))
+    dense = whole[slices].contiguous().view(-1).view(torch.uint8)[skip : skip + count].clone()
+    window = torch.zeros(whole.numel() * 4, dtype=torch.uint8)
+    words = torch.tensor(geo.descriptor(100, skip, count))
+    ops.rect_place(window, 100, dense, words)
+    flags = torch.zeros(geo.total_bytes, dtype=torch.uint8)
+    flags[skip : skip + count] = 255
+    expected = torch.zeros_like(whole)
+    masked = whole[slices].contiguous().view(-1).view(torch.uint8) & flags
+    expected[slices] = masked.view(torch.int32).reshape(sizes)
+    assert_same_tensor(window.view(torch.int32).reshape(shape), expected, where="window")
+    back = torch.full_like(dense, 7)
+    ops.rect_take(window, 100, back, words)
+    assert_same_tensor(back, dense, where="taken back")
+
+
+@requirement(
+    "CKPT-105", "An operator MUST refuse descriptors and sizes that do not fit, and then change nothing.", needs=NEEDS
+)
+@pytest.mark.parametrize(
+    "change",
+    [{1: 17}, {1: -9}, {2: -1}, {3: 13}, {0: 0}, {0: 99}, {4: 0}, {6: 3}, {7: 5}, {8: 4}, {9: 9}, {5: 1 << 62, 4: 8}],
+    ids=str,
+)
+def test_misuse(checkpoint: Any, change: dict[int, int]) -> None:
+    from fastimpl import ops
+
+    window, start, dense, words = _place_arguments()
+    for index, value in change.items():
+        words[index] = value
+    with raises(RuntimeError, where=str(change)):
+        ops.rect_place(window, start, dense, words)
+    assert_same_tensor(window, torch.zeros(24, dtype=torch.uint8), where="window after a refusal")
+
+
+@requirement("CKPT-106", "An operator's write MUST be seen by autograd's version counter.", needs=NEEDS)
+def test_versions(checkpoint: Any) -> None:
+    from fastimpl import ops
+
+    window, start, dense, words = _place_arguments()
+    before = window._version, dense._version
+    ops.rect_place(window, start, dense, words)
+    ops.rect_take(window, start, dense, words)
+    assert_equal((window._version > before[0], dense._version > before[1]), (True, True), where="versions")
