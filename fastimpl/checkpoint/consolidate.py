@@ -43,6 +43,13 @@ _OPEN_MAX = 32  # Input files that one thread keeps open: many shards must not e
 _RULES = BlockRules.of(4 << 20)
 
 
+Progress = Callable[[int, int], None]
+
+
+def _no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Say nothing."""
+
+
 class _Inputs:
     """Input files of one thread, least recently used closed first."""
 
@@ -71,8 +78,8 @@ class _Inputs:
 class _Work:
     """Output blocks and, for each, the stored chunks that lie in it."""
 
-    def __init__(self, catalog: Catalog, mapping: Mapping[str, int] | None) -> None:
-        groups = output_files(catalog, mapping)
+    def __init__(self, catalog: Catalog, mapping: Mapping[str, int] | None, max_shard_size: int | None = None) -> None:
+        groups = output_files(catalog, mapping, max_shard_size)
         self.index = index_of(catalog, groups)
         self.names = list(groups)
         self.sources: list[tuple[Chunk, Geometry]] = []
@@ -88,11 +95,19 @@ class _Work:
                         tensors[name].parts.append((0, len(self.sources), Box(chunk.offsets, chunk.sizes)))
                         self.sources.append((chunk, geometry(shape, chunk.offsets, chunk.sizes, dtype.itemsize)))
         self.headers = [layout.header for layout in layouts.values()]
+        self.total_bytes, self._done_bytes = sum(layout.file_bytes for layout in layouts.values()), 0
+        self._lock = threading.Lock()
         plan = plan_blocks(Arrangement(tensors, layouts), 1, _RULES, {})
         self.blocks = plan.blocks
         self.contents: list[list[tuple[int, int]]] = [[] for _ in plan.blocks]
         for source, begin, number in plan.pieces[0]:
             self.contents[number].append((source, begin))
+
+    def note_done(self, size_bytes: int) -> int:
+        """Count written bytes; returns all so far."""
+        with self._lock:
+            self._done_bytes += size_bytes
+            return self._done_bytes
 
     def share(self, first: int, last: int, ways: int) -> list[deque[int]]:
         """Blocks ``first`` to ``last`` in consecutive parts, so that writers mostly are in different files."""
@@ -131,7 +146,9 @@ class _Work:
             )
 
 
-def _drain(work: _Work, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception]) -> None:
+def _drain(
+    work: _Work, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception], progress: Progress
+) -> None:
     inputs = _Inputs()
     window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
     dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
@@ -141,6 +158,7 @@ def _drain(work: _Work, queues: Sequence[deque[int]], files: FileSet, failures: 
             size_bytes = block.end - block.start
             work.assemble(block, work.contents[number], inputs, window[:size_bytes], dense)
             files.write(block.file, block.start, [window[:size_bytes]])
+            progress(work.note_done(size_bytes), work.total_bytes)
     except Exception as error:
         failures.append(error)
     finally:
@@ -158,18 +176,20 @@ def _taken(queues: Sequence[deque[int]], failures: Sequence[Exception]) -> Itera
             yield number
 
 
-def _write(work: _Work, folder: Path, rank: int, rank_count: int, thread_count: int) -> None:
+def _write(
+    work: _Work, folder: Path, rank: int, rank_count: int, thread_count: int, progress: Progress = _no_progress
+) -> None:
     first, last = (len(work.blocks) * r // rank_count for r in (rank, rank + 1))
     queues = work.share(first, last, max(min(thread_count, last - first), 1))
     failures: list[Exception] = []
     files = FileSet(folder, work.names)
     threads = [
-        threading.Thread(target=_drain, args=(work, queues[i:] + queues[:i], files, failures))
+        threading.Thread(target=_drain, args=(work, queues[i:] + queues[:i], files, failures, progress))
         for i in range(1, len(queues))
     ]
     for thread in threads:
         thread.start()
-    _drain(work, queues, files, failures)
+    _drain(work, queues, files, failures, progress)
     for thread in threads:
         thread.join()
     try:
@@ -187,15 +207,28 @@ def consolidate_safetensors_files(
     num_threads: int = 1,
 ) -> None:
     """See ``refimpl.checkpoint.consolidate_safetensors_files``. Threads share the work inside every file."""
+    consolidate_with_progress(input_dir, output_dir, fqn_to_index_mapping, num_threads=num_threads)
+
+
+def consolidate_with_progress(
+    input_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    mapping: Mapping[str, int] | None,
+    *,
+    num_threads: int,
+    max_shard_size: int | None = None,
+    progress: Progress = _no_progress,
+) -> None:
+    """``consolidate_safetensors_files`` that also splits by size and calls ``progress(done_bytes, total_bytes)``."""
     source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
     check_count(num_threads, "num_threads")
     catalog = read_catalog(source)
     if is_final(catalog, source, target):
         return
-    work = _Work(catalog, fqn_to_index_mapping)
+    work = _Work(catalog, mapping, max_shard_size)
     staging = Staging(target)
     try:
-        _write(work, staging.folder, 0, 1, num_threads)
+        _write(work, staging.folder, 0, 1, num_threads, progress)
         staging.publish(work.index)
     except BaseException:
         staging.discard()

@@ -45,10 +45,12 @@ def output_metadata(catalog: Catalog) -> dict[str, str]:
     return {**kept, **FORMAT_METADATA}
 
 
-def output_files(catalog: Catalog, mapping: Mapping[str, int] | None) -> dict[str, list[str]]:
+def output_files(
+    catalog: Catalog, mapping: Mapping[str, int] | None, max_shard_size: int | None = None
+) -> dict[str, list[str]]:
     """Output file -> tensor names. Raises PlanError for tensors that the mapping lacks."""
     sizes = {name: payload_bytes(catalog, name) for name in sorted(catalog.tensors)}
-    return assign_files(sizes, check_mapping(mapping), None)
+    return assign_files(sizes, check_mapping(mapping), max_shard_size)
 
 
 def payload_bytes(catalog: Catalog, name: str) -> int:
