@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available", "library_path", "rect_place", "rect_take", "strided_gather", "strided_scatter"]
+__all__ = ["available", "library_path", "rect_place", "rect_read", "rect_take", "strided_gather", "strided_scatter"]
 
 _LIBRARY = "libfastimpl_ops.so"
 _TESTED = ((2, 11), (2, 13))
@@ -48,8 +48,9 @@ def available() -> bool:
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     _warn_if_untested()
     for name in ("rect_place", "rect_take", "strided_gather", "strided_scatter"):
-        # Every operator returns nothing: under fake tensors there is nothing to make.
+        # These return nothing: under fake tensors there is nothing to make.
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
+    torch.library.register_fake("twinproof::rect_read", lambda file, dense, window, words: words.new_empty(3))
     return True
 
 
@@ -73,6 +74,23 @@ def rect_take(window: torch.Tensor, window_start: int, dense: torch.Tensor, desc
     """The inverse of ``rect_place``: ``dense`` is written."""
     torch.ops.twinproof.rect_take(window, window_start, dense, descriptors)
     torch.autograd.graph.increment_version(dense)
+
+
+def rect_read(file: int, dense: torch.Tensor, window: torch.Tensor, descriptor: torch.Tensor) -> tuple[int, int, int]:
+    """Read part of a rectangle from a file, gaps between its rows included, and keep the rectangle.
+
+    Args:
+        file: open file descriptor.
+        dense: uint8 [count of the descriptor], CPU. Written.
+        window: uint8 scratch; one read fills at most this much. Written.
+        descriptor: int64, one descriptor; its base is a file offset.
+
+    Returns:
+        (status, calls, bytes): status is 0, an errno, or -1 where the file ends early.
+    """
+    status, calls, read_bytes = torch.ops.twinproof.rect_read(file, dense, window, descriptor).tolist()
+    torch.autograd.graph.increment_version([dense, window])
+    return status, calls, read_bytes
 
 
 def strided_gather(source: torch.Tensor, start: int, dense: torch.Tensor) -> None:

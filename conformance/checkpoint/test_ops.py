@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -26,12 +27,19 @@ def test_opcheck(checkpoint: Any) -> None:
     strided = torch.arange(24.0).reshape(4, 6).t()
     buffer = torch.zeros(40, dtype=torch.uint8)
     operators = torch.ops.twinproof
-    calls = [
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
         (operators.rect_place, (window, start, dense, words)),
         (operators.rect_take, (window, start, dense, words)),
         (operators.strided_gather, (strided, 3, buffer)),
         (operators.strided_scatter, (strided, 3, buffer)),
     ]
+    with open(os.devnull, "rb") as file:
+        read = (file.fileno(), torch.zeros(12, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), words)
+        calls.append((operators.rect_read, read))
+        _check(calls)
+
+
+def _check(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
     for operator, arguments in calls:
         outcome = torch.library.opcheck(operator.default, arguments, raise_exception=False)
         assert_equal(

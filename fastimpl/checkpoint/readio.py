@@ -24,7 +24,7 @@ from refimpl.errors import CorruptionError
 __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
 
 TASK_BYTES = 8 << 20  # The most that one task reads; bounds the memory of each thread.
-WINDOW_BYTES = 512 << 10  # Rows with gaps pass through a window that stays in the core's cache.
+WINDOW_BYTES = 1 << 20  # Rows with gaps pass through a window that stays in the core's cache.
 GAP_BYTES = 4096  # Shorter gaps are read along: a page is the unit of every file system.
 
 
@@ -125,19 +125,14 @@ def _fill_by_run(dense: torch.Tensor, part: _Slice, descriptor: int) -> tuple[in
 def _fill_by_window(
     dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]
 ) -> tuple[int, int]:
-    # Rows are read with their gaps in stretches of at most one window, and the rectangle is taken out of each.
-    geo, done, calls, read = part.job.geometry, 0, 0, 0
-    while done < part.count:
-        first = geo.locate(part.skip + done)
-        last = min(first + WINDOW_BYTES, geo.locate(part.skip + part.count - 1) + 1)
-        count = geo.held_before(last) - (part.skip + done)
-        stretch = window(last - first)
-        calls += read_exactly(descriptor, [buffer_of(stretch)], part.job.base + first, part.job.file)
-        words = geo.descriptor(0, part.skip + done, count)
-        ops.rect_take(stretch, first, dense[done : done + count], torch.tensor(words))
-        read += last - first
-        done += count
-    return read, calls
+    # Rows are read with their gaps, and the rectangle is taken out while the bytes are still in the core's cache.
+    words = torch.tensor(part.job.geometry.descriptor(part.job.base, part.skip, part.count))
+    status, calls, read_bytes = ops.rect_read(descriptor, dense, window(WINDOW_BYTES), words)
+    if status > 0:
+        raise storage_error(OSError(status, os.strerror(status)), "reading", part.job.file)
+    if status < 0:
+        raise CorruptionError("the file became shorter while it was read", got="end of file", where=part.job.file)
+    return read_bytes, calls
 
 
 def _flat_bytes(target: torch.Tensor) -> torch.Tensor | None:

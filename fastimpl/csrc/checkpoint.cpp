@@ -4,7 +4,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "kernels/rect_copy.h"
+#include <torch/csrc/stable/ops.h>
+
+#include "kernels/rect_read.h"
 #include "strided_args.h"
 
 namespace {
@@ -17,6 +19,11 @@ constexpr int64_t kFixedWords = 4;  // ndim, base, skip, count; then shape, offs
 void check_bytes(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Byte && t.is_contiguous() && t.dim() == 1 && t.is_cpu(),
                   name, " must be a contiguous 1-D uint8 CPU tensor");
+}
+
+void check_words(const Tensor& t) {
+  STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Long && t.is_contiguous() && t.is_cpu(),
+                  "descriptors must be a contiguous int64 CPU tensor");
 }
 
 struct Move {
@@ -48,8 +55,7 @@ template <bool kPlace>
 void rect_move(const Tensor& window, int64_t window_start, const Tensor& dense, const Tensor& descriptors) {
   check_bytes(window, "window");
   check_bytes(dense, "dense");
-  STD_TORCH_CHECK(descriptors.scalar_type() == torch::headeronly::ScalarType::Long && descriptors.is_contiguous() && descriptors.is_cpu(),
-                  "descriptors must be a contiguous int64 CPU tensor");
+  check_words(descriptors);
   const auto* words = static_cast<const int64_t*>(descriptors.data_ptr());
   const int64_t word_count = descriptors.numel(), window_bytes = window.numel();
   int64_t dense_bytes = 0;
@@ -73,6 +79,25 @@ void rect_place(Tensor window, int64_t window_start, Tensor dense, Tensor descri
 
 void rect_take(Tensor window, int64_t window_start, Tensor dense, Tensor descriptors) { rect_move<false>(window, window_start, dense, descriptors); }
 
+// Returns int64 [status, calls, bytes]; the caller, who knows the file's name, makes the error.
+Tensor rect_read(int64_t file, Tensor dense, Tensor window, Tensor descriptor) {
+  check_bytes(window, "window");
+  check_bytes(dense, "dense");
+  check_words(descriptor);
+  Move move{};
+  const int64_t length = read_move(static_cast<const int64_t*>(descriptor.data_ptr()), descriptor.numel(), 0, INT64_MAX, &move);
+  STD_TORCH_CHECK(length == descriptor.numel() && move.count == dense.numel() && window.numel() > 0, "descriptor: moves ", move.count,
+                  " bytes, dense has ", dense.numel(), ", window has ", window.numel());
+  const auto counts = fastimpl::rect_read(static_cast<int>(file), move.base, move.rect, move.skip, move.count,
+                                          static_cast<uint8_t*>(dense.data_ptr()), static_cast<uint8_t*>(window.data_ptr()), window.numel());
+  Tensor result = torch::stable::new_empty(descriptor, {3});
+  auto* out = static_cast<int64_t*>(result.data_ptr());
+  out[0] = counts.status;
+  out[1] = counts.calls;
+  out[2] = counts.bytes;
+  return result;
+}
+
 template <bool kGather>
 void strided_cpu(const Tensor& strided, int64_t start, const Tensor& dense) {
   check_bytes(dense, "dense");
@@ -92,6 +117,7 @@ void strided_scatter(Tensor target, int64_t start, Tensor dense) { strided_cpu<f
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("rect_place", TORCH_BOX(&rect_place));
   m.impl("rect_take", TORCH_BOX(&rect_take));
+  m.impl("rect_read", TORCH_BOX(&rect_read));
   m.impl("strided_gather", TORCH_BOX(&strided_gather));
   m.impl("strided_scatter", TORCH_BOX(&strided_scatter));
 }
