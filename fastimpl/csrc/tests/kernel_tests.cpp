@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/rect_copy.h"
+#include "kernels/rect_read.h"
 #include "kernels/strided.h"
 
 namespace {
@@ -79,6 +79,36 @@ void rect_copy_matches_its_definition() {
   }
 }
 
+// The file holds the tensor at an odd offset; windows shorter than a row and longer than everything.
+void rect_read_matches_its_definition() {
+  std::FILE* const file = std::tmpfile();
+  require(file != nullptr, "tmpfile");
+  for (int i = 0; i < 1000; ++i) {
+    const Case c = random_case();
+    const Ints at = positions(c);
+    const int64_t base = uniform(0, 50), total = static_cast<int64_t>(at.size());
+    std::vector<uint8_t> content(static_cast<size_t>(base + product(c.shape)));
+    for (auto& byte : content) byte = static_cast<uint8_t>(uniform(0, 255));
+    require(pwrite(fileno(file), content.data(), content.size(), 0) == static_cast<ssize_t>(content.size()), "pwrite");
+    require(ftruncate(fileno(file), static_cast<off_t>(content.size())) == 0, "ftruncate");
+    for (int64_t position = 0; position <= product(c.shape); ++position) {
+      const auto before = std::lower_bound(at.begin(), at.end(), position) - at.begin();
+      require(fastimpl::rect_held_before(c.rect(), position) == before, "rect_held_before");
+    }
+    const int64_t skip = uniform(0, total - 1), count = uniform(0, total - skip);
+    std::vector<uint8_t> dense(static_cast<size_t>(count)), window(static_cast<size_t>(uniform(1, 200)));
+    const auto counts = fastimpl::rect_read(fileno(file), base, c.rect(), skip, count, dense.data(), window.data(), static_cast<int64_t>(window.size()));
+    require(counts.status == 0, "rect_read failed");
+    for (int64_t p = 0; p < count; ++p) {
+      require(dense[static_cast<size_t>(p)] == content[static_cast<size_t>(base + at[static_cast<size_t>(skip + p)])], "rect_read read other bytes");
+    }
+    const auto beyond = fastimpl::rect_read(fileno(file), base + 1 + product(c.shape), c.rect(), 0, 1, window.data(), window.data(), 1);
+    require(beyond.status == fastimpl::kEndOfFile, "rect_read beyond the end");
+  }
+  require(fastimpl::rect_read(-1, 0, Case{{4}, {0}, {4}}.rect(), 0, 4, nullptr, nullptr, 4).status == EBADF, "rect_read of a closed file");
+  std::fclose(file);
+}
+
 void invalid_rectangles_are_refused() {
   const int64_t big = int64_t{1} << 62;
   const Case cases[] = {{{4}, {2}, {3}}, {{4}, {-1}, {2}}, {{4}, {0}, {0}}, {{big, 4}, {0, 0}, {1, 1}}, {{4}, {big}, {1}}, {{0}, {0}, {0}}};
@@ -143,6 +173,7 @@ void disjoint_rectangles_may_be_placed_at_once() {
 
 int main() {
   rect_copy_matches_its_definition();
+  rect_read_matches_its_definition();
   invalid_rectangles_are_refused();
   strided_matches_its_definition<uint8_t>();
   strided_matches_its_definition<uint16_t>();
