@@ -17,7 +17,7 @@ from typing import Any
 from fastimpl.checkpoint.consolidate import consolidate_with_progress
 from refimpl.checkpoint.catalog import Catalog, read_catalog
 from refimpl.checkpoint.files import parse_size, read_index
-from refimpl.checkpoint.layout import DTYPES
+from refimpl.checkpoint.layout import DTYPES, UNPAIRED_F4
 from refimpl.errors import TwinproofError
 
 
@@ -44,8 +44,8 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _bits(dtype: str) -> int:
-    # A catalog counts torch elements: two F4 make one.
-    return 8 if dtype == "F4" else DTYPES[dtype][0]
+    # A catalog counts torch elements: two F4 make one, and an odd one stands alone.
+    return {"F4": 8, UNPAIRED_F4: 4}.get(dtype) or DTYPES[dtype][0]
 
 
 def _file(catalog: Catalog, name: str) -> str:

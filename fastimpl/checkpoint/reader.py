@@ -13,7 +13,7 @@ from torch.futures import Future
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.readio import LoadStats, ReadJob, run_jobs
 from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
-from refimpl.checkpoint.layout import DTYPES
+from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.reader_base import ReaderBase
 
 __all__ = ["HuggingFaceStorageReader"]
@@ -49,7 +49,7 @@ class HuggingFaceStorageReader(ReaderBase):
                 memory = torch.empty(target.shape, dtype=target.dtype, device=target.device)
                 lazy.append((target, memory))
             chunk = self.chunk_of(item.storage_index)
-            dtype = DTYPES[self.catalog.tensors[item.storage_index.fqn].dtype][1]
+            dtype = torch_dtype(self.catalog.tensors[item.storage_index.fqn].dtype)
             assert dtype is not None
             if 0 not in item.lengths:
                 geo = geometry(chunk.sizes, item.storage_offsets, item.lengths, dtype.itemsize)

@@ -9,7 +9,7 @@ import torch
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.readio import ReadJob, run_jobs
 from refimpl.checkpoint.files import local_path
-from refimpl.checkpoint.layout import read_header
+from refimpl.checkpoint.parse import read_header
 
 __all__ = ["load_file"]
 

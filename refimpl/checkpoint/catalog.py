@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from refimpl.checkpoint.files import INDEX_NAME, SUFFIX, read_index
-from refimpl.checkpoint.layout import Header, parse_json_object, read_header
+from refimpl.checkpoint.parse import Header, parse_json_object, read_header
 from refimpl.checkpoint.tiling import Box, check_tiling
 from refimpl.errors import CorruptionError, FormatError
 
@@ -128,16 +128,16 @@ class _Builder:
         for name, entry in header.entries.items():
             if only is not None and name not in only:
                 continue
-            shape = entry.shape if entry.dtype != "F4" else entry.torch_shape()
+            kind, shape = (entry.dtype, entry.shape) if entry.dtype != "F4" else (entry.kind, entry.torch_shape())
             offsets = (0,) * len(shape) if info is None else _offsets(info[name], shape, f"{file}: tensor {name!r}")
             if info is not None:
                 self._note_shard(name, _global_shape(info[name], file), file)
             chunk = Chunk(offsets, shape, file, data_start + entry.begin)
             record = tensors.get(name)
             if record is None:
-                tensors[name] = TensorRecord(entry.dtype, shape, [chunk])
+                tensors[name] = TensorRecord(kind, shape, [chunk])
             else:
-                self._check_agreement(name, record, entry.dtype, shape, info is None, file)
+                self._check_agreement(name, record, kind, shape, info is None, file)
                 record.chunks.append(chunk)
 
     def _note_shard(self, name: str, declared: tuple[int, ...] | None, file: str) -> None:

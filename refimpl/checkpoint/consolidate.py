@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from refimpl.checkpoint.catalog import SHARDING_KEY, Catalog, read_catalog
 from refimpl.checkpoint.files import assign_files, build_index, check_mapping, local_path
-from refimpl.checkpoint.layout import DTYPES
+from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.memory import as_bits
 from refimpl.checkpoint.options import FORMAT_METADATA, check_count
 from refimpl.checkpoint.outcome import raise_first
@@ -25,7 +25,7 @@ __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_ev
 
 def record_dtype(catalog: Catalog, name: str) -> torch.dtype:
     """Torch dtype of a stored tensor; UnsupportedError for F6."""
-    dtype = DTYPES[catalog.tensors[name].dtype][1]
+    dtype = torch_dtype(catalog.tensors[name].dtype)
     if dtype is None:
         raise UnsupportedError(
             "no torch dtype holds this tensor", got=catalog.tensors[name].dtype, where=catalog.where(name)

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from refimpl.checkpoint.layout import parse_json_object
+from refimpl.checkpoint.parse import parse_json_object
 from refimpl.errors import ConfigError, CorruptionError, FormatError, PlanError
 
 __all__ = [
@@ -172,7 +172,8 @@ def _check_member(folder: Path, name: object, where: str) -> None:
         raise FormatError("the index names something that is not a regular file", got=name, where=where)
     # Hub caches link every file to a blob store beside the snapshot; a link that leaves that tree is an escape.
     if (folder / name).is_symlink() and not _link_stays_near(folder, name):
-        raise FormatError("the index names a link that leaves its folder", got=os.readlink(folder / name), where=where)
+        target = os.readlink(folder / name)
+        raise FormatError("the index names a link that leaves its folder", got=f"{name} -> {target}", where=where)
 
 
 def _link_stays_near(folder: Path, name: str) -> bool:

@@ -1,25 +1,22 @@
-"""The safetensors container: dtypes, canonical header bytes, strict header parsing.
+"""The safetensors container: dtypes and canonical header bytes.
 
-Prevents files that only their own writer can read, and readers that believe a header: every length, shape and offset
-is checked against the file before anything is allocated. Format: the safetensors README and facts/checkpoint.md 3.
-This module exists once; both implementations and no C++ code parse headers with it.
+Prevents files that only their own writer can read. Format: the safetensors README and facts/checkpoint.md 3. This
+module exists once, for both implementations.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from refimpl.errors import ConfigError, FormatError, UnsupportedError
+from refimpl.errors import ConfigError, UnsupportedError
 
-__all__ = ["DTYPES", "Entry", "FileLayout", "Header", "dtype_name", "lay_out", "parse_header", "read_header"]
+__all__ = ["DTYPES", "UNPAIRED_F4", "Entry", "FileLayout", "dtype_name", "lay_out", "torch_dtype"]
 
 METADATA_KEY = "__metadata__"
 HEADER_BYTES_MAX = 100_000_000  # The safetensors library's own cap, for writing and reading.
@@ -55,6 +52,9 @@ _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 _NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
 
 
+UNPAIRED_F4 = "F4 of odd width"
+
+
 class Entry(NamedTuple):
     """One tensor of a header. ``shape`` counts format elements, ``begin`` and ``end`` bytes of the data section."""
 
@@ -63,26 +63,21 @@ class Entry(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def kind(self) -> str:
+        """The dtype as torch may hold it: half a ``float4_e2m1fn_x2`` is a tensor that only the format can express."""
+        return UNPAIRED_F4 if self.dtype == "F4" and (not self.shape or self.shape[-1] % 2) else self.dtype
+
     def torch_dtype(self, where: str) -> torch.dtype:
-        """The torch dtype, or UnsupportedError for F6, which torch cannot express."""
-        dtype = DTYPES[self.dtype][1]
+        """The torch dtype, or UnsupportedError where torch has none."""
+        dtype = torch_dtype(self.kind)
         if dtype is None:
-            raise UnsupportedError("no torch dtype holds this tensor", got=self.dtype, where=where)
+            raise UnsupportedError("no torch dtype holds this tensor", got=self.kind, where=where)
         return dtype
 
     def torch_shape(self) -> tuple[int, ...]:
         """The shape torch shows: two F4 elements are one ``float4_e2m1fn_x2``."""
-        return (*self.shape[:-1], self.shape[-1] // 2) if self.dtype == "F4" else self.shape
-
-
-@dataclass(frozen=True)
-class Header:
-    """A parsed header: ``data_start`` is the file offset of the data section, ``file_bytes`` the whole file."""
-
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
-    data_start: int
-    file_bytes: int
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.kind == "F4" else self.shape
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,11 @@ class FileLayout:
     header: bytes
     begins: dict[str, int]
     file_bytes: int
+
+
+def torch_dtype(kind: str) -> torch.dtype | None:
+    """The torch dtype of a format dtype, None for F6 and for unpaired F4."""
+    return DTYPES.get(kind, (0, None))[1]
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
@@ -167,128 +167,3 @@ def lay_out(
     start = LENGTH_BYTES + len(text)
     begins = {name: start + offset for name, offset in relative.items()}
     return FileLayout(len(text).to_bytes(LENGTH_BYTES, "little") + text, begins, start + position)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise FormatError("a key stands twice", got=next(n for n in names if names.count(n) > 1))
-    return result
-
-
-def _no_constant(text: str) -> Any:
-    raise FormatError("not a JSON number", got=text)
-
-
-def _no_minus(text: str) -> int:
-    if text.startswith("-"):
-        raise FormatError("a negative number", got=text[:40])
-    return int(text)
-
-
-def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Strict UTF-8 JSON object: no duplicate key, no NaN, no negative integer. Raises FormatError."""
-    try:
-        text = raw.decode("utf-8")
-        # Names rarely hold a minus sign, so the slow per-integer hook is only paid for where one stands somewhere.
-        parse_int = _no_minus if b"-" in raw else None
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=parse_int)
-    except FormatError as error:
-        raise FormatError(error.message, got=error.got, where=where) from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError("not valid UTF-8 JSON", got=str(error)[:200], where=where) from None
-    if not isinstance(value, dict):
-        raise FormatError("not a JSON object", got=type(value).__name__, where=where)
-    return value
-
-
-def _parse_entry(name: str, fields: Any, where: str) -> Entry:
-    place = f"{where}: tensor {name!r}"
-    try:
-        dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-        bits = DTYPES[dtype][0]
-        count = 1
-        for size in shape:
-            if type(size) is not int or not 0 <= size < 2**63:
-                raise FormatError("a dimension is not a size", got=size, where=place)
-            count *= size or 1
-        if type(shape) is not list or type(begin) is not int or type(end) is not int:
-            raise FormatError("shape and data_offsets are lists of integers", got=fields, where=place)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(
-            "not a tensor entry", got=str(fields)[:200], expected="dtype, shape, data_offsets", where=place
-        ) from None
-    if count >= 2**60:
-        raise FormatError("the element count overflows", got=shape, where=place)
-    need = (0 if 0 in shape else count) * bits
-    if need % 8 or (dtype == "F4" and (not shape or shape[-1] % 2)):
-        raise FormatError("a sub-byte tensor must fill whole bytes", got=shape, where=place)
-    if end - begin != need // 8:
-        raise FormatError("byte range and shape disagree", got=[begin, end], expected=f"{need // 8} bytes", where=place)
-    return Entry(dtype, tuple(shape), begin, end)
-
-
-def parse_header(raw: bytes, data_bytes: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Parse the JSON of a header and check that the tensors cover the data section exactly.
-
-    Args:
-        raw: the JSON bytes, padding included.
-        data_bytes: length of the data section.
-        where: file name for messages.
-
-    Returns:
-        Entries by name in file order of the header, and the string metadata.
-
-    Raises:
-        FormatError: anything that the specification forbids, duplicate keys included (the Rust core lets those pass).
-    """
-    value = parse_json_object(raw, where)
-    metadata = value.pop(METADATA_KEY, None) or {}
-    if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
-        raise FormatError("__metadata__ maps str to str", got=str(metadata)[:200], where=where)
-    entries = {name: _parse_entry(name, fields, where) for name, fields in value.items()}
-    try:
-        "".join((*value, *metadata, *metadata.values())).encode()
-    except UnicodeEncodeError as error:
-        raise FormatError("a lone surrogate in a string", got=str(error), where=where) from None
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if entry.begin != position:
-            kind = "overlap" if entry.begin < position else "hole"
-            raise FormatError(
-                f"the data section has a {kind}", got=entry.begin, expected=position, where=f"{where}: tensor {name!r}"
-            )
-        position = entry.end
-    if position != data_bytes:
-        raise FormatError(
-            "tensors and file length disagree", got=f"{data_bytes} data bytes", expected=position, where=where
-        )
-    return entries, metadata
-
-
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read and check the header of one file. Raises FormatError; OSError where the file cannot be opened or read."""
-    where = os.fspath(path)
-    descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError("not a regular file", got=stat.filemode(status.st_mode), where=where)
-        prefix = os.pread(descriptor, LENGTH_BYTES, 0)
-        length = int.from_bytes(prefix, "little")
-        limit = min(HEADER_BYTES_MAX, status.st_size - LENGTH_BYTES)
-        if len(prefix) < LENGTH_BYTES or length > limit:
-            raise FormatError(
-                "header length beyond the file or the cap", got=length, expected=f"<= {limit}", where=where
-            )
-        raw = os.pread(descriptor, length, LENGTH_BYTES)
-        if len(raw) != length:
-            raise FormatError("header cut short", got=len(raw), expected=length, where=where)
-    finally:
-        os.close(descriptor)
-    data_start = LENGTH_BYTES + length
-    entries, metadata = parse_header(raw, status.st_size - data_start, where)
-    return Header(entries, metadata, data_start, status.st_size)

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from refimpl.checkpoint.catalog import Chunk
-from refimpl.checkpoint.layout import DTYPES
+from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.memory import as_bits, buffer_of
 from refimpl.checkpoint.reader_base import ReaderBase
 from refimpl.errors import CorruptionError
@@ -40,7 +40,7 @@ class HuggingFaceStorageReader(ReaderBase):
         """Fill every target in place; nothing is written before all targets were checked."""
         for item, target in self.targets(plan, planner):
             chunk = self.chunk_of(item.storage_index)
-            dtype = DTYPES[self.catalog.tensors[item.storage_index.fqn].dtype][1]
+            dtype = torch_dtype(self.catalog.tensors[item.storage_index.fqn].dtype)
             assert dtype is not None
             stored = read_chunk(chunk, dtype, *item.storage_offsets[:1], *item.lengths[:1])
             inner = zip(item.storage_offsets[1:], item.lengths[1:], strict=True)

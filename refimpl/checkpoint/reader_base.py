@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from refimpl.checkpoint.base import WriterBase
 from refimpl.checkpoint.catalog import Catalog, Chunk, read_catalog
 from refimpl.checkpoint.files import local_path
-from refimpl.checkpoint.layout import DTYPES
+from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.options import check_count
 from refimpl.errors import MissingKeyError, PlanError, UnsupportedError
 
@@ -68,7 +68,7 @@ class ReaderBase(StorageReader):
         tensors: dict[str, Any] = {}
         for name, record in self.catalog.tensors.items():
             # F6 has no torch dtype; it is listed so that a request for it fails by name, and only that.
-            dtype = DTYPES[record.dtype][1] or torch.uint8
+            dtype = torch_dtype(record.dtype) or torch.uint8
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in record.chunks]
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
         return Metadata(
@@ -115,7 +115,7 @@ class ReaderBase(StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             target = planner.resolve_tensor(item).detach()
-            stored = DTYPES[self.catalog.tensors[name].dtype][1]
+            stored = torch_dtype(self.catalog.tensors[name].dtype)
             if stored is None or target.is_meta:
                 got = self.catalog.tensors[name].dtype if stored is None else "meta target"
                 raise UnsupportedError("this tensor cannot be loaded", got=got, where=self.catalog.where(name))

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import torch
 
 from refimpl.checkpoint.files import local_path
-from refimpl.checkpoint.layout import lay_out, read_header
+from refimpl.checkpoint.layout import lay_out
 from refimpl.checkpoint.memory import as_bits, buffer_of, check_storable
+from refimpl.checkpoint.parse import read_header
 from refimpl.checkpoint.publish import fsync_path, storage_error
 from refimpl.errors import UnsupportedError
 

@@ -44,7 +44,7 @@ def _is_chain(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     first = min(boxes)
     split = next((d for d, size in enumerate(first.sizes) if size != shape[d]), None)
     if split is None:
-        return len(boxes) == 1
+        return len(boxes) == 1 and not any(first.offsets)
     position = 0
     head, tail, zeros = shape[:split], shape[split + 1 :], (0,) * len(shape)
     for offsets, sizes in sorted(boxes):
