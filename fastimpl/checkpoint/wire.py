@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fastimpl.checkpoint.plan import Block, SavePieces
-from refimpl.checkpoint.arrange import collector_paused
 from refimpl.checkpoint.layout import FileLayout
+from refimpl.checkpoint.pause import collector_paused
 
 __all__ = [
     "HEADER_WORDS",

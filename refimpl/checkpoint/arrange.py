@@ -5,10 +5,8 @@ Headers and offsets are a pure function of the global plan, so nothing is writte
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -18,10 +16,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from refimpl.checkpoint.files import assign_files
 from refimpl.checkpoint.layout import FileLayout, check_name, dtype_name, lay_out
 from refimpl.checkpoint.options import WriterOptions
+from refimpl.checkpoint.pause import collector_paused
 from refimpl.checkpoint.tiling import Box, check_tiling
 from refimpl.errors import PlanError, UnsupportedError
 
-__all__ = ["Arrangement", "GlobalTensor", "arrange", "check_local_plan", "collector_paused", "exported_dtype"]
+__all__ = ["Arrangement", "GlobalTensor", "arrange", "check_local_plan", "exported_dtype"]
 
 _CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
@@ -108,18 +107,6 @@ def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, Glo
                 )
             tensor.parts.append((rank, position, Box(data.chunk.offsets, data.chunk.sizes)))
     return tensors
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Planning makes many small objects that all stay alive; the collector would walk them over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @collector_paused()

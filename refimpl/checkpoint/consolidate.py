@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from refimpl.checkpoint.catalog import SHARDING_KEY, Catalog, read_catalog
+from refimpl.checkpoint.catalog import Catalog, read_catalog
 from refimpl.checkpoint.files import assign_files, build_index, check_mapping, local_path
 from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.memory import as_bits
@@ -17,6 +17,7 @@ from refimpl.checkpoint.options import FORMAT_METADATA, check_count
 from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
 from refimpl.checkpoint.reader import read_chunk
+from refimpl.checkpoint.sharding import SHARDING_KEY
 from refimpl.checkpoint.single import write_tensors
 from refimpl.errors import UnsupportedError
 

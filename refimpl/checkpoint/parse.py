@@ -18,11 +18,15 @@ from typing import Any
 from refimpl.checkpoint.layout import DTYPES, HEADER_BYTES_MAX, LENGTH_BYTES, METADATA_KEY, Entry
 from refimpl.errors import FormatError
 
-__all__ = ["Header", "parse_header", "parse_json_object", "read_header"]
+__all__ = ["Header", "HeaderCache", "parse_header", "parse_json_object", "read_header"]
 
 _DEPTH_MAX = 127  # The library's JSON parser gives up beyond.
 _FIELD_COUNT = 3  # dtype, shape, data_offsets; others are allowed and ignored.
+_METADATA_FIRST = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
 _LONG_NUMBER = re.compile(rb"\d{300}")
+
+
+HeaderCache = dict[tuple[bytes, int], dict[str, Entry]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ def _careful_float(text: str) -> float:
     if value in (math.inf, -math.inf):
         raise FormatError("a number beyond every range", got=text[:40])
     return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_careful_int, parse_float=_careful_float
+)
 
 
 def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
@@ -133,13 +142,53 @@ def _parse_entry(name: str, fields: Any, where: str) -> Entry:
     return Entry(dtype, tuple(shape), begin, end)
 
 
-def parse_header(raw: bytes, data_bytes: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parse_metadata(metadata: Any, where: str) -> dict[str, str]:
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
+        raise FormatError("__metadata__ maps str to str", got=str(metadata)[:200], where=where)
+    _check_unicode("".join((*metadata, *metadata.values())), where)
+    return metadata
+
+
+def _check_cover(entries: dict[str, Entry], data_bytes: int, where: str) -> None:
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+        place = f"{where}: tensor {name!r}"
+        if entry.begin != position:
+            kind = "overlap" if entry.begin < position else "hole"
+            raise FormatError(f"the data section has a {kind}", got=entry.begin, expected=position, where=place)
+        position = entry.end
+        if position > data_bytes:
+            raise FormatError("a tensor lies beyond the file", got=entry.end, expected=data_bytes, where=place)
+    if position != data_bytes:
+        raise FormatError(
+            "tensors and file length disagree", got=f"{data_bytes} data bytes", expected=position, where=where
+        )
+
+
+def _split_metadata(raw: bytes) -> tuple[Any, bytes] | None:
+    """Metadata that stands first, and the header without it; None where a header is not written so."""
+    match = _METADATA_FIRST.match(raw)
+    if match is None:
+        return None
+    try:
+        text = raw[match.end() :].decode("utf-8")
+        metadata, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None  # The whole header is parsed then, and refused with the right words.
+    return (metadata, b"{" + text[end + 1 :].encode()) if text[end : end + 1] == "," else None
+
+
+def parse_header(
+    raw: bytes, data_bytes: int, where: str, cache: HeaderCache | None = None
+) -> tuple[dict[str, Entry], dict[str, str]]:
     """Parse the JSON of a header and check that the tensors cover the data section exactly.
 
     Args:
         raw: the JSON bytes, padding included.
         data_bytes: length of the data section.
         where: file name for messages.
+        cache: entries by header text. The shard files of one checkpoint often differ in their metadata only.
 
     Returns:
         Entries by name in file order of the header, and the string metadata.
@@ -147,33 +196,26 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> tuple[dict[str, Ent
     Raises:
         FormatError: anything that the specification forbids, duplicate keys included (the Rust core lets those pass).
     """
-    value = parse_json_object(raw, where)
-    metadata = value.pop(METADATA_KEY, None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
-        raise FormatError("__metadata__ maps str to str", got=str(metadata)[:200], where=where)
+    split = _split_metadata(raw) if cache is not None else None
+    metadata, rest = split if split is not None else (None, raw)
+    known = cache.get((rest, data_bytes)) if cache is not None else None
+    if known is not None:
+        return known, _parse_metadata(metadata, where)
+    value = parse_json_object(rest, where)
+    if split is None:
+        metadata = value.pop(METADATA_KEY, None)
+    elif METADATA_KEY in value:
+        raise FormatError("a key stands twice", got=METADATA_KEY, where=where)
+    checked = _parse_metadata(metadata, where)
     entries = {name: _parse_entry(name, fields, where) for name, fields in value.items()}
-    _check_unicode("".join((*value, *metadata, *metadata.values())), where)
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if entry.begin != position:
-            kind = "overlap" if entry.begin < position else "hole"
-            raise FormatError(
-                f"the data section has a {kind}", got=entry.begin, expected=position, where=f"{where}: tensor {name!r}"
-            )
-        position = entry.end
-        if position > data_bytes:
-            raise FormatError(
-                "a tensor lies beyond the file", got=entry.end, expected=data_bytes, where=f"{where}: tensor {name!r}"
-            )
-    if position != data_bytes:
-        raise FormatError(
-            "tensors and file length disagree", got=f"{data_bytes} data bytes", expected=position, where=where
-        )
-    return entries, metadata
+    _check_unicode("".join(value), where)
+    _check_cover(entries, data_bytes, where)
+    if cache is not None:
+        cache[rest, data_bytes] = entries
+    return entries, checked
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) -> Header:
     """Read and check the header of one file. Raises FormatError; OSError where the file cannot be opened or read."""
     where = os.fspath(path)
     descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -194,5 +236,5 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     finally:
         os.close(descriptor)
     data_start = LENGTH_BYTES + length
-    entries, metadata = parse_header(raw, status.st_size - data_start, where)
+    entries, metadata = parse_header(raw, status.st_size - data_start, where, cache)
     return Header(entries, metadata, data_start, status.st_size)

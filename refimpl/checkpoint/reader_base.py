@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,22 @@ from refimpl.checkpoint.options import check_count
 from refimpl.errors import MissingKeyError, PlanError, UnsupportedError
 
 __all__ = ["ReaderBase"]
+
+
+class _Chunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of a tensor as DCP wants them, made when a planner looks: most tensors of a shard folder never are."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._made: list[ChunkStorageMetadata] | None = None
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._made is None:
+            self._made = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in self._chunks]
+        return self._made[index]
 
 
 class ReaderBase(StorageReader):
@@ -69,7 +86,7 @@ class ReaderBase(StorageReader):
         for name, record in self.catalog.tensors.items():
             # F6 has no torch dtype; it is listed so that a request for it fails by name, and only that.
             dtype = torch_dtype(record.dtype) or torch.uint8
-            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in record.chunks]
+            chunks: Any = _Chunks(record.chunks)
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
         return Metadata(
             state_dict_metadata=tensors, storage_data=self.catalog, storage_meta=StorageMeta(load_id=self.load_id)

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from refimpl.checkpoint.arrange import exported_dtype
 from refimpl.checkpoint.base import WriterBase
-from refimpl.checkpoint.catalog import SHARDING_KEY
 from refimpl.checkpoint.files import file_name
 from refimpl.checkpoint.options import WriterOptions
+from refimpl.checkpoint.sharding import SHARDING_KEY
 from refimpl.checkpoint.single import write_tensors
 from refimpl.errors import PlanError
 

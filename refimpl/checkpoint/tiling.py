@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from refimpl.errors import TwinproofError
 
-__all__ = ["Box", "check_tiling"]
+__all__ = ["Box", "check_tiling", "is_simple_tiling"]
+
+PlainBox = tuple[tuple[int, ...], tuple[int, ...]]  # A Box without its names: (offsets, sizes).
 
 
 class Box(NamedTuple):
@@ -39,12 +41,12 @@ def _first_overlap(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
     return None
 
 
-def _is_chain(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+def _is_chain(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
     # Nearly every tiling is a split of one dimension; this linear check answers for those.
-    first = min(boxes)
-    split = next((d for d, size in enumerate(first.sizes) if size != shape[d]), None)
+    first_offsets, first_sizes = boxes[0]
+    split = next((d for d, size in enumerate(first_sizes) if size != shape[d]), None)
     if split is None:
-        return len(boxes) == 1 and not any(first.offsets)
+        return len(boxes) == 1 and not any(first_offsets)
     position = 0
     head, tail, zeros = shape[:split], shape[split + 1 :], (0,) * len(shape)
     for offsets, sizes in sorted(boxes):
@@ -56,6 +58,12 @@ def _is_chain(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return position == shape[split]
 
 
+def is_simple_tiling(shape: Sequence[int], boxes: Sequence[PlainBox]) -> bool:
+    """Whether the boxes split one dimension and cover the shape exactly once. Fast; False proves nothing."""
+    shape = tuple(shape)
+    return bool(shape) and bool(boxes) and _rank_fits(shape, boxes) and _is_chain(shape, boxes)
+
+
 def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[TwinproofError], where: str) -> None:
     """Raise ``error`` unless the boxes cover ``shape`` exactly once. Empty boxes need only lie inside.
 
@@ -64,7 +72,7 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
     """
     shape = tuple(shape)
     filled = [box for box in boxes if 0 not in box.sizes]
-    if filled and _rank_fits(shape, filled) and _is_chain(shape, filled):
+    if is_simple_tiling(shape, filled):
         return
     for box in boxes:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
@@ -86,6 +94,6 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
         )
 
 
-def _rank_fits(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+def _rank_fits(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
     rank = len(shape)
-    return all(len(box.offsets) == rank == len(box.sizes) for box in boxes) and bool(shape)
+    return all(len(offsets) == rank == len(sizes) for offsets, sizes in boxes)
