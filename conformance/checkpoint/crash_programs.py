@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from conformance.checkpoint.support import State, cut, random_bits, save, save_ranks, tiled
 from conformance.harness import Rank
@@ -22,23 +23,27 @@ __all__ = [
     "make_state",
     "save_alone",
     "save_at_slow_rank",
+    "save_in_background",
     "save_mapped",
     "save_one_file",
     "save_together",
     "save_with_umask",
 ]
 
-MAPPING = {"scalar": 1, "rows": 2, "wide": 1, "empty": 2, "half": 1}
+MAPPING = {"one": 1, "rows": 2, "wide": 1, "double": 2, "half": 1}
 FILES = tuple(f"model-{index:05d}-of-00002.safetensors" for index in (1, 2))
 
 
 def make_state(seed: int) -> State:
-    """Five tensors of random bits; states of different seeds differ in every tensor that has bytes."""
+    """Five tensors of random bits, different for every seed.
+
+    All are floats with elements: what a peer does wrong with integers or scalars must not hide how it crashes.
+    """
     return {
-        "scalar": random_bits(torch.int64, (), seed),
+        "one": random_bits(torch.float32, (1,), seed),
         "rows": random_bits(torch.float32, (37, 5), seed + 1),
-        "wide": random_bits(torch.uint8, (3, 1001), seed + 2),
-        "empty": random_bits(torch.float64, (0, 4), seed + 3),
+        "wide": random_bits(torch.float16, (3, 1001), seed + 2),
+        "double": random_bits(torch.float64, (2, 2, 3), seed + 3),
         "half": random_bits(torch.bfloat16, (63,), seed + 4),
     }
 
@@ -49,22 +54,49 @@ def save_alone(implementation: str, path: str, seed: int, options: dict[str, Any
     save(checkpoint, make_state(seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options})
 
 
-def save_together(rank: Rank, path: str, seed: int, options: dict[str, Any]) -> None:
-    """All ranks save: the two matrices cut by rows and by columns, the rest replicated."""
+def _share(rank: Rank, seed: int) -> dict[str, Any]:
+    """One rank's part: the two matrices cut by rows and by columns, the rest replicated."""
     state: dict[str, Any] = dict(make_state(seed))
     cuts = {"rows": [[11, 12], []], "wide": [[], [2, 500]]}
     for name, inner in cuts.items():
         boxes = cut(tuple(state[name].shape), inner)
         state[name] = tiled(state[name], boxes, rank.rank, rank.world_size)
-    save_ranks(rank, state, Path(path), **{"fqn_to_index_mapping": MAPPING, **options})
+    return state
+
+
+def save_together(rank: Rank, path: str, seed: int, options: dict[str, Any]) -> None:
+    """All ranks save the state of that seed."""
+    save_ranks(rank, _share(rank, seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options})
+
+
+def save_in_background(rank: Rank, path: str, seeds: list[int], wait: bool) -> list[BaseException | None]:
+    """One asynchronous save per seed, all to one folder, each awaited before the next if ``wait``; their errors."""
+    checkpoint = rank.component("checkpoint")
+    futures: list[Any] = []
+    errors: list[BaseException | None] = []
+    for seed in seeds:
+        writer = checkpoint.HuggingFaceStorageWriter(path, fqn_to_index_mapping=MAPPING)
+        futures.append(async_save(_share(rank, seed), storage_writer=writer))
+        if wait:
+            errors.append(_error_of(futures.pop()))
+    return errors + [_error_of(future) for future in futures]
+
+
+def _error_of(future: Any) -> BaseException | None:
+    error: BaseException | None = future.exception()
+    return error
 
 
 def save_at_slow_rank(rank: Rank, path: str, seed: int, store: str, limit_s: float) -> None:
     """As ``save_together``, in a default group whose collectives wait no longer than ``limit_s``."""
     dist.destroy_process_group()
-    limit = timedelta(seconds=limit_s)
-    world = {"rank": rank.rank, "world_size": rank.world_size, "timeout": limit}
-    dist.init_process_group("gloo", init_method=f"file://{store}", **world)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=limit_s),
+    )
     save_together(rank, path, seed, {})
 
 
@@ -85,12 +117,14 @@ def consolidate(implementation: str, source: str, target: str) -> None:
     component(implementation, "checkpoint").consolidate_safetensors_files(source, target, MAPPING, 2)
 
 
-def _mapped(path: Path) -> State:
-    """The tensors of a file as views of its mapped pages; no byte is copied."""
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE) if False else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {}
-
-
-def save_mapped(implementation: str, path: str, names: dict[str, str]) -> None:
-    """Save a folder from tensors that are mapped from that folder's own files."""
+def save_mapped(implementation: str, path: str, alone: bool) -> None:
+    """Save a folder, or one file, from tensors that are mapped from its own files: no byte of them is a copy."""
+    files = [Path(path)] if alone else [Path(path, name) for name in FILES]
+    mapped: State = {}
+    for file in files:
+        mapped |= load_file(file)
+    checkpoint = component(implementation, "checkpoint")
+    if alone:
+        checkpoint.save_file(mapped, path, {"format": "pt"})
+    else:
+        save(checkpoint, mapped, Path(path), fqn_to_index_mapping=MAPPING)

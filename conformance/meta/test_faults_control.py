@@ -25,6 +25,7 @@ from conformance.harness.faults import (
     why_no_shim,
     why_no_tracer,
 )
+from conformance.harness.planted import PlantedBug, activate, swap
 
 pytestmark = pytest.mark.skipif(why_no_shim() is not None, reason=str(why_no_shim()))
 needs_tracer = pytest.mark.skipif(why_no_tracer() is not None, reason=str(why_no_tracer()))
@@ -99,6 +100,15 @@ def _raise_with_cause() -> None:
 
 def _end_by_itself() -> None:
     os._exit(7)
+
+
+_VALUE = 1
+_BUG = PlantedBug("toy", "A value is wrong.", ("CKPT-300",), "some.module", lambda: swap(f"{__name__}:_VALUE", 2))
+PLANTED = (_BUG,)
+
+
+def _value() -> int:
+    return _VALUE
 
 
 @pytest.mark.parametrize("via", VIAS)
@@ -242,6 +252,12 @@ def test_nothing_is_intercepted_before_arming(tmp_path: Path) -> None:
         command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'w').close()", str(tmp_path / "f")]
         subprocess.run(command, env={**os.environ, **shim}, check=True, timeout=60)
         assert len(session.trace()) == 0
+
+
+def test_a_planted_bug_is_planted_there_too(server: FaultServer, tmp_path: Path) -> None:
+    assert server.run_forked(_value, root=tmp_path).value() == 1
+    with activate(__name__, _BUG):
+        assert server.run_forked(_value, root=tmp_path).value() == 2
 
 
 def test_a_trace_with_lost_calls_is_refused(server: FaultServer, tmp_path: Path) -> None:

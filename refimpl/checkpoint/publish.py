@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from refimpl.checkpoint.files import INDEX_NAME, is_checkpoint_name, read_index
@@ -74,13 +75,19 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), os.fspath(b))
 
 
-def _carry(source: Path, target: Path) -> None:
+def _missing_parents(target: Path) -> list[Path]:
+    """Folders above the target that do not exist yet, the innermost first: their names must become durable too."""
+    return [parent for parent in target.parents if not parent.exists()]
+
+
+def _carry(source: Path, target: Path, sync: Callable[[Path], None]) -> None:
     """Give ``target`` a second name for a file, or for every file of a folder; copies where links are not possible."""
     if source.is_dir() and not source.is_symlink():
         target.mkdir()
         target.chmod(stat.S_IMODE(source.stat().st_mode))
         for child in source.iterdir():
-            _carry(child, target / child.name)
+            _carry(child, target / child.name, sync)
+        sync(target)
         return
     try:
         os.link(source, target, follow_symlinks=False)
@@ -88,6 +95,8 @@ def _carry(source: Path, target: Path) -> None:
         if error.errno not in _NO_LINK:
             raise
         shutil.copy2(source, target, follow_symlinks=False)
+        if stat.S_ISREG(target.lstat().st_mode):
+            sync(target)
 
 
 class Staging:
@@ -115,6 +124,7 @@ class Staging:
                 where=str(self.target),
             )
         try:
+            self.new_parents = _missing_parents(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.in_place = self._is_pinned()
             if self.in_place and self.old_names:
@@ -179,11 +189,13 @@ class Staging:
         if exists:
             self.folder.chmod(stat.S_IMODE(self.target.stat().st_mode))
             for name in sorted(set(os.listdir(self.target)) - set(self.old_names)):
-                _carry(self.target / name, self.folder / name)
+                _carry(self.target / name, self.folder / name, self._sync)
         self._sync(self.folder)
         if not exists:
             os.rename(self.folder, self.target)
             self._sync(self.target.parent)
+            for parent in self.new_parents:
+                self._sync(parent.parent)
         elif _exchange(self.folder, self.target):
             self._sync(self.target.parent)
             self._drop(self.folder)

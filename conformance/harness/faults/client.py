@@ -59,7 +59,7 @@ class FaultServer:
         ours, theirs = socket.socketpair()
         shim = str(build_shim())
         # Threads of a numerical library would not survive the fork.
-        environment = {**os.environ, "LD_PRELOAD": shim, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**os.environ, "LD_PRELOAD": _preload(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
             command = [sys.executable, "-m", "conformance.harness.faults.server", str(theirs.fileno()), shim, *preload]
@@ -168,6 +168,11 @@ class FaultServer:
         self.close()
 
 
+def _preload() -> str:
+    # Behind what is preloaded already: a sanitizer's runtime must come first.
+    return ":".join(filter(None, (os.environ.get("LD_PRELOAD"), str(build_shim()))))
+
+
 def _outcome(answer: Answer, log: Path, trace: Trace) -> Outcome:
     code = os.waitstatus_to_exitcode(answer.status)
     report: ForkedReport | None = pickle.loads(answer.report) if answer.report else None
@@ -208,7 +213,7 @@ def run_program(
     with Session(root, faults) as session:
         words, extra = list(command), {**os.environ, **(environment or {})}
         if via == "shim":
-            extra |= {"LD_PRELOAD": str(build_shim()), "TWINPROOF_FAULTS": str(session.path)}
+            extra |= {"LD_PRELOAD": _preload(), "TWINPROOF_FAULTS": str(session.path)}
             extra["TWINPROOF_FAULTS_RANK"] = str(rank)
         else:
             words = [str(build_tracer()), str(session.path), str(rank), "run", *words]

@@ -104,9 +104,10 @@ def _reap(pid: int, text: bytes, started: float, run: ForkedRun, *, timed_out: b
     finished_s = time.monotonic() - started
     if timed_out:
         _kill_group(pid)
-    _, status = os.waitpid(pid, 0)
-    # What the child started has no one to wait for it any more.
+    # What the child started ends with it; until the child is reaped, its group's number is no one else's.
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     _kill_group(pid)
+    _, status = os.waitpid(pid, 0)
     # faulthandler ends a child at its limit with status 1, before the child could report.
     timed_out = timed_out or (not text and finished_s >= run.timeout_s)
     return Answer(text, status, timed_out, finished_s)

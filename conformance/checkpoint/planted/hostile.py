@@ -1,0 +1,39 @@
+"""Holes in the strict parser: what a reader must refuse passes, or what it must take is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import PlantedBug, swap, wrap
+from refimpl.errors import FormatError
+
+BOTH = ("fastimpl", "refimpl")
+PARSE = "refimpl.checkpoint.parse"
+
+
+def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
+    """A bug of the shared parser."""
+    return PlantedBug(id, sentence, requirements, BOTH, patch)
+
+
+def _refuse_extra(original: Any, name: str, fields: Any, where: str) -> Any:
+    if isinstance(fields, dict) and len(fields) > 3:
+        raise FormatError("unknown field", got=sorted(fields), where=f"{where}: tensor {name!r}")
+    return original(name, fields, where)
+
+
+def _refuse_foreign(original: Any, name: str, fields: Any, where: str) -> Any:
+    entry = original(name, fields, where)
+    if entry.dtype.startswith("F6") or entry.kind != entry.dtype:
+        raise FormatError("no torch dtype", got=entry.dtype, where=where)
+    return entry
+
+
+PLANTED = (
+    bug("duplicate_keys_pass", "The last of two equal keys wins.", ("CKPT-400",), swap(f"{PARSE}:_unique", dict)),
+    bug("cover_unchecked", "Holes, overlaps and trailing bytes pass.", ("CKPT-401", "CKPT-406"), swap(f"{PARSE}:_check_cover", lambda entries, data_bytes, where: None)),
+    bug("index_leads_anywhere", "An index may name any path.", ("CKPT-402", "CKPT-404"), swap("refimpl.checkpoint.files:_check_member", lambda folder, name, where: None)),
+    bug("unknown_fields_refused", "A field beyond the three is refused.", ("CKPT-407", "CKPT-408", "CKPT-409"), wrap(f"{PARSE}:_parse_entry", _refuse_extra)),
+    bug("foreign_dtype_blocks", "A tensor that torch cannot hold blocks its file (D4).", ("CKPT-410",), wrap(f"{PARSE}:_parse_entry", _refuse_foreign)),
+    bug("every_link_refused", "Links are refused, those of the hub's cache too.", ("CKPT-411",), swap("refimpl.checkpoint.files:_link_stays_near", lambda folder, name: False)),
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""Faults in loading, consolidation and the single-file functions."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from conformance.harness import PlantedBug, swap, wrap
+from refimpl.errors import MissingKeyError, PlanError
+
+BOTH = ("fastimpl", "refimpl")
+PLANNER = "refimpl.checkpoint.planners"
+
+
+def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = "fastimpl") -> PlantedBug:
+    """A bug of the fast version, or of ``target``."""
+    return PlantedBug(id, sentence, requirements, target, patch)
+
+
+def _short_offset(original: Any, descriptor: int, buffers: Any, offset: int, path: str) -> Any:
+    return original(descriptor, buffers, offset & 0xFFFFFFFF, path)
+
+
+def _from_the_start(original: Any, shape: Any, offsets: Any, sizes: Any, itemsize: int) -> Any:
+    return original(shape, (0,) * len(shape), sizes, itemsize)
+
+
+def _into_copies(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    return [(item, target.clone()) for item, target in original(reader, plan, planner)]
+
+
+def _first_only(error: Any) -> Any:
+    def make(message: str, *, got: Any, **rest: Any) -> Exception:
+        shown = got[:1] if isinstance(got, list) else dict(list(got.items())[:1]) if isinstance(got, dict) else got
+        made: Exception = error(message, got=shown, **rest)
+        return made
+
+    return make
+
+
+def _nothing_unexpected(original: Any, planner: Any) -> Any:
+    plan = original(planner)
+    planner.unexpected_keys = []
+    return plan
+
+
+def _always_cast(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    reader.cast = True
+    return original(reader, plan, planner)
+
+
+def _whole_files(original: Any, jobs: Any, *rest: Any) -> Any:
+    for file in {job.file for job in jobs}:
+        with open(file, "rb") as stream:
+            stream.read()
+    return original(jobs, *rest)
+
+
+def _any_as_bytes(original: Any, kind: str) -> torch.dtype:
+    return original(kind) or torch.uint8
+
+
+def _warning(original: Any, reader: Any) -> Any:
+    warnings.warn("The given buffer is not writable", stacklevel=2)
+    return original(reader)
+
+
+def _slashes(original: Any, reader: Any) -> Any:
+    metadata = original(reader)
+    names = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {name.replace(".", "/"): value for name, value in names.items()}
+    return metadata
+
+
+def _small_reads_lost(original: Any, inputs: Any, file: str, offset: int, target: torch.Tensor) -> None:
+    original(inputs, file, offset, target)
+    if target.numel() <= 8:
+        target.zero_()
+
+
+def _with_format(original: Any, tensors: Any, filename: Any, metadata: Any = None) -> None:
+    original(tensors, filename, {"format": "pt", **(metadata or {})})
+
+
+def _rounded(original: Any, *arguments: Any, **options: Any) -> Any:
+    loaded = original(*arguments, **options)
+    return {n: v.to(torch.bfloat16).to(v.dtype) if v.dtype is torch.float32 else v for n, v in loaded.items()}
+
+
+def _existing_only(original: Any, folder: Any) -> Any:
+    found = original(folder)
+    if found is None:
+        return None
+    names = {name: file for name, file in found[0].items() if (folder / file).exists()}
+    return names, found[1]
+
+
+def _final_again(original: Any, catalog: Any, source: Any, target: Any) -> bool:
+    original(catalog, source, target)
+    return False
+
+
+def _lock_held(original: Any, descriptor: int, pieces: Any, offset: Any) -> int:
+    import ctypes
+
+    write = ctypes.PyDLL(None).pwrite
+    write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+    for piece in pieces:
+        if piece.numel():
+            write(descriptor, piece.data_ptr(), piece.numel(), offset)
+            offset += piece.numel()
+    return len(pieces)
+
+
+PLANTED = (
+    bug("offsets_of_32_bits", "File offsets are cut to 32 bits.", ("CKPT-009",), wrap("fastimpl.checkpoint.readio:read_exactly", _short_offset)),
+    bug("reshard_offset_ignored", "A load always reads a chunk from its start.", ("CKPT-026",), wrap("fastimpl.checkpoint.reader:geometry", _from_the_start)),
+    bug("loaded_into_copies", "A load fills copies of the targets.", ("CKPT-052",), wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _into_copies), BOTH),
+    bug("one_missing_name_shown", "Only the first missing name is shown.", ("CKPT-053",), swap(f"{PLANNER}:MissingKeyError", _first_only(MissingKeyError)), BOTH),
+    bug("unexpected_names_hidden", "Names that the target lacks are not reported.", ("CKPT-054",), wrap(f"{PLANNER}:HuggingFaceLoadPlanner.create_local_plan", _nothing_unexpected), BOTH),
+    bug("one_wrong_shape_shown", "Only the first wrong shape is shown.", ("CKPT-055",), swap(f"{PLANNER}:PlanError", _first_only(PlanError)), BOTH),
+    bug("cast_in_silence", "A dtype mismatch is converted without being asked.", ("CKPT-056",), wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _always_cast), BOTH),
+    bug("whole_files_read", "A load reads whole files.", ("CKPT-057",), wrap("fastimpl.checkpoint.reader:run_jobs", _whole_files)),
+    bug("unknown_dtypes_as_bytes", "A dtype that torch lacks is loaded as bytes.", ("CKPT-058",), wrap("refimpl.checkpoint.reader_base:torch_dtype", _any_as_bytes), BOTH),
+    bug("warns_on_every_load", "A load warns of a buffer that is not writable, as the seed's log shows.", ("CKPT-061",), wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _warning), BOTH),
+    bug("dots_become_slashes", "Names of nested state are changed on the way.", ("CKPT-051",), wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _slashes), BOTH),
+    bug("missing_files_passed_over", "Names whose file is missing are left out in silence (D20).", ("CKPT-045",), wrap("refimpl.checkpoint.catalog:read_index", lambda original, folder: _missing_passed_over(original, folder)), BOTH),
+    bug("scalars_lost_in_consolidation", "Consolidation loses small tensors (D1).", ("CKPT-091",), wrap("fastimpl.checkpoint.consolidate:_Inputs.read", _small_reads_lost)),
+    bug("final_folder_rewritten", "A folder that is already final is written again.", ("CKPT-092",), wrap("fastimpl.checkpoint.consolidate:is_final", _final_again)),
+    bug("save_file_adds_metadata", "save_file adds metadata that nobody gave.", ("CKPT-093",), wrap("fastimpl.checkpoint:save_file", _with_format)),
+    bug("load_file_rounds", "load_file rounds floats to bfloat16.", ("CKPT-088",), wrap("fastimpl.checkpoint:load_file", _rounded)),
+    bug("interpreter_lock_held", "Writes hold the interpreter lock.", ("CKPT-081",), wrap("fastimpl.checkpoint.run:write_at", _lock_held)),
+)  # fmt: skip
+
+
+def _missing_passed_over(original: Any, folder: Any) -> Any:
+    from refimpl.checkpoint import files
+
+    check = files._check_member
+    files._check_member = lambda home, name, where: check(home, name, where) if (home / str(name)).exists() else None
+    try:
+        return _existing_only(original, folder)
+    finally:
+        files._check_member = check

@@ -1,0 +1,217 @@
+"""H. Errors of the file system: raised on every rank with their cause, in time, and nothing half-done is left
+visible.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.crash_driver import Crashes, Struck, fault_server, sampled
+from conformance.checkpoint.crash_reading import (
+    assert_returned,
+    assert_state,
+    carries_errno,
+    is_shown,
+    leftovers,
+    state_in,
+    state_in_file,
+)
+from conformance.checkpoint.crash_states import NEW, OLD, assert_stray, golden, nothing, save_again
+from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.harness.faults import WRITE_CALLS, Fault, FaultServer, Outcome
+
+__all__ = ["fault_server"]
+
+# What can fail before the new checkpoint is in force. Clearing away the old one afterwards is another matter.
+BUILDING = ("open", *WRITE_CALLS, "fsync", "fdatasync", "rename", "link", "mkdir", "ftruncate", "fallocate", "close")
+CLEARING = ("unlink", "rmdir")
+
+
+def _outcomes(struck: Struck) -> Iterable[Outcome]:
+    return (struck.outcome,) if struck.ranks is None else struck.ranks.outcomes
+
+
+def _assert_raised(struck: Struck, code: int) -> None:
+    """Every rank raised in time, and each knows the original cause."""
+    for rank, outcome in enumerate(_outcomes(struck)):
+        where = f"{struck.where}, rank {rank}"
+        if outcome.error is None:
+            got = "a hang" if outcome.timed_out else f"exit code {outcome.exit_code}, no error"
+            raise Mismatch("a rank does not raise", got=got, expected=os.strerror(code), where=where)
+        if not carries_errno(outcome.error, code):
+            raise Mismatch("the cause is lost", got=repr(outcome.error), expected=os.strerror(code), where=where)
+
+
+def _assert_unharmed(checkpoint: Any, struck: Struck, old: int | None) -> None:
+    """The old state is there whole, or the new one where the error came after it had been put into force."""
+    target = struck.root / "ck"
+    shown = is_shown(struck.outcome.trace, target)
+    found = state_in(checkpoint, target, (OLD, NEW), where=struck.where)
+    assert_equal(found, NEW if shown else old, where=f"{struck.where}: state")
+    assert_equal(
+        leftovers(struck.root, "ck") if old is not None or shown else leftovers(struck.root), [], where=struck.where
+    )
+
+
+@requirement("CKPT-310", "An error of any call before publication MUST be raised with its number, and nothing be left.")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize("first", [True, False], ids=["first save", "overwriting"])
+def test_any_call_fails(
+    checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, code: int, first: bool
+) -> None:
+    prepare = nothing if first else golden(checkpoint, tmp_path)
+    crashes = Crashes(server, tmp_path, prepare, programs.save_alone, impl.__name__, "{root}/ck", NEW, {})
+    count = crashes.record().count(BUILDING)
+    for struck in crashes.struck(Fault(BUILDING, number, "errno", errno=code) for number in range(1, count + 1)):
+        if struck.outcome.error is None and is_shown(struck.outcome.trace, struck.root / "ck"):
+            # What fails after publication may be reported or logged; the checkpoint is whole either way.
+            assert_state(checkpoint, struck.root / "ck", NEW, where=struck.where)
+            continue
+        _assert_raised(struck, code)
+        _assert_unharmed(checkpoint, struck, None if first else OLD)
+        if not first:
+            assert_stray(struck.root / "ck", struck.where)
+        save_again(checkpoint, struck.root / "ck", struck.where)
+
+
+@requirement(
+    "CKPT-311", "A disk that stays full from any write on MUST fail the save and leave the old checkpoint alone."
+)
+def test_disk_stays_full(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
+    prepare = golden(checkpoint, tmp_path)
+    options = {"thread_count": 4}
+    crashes = Crashes(server, tmp_path, prepare, programs.save_alone, impl.__name__, "{root}/ck", NEW, options)
+    count = crashes.record().count(WRITE_CALLS)
+    for struck in crashes.struck(Fault(WRITE_CALLS, number, "errno", times=0) for number in range(1, count + 1)):
+        _assert_raised(struck, errno.ENOSPC)
+        _assert_unharmed(checkpoint, struck, OLD)
+
+
+@requirement("CKPT-312", "A failure to clear away what a save replaced MUST NOT harm the checkpoint that is in force.")
+def test_clearing_fails(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
+    prepare = golden(checkpoint, tmp_path)
+    crashes = Crashes(server, tmp_path, prepare, programs.save_alone, impl.__name__, "{root}/ck", NEW, {})
+    count = crashes.record().count(CLEARING)
+    for struck in crashes.struck(Fault(CLEARING, number, "errno", errno=errno.EIO) for number in range(1, count + 1)):
+        found = state_in(checkpoint, struck.root / "ck", (OLD, NEW), where=struck.where)
+        assert_equal(found, OLD if struck.outcome.error is not None else NEW, where=struck.where)
+
+
+@requirement(
+    "CKPT-313", "A full disk under any thread of any rank MUST be raised on every rank with its cause, in time."
+)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_full_disk_on_one_rank(
+    checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, rank: int, threads: int
+) -> None:
+    args = ("{root}/ck", NEW, {"thread_count": threads})
+    crashes = Crashes(server, tmp_path, golden(checkpoint, tmp_path), programs.save_together, *args, world_size=2)
+    count = crashes.record().count(WRITE_CALLS, rank=rank)
+    if not count:
+        pytest.skip(f"rank {rank} of {impl.__name__} makes no write that could fail")
+    points = [Fault(WRITE_CALLS, number, "errno", times=0, rank=rank) for number in sampled(count, 4)]
+    for struck in crashes.struck(points):
+        _assert_raised(struck, errno.ENOSPC)
+        _assert_unharmed(checkpoint, struck, OLD)
+
+
+@requirement(
+    "CKPT-314", "A failing open, fsync or rename on one rank MUST be raised on every rank with its cause, in time."
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_calls_fail_on_one_rank(
+    checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, rank: int
+) -> None:
+    prepare = golden(checkpoint, tmp_path)
+    crashes = Crashes(server, tmp_path, prepare, programs.save_together, "{root}/ck", NEW, {}, world_size=2)
+    trace = crashes.record()
+    points = [
+        Fault(call, number, "errno", errno=errno.EIO, rank=rank)
+        for call in ("open", "fsync", "rename", "mkdir")
+        for number in sampled(trace.count(call, rank=rank), 3)
+    ]
+    if not points:
+        pytest.skip(f"rank {rank} of {impl.__name__} makes no call that could fail")
+    for struck in crashes.struck(points):
+        if struck.outcome.error is None and is_shown(struck.outcome.trace, struck.root / "ck"):
+            assert_state(checkpoint, struck.root / "ck", NEW, where=struck.where)
+            continue
+        _assert_raised(struck, errno.EIO)
+        _assert_unharmed(checkpoint, struck, OLD)
+
+
+@requirement("CKPT-315", "Short writes MUST be continued, so that the files are right to the byte.")
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_short_writes(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, world_size: int) -> None:
+    function: Any = programs.save_together if world_size else programs.save_alone
+    args = ("{root}/ck", NEW, {"thread_count": 2})
+    first = () if world_size else (impl.__name__,)
+    crashes = Crashes(server, tmp_path, nothing, function, *first, *args, world_size=world_size)
+    count = crashes.record().count(WRITE_CALLS)
+    points = [Fault(WRITE_CALLS, number, "short") for number in sampled(count, 8)]
+    for struck in crashes.struck([*points, Fault(WRITE_CALLS, 1, "short", times=0)]):
+        assert_returned(_outcomes(struck), struck.where)
+        assert_state(checkpoint, struck.root / "ck", NEW, where=struck.where)
+
+
+@requirement(
+    "CKPT-316", "A call that a signal interrupts MUST be repeated, or fail the save and leave the old checkpoint."
+)
+def test_interrupted_calls(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
+    prepare = golden(checkpoint, tmp_path)
+    crashes = Crashes(server, tmp_path, prepare, programs.save_alone, impl.__name__, "{root}/ck", NEW, {})
+    calls = ("open", *WRITE_CALLS, "fsync", "fdatasync", "rename")
+    count = crashes.record().count(calls)
+    for struck in crashes.struck(Fault(calls, number, "eintr") for number in range(1, count + 1)):
+        if struck.outcome.error is None:
+            assert_state(checkpoint, struck.root / "ck", NEW, where=struck.where)
+        else:
+            _assert_raised(struck, errno.EINTR)
+            _assert_unharmed(checkpoint, struck, OLD)
+
+
+@requirement(
+    "CKPT-317", "Consolidation and save_file that fail MUST raise the cause, leave the old files and nothing else."
+)
+@pytest.mark.parametrize("what", ["consolidate", "save_file"])
+def test_other_writers_fail(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, what: str) -> None:
+    prepare = golden(checkpoint, tmp_path)
+    programs.save_one_file(impl.__name__, str(tmp_path / "golden" / "m.safetensors"), OLD)
+    programs.save_alone(impl.__name__, str(tmp_path / "golden" / "shards"), NEW, {"enable_consolidation": False})
+    if what == "consolidate":
+        crashes = Crashes(server, tmp_path, prepare, programs.consolidate, impl.__name__, "{root}/shards", "{root}/ck")
+    else:
+        file = "{root}/m.safetensors"
+        crashes = Crashes(server, tmp_path, prepare, programs.save_one_file, impl.__name__, file, NEW)
+    calls = (*WRITE_CALLS, "fsync", "rename")
+    count = crashes.record().count(calls)
+    for struck in crashes.struck(Fault(calls, number, "errno", times=0) for number in range(1, count + 1)):
+        _assert_raised(struck, errno.ENOSPC)
+        shown = struck.outcome.trace.only("rename")
+        landed = any(event.succeeded and event.path2.endswith(("/ck", "/m.safetensors")) for event in shown)
+        expected = NEW if landed else OLD
+        assert_equal(leftovers(struck.root, "ck", "shards", "m.safetensors"), [], where=struck.where)
+        if what == "consolidate":
+            found = state_in(checkpoint, struck.root / "ck", (OLD, NEW), where=struck.where)
+        else:
+            found = state_in_file(checkpoint, struck.root / "m.safetensors", (OLD, NEW), where=struck.where)
+        assert_equal(found, expected, where=struck.where)
+
+
+@requirement("CKPT-318", "A rank that writes for longer than the caller's group waits MUST NOT make the save fail.")
+def test_slow_rank(checkpoint: Any, server: FaultServer, tmp_path: Path) -> None:
+    args = ("{root}/ck", NEW, str(tmp_path / "store"), 1.0)
+    slow = Fault(WRITE_CALLS, 1, "delay", delay_s=2.5)
+    crashes = Crashes(server, tmp_path, nothing, programs.save_at_slow_rank, *args, world_size=2)
+    struck = next(iter(crashes.struck([slow])))
+    assert_returned(_outcomes(struck), struck.where)
+    assert_state(checkpoint, struck.root / "ck", NEW, where=struck.where)
