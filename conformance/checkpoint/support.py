@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from conformance.harness import Rank, assert_same_bytes, assert_same_tensors
+from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensors
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -79,6 +79,7 @@ def assert_folder(
     """Every file is byte-identical to the oracle's, the index is exact, and nothing else is there."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     weight_map = {name: file for file, names in files.items() for name in names}
+    assert_equal(sorted(path.name for path in folder.glob("model*.safetensors")), sorted(files), where="files")
     for file, names in files.items():
         expected = oracle({name: state[name] for name in names}, {"format": "pt", **(metadata or {})})
         assert_same_bytes(folder / file, expected, where=file)

@@ -49,7 +49,7 @@ def test_file_names(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal(names, [f"model-{i:05d}-of-00012.safetensors" for i in range(1, 13)], where="names")
     many = {f"{i}": i for i in range(1, 100_001)}
     with raises(ConfigError, mentions=("100000", "99999")):
-        save(checkpoint, {name: torch.empty(0) for name in many}, tmp_path / "no", fqn_to_index_mapping=many)
+        checkpoint.HuggingFaceStorageWriter(tmp_path / "no", fqn_to_index_mapping=many)
 
 
 @requirement(

@@ -85,6 +85,10 @@ def check_mapping(mapping: Mapping[str, int] | None) -> dict[str, int] | None:
         if type(index) is not int or index < 1:
             raise ConfigError("a file index is an int from 1", got=index, where=f"fqn_to_index_mapping[{name!r}]")
     used = set(mapping.values())
+    if len(used) > FILE_COUNT_MAX:
+        raise ConfigError(
+            "too many files", got=len(used), expected=f"<= {FILE_COUNT_MAX}", where="fqn_to_index_mapping"
+        )
     if used != set(range(1, len(used) + 1)):
         raise ConfigError(
             "file indices leave gaps", got=sorted(used)[:20], expected=f"1..{len(used)}", where="fqn_to_index_mapping"
