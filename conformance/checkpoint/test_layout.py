@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors
 import torch
 from hypothesis import given
@@ -141,12 +143,19 @@ def test_metadata(checkpoint: Any, tmp_path: Path) -> None:
         save(checkpoint, state, tmp_path / "no", metadata={"step": 7})
 
 
-@requirement("CKPT-018", "A header above 100 MB MUST be refused before anything is written.")
-def test_header_limit(checkpoint: Any, tmp_path: Path) -> None:
+@requirement(
+    "CKPT-018", "A header above 100 MB MUST be refused before anything is written; one above 25 MB MUST be warned of."
+)
+def test_header_limit(checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {f"{i}{'x' * 3_400_000}": torch.ones(1) for i in range(30)}
     with raises(ConfigError, mentions=("header",)):
         save(checkpoint, state, tmp_path / "ck")
     assert_equal(list(tmp_path.iterdir()), [], where="folder after a refused save")
+    with caplog.at_level(logging.WARNING):
+        save(checkpoint, dict(list(state.items())[:8]), tmp_path / "ck")
+    assert_equal(
+        ["25000000" in r.getMessage() for r in caplog.records if "header" in r.getMessage()], [True], where="warning"
+    )
 
 
 def _save_shuffled(rank: Rank, path: str, order: list[int], threads: int, block_bytes: int, write_mode: str) -> None:

@@ -7,6 +7,7 @@ module exists once, for both implementations.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from refimpl.errors import ConfigError, UnsupportedError
 
 __all__ = ["DTYPES", "UNPAIRED_F4", "Entry", "FileLayout", "dtype_name", "lay_out", "torch_dtype"]
 
+logger = logging.getLogger("refimpl.checkpoint")
+
 METADATA_KEY = "__metadata__"
 HEADER_BYTES_MAX = 100_000_000  # The safetensors library's own cap, for writing and reading.
+HEADER_BYTES_REMOTE = 25_000_000  # huggingface_hub's parser of remote headers reads no more.
 PAGE_BYTES = 4096
 LENGTH_BYTES = 8
 
@@ -164,6 +168,8 @@ def lay_out(
     text += b" " * (-(len(text) + LENGTH_BYTES) % unit)
     if len(text) > HEADER_BYTES_MAX:
         raise ConfigError("header too long for one file", got=len(text), expected=f"<= {HEADER_BYTES_MAX} bytes")
+    if len(text) > HEADER_BYTES_REMOTE:
+        logger.warning("a header of %d bytes: model hubs' remote parsers stop at %d", len(text), HEADER_BYTES_REMOTE)
     start = LENGTH_BYTES + len(text)
     begins = {name: start + offset for name, offset in relative.items()}
     return FileLayout(len(text).to_bytes(LENGTH_BYTES, "little") + text, begins, start + position)
