@@ -1,0 +1,1 @@
+"""The price: paired measurements, counters and gates."""

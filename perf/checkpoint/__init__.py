@@ -1,0 +1,21 @@
+"""The jobs of the checkpoint bench; ``workloads.toml`` says on which shapes, ``gates.toml`` what must come out."""
+
+from collections.abc import Callable
+
+from conformance.harness import Rank
+from perf.checkpoint.folders import measure_consolidations, measure_openings
+from perf.checkpoint.planning import measure_planning
+from perf.checkpoint.saving import measure_loads, measure_saves
+from perf.harness.paired import Round
+from perf.harness.workloads import Workload
+
+# Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
+JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
+    "save": measure_saves,
+    "load": measure_loads,
+    "consolidate": measure_consolidations,
+    "open": measure_openings,
+    "plan": measure_planning,
+}
+
+__all__ = ["JOBS"]

@@ -1,0 +1,106 @@
+"""Saves and loads on all ranks, ours and torch's in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from conformance.harness import Rank
+from perf.checkpoint.model import Model, remove_folder
+from perf.checkpoint.runs import Run, measure, thread_count_of
+from perf.harness.paired import Round, Sample
+from perf.harness.workloads import Workload
+from perf.peers import torch_checkpoint as peer
+
+__all__ = ["measure_loads", "measure_saves", "save_ours"]
+
+
+def save_ours(
+    checkpoint: Any, state: dict[str, Any], folder: Path, mapping: dict[str, int], thread_count: int, **options: Any
+) -> Sample:
+    """What a user calls, with nothing set but files and threads; returns the writer's own exact counts."""
+    with checkpoint.HuggingFaceStorageWriter(folder, mapping, thread_count=thread_count, **options) as writer:
+        save(dict(state), storage_writer=writer)
+    stats = writer.stats
+    return {"file_write_calls": float(stats.write_count), "file_written_bytes": float(stats.written_bytes)}
+
+
+def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
+    """Save the same state with every contender: ``ours``, ``torch``, both also ``-best``, ``plain``, ``per-run``."""
+    model = Model(workload)
+    state = model.state()
+    parts = [state[name].to_local() for name in model.names]
+    layout = list(model.headers())
+
+    def work_of(who: str, path: Path) -> Callable[[], Sample | None]:
+        threads = thread_count_of(who)
+        if who == "plain":
+            return lambda: peer.plain_save(parts, path, layout, rank=rank.rank, rank_count=rank.world_size)
+        if who == "per-run":
+            return lambda: peer.per_run_save(parts, path, layout, rank=rank.rank, rank_count=rank.world_size)
+        if who.startswith("torch"):
+            return lambda: peer.save_state(state, path, model.mapping, thread_count=threads)
+        checkpoint = rank.component("checkpoint")
+        # The control of the gate on write calls: the same program with blocks too small for any disk.
+        options = {"block_bytes": 65536} if who == "ours-64k" else {}
+        return lambda: save_ours(checkpoint, state, path, model.mapping, threads, **options)
+
+    runs = {}
+    for who in workload.contenders:
+        path = Path(folder) / who
+
+        def clean(path: Path = path, *, again: bool = False) -> None:
+            if rank.rank == 0:
+                remove_folder(path)
+                if again:
+                    path.mkdir()
+
+        runs[who] = Run(
+            work=work_of(who, path),
+            check=lambda path=path, who=who: model.check_folder(path, who),  # type: ignore[misc]
+            prepare=lambda clean=clean: clean(again=True),  # type: ignore[misc]
+            finish=clean,
+            last=round_count,
+        )
+    return measure(runs, round_count, seed)
+
+
+def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
+    """Load the same files into the same preallocated tensors with every contender: ``ours``, ``torch``, ``-best``."""
+    model = Model(workload)
+    path = Path(folder) / "saved"
+    # The peer's files: a reader that only understood its own writer would otherwise pass.
+    peer.save_state(model.state(), path, model.mapping, thread_count=4)
+    if rank.rank == 0:
+        remove_folder(path / "sharded")
+    targets = model.state(fill=False)
+
+    def work_of(who: str) -> Callable[[], None]:
+        threads = thread_count_of(who)
+        if who.startswith("torch"):
+            return lambda: peer.load_state(targets, path, thread_count=threads)
+        reader = rank.component("checkpoint").HuggingFaceStorageReader
+        return lambda: load(dict(targets), storage_reader=reader(path, thread_count=threads))
+
+    def blank() -> None:
+        for target in targets.values():
+            target.to_local().zero_()
+
+    runs = {
+        who: Run(
+            work=work_of(who),
+            check=lambda who=who: model.check_state(targets, who),  # type: ignore[misc]
+            prepare=blank,
+            finish=lambda: None,
+            last=round_count,
+        )
+        for who in workload.contenders
+    }
+    rounds = measure(runs, round_count, seed)
+    if rank.rank == 0:
+        remove_folder(path)
+    return rounds

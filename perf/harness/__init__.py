@@ -1,0 +1,1 @@
+"""Paired measurement, verdicts, counters, gates."""

@@ -1,0 +1,93 @@
+"""The measuring itself: order, verdicts, counters, and a GPU that is not there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from perf.harness.counters import Counters, peak_is_resettable
+from perf.harness.nvml import Unavailable, open_gpu
+from perf.harness.paired import Sample, interleave, merge_ranks, ratios
+from perf.harness.roofline import measure_roofline
+from perf.harness.verdicts import Verdict, compare, interval_of
+from refimpl.errors import ConfigError
+
+
+def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:
+    calls: list[str] = []
+
+    def contender(name: str) -> Sample:
+        calls.append(name)
+        return {"seconds": float(len(calls))}
+
+    rounds = interleave({n: lambda n=n: contender(n) for n in "abc"}, round_count=20, seed=1)  # type: ignore[misc]
+    assert len(rounds) == 20
+    assert len(calls) == 63
+    orders = {tuple(calls[i : i + 3]) for i in range(0, 63, 3)}
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert len(orders) > 3
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        interleave({}, round_count=1, seed=0)
+
+
+def test_ranks_merge_to_the_slowest_and_the_sum() -> None:
+    merged = merge_ranks(
+        [[{"a": {"seconds": 1.0, "written_bytes": 5.0}}], [{"a": {"seconds": 3.0, "written_bytes": 7.0}}]]
+    )
+    assert merged == [{"a": {"seconds": 3.0, "written_bytes": 12.0}}]
+
+
+def test_the_same_against_itself_is_never_faster() -> None:
+    noise = random.Random(5)
+    for _ in range(200):
+        rounds = [{"a": {"seconds": 1 + noise.gauss(0, 0.02)}} for _ in range(9)]
+        assert compare(ratios(rounds, "a", "a")).verdict not in (Verdict.FASTER, Verdict.SLOWER)
+
+
+def test_verdicts() -> None:
+    assert compare([2.0, 2.1, 1.9, 2.0, 2.05, 2.2]).verdict is Verdict.FASTER
+    assert compare([0.5, 0.52, 0.49, 0.5, 0.51, 0.5]).verdict is Verdict.SLOWER
+    assert compare([1.0, 1.005, 0.995, 1.0, 1.001, 0.999]).verdict is Verdict.SAME
+    assert compare([0.5, 2.0, 1.0, 0.7, 1.5, 1.1]).verdict is Verdict.UNDECIDED
+    assert compare([2.0]).verdict is Verdict.UNDECIDED
+    with pytest.raises(ValueError, match="finite"):
+        interval_of([1.0, float("nan"), 2.0])
+
+
+def test_counters_see_bytes_calls_and_memory(tmp_path: Path) -> None:
+    counters = Counters()
+    counters.start()
+    kept = bytearray(32 << 20)
+    kept[::4096] = b"x" * len(kept[::4096])
+    with (tmp_path / "f").open("wb", buffering=0) as file:
+        file.write(b"y" * 100_000)
+    found = counters.stop()
+    assert found["written_bytes"] >= 100_000
+    assert found["write_calls"] >= 1
+    if peak_is_resettable():
+        assert 30 << 20 <= found["rss_growth_bytes"] <= 48 << 20
+    with pytest.raises(RuntimeError):
+        counters.stop()
+
+
+def test_a_missing_gpu_is_said_in_words() -> None:
+    class Broken:
+        NVMLError = RuntimeError
+
+        def nvmlInit(self) -> None:
+            raise RuntimeError("no driver")
+
+    found = open_gpu(library=Broken())
+    assert isinstance(found, Unavailable)
+    assert "no driver" in str(found)
+
+
+def test_rooflines_are_rates(tmp_path: Path) -> None:
+    found = measure_roofline(tmp_path, size_bytes=1 << 20, round_count=1)
+    assert all(rate > 0 for rate in found.as_dict().values())
+    assert list(tmp_path.iterdir()) == []
