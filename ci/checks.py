@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LINES_MAX = 300
+LINES_MAX = 340
 STEMS = ("kvstore", "pipeline", "offload", "checkpoint")
-UNSTABLE = re.compile(r'#include\s*[<"](torch/extension|torch/all|torch/library|torch/torch|ATen/|c10/|pybind11/|Python\.h)')
+UNSTABLE = re.compile(
+    r'#include\s*[<"](torch/extension|torch/all|torch/library|torch/torch|ATen/|c10/|pybind11/|Python\.h)'
+)
 MACHINE = re.compile(r"/(home|root|work|Users)/\w|(pypi|pythonhosted|conda)\.(org|io|com)")
 
 
@@ -38,7 +40,9 @@ def stable_includes(files: list[Path]) -> Iterator[str]:
 
 def undefined_symbols(library: Path) -> Iterator[str]:
     """The built library needs no Python and no C++ symbol of torch."""
-    names = subprocess.run(["nm", "-DC", "--undefined-only", library], check=True, capture_output=True, text=True).stdout
+    names = subprocess.run(
+        ["nm", "-DC", "--undefined-only", library], check=True, capture_output=True, text=True
+    ).stdout
     for line in names.splitlines():
         symbol = line.split(maxsplit=1)[1] if " " in line.strip() else line
         if re.search(r"\bPy[A-Z_]\w*|\bat::|\bc10::", symbol.replace("w ", "")):
@@ -57,7 +61,9 @@ def rooms() -> Iterator[str]:
     for stem in STEMS:
         alive = (ROOT / "refimpl" / stem).is_dir() or (ROOT / "refimpl" / f"{stem}.py").exists()
         wanted = [(ROOT / "fastimpl" / stem, ROOT / "fastimpl" / f"{stem}.py"), (ROOT / "perf" / f"bench_{stem}.py",)]
-        wanted += [(ROOT / "conformance" / stem / "planted.py", ROOT / "conformance" / stem / "planted" / "__init__.py")]
+        wanted += [
+            (ROOT / "conformance" / stem / "planted.py", ROOT / "conformance" / stem / "planted" / "__init__.py")
+        ]
         for choices in wanted if alive else ():
             if not any(choice.exists() for choice in choices):
                 yield f"{stem}: {choices[0].relative_to(ROOT)} is missing"
@@ -70,7 +76,8 @@ def machines(files: list[Path]) -> Iterator[str]:
             continue
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
             if MACHINE.search(line):
-                yield f"{path.relative_to(ROOT)}:{number}: a path of one machine or a package host: {line.strip()[:100]}"
+                place = f"{path.relative_to(ROOT)}:{number}"
+                yield f"{place}: a path of one machine or a package host: {line.strip()[:100]}"
 
 
 def main(arguments: list[str]) -> int:

@@ -154,7 +154,9 @@ def test_header_limit(checkpoint: Any, tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         save(checkpoint, dict(list(state.items())[:8]), tmp_path / "ck")
     assert_equal(
-        ["25000000" in r.getMessage() for r in caplog.records if r.name == "refimpl.checkpoint"], [True], where="warning"
+        ["25000000" in r.getMessage() for r in caplog.records if r.name == "refimpl.checkpoint"],
+        [True],
+        where="warning",
     )
 
 

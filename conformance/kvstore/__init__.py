@@ -1,1 +1,1 @@
-"""Requirements, state machine and planted bugs of kvstore. Empty until the component lands: nothing is collected here."""
+"""Requirements, state machine and planted bugs of kvstore: empty until the component lands."""

@@ -1,1 +1,1 @@
-"""Requirements, state machine and planted bugs of offload. Empty until the component lands: nothing is collected here."""
+"""Requirements, state machine and planted bugs of offload: empty until the component lands."""

@@ -73,7 +73,10 @@ def _last_byte_lost(original: Any, parts: Any, *, failed: bool) -> torch.Tensor:
 
 
 def _blank_in_workers(original: Any, descriptor: int, pieces: Any, offset: Any) -> int:
-    if threading.current_thread() is not threading.main_thread() and "checkpoint-write" in threading.current_thread().name:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        and "checkpoint-write" in threading.current_thread().name
+    ):
         pieces = [torch.zeros_like(piece) for piece in pieces]
     return int(original(descriptor, pieces, offset))
 
@@ -102,31 +105,152 @@ def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> Pl
 
 
 PLANTED = (
-    bug("scalar_becomes_zero", "A 0-dim tensor loses its value (D1).", ("CKPT-004",), _bytes_where(lambda s: s.value.dim() == 0, _zero)),
-    bug("integers_become_zero", "Integer tensors are stored without their values (D2).", ("CKPT-001",), _bytes_where(lambda s: s.dtype is torch.int16, _zero)),
-    bug("nan_payloads_lost", "Every NaN becomes the canonical one.", ("CKPT-002",), _bytes_where(lambda s: s.dtype is torch.float32, _canonical_nan)),
-    bug("conjugate_ignored", "A lazy conjugate is stored without its sign (compare D3).", ("CKPT-003",), _values_changed(lambda v: v.conj() if v.is_conj() else v)),
-    bug("strides_ignored", "A strided view is stored as its memory lies (D19).", ("CKPT-007",), _values_changed(_memory_as_it_lies)),
-    bug("storage_offset_ignored", "A view is stored from the start of its storage.", ("CKPT-008",), _values_changed(lambda v: v.as_strided(v.size(), v.stride(), 0) if v.numel() else v)),
-    bug("meta_tensors_pass", "A meta tensor is not refused by name.", ("CKPT-010",), swap("fastimpl.checkpoint.writer:check_storable", lambda tensor, where: None)),
-    bug("tied_stored_empty", "The second name of a storage is stored as zeros (D5, D19).", ("CKPT-047", "CKPT-048"), wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._source", _seen_storage)),
-    bug("placed_backwards", "A rectangle's bytes are placed in reverse.", ("CKPT-019", "CKPT-104"), wrap("fastimpl.ops:rect_place", lambda original, window, start, dense, words: original(window, start, dense.flip(0), words))),
-    bug("message_loses_a_byte", "The last byte of each exchanged message is wrong.", ("CKPT-021", "CKPT-022", "CKPT-096"), wrap("fastimpl.checkpoint.exchange:_frame", _last_byte_lost)),
-    bug("inner_shards_reversed", "Shards of tensors with three and more dimensions are stored in reverse.", ("CKPT-023",), _values_changed(lambda v: v.flip(0) if v.dim() > 2 else v)),
-    bug("shared_replica_is_blank", "What a rank supplies in place of another replica is zeros.", ("CKPT-024",), wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._parts", _blank_replicas)),
-    bug("vectors_lost", "Replicated vectors are stored as zeros.", ("CKPT-028", "CKPT-090"), _bytes_where(lambda s: s.value.dim() == 1, _zero)),
-    bug("replicas_written_by_one", "One rank writes all of a replicated tensor.", ("CKPT-035",), swap("fastimpl.checkpoint.writer:find_holders", lambda arrangement, held: {})),
-    bug("worker_threads_write_blanks", "Blocks that worker threads write are blank.", ("CKPT-078",), wrap("fastimpl.checkpoint.run:write_at", _blank_in_workers)),
-    bug("descriptor_left_open", "Each save leaves a file descriptor open.", ("CKPT-079",), wrap("fastimpl.checkpoint.run:FileSet.close", lambda original, files, *, durable: (original(files, durable=durable), os.dup(0)))),
+    bug(
+        "scalar_becomes_zero",
+        "A 0-dim tensor loses its value (D1).",
+        ("CKPT-004",),
+        _bytes_where(lambda s: s.value.dim() == 0, _zero),
+    ),
+    bug(
+        "integers_become_zero",
+        "Integer tensors are stored without their values (D2).",
+        ("CKPT-001",),
+        _bytes_where(lambda s: s.dtype is torch.int16, _zero),
+    ),
+    bug(
+        "nan_payloads_lost",
+        "Every NaN becomes the canonical one.",
+        ("CKPT-002",),
+        _bytes_where(lambda s: s.dtype is torch.float32, _canonical_nan),
+    ),
+    bug(
+        "conjugate_ignored",
+        "A lazy conjugate is stored without its sign (compare D3).",
+        ("CKPT-003",),
+        _values_changed(lambda v: v.conj() if v.is_conj() else v),
+    ),
+    bug(
+        "strides_ignored",
+        "A strided view is stored as its memory lies (D19).",
+        ("CKPT-007",),
+        _values_changed(_memory_as_it_lies),
+    ),
+    bug(
+        "storage_offset_ignored",
+        "A view is stored from the start of its storage.",
+        ("CKPT-008",),
+        _values_changed(lambda v: v.as_strided(v.size(), v.stride(), 0) if v.numel() else v),
+    ),
+    bug(
+        "meta_tensors_pass",
+        "A meta tensor is not refused by name.",
+        ("CKPT-010",),
+        swap("fastimpl.checkpoint.writer:check_storable", lambda tensor, where: None),
+    ),
+    bug(
+        "tied_stored_empty",
+        "The second name of a storage is stored as zeros (D5, D19).",
+        ("CKPT-047", "CKPT-048"),
+        wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._source", _seen_storage),
+    ),
+    bug(
+        "placed_backwards",
+        "A rectangle's bytes are placed in reverse.",
+        ("CKPT-019", "CKPT-104"),
+        wrap(
+            "fastimpl.ops:rect_place",
+            lambda original, window, start, dense, words: original(window, start, dense.flip(0), words),
+        ),
+    ),
+    bug(
+        "message_loses_a_byte",
+        "The last byte of each exchanged message is wrong.",
+        ("CKPT-021", "CKPT-022", "CKPT-096"),
+        wrap("fastimpl.checkpoint.exchange:_frame", _last_byte_lost),
+    ),
+    bug(
+        "inner_shards_reversed",
+        "Shards of tensors with three and more dimensions are stored in reverse.",
+        ("CKPT-023",),
+        _values_changed(lambda v: v.flip(0) if v.dim() > 2 else v),
+    ),
+    bug(
+        "shared_replica_is_blank",
+        "What a rank supplies in place of another replica is zeros.",
+        ("CKPT-024",),
+        wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._parts", _blank_replicas),
+    ),
+    bug(
+        "vectors_lost",
+        "Replicated vectors are stored as zeros.",
+        ("CKPT-028", "CKPT-090"),
+        _bytes_where(lambda s: s.value.dim() == 1, _zero),
+    ),
+    bug(
+        "replicas_written_by_one",
+        "One rank writes all of a replicated tensor.",
+        ("CKPT-035",),
+        swap("fastimpl.checkpoint.writer:find_holders", lambda arrangement, held: {}),
+    ),
+    bug(
+        "worker_threads_write_blanks",
+        "Blocks that worker threads write are blank.",
+        ("CKPT-078",),
+        wrap("fastimpl.checkpoint.run:write_at", _blank_in_workers),
+    ),
+    bug(
+        "descriptor_left_open",
+        "Each save leaves a file descriptor open.",
+        ("CKPT-079",),
+        wrap(
+            "fastimpl.checkpoint.run:FileSet.close",
+            lambda original, files, *, durable: (original(files, durable=durable), os.dup(0)),
+        ),
+    ),
     bug("whole_copies_kept", "A save keeps a second copy of every tensor.", ("CKPT-080",), wrap(SOURCE, _whole_copy)),
-    bug("writes_cut_small", "Blocks are written in pieces of 64 KiB.", ("CKPT-089",), wrap("fastimpl.checkpoint.run:write_at", _small_writes)),
-    bug("snapshot_shared", "An async save works on the caller's own tensors.", ("CKPT-083",), wrap("torch.distributed.checkpoint.staging:DefaultStager.stage", _shared_snapshot)),
-    bug("export_keep_ignored", "The keep-list of an export is not looked at.", ("CKPT-060",), swap("refimpl.checkpoint.arrange:fnmatchcase", lambda name, pattern: False)),
-    bug("copies_not_waited_for", "A block is written before its bytes came from the device.", ("CKPT-101",), swap("fastimpl.checkpoint.staging:Stager.finish", staticmethod(lambda waits: None))),
-    bug("buffer_reused_early", "A buffer is filled again while its copy is still to run.", ("CKPT-102",), swap("fastimpl.checkpoint.staging:DoubleBuffer._settle", lambda buffers, turn: None)),
-    bug("version_not_bumped", "Operators write behind autograd's back.", ("CKPT-106",), swap("torch.autograd.graph:increment_version", lambda tensors: None)),
-    bug("misuse_ignored", "What an operator refuses is passed over in silence.", ("CKPT-105",), wrap("fastimpl.ops:rect_place", lambda original, *a: _silenced(original, *a))),
-)  # fmt: skip
+    bug(
+        "writes_cut_small",
+        "Blocks are written in pieces of 64 KiB.",
+        ("CKPT-089",),
+        wrap("fastimpl.checkpoint.run:write_at", _small_writes),
+    ),
+    bug(
+        "snapshot_shared",
+        "An async save works on the caller's own tensors.",
+        ("CKPT-083",),
+        wrap("torch.distributed.checkpoint.staging:DefaultStager.stage", _shared_snapshot),
+    ),
+    bug(
+        "export_keep_ignored",
+        "The keep-list of an export is not looked at.",
+        ("CKPT-060",),
+        swap("refimpl.checkpoint.arrange:fnmatchcase", lambda name, pattern: False),
+    ),
+    bug(
+        "copies_not_waited_for",
+        "A block is written before its bytes came from the device.",
+        ("CKPT-101",),
+        swap("fastimpl.checkpoint.staging:Stager.finish", staticmethod(lambda waits: None)),
+    ),
+    bug(
+        "buffer_reused_early",
+        "A buffer is filled again while its copy is still to run.",
+        ("CKPT-102",),
+        swap("fastimpl.checkpoint.staging:DoubleBuffer._settle", lambda buffers, turn: None),
+    ),
+    bug(
+        "version_not_bumped",
+        "Operators write behind autograd's back.",
+        ("CKPT-106",),
+        swap("torch.autograd.graph:increment_version", lambda tensors: None),
+    ),
+    bug(
+        "misuse_ignored",
+        "What an operator refuses is passed over in silence.",
+        ("CKPT-105",),
+        wrap("fastimpl.ops:rect_place", lambda original, *a: _silenced(original, *a)),
+    ),
+)
 
 
 def _silenced(original: Any, *arguments: Any) -> None:

@@ -23,6 +23,11 @@ def both(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> P
     return PlantedBug(id, sentence, requirements, BOTH, patch)
 
 
+def fast(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
+    """A bug where only the fast version looks: the reference lays its files out elsewhere."""
+    return PlantedBug(id, sentence, requirements, "fastimpl", patch)
+
+
 def _shape_lost(original: Any, name: str, dtype: torch.dtype, shape: Any) -> list[int]:
     return [0] if 0 in shape else original(name, dtype, shape)
 
@@ -97,7 +102,10 @@ def _index_always(original: Any, staging: Any, index: Any) -> None:
 
 def _shard_metadata(original: Any, shards: Any, options: Any) -> Any:
     metadata = original(shards, options)
-    info = {name: {"saved_offsets": value["saved_offsets"]} for name, value in json.loads(metadata["DCP_SHARDING_INFO"]).items()}
+    info = {
+        name: {"saved_offsets": value["saved_offsets"]}
+        for name, value in json.loads(metadata["DCP_SHARDING_INFO"]).items()
+    }
     return {**metadata, "DCP_SHARDING_INFO": json.dumps(info)}
 
 
@@ -129,38 +137,201 @@ def _first_arrangement(original: Any, writer: Any, planner: Any) -> Any:
 _ASCII = SimpleNamespace(dumps=lambda value, **options: json.dumps(value, **{**options, "ensure_ascii": True}))
 _CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
 
-PLANTED = (
-    both("empty_shape_lost", "A zero-size tensor keeps its dtype only.", ("CKPT-005",), wrap("refimpl.checkpoint.layout:format_shape", _shape_lost)),
-    both("float4_not_doubled", "The header shows torch's shape for float4 (D4).", ("CKPT-006",), swap("refimpl.checkpoint.layout:format_shape", lambda name, dtype, shape: list(shape))),
-    both("dtype_misnamed", "float16 is announced as bfloat16.", ("CKPT-011",), swap("refimpl.checkpoint.layout:_NAMES", {**layout._NAMES, torch.float16: "BF16"})),
-    both("sorted_by_name_alone", "Tensors lie by name, whatever their dtype.", ("CKPT-012", "CKPT-014"), swap("refimpl.checkpoint.layout:_RANK", dict.fromkeys(layout.DTYPES, 0))),
+LAYOUT = (
+    both(
+        "empty_shape_lost",
+        "A zero-size tensor keeps its dtype only.",
+        ("CKPT-005",),
+        wrap("refimpl.checkpoint.layout:format_shape", _shape_lost),
+    ),
+    both(
+        "float4_not_doubled",
+        "The header shows torch's shape for float4 (D4).",
+        ("CKPT-006",),
+        swap("refimpl.checkpoint.layout:format_shape", lambda name, dtype, shape: list(shape)),
+    ),
+    both(
+        "dtype_misnamed",
+        "float16 is announced as bfloat16.",
+        ("CKPT-011",),
+        swap("refimpl.checkpoint.layout:_NAMES", {**layout._NAMES, torch.float16: "BF16"}),
+    ),
+    both(
+        "sorted_by_name_alone",
+        "Tensors lie by name, whatever their dtype.",
+        ("CKPT-012", "CKPT-014"),
+        swap("refimpl.checkpoint.layout:_RANK", dict.fromkeys(layout.DTYPES, 0)),
+    ),
     both("page_of_512", "page_align pads to 512.", ("CKPT-013",), swap("refimpl.checkpoint.layout:PAGE_BYTES", 512)),
-    both("header_not_padded", "The header is not padded to 8, as torch's consolidation.", ("CKPT-014",), wrap(LAY_OUT, _unpadded)),
-    both("names_sorted_by_locale", "Names are sorted without regard to case.", ("CKPT-015",), wrap("refimpl.checkpoint.layout:check_name", lambda original, name: _Folded(original(name)))),
+    fast(
+        "header_not_padded",
+        "The header is not padded to 8, as torch's consolidation.",
+        ("CKPT-014",),
+        wrap(LAY_OUT, _unpadded),
+    ),
+    both(
+        "names_sorted_by_locale",
+        "Names are sorted without regard to case.",
+        ("CKPT-015",),
+        wrap("refimpl.checkpoint.layout:check_name", lambda original, name: _Folded(original(name))),
+    ),
     both("names_escaped", "Names are escaped to ASCII.", ("CKPT-016",), swap("refimpl.checkpoint.layout:json", _ASCII)),
-    both("metadata_dropped", "User metadata is dropped, as torch's consolidation.", ("CKPT-017",), wrap(LAY_OUT, _only_format)),
-    both("header_limit_ignored", "A header that no reader takes is written.", ("CKPT-018",), swap("refimpl.checkpoint.layout:HEADER_BYTES_MAX", 1 << 40)),
-    both("metadata_in_random_order", "Metadata keys change places between saves.", ("CKPT-020",), wrap("refimpl.checkpoint.layout:check_metadata", _changing_order)),
-    both("packed_blocks_confused", "Every block of a packed shard holds the first one's values.", ("CKPT-025",), wrap("refimpl.checkpoint.planners:_part", _first_part)),
-    both("index_lacks_a_name", "The last name is missing from the index (D11).", ("CKPT-027", "CKPT-086"), wrap(INDEX, _without_last)),
-    both("tiling_unchecked", "Gaps between chunks are not looked for at save.", ("CKPT-030",), swap("refimpl.checkpoint.arrange:check_tiling", lambda *a, **k: None)),
-    both("global_shape_not_stored", "Shard files do not say the global shape (D8).", ("CKPT-031",), wrap("refimpl.checkpoint.shards:_metadata", _shard_metadata)),
-    both("missing_shard_is_zeros", "A missing middle shard is not noticed (D7).", ("CKPT-032", "CKPT-403"), swap("refimpl.checkpoint.catalog:is_simple_tiling", lambda shape, boxes: True)),
-    both("dtypes_reinterpreted", "Shards that disagree about their dtype are taken together (D9).", ("CKPT-033",), swap("refimpl.checkpoint.catalog:_Builder._disagree", staticmethod(lambda *a: None))),
-    both("stale_files_stay", "Files of an earlier save stay (D10).", ("CKPT-034", "CKPT-325"), wrap("refimpl.checkpoint.publish:Staging._old_checkpoint", _only_expected)),
-    both("replicas_not_compared", "check_replicas compares nothing (D23).", ("CKPT-036",), swap("refimpl.checkpoint.base:compare_checksums", lambda everyone: None)),
-    both("total_counts_headers", "total_size counts the headers.", ("CKPT-037",), swap("refimpl.checkpoint.arrange:Arrangement.total_size_bytes", property(_headers_counted))),
-    both("ghost_in_the_index", "The index names a tied head that is not stored (D5).", ("CKPT-038", "CKPT-042"), wrap(INDEX, _ghost)),
-    both("files_counted_from_zero", "Files are numbered from zero.", ("CKPT-039",), wrap("refimpl.checkpoint.files:file_name", lambda original, index, count, shard=None: original(index - 1, count, shard))),
-    both("mapping_unchecked", "Any mapping is taken.", ("CKPT-040",), swap("refimpl.checkpoint.options:check_mapping", lambda mapping: dict(mapping) if mapping else None)),
-    both("missing_names_to_first_file", "Names that the mapping lacks go to the first file.", ("CKPT-041",), wrap("refimpl.checkpoint.arrange:assign_files", _missing_to_first)),
-    both("oversize_closes_a_file", "A tensor above the limit closes the file being filled.", ("CKPT-043",), swap("refimpl.checkpoint.files:_split_greedily", _closing_split)),
-    both("index_without_newline", "The index ends without a newline.", ("CKPT-044",), wrap(INDEX, lambda original, names, total: original(names, total).rstrip())),
-    both("index_beside_single_file", "single_file leaves an index.", ("CKPT-046",), wrap("refimpl.checkpoint.publish:Staging.publish", _index_always)),
-    both("leaves_pass", "Leaves that are not tensors are not refused at once (D6).", ("CKPT-049",), swap("refimpl.checkpoint.base:check_local_plan", lambda plan: None)),
-    both("empty_state_without_format", "A file without tensors lacks its format.", ("CKPT-050",), wrap(LAY_OUT, _empty_without_metadata)),
-    both("integers_cast_on_export", "An export casts integers too.", ("CKPT-060",), swap("refimpl.checkpoint.arrange:_CASTABLE", _CASTABLE)),
-    both("cached_layout_reused", "A save takes the layout of an earlier one from a cached plan.", ("CKPT-094",), wrap("refimpl.checkpoint.base:WriterBase.arranged", _first_arrangement)),
-    both("several_ranks_unchecked", "save_distributed=False is not refused with several ranks (D14).", ("CKPT-095",), wrap("refimpl.checkpoint.base:WriterBase.prepare_global_plan", _distributed_anyway)),
-    both("urls_become_folders", "A URL is taken for a local path (D16).", ("CKPT-087",), swap("refimpl.checkpoint.options:local_path", lambda path, where="path": Path(path))),
-)  # fmt: skip
+    fast(
+        "metadata_dropped",
+        "User metadata is dropped, as torch's consolidation.",
+        ("CKPT-017",),
+        wrap(LAY_OUT, _only_format),
+    ),
+    both(
+        "header_limit_ignored",
+        "A header that no reader takes is written.",
+        ("CKPT-018",),
+        swap("refimpl.checkpoint.layout:HEADER_BYTES_MAX", 1 << 40),
+    ),
+    fast(
+        "metadata_in_random_order",
+        "Metadata keys change places between saves.",
+        ("CKPT-020",),
+        wrap("refimpl.checkpoint.layout:check_metadata", _changing_order),
+    ),
+    both(
+        "packed_blocks_confused",
+        "Every block of a packed shard holds the first one's values.",
+        ("CKPT-025",),
+        wrap("refimpl.checkpoint.planners:_part", _first_part),
+    ),
+    fast(
+        "empty_state_without_format",
+        "A file without tensors lacks its format.",
+        ("CKPT-050",),
+        wrap(LAY_OUT, _empty_without_metadata),
+    ),
+    both(
+        "integers_cast_on_export",
+        "An export casts integers too.",
+        ("CKPT-060",),
+        swap("refimpl.checkpoint.arrange:_CASTABLE", _CASTABLE),
+    ),
+)
+
+POLICY = (
+    both(
+        "index_lacks_a_name",
+        "The last name is missing from the index (D11).",
+        ("CKPT-027", "CKPT-086"),
+        wrap(INDEX, _without_last),
+    ),
+    both(
+        "tiling_unchecked",
+        "Gaps between chunks are not looked for at save.",
+        ("CKPT-030",),
+        swap("refimpl.checkpoint.arrange:check_tiling", lambda *a, **k: None),
+    ),
+    both(
+        "global_shape_not_stored",
+        "Shard files do not say the global shape (D8).",
+        ("CKPT-031",),
+        wrap("refimpl.checkpoint.shards:_metadata", _shard_metadata),
+    ),
+    both(
+        "missing_shard_is_zeros",
+        "A missing middle shard is not noticed (D7).",
+        ("CKPT-032", "CKPT-403"),
+        swap("refimpl.checkpoint.catalog:is_simple_tiling", lambda shape, boxes: True),
+    ),
+    both(
+        "dtypes_reinterpreted",
+        "Shards that disagree about their dtype are taken together (D9).",
+        ("CKPT-033",),
+        swap("refimpl.checkpoint.catalog:_Builder._disagree", staticmethod(lambda *a: None)),
+    ),
+    both(
+        "stale_files_stay",
+        "Files of an earlier save stay (D10).",
+        ("CKPT-034", "CKPT-325"),
+        wrap("refimpl.checkpoint.publish:Staging._old_checkpoint", _only_expected),
+    ),
+    both(
+        "replicas_not_compared",
+        "check_replicas compares nothing (D23).",
+        ("CKPT-036",),
+        swap("refimpl.checkpoint.base:compare_checksums", lambda everyone: None),
+    ),
+    both(
+        "total_counts_headers",
+        "total_size counts the headers.",
+        ("CKPT-037",),
+        swap("refimpl.checkpoint.arrange:Arrangement.total_size_bytes", property(_headers_counted)),
+    ),
+    both(
+        "ghost_in_the_index",
+        "The index names a tied head that is not stored (D5).",
+        ("CKPT-038", "CKPT-042"),
+        wrap(INDEX, _ghost),
+    ),
+    both(
+        "files_counted_from_zero",
+        "Files are numbered from zero.",
+        ("CKPT-039",),
+        wrap(
+            "refimpl.checkpoint.files:file_name",
+            lambda original, index, count, shard=None: original(index - 1, count, shard),
+        ),
+    ),
+    both(
+        "mapping_unchecked",
+        "Any mapping is taken.",
+        ("CKPT-040",),
+        swap("refimpl.checkpoint.options:check_mapping", lambda mapping: dict(mapping) if mapping else None),
+    ),
+    both(
+        "missing_names_to_first_file",
+        "Names that the mapping lacks go to the first file.",
+        ("CKPT-041",),
+        wrap("refimpl.checkpoint.arrange:assign_files", _missing_to_first),
+    ),
+    both(
+        "oversize_closes_a_file",
+        "A tensor above the limit closes the file being filled.",
+        ("CKPT-043",),
+        swap("refimpl.checkpoint.files:_split_greedily", _closing_split),
+    ),
+    both(
+        "index_without_newline",
+        "The index ends without a newline.",
+        ("CKPT-044",),
+        wrap(INDEX, lambda original, names, total: original(names, total).rstrip()),
+    ),
+    both(
+        "index_beside_single_file",
+        "single_file leaves an index.",
+        ("CKPT-046",),
+        wrap("refimpl.checkpoint.publish:Staging.publish", _index_always),
+    ),
+    both(
+        "leaves_pass",
+        "Leaves that are not tensors are not refused at once (D6).",
+        ("CKPT-049",),
+        swap("refimpl.checkpoint.base:check_local_plan", lambda plan: None),
+    ),
+    both(
+        "cached_layout_reused",
+        "A save takes the layout of an earlier one from a cached plan.",
+        ("CKPT-094",),
+        wrap("refimpl.checkpoint.base:WriterBase.arranged", _first_arrangement),
+    ),
+    both(
+        "several_ranks_unchecked",
+        "save_distributed=False is not refused with several ranks (D14).",
+        ("CKPT-095",),
+        wrap("refimpl.checkpoint.base:WriterBase.prepare_global_plan", _distributed_anyway),
+    ),
+    both(
+        "urls_become_folders",
+        "A URL is taken for a local path (D16).",
+        ("CKPT-087",),
+        swap("refimpl.checkpoint.options:local_path", lambda path, where="path": Path(path)),
+    ),
+)
+
+PLANTED = (*LAYOUT, *POLICY)

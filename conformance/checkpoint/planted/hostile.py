@@ -31,9 +31,34 @@ def _refuse_foreign(original: Any, name: str, fields: Any, where: str) -> Any:
 
 PLANTED = (
     bug("duplicate_keys_pass", "The last of two equal keys wins.", ("CKPT-400",), swap(f"{PARSE}:_unique", dict)),
-    bug("cover_unchecked", "Holes, overlaps and trailing bytes pass.", ("CKPT-401", "CKPT-406"), swap(f"{PARSE}:_check_cover", lambda entries, data_bytes, where: None)),
-    bug("index_leads_anywhere", "An index may name any path.", ("CKPT-402", "CKPT-404"), swap("refimpl.checkpoint.files:_check_member", lambda folder, name, where: None)),
-    bug("unknown_fields_refused", "A field beyond the three is refused.", ("CKPT-407", "CKPT-408", "CKPT-409"), wrap(f"{PARSE}:_parse_entry", _refuse_extra)),
-    bug("foreign_dtype_blocks", "A tensor that torch cannot hold blocks its file (D4).", ("CKPT-410",), wrap(f"{PARSE}:_parse_entry", _refuse_foreign)),
-    bug("every_link_refused", "Links are refused, those of the hub's cache too.", ("CKPT-411",), swap("refimpl.checkpoint.files:_link_stays_near", lambda folder, name: False)),
-)  # fmt: skip
+    bug(
+        "cover_unchecked",
+        "Holes, overlaps and trailing bytes pass.",
+        ("CKPT-401", "CKPT-406"),
+        swap(f"{PARSE}:_check_cover", lambda entries, data_bytes, where: None),
+    ),
+    bug(
+        "index_leads_anywhere",
+        "An index may name any path.",
+        ("CKPT-402", "CKPT-404"),
+        swap("refimpl.checkpoint.files:_check_member", lambda folder, name, where: None),
+    ),
+    bug(
+        "unknown_fields_refused",
+        "A field beyond the three is refused.",
+        ("CKPT-407", "CKPT-408", "CKPT-409"),
+        wrap(f"{PARSE}:_parse_entry", _refuse_extra),
+    ),
+    bug(
+        "foreign_dtype_blocks",
+        "A tensor that torch cannot hold blocks its file (D4).",
+        ("CKPT-410",),
+        wrap(f"{PARSE}:_parse_entry", _refuse_foreign),
+    ),
+    bug(
+        "every_link_refused",
+        "Links are refused, those of the hub's cache too.",
+        ("CKPT-411",),
+        swap("refimpl.checkpoint.files:_link_stays_near", lambda folder, name: False),
+    ),
+)

@@ -40,12 +40,64 @@ def _deleted_first(original: Any, staging: Any) -> None:
 
 
 PLANTED = (
-    bug("leftovers_stay", "What a save replaced stays beside it.", ("CKPT-100",), swap(f"{PUBLISH}:Staging._drop", lambda staging, folder: None)),
-    bug("second_save_ignored", "A save over a checkpoint changes nothing.", ("CKPT-084",), wrap(f"{PUBLISH}:Staging._publish_folder", _never_again)),
-    bug("published_file_by_file", "An overwrite shows new files beside old ones (D13).", ("CKPT-300",), wrap(f"{PUBLISH}:Staging._publish_folder", _file_by_file)),
-    bug("old_deleted_first", "The old checkpoint is deleted before the new one is shown.", ("CKPT-300", "CKPT-305"), wrap(f"{PUBLISH}:Staging._publish_folder", _deleted_first)),
-    bug("worker_error_swallowed", "An error in a thread is not reported (D11).", ("CKPT-310", "CKPT-313"), swap("fastimpl.checkpoint.run:Runner._fail", lambda runner, error: None), "fastimpl"),
-    bug("folders_not_synced", "Folders are not synced.", ("CKPT-320", "CKPT-321"), swap(f"{PUBLISH}:Staging._sync", lambda staging, path: None)),
-    bug("mode_0600", "Files are readable by their owner only (D24).", ("CKPT-323",), wrap("fastimpl.checkpoint.run:os.open", lambda original, path, flags, mode=0o777, **rest: original(path, flags, 0o600 if flags & os.O_CREAT else mode, **rest)), "fastimpl"),
-    bug("overwrite_not_refused", "overwrite=False replaces all the same (D17).", ("CKPT-324",), wrap(f"{PUBLISH}:Staging.__init__", lambda original, staging, target, *, durable=True, overwrite=True: original(staging, target, durable=durable, overwrite=True))),
-)  # fmt: skip
+    bug(
+        "leftovers_stay",
+        "What a save replaced stays beside it.",
+        ("CKPT-100",),
+        swap(f"{PUBLISH}:Staging._drop", lambda staging, folder: None),
+    ),
+    bug(
+        "second_save_ignored",
+        "A save over a checkpoint changes nothing.",
+        ("CKPT-084",),
+        wrap(f"{PUBLISH}:Staging._publish_folder", _never_again),
+    ),
+    bug(
+        "published_file_by_file",
+        "An overwrite shows new files beside old ones (D13).",
+        ("CKPT-300",),
+        wrap(f"{PUBLISH}:Staging._publish_folder", _file_by_file),
+    ),
+    bug(
+        "old_deleted_first",
+        "The old checkpoint is deleted before the new one is shown.",
+        ("CKPT-300", "CKPT-305"),
+        wrap(f"{PUBLISH}:Staging._publish_folder", _deleted_first),
+    ),
+    bug(
+        "worker_error_swallowed",
+        "An error in a thread is not reported (D11).",
+        ("CKPT-310", "CKPT-313"),
+        swap("fastimpl.checkpoint.run:Runner._fail", lambda runner, error: None),
+        "fastimpl",
+    ),
+    bug(
+        "folders_not_synced",
+        "Folders are not synced.",
+        ("CKPT-320", "CKPT-321"),
+        swap(f"{PUBLISH}:Staging._sync", lambda staging, path: None),
+    ),
+    bug(
+        "mode_0600",
+        "Files are readable by their owner only (D24).",
+        ("CKPT-323",),
+        wrap(
+            "fastimpl.checkpoint.run:os.open",
+            lambda original, path, flags, mode=0o777, **rest: original(
+                path, flags, 0o600 if flags & os.O_CREAT else mode, **rest
+            ),
+        ),
+        "fastimpl",
+    ),
+    bug(
+        "overwrite_not_refused",
+        "overwrite=False replaces all the same (D17).",
+        ("CKPT-324",),
+        wrap(
+            f"{PUBLISH}:Staging.__init__",
+            lambda original, staging, target, *, durable=True, overwrite=True: original(
+                staging, target, durable=durable, overwrite=True
+            ),
+        ),
+    ),
+)
