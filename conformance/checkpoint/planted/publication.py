@@ -43,7 +43,7 @@ PLANTED = (
     bug(
         "leftovers_stay",
         "What a save replaced stays beside it.",
-        ("CKPT-100",),
+        ("CKPT-100", "CKPT-328"),
         swap(f"{PUBLISH}:Staging._drop", lambda staging, folder: None),
     ),
     bug(

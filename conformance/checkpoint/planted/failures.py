@@ -1,0 +1,91 @@
+"""Faults of a save that fails, is interrupted or overlaps, and of what such a save leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from conformance.harness import PlantedBug, swap, wrap
+
+BOTH = ("fastimpl", "refimpl")
+PUBLISH = "refimpl.checkpoint.publish"
+
+
+def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
+    return PlantedBug(id, sentence, requirements, target, patch)
+
+
+def _in_place(path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], **options: Any) -> None:
+    # Opened before the values are taken, as a writer does that streams.
+    with open(path, "wb") as file:
+        file.write(save(dict(tensors), dict(metadata)))
+
+
+def _unfinished_first(original: Callable[[Path], Any], path: Path) -> Any:
+    """The catalog of the newest hidden folder beside the checkpoint, which a killed save left."""
+    unfinished = sorted(path.parent.glob(f".{path.name}.saving-*"))
+    return original(unfinished[-1] if unfinished else path)
+
+
+def _cause_replaced(original: Callable[..., None], writer: Any, failure: BaseException | None) -> None:
+    original(writer, None if failure is None else RuntimeError("a rank could not write its files"))
+
+
+def _interrupted_is_done(original: Callable[..., bool], a: Path, b: Path) -> bool:
+    try:
+        return original(a, b)
+    except OSError as error:
+        if error.errno != errno.EINTR:
+            raise
+        return True
+
+
+def _short_write_dropped(descriptor: int, content: memoryview) -> None:
+    os.write(descriptor, content)
+
+
+PLANTED = (
+    _bug(
+        "save_file_in_place",
+        "save_file writes into the file that is there, as the safetensors library does.",
+        ("CKPT-303", "CKPT-317", "CKPT-326"),
+        swap("refimpl.checkpoint.single:write_tensors", _in_place),
+    ),
+    _bug(
+        "unfinished_save_loaded",
+        "A load takes what a killed save left beside the checkpoint for the newest one.",
+        ("CKPT-306",),
+        wrap("refimpl.checkpoint.reader_base:read_catalog", _unfinished_first),
+    ),
+    _bug(
+        "failed_save_stays",
+        "A save that failed leaves its hidden folder.",
+        ("CKPT-311", "CKPT-314", "CKPT-317"),
+        swap(f"{PUBLISH}:Staging.discard", lambda staging: None),
+    ),
+    _bug(
+        "cause_replaced",
+        "Ranks learn that a save failed, but not of which error (D11).",
+        ("CKPT-313", "CKPT-319"),
+        wrap("refimpl.checkpoint.base:WriterBase.settle", _cause_replaced),
+    ),
+    _bug(
+        "interrupted_exchange_is_done",
+        "An exchange of folders that a signal interrupts is taken for done.",
+        ("CKPT-316",),
+        wrap(f"{PUBLISH}:_exchange", _interrupted_is_done),
+    ),
+    _bug(
+        "short_write_dropped",
+        "What a short write left over is not written.",
+        ("CKPT-315",),
+        swap("refimpl.checkpoint.single:_write_all", _short_write_dropped),
+        "refimpl",
+    ),
+)
