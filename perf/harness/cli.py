@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,15 @@ def _of_form(workloads: Mapping[str, Workload], component: str, form: str) -> li
     return [w for w in wanted if w.name.endswith(f"-{form}")]
 
 
+Report = Callable[[Workload, Sequence[Round]], None]
+
+
+def _say_nothing(workload: Workload, rounds: Sequence[Round]) -> None:
+    """For callers that look at the results themselves."""
+
+
 def run_workloads(
-    workloads: Sequence[Workload], folder: Path, *, seed: int = 0, impl: str = "fastimpl"
+    workloads: Sequence[Workload], folder: Path, *, seed: int = 0, impl: str = "fastimpl", report: Report = _say_nothing
 ) -> dict[str, list[Round]]:
     """Measure each workload on its own ranks; returns merged rounds by workload name."""
     results: dict[str, list[Round]] = {}
@@ -43,6 +50,7 @@ def run_workloads(
                 arguments = (workload, work, workload.round_count, seed)
                 by_rank = pool.run(JOBS[workload.job], workload.rank_count, *arguments, timeout_s=_TIMEOUT_S)
             results[workload.name] = merge_ranks(by_rank)
+            report(workload, results[workload.name])
     finally:
         pool.close()
     return results
@@ -52,11 +60,13 @@ def _median(rounds: Sequence[Round], who: str) -> float:
     return statistics.median(found[who]["seconds"] for found in rounds)
 
 
-def _print(workloads: Sequence[Workload], results: Mapping[str, Sequence[Round]], outcomes: Sequence[Outcome]) -> None:
-    for workload in workloads:
-        print(workload)
-        for who in workload.contenders:
-            print(f"    {who:<16} {_median(results[workload.name], who):9.4f} s")
+def _print_times(workload: Workload, rounds: Sequence[Round]) -> None:
+    print(workload)
+    for who in workload.contenders:
+        print(f"    {who:<16} {_median(rounds, who):9.4f} s", flush=True)
+
+
+def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
     print(f"\n{'gate':<34} {'outcome':<10} got")
     for outcome in outcomes:
         print(f"{outcome.gate.id:<34} {outcome.status:<10} {outcome.text}")
@@ -66,9 +76,9 @@ def _bench(options: argparse.Namespace) -> int:
     form = "test" if options.test else "short" if options.short else "full"
     every = read_workloads()
     chosen = [w for w in _of_form(every, options.component, form) if not options.only or w.name in options.only]
-    results = run_workloads(chosen, options.fs or _memory_folder())
+    results = run_workloads(chosen, options.fs or _memory_folder(), report=_print_times)
     outcomes = evaluate(read_gates(), every, results, form)
-    _print(chosen, results, outcomes)
+    _print_outcomes(outcomes)
     if options.json is not None:
         evidence = {
             "version": 1,

@@ -129,7 +129,7 @@ def judge(gate: Gate, workload: Workload, rounds: Sequence[Round], *, control: b
         return Outcome(gate, "fail", interval.median, f"{text}: beyond {gate.ceiling:g} it is not plausible")
     if interval.high < gate.floor:
         return Outcome(gate, "fail", interval.median, text)
-    status = "pass" if interval.median >= gate.floor else "undecided"
+    status = "pass" if interval.low >= gate.floor else "undecided"
     return Outcome(gate, status, interval.median, text)
 
 
