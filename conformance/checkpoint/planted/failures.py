@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ def _unfinished_first(original: Callable[[Path], Any], path: Path) -> Any:
 
 def _cause_replaced(original: Callable[..., None], writer: Any, failure: BaseException | None) -> None:
     original(writer, None if failure is None else RuntimeError("a rank could not write its files"))
+
+
+def _plain_failure(original: Callable[..., Any], writer: Any, plan: Any, planner: Any) -> Any:
+    try:
+        return original(writer, plan, planner)
+    except Exception:
+        raise RuntimeError("the save failed") from None
+
+
+@contextmanager
+def _plain_failures() -> Iterator[None]:
+    method = "HuggingFaceStorageWriter.write_data"
+    reference, fast = (wrap(f"{name}.checkpoint.writer:{method}", _plain_failure) for name in ("refimpl", "fastimpl"))
+    with reference, fast:
+        yield
 
 
 def _interrupted_is_done(original: Callable[..., bool], a: Path, b: Path) -> bool:
@@ -72,8 +88,14 @@ PLANTED = (
     _bug(
         "cause_replaced",
         "Ranks learn that a save failed, but not of which error (D11).",
-        ("CKPT-313", "CKPT-319"),
+        ("CKPT-313",),
         wrap("refimpl.checkpoint.base:WriterBase.settle", _cause_replaced),
+    ),
+    _bug(
+        "background_cause_replaced",
+        "The future of a save says that it failed, but not of which error.",
+        ("CKPT-319",),
+        _plain_failures,
     ),
     _bug(
         "interrupted_exchange_is_done",

@@ -34,7 +34,7 @@ PLANTED = (
     bug(
         "cover_unchecked",
         "Holes, overlaps and trailing bytes pass.",
-        ("CKPT-401", "CKPT-406"),
+        ("CKPT-401", "CKPT-405", "CKPT-406"),
         swap(f"{PARSE}:_check_cover", lambda entries, data_bytes, where: None),
     ),
     bug(
