@@ -25,6 +25,7 @@ __all__ = [
     "assert_returned",
     "assert_state",
     "carries_errno",
+    "is_harmless",
     "is_shown",
     "leftovers",
     "state_in",
@@ -127,6 +128,15 @@ def is_shown(trace: Trace, target: Path) -> bool:
     one.
     """
     return any(event.succeeded and _lands_on(event, str(target)) for event in trace.only("rename"))
+
+
+def is_harmless(trace: Trace, target: Path) -> bool:
+    """Whether no struck call could lose anything: it began after the new state was in force, or was a ``mkdir``.
+
+    A ``mkdir`` of a folder that is there fails anyhow, and a folder that is not there fails what comes next.
+    """
+    shown = [event.begin for event in trace.only("rename") if event.succeeded and _lands_on(event, str(target))]
+    return bool(shown) and all(event.call == "mkdir" or event.begin > min(shown) for event in trace.struck)
 
 
 def _lands_on(event: Event, target: str) -> bool:
