@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def test_threads_and_blocks(checkpoint: Any, tmp_path: Path) -> None:
 @requirement("CKPT-079", "Concurrent saves and loads MUST not interfere, and MUST leave no file descriptor open.")
 def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
     states = [{f"w{i}": random_bits(torch.float32, (50, 40), 10 * k + i) for i in range(5)} for k in range(4)]
-    before = sorted(os.listdir("/proc/self/fd"))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
     failures: list[BaseException] = []
 
     def work(k: int) -> None:
@@ -60,7 +62,7 @@ def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
         thread.join()
     if failures:
         raise failures[0]
-    assert_equal(sorted(os.listdir("/proc/self/fd")), before, where="open descriptors")
+    assert_le(len(os.listdir("/proc/self/fd")), before, where="open descriptors")
 
 
 def _peak(action: Any) -> int:
