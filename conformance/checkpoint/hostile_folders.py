@@ -172,6 +172,7 @@ HOSTILE_SETS: tuple[HostileCase, ...] = (
     _set("last_shard_missing", _shard(_at(0, whole=[4]))),
     _set("every_shard_empty", _shard(_at(0, whole=[4]), shape="[0]", data=b"")),
     _set("shards_overlap", _shard(_at(0)), _shard(_at(1))),
+    _set("shards_overlap_and_leave_as_much_out", _shard(_at(0, whole=[4])), _shard(_at(1, whole=[4]))),
     _set("shard_there_twice", _shard(_at(0)), _shard(_at(0))),
     _set(
         "shard_left_from_another_world_size", _shard(_at(0)), _shard(_at(2)), _shard(_at(0), shape="[4]", data=b"wxyz")

@@ -95,7 +95,7 @@ def test_alignment(checkpoint: Any, tmp_path: Path) -> None:
     "CKPT-015", "Tensors MUST lie by dtype rank, then by UTF-8 name, from 0 without gaps to the end of the file."
 )
 def test_order(checkpoint: Any, tmp_path: Path) -> None:
-    names = ["b", "a.10", "a.2", "Z", "é", "\U0001f600", "￿"]
+    names = ["b", "a.10", "a.2", "Z", "￿", "é", "\U0001f600"]
     state = {
         name: random_bits(dtype, (3,), 0) for name, dtype in zip(names, [torch.uint8, torch.float32] * 4, strict=False)
     }
