@@ -55,7 +55,9 @@ class Run:
         own = self.work()
         counted = self._counters.stop()
         # The kernel's count includes sockets; who knows its files' share says so.
-        counted = {"file_written_bytes": counted.get("written_bytes", 0.0), **counted, **(own or {})}
+        if "written_bytes" in counted:
+            counted["file_written_bytes"] = counted["written_bytes"]
+        counted = {**counted, **(own or {})}
         dist.barrier()
         seconds = time.perf_counter() - begun
         if self._count == self.last:
