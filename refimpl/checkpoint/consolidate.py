@@ -18,7 +18,7 @@ from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
 from refimpl.checkpoint.reader import read_chunk
 from refimpl.checkpoint.sharding import SHARDING_KEY
-from refimpl.checkpoint.single import write_tensors
+from refimpl.checkpoint.single import layout_of, write_tensors
 from refimpl.errors import UnsupportedError
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
@@ -104,7 +104,8 @@ def consolidate_safetensors_files(
     try:
         for file, names in files.items():
             tensors = {name: _assemble(catalog, name) for name in names}
-            write_tensors(str(staging.folder / file), tensors, output_metadata(catalog), durable=True)
+            layout = layout_of(tensors, output_metadata(catalog))
+            write_tensors(str(staging.folder / file), tensors, layout, durable=True)
         staging.publish(index_of(catalog, files))
     except BaseException:
         staging.discard()

@@ -20,7 +20,7 @@ from refimpl.checkpoint.base import WriterBase
 from refimpl.checkpoint.files import file_name
 from refimpl.checkpoint.options import WriterOptions
 from refimpl.checkpoint.sharding import SHARDING_KEY
-from refimpl.checkpoint.single import write_tensors
+from refimpl.checkpoint.single import layout_of, write_tensors
 from refimpl.errors import PlanError
 
 __all__ = ["Shard", "save_shards"]
@@ -53,7 +53,7 @@ def _write_shards(folder: Path, rank: int, shards: Iterable[Shard], options: Wri
             )
         tensors = {s.name: s.data for s in members}
         path = os.fspath(folder / file_name(index, count, rank + 1))
-        write_tensors(path, tensors, _metadata(members, options), durable=options.durable)
+        write_tensors(path, tensors, layout_of(tensors, _metadata(members, options)), durable=options.durable)
 
 
 def save_shards(writer: WriterBase, plan: SavePlan, planner: SavePlanner) -> None:

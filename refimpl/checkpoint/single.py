@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 
 from refimpl.checkpoint.files import local_path
-from refimpl.checkpoint.layout import lay_out
+from refimpl.checkpoint.layout import FileLayout, lay_out
 from refimpl.checkpoint.memory import as_bits, buffer_of, check_storable
 from refimpl.checkpoint.parse import read_header
 from refimpl.checkpoint.publish import fsync_path, storage_error
 from refimpl.errors import UnsupportedError
 
-__all__ = ["load_file", "save_file", "write_tensors"]
+__all__ = ["layout_of", "load_file", "save_file", "write_tensors"]
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:
@@ -23,20 +23,17 @@ def _write_all(descriptor: int, content: memoryview) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def write_tensors(
-    path: str,
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str] | None,
-    *,
-    durable: bool,
-    page_align: bool = False,
-) -> None:
-    """Write one file under a temporary name and rename it into place. Raises StorageError, ``path`` unchanged."""
+def layout_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> FileLayout:
+    """The layout of a file with these tensors. Raises UnsupportedError, ConfigError."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedError("safetensors holds tensors only", got=type(tensor).__name__, where=repr(name))
         check_storable(tensor, name)
-    layout = lay_out([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata, page_align=page_align)
+    return lay_out([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata)
+
+
+def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], layout: FileLayout, *, durable: bool) -> None:
+    """Write one file under a temporary name and rename it into place. Raises StorageError, ``path`` unchanged."""
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.saving-{uuid.uuid4().hex[:12]}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -73,7 +70,8 @@ def save_file(
     Raises:
         UnsupportedError, ConfigError, StorageError.
     """
-    write_tensors(os.fspath(local_path(filename, "filename")), dict(tensors), metadata, durable=True)
+    path = os.fspath(local_path(filename, "filename"))
+    write_tensors(path, tensors, layout_of(tensors, metadata), durable=True)
 
 
 def load_file(filename: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:

@@ -46,15 +46,9 @@ class HuggingFaceStorageWriter(WriterBase):
         folder = self.begin_staging()
         if arrangement is not None:
             try:
-                for file in arrangement.files:
+                for file, layout in arrangement.files.items():
                     tensors = _assemble(file, arrangement, [part for some, _ in gathered for part in some])
-                    write_tensors(
-                        str(folder / file),
-                        tensors,
-                        self.options.file_metadata,
-                        durable=self.options.durable,
-                        page_align=self.options.page_align,
-                    )
+                    write_tensors(str(folder / file), tensors, layout, durable=self.options.durable)
             except Exception as error:
                 failure = error
         self.settle(failure)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
+from conformance.checkpoint.support import bits
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
@@ -22,10 +22,12 @@ def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, targ
     return PlantedBug(id, sentence, requirements, target, patch)
 
 
-def _in_place(path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], **options: Any) -> None:
+def _in_place(path: str, tensors: Mapping[str, torch.Tensor], layout: Any, **options: Any) -> None:
     # Opened before the values are taken, as a writer does that streams.
     with open(path, "wb") as file:
-        file.write(save(dict(tensors), dict(metadata)))
+        file.write(layout.header)
+        for name in layout.begins:
+            file.write(bits(tensors[name]).contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _unfinished_first(original: Callable[[Path], Any], path: Path) -> Any:
