@@ -36,7 +36,7 @@ def _check(got: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None
     assert all(torch.equal(got[name], state[name]) for name in state)
 
 
-def bench_save(benchmark: Any, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_save(benchmark: Any, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """One process, one file, replaced each time."""
     benchmark(_save, state, tmp_path / "ck")
     _check(safetensors.torch.load_file(tmp_path / "ck" / "model-00001-of-00001.safetensors"), state)
@@ -45,7 +45,7 @@ def bench_save(benchmark: Any, state: dict[str, torch.Tensor], tmp_path: Path) -
 @pytest.mark.parametrize(
     "reader", [checkpoint.HuggingFaceStorageReader, HuggingFaceStorageReader], ids=["ours", "torch"]
 )
-def bench_load(benchmark: Any, reader: Any, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_load(benchmark: Any, reader: Any, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """Into preallocated tensors."""
     _save(state, tmp_path / "ck")
     targets = {name: torch.ones_like(value) for name, value in state.items()}

@@ -1,127 +1,287 @@
-"""The gates themselves: strict data, arithmetic that can fail, and counters that CI holds on small shapes."""
+"""The gates themselves: strict data, arithmetic that can fail, controls that are refused, counters that CI holds."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from perf.harness.cli import main, run_workloads
-from perf.harness.gates import Gate, evaluate, formula, judge, read_gates
+from perf.checkpoint import JOBS
+from perf.harness.bench import Bench
+from perf.harness.cli import main
+from perf.harness.comparison import judge_regression
+from perf.harness.formulas import evaluate_bound, names_used
+from perf.harness.gates import GATES, Control, Gate, Kind, read_gates
+from perf.harness.judge import Machine, Outcome, Result, judge, needs_more_samples
 from perf.harness.paired import Round
+from perf.harness.results import Evidence, read_evidence, write_evidence
 from perf.harness.workloads import Workload, read_workloads
 from refimpl.errors import FormatError
 
-# A count is exact on any machine; times are not judged in CI.
-_COUNTED = ("save-rows-test", "save-columns-test", "save-4-byte-runs-test")
-_TESTED = (*_COUNTED, "load-rows-test", "consolidate-rows-test", "open-2000x64-test", "plan-1000-test")
+MACHINE = Machine(("cpu",), "tmpfs")
+NAME = "save-rows-2gib"
+CLAIM = Gate(
+    id="x",
+    kind=Kind.CLAIM,
+    sentence="It MUST be twice as fast.",
+    workloads={"full": NAME},
+    subject="ours",
+    peer="torch",
+    control=Control("torch", "torch"),
+    hardware=("cpu",),
+    evidence="none",
+    floor=2.0,
+    ceiling=10.0,
+    filesystem="tmpfs",
+)
+COUNTER = replace(
+    CLAIM, kind=Kind.COUNTER, peer=None, control=Control("torch"), metric="written_bytes", floor=None, ceiling=10.0
+)
 
 
-def _rounds(ours: float, torch: float, count: int = 7) -> list[Round]:
-    return [{"ours": {"seconds": ours + i / 1000}, "torch": {"seconds": torch + i / 1000}} for i in range(count)]
+def _rounds(ours: float, torch: float, *, noise: float = 0.0, count: int = 7) -> list[Round]:
+    return [
+        {
+            "ours": {"seconds": ours + noise * (i % 3), "written_bytes": ours},
+            "torch": {"seconds": torch, "written_bytes": torch},
+        }
+        for i in range(count)
+    ]
 
 
-def _workload() -> Workload:
-    return read_workloads()["save-rows-test"]
-
-
-def _claim(**changes: object) -> Gate:
-    return Gate("x", "claim", "save-rows", "ours", "torch", "seconds", reference="torch", floor=2.0, ceiling=10.0)
+def _judge(gate: Gate, rounds: Sequence[Round], machine: Machine = MACHINE) -> Outcome:
+    return judge(gate, "full", read_workloads(), {NAME: rounds}, machine)
 
 
 @pytest.mark.parametrize(
-    ("ours", "torch", "status"), [(1.0, 3.0, "pass"), (1.0, 1.5, "fail"), (1.0, 50.0, "fail"), (3.0, 1.0, "fail")]
+    ("ours", "torch", "result"),
+    [
+        (1.0, 3.0, Result.PASS),
+        (1.0, 1.5, Result.FAIL),
+        (3.0, 1.0, Result.FAIL),
+        (1.0, 50.0, Result.IMPLAUSIBLE),
+    ],
 )
-def test_a_claim_is_judged(ours: float, torch: float, status: str) -> None:
-    assert judge(_claim(), _workload(), _rounds(ours, torch)).status == status
+def test_a_claim_is_judged(ours: float, torch: float, result: Result) -> None:
+    outcome = _judge(CLAIM, _rounds(ours, torch))
+    assert outcome.result is result
+    assert outcome.failed is (result is not Result.PASS)
+    assert outcome.control.result is Result.FAIL
 
 
-def test_the_control_of_a_claim_fails() -> None:
-    assert judge(_claim(), _workload(), _rounds(1.0, 3.0), control=True).status == "fail"
+def test_an_interval_around_the_floor_is_undecided_and_asks_for_more() -> None:
+    outcome = _judge(CLAIM, _rounds(1.0, 2.5, noise=0.3))
+    assert outcome.result is Result.UNDECIDED
+    assert not outcome.failed
+    assert needs_more_samples(outcome, CLAIM, MACHINE)
+
+
+def test_a_control_that_is_let_through_fails_the_gate() -> None:
+    outcome = _judge(replace(CLAIM, control=Control("ours", "torch")), _rounds(1.0, 3.0))
+    assert outcome.result is Result.FAIL
+    assert "let through" in outcome.reason
+    assert _judge(replace(COUNTER, control=Control("ours")), _rounds(1.0, 30.0)).result is Result.FAIL
 
 
 def test_what_was_not_measured_is_undecided() -> None:
-    assert judge(_claim(), _workload(), []).status == "undecided"
-    gate = Gate("x", "counter", "save-rows", "ours", "torch", "written_bytes", at_most="1")
-    assert judge(gate, _workload(), _rounds(1.0, 1.0)).status == "undecided"
+    assert _judge(CLAIM, []).result is Result.UNDECIDED
+    assert _judge(CLAIM, _rounds(1.0, 3.0, count=2)).result is Result.UNDECIDED
+    assert _judge(replace(COUNTER, metric="read_bytes"), _rounds(1.0, 30.0)).result is Result.UNDECIDED
+    assert _judge(replace(COUNTER, control=Control("plain")), _rounds(1.0, 30.0)).result is Result.UNDECIDED
 
 
-@pytest.mark.parametrize("text", ["payload", "__import__('os')", "1 if 1 else 2", "2 **", "payload_bytes ** 9", "[1]"])
-def test_a_formula_is_arithmetic_only(text: str) -> None:
-    with pytest.raises(FormatError):
-        formula(text, {"payload_bytes": 1.0})
+def test_counts_are_judged_by_their_worst_round() -> None:
+    assert _judge(COUNTER, _rounds(10.0, 30.0)).result is Result.PASS
+    assert _judge(COUNTER, [*_rounds(1.0, 30.0), *_rounds(11.0, 30.0, count=1)]).result is Result.FAIL
+    assert _judge(replace(COUNTER, floor=2.0), _rounds(1.0, 30.0)).result is Result.IMPLAUSIBLE
+    shares = replace(COUNTER, peer="torch", ceiling=0.2, control=Control("torch", "torch"))
+    assert _judge(shares, _rounds(1.0, 10.0)).result is Result.PASS
+    assert _judge(shares, _rounds(3.0, 10.0)).result is Result.FAIL
 
 
-def test_formulas() -> None:
-    assert formula("1.5 * payload_bytes / 3 + 8 - 2", {"payload_bytes": 6.0}) == 9.0
+def test_growth_is_what_one_shape_adds_to_another() -> None:
+    other = "save-rows-256mib"
+    gate = replace(COUNTER, kind=Kind.MEMORY, against={"full": other}, ceiling=5.0)
+    workloads = read_workloads()
+    measured = {NAME: _rounds(12.0, 80.0), other: _rounds(8.0, 20.0)}
+    assert judge(gate, "full", workloads, measured, MACHINE).result is Result.PASS
+    measured[other] = _rounds(6.0, 20.0)
+    assert judge(gate, "full", workloads, measured, MACHINE).result is Result.FAIL
+    assert judge(gate, "full", workloads, {NAME: measured[NAME]}, MACHINE).result is Result.UNDECIDED
+
+
+@pytest.mark.parametrize("machine", [Machine(("cpu-1",), "tmpfs"), Machine(("cpu",), "ext4"), Machine((), "")])
+def test_an_unknown_machine_is_undecided_and_never_measured_again(machine: Machine) -> None:
+    for rounds in (_rounds(1.0, 3.0), _rounds(3.0, 1.0), _rounds(1.0, 2.5, noise=0.3)):
+        outcome = _judge(CLAIM, rounds, machine)
+        assert outcome.result is Result.UNDECIDED
+        assert not needs_more_samples(outcome, CLAIM, machine)
 
 
 @pytest.mark.parametrize(
-    "line", ['kind = "wish"', "surprise = 1", 'floor = "2"', "at_most = 3", "measure = 1", "", 'at_most = "1"']
+    "text", ["f(1)", "__import__('os')", "1 if 1 else 2", "2 **", "a ** 9", "[1]", "-a", "'a'", "1\0"]
 )
-def test_the_gate_file_is_strict(tmp_path: Path, line: str) -> None:
-    fields = {"id": '"a"', "kind": '"claim"', "workload": '"w"', "subject": '"s"', "control": '"c"', "measure": '"m"'}
-    fields |= {"reference": '"r"', "floor": "1.0"}
-    key = line.split(" =")[0]
-    if not line:
-        del fields["floor"]
-    lines = [f"{name} = {value}" for name, value in fields.items() if name != key] + [line]
-    path = tmp_path / "gates.toml"
-    path.write_text("version = 1\n[[gate]]\n" + "\n".join(lines) + "\n")
+def test_a_formula_is_arithmetic_only(text: str) -> None:
     with pytest.raises(FormatError):
-        read_gates(path)
+        names_used(text, "here")
 
 
-def test_every_gate_names_what_runs() -> None:
+def test_formulas() -> None:
+    assert names_used("1.5 * (a - 1) / b", "here") == {"a", "b"}
+    assert evaluate_bound("1.5 * (a - 1) / b + 2", {"a": 5.0, "b": 3.0}) == 4.0
+    assert evaluate_bound(3, {}) == 3.0
+
+
+_LINES = {
+    "id": '"a"',
+    "kind": '"claim"',
+    "sentence": '"s"',
+    "workloads": f'{{ full = "{NAME}" }}',
+    "subject": '"ours"',
+    "peer": '"torch"',
+    "floor": "1.0",
+    "ceiling": "9.0",
+    "control": '{ subject = "torch", peer = "torch" }',
+    "hardware": '["cpu"]',
+    "evidence": '"e"',
+}
+
+
+def _read(path: Path, **changes: str | None) -> list[Gate]:
+    lines = {**_LINES, **changes}
+    text = "\n".join(f"{name} = {value}" for name, value in lines.items() if value is not None)
+    path.write_text(f"version = 1\n[[gate]]\n{text}\n")
+    return read_gates(read_workloads(), path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"surprise": "1"},
+        {"control": None},
+        {"evidence": None},
+        {"floor": None},
+        {"kind": '"wish"'},
+        {"kind": "1"},
+        {"kind": '"counter"'},
+        {"floor": "true"},
+        {"floor": "-1"},
+        {"floor": '"payload * 2"'},
+        {"subject": '"nobody"'},
+        {"control": '{ subject = "torch" }'},
+        {"control": '{ subject = "nobody", peer = "torch" }'},
+        {"workloads": '{ full = "none" }'},
+        {"workloads": f'{{ nightly = "{NAME}" }}'},
+        {"hardware": "[]"},
+        {"sentence": '""'},
+    ],
+)
+def test_the_gate_file_is_strict(tmp_path: Path, change: dict[str, str | None]) -> None:
+    path = tmp_path / "gates.toml"
+    assert [gate.id for gate in _read(path)] == ["a"]
+    with pytest.raises(FormatError, match=r"gates\.toml"):
+        _read(path, **change)
+
+
+@pytest.mark.parametrize("text", ["", "version = 2\n[[gate]]\n", "version = 1\n", "version = 1\ngate = 3\n", "="])
+def test_files_that_are_no_gates_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "gates.toml"
+    path.write_text(text)
+    with pytest.raises(FormatError):
+        read_gates(read_workloads(), path)
+    with pytest.raises(FormatError):
+        read_workloads(path)
+    path.write_text(
+        GATES.read_text() + "\n[[gate]]\n" + "\n".join(f"{n} = {v}" for n, v in _LINES.items()).replace('"a"', '"open"')
+    )
+    with pytest.raises(FormatError, match="twice"):
+        read_gates(read_workloads(), path)
+
+
+def test_every_shape_is_used_and_every_job_exists() -> None:
     workloads = read_workloads()
-    for gate in read_gates():
-        contenders = set(workloads[gate.workload].contenders)
-        wanted = {gate.subject, gate.control} | ({gate.reference} if gate.reference else set())
-        assert wanted <= contenders, gate.id
+    gates = read_gates(workloads)
+    used = {name for gate in gates for name in [*gate.workloads.values(), *(gate.against or {}).values()]}
+    assert used == set(workloads)
+    assert {workload.job for workload in workloads.values()} == set(JOBS)
+    assert {gate.kind for gate in gates} == set(Kind)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Round]]:
-    """Every job once, on tiny shapes; the jobs check every byte themselves."""
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Everything that is counted in CI, run once; the jobs check every byte themselves."""
     workloads = read_workloads()
-    return run_workloads([workloads[name] for name in _TESTED], tmp_path_factory.mktemp("bench"))
+    machine, folder = Machine(("cpu",), "any"), tmp_path_factory.mktemp("bench")
+    bench = Bench("fastimpl", "checkpoint", "test", workloads, read_gates(workloads), machine, folder)
+    for _ in bench.run():
+        pass
+    return bench
 
 
-def test_counter_gates_hold_in_ci(measured: dict[str, list[Round]]) -> None:
-    results = {name: measured[name] for name in _COUNTED}
-    outcomes = [o for o in evaluate(read_gates(), read_workloads(), results, "test") if o.gate.kind == "counter"]
-    assert len(outcomes) >= 5
-    assert [f"{o.gate.id}: {o.text}" for o in outcomes if o.status != "pass"] == []
+def test_counters_hold_and_their_controls_are_refused(bench: Bench) -> None:
+    outcomes = bench.outcomes()
+    assert len(outcomes) >= 10
+    wrong = [f"{o.gate}: {o.reason} ({o.subject.value} and {o.bound})" for o in outcomes if o.result is not Result.PASS]
+    assert wrong == []
+    assert {o.control.result for o in outcomes} == {Result.FAIL}
 
 
-def test_counter_gates_fail_on_their_controls(measured: dict[str, list[Round]]) -> None:
+def _evidence(workload: Workload, rounds: list[Round]) -> Evidence:
+    return Evidence(
+        "fastimpl", "full", 0, MACHINE, {}, {workload.name: workload.as_dict()}, {workload.name: rounds}, []
+    )
+
+
+def test_regressions_are_seen_and_their_control_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workloads = read_workloads()
-    failed = set()
-    for gate in read_gates():
-        name = f"{gate.workload}-test"
-        if (
-            gate.kind == "counter"
-            and name in _COUNTED
-            and judge(gate, workloads[name], measured[name], control=True).status == "fail"
-        ):
-            failed.add(gate.measure)
-    assert {"file_written_bytes", "file_write_calls"} <= failed
+    before, slower = (_evidence(workloads[NAME], _rounds(ours, 6.0)) for ours in (1.0, 1.5))
+    gate = next(gate for gate in read_gates(workloads) if gate.id == "save-rows-regression")
+    assert judge_regression(gate, before, before).result is Result.PASS
+    assert judge_regression(gate, before, slower).result is Result.FAIL
+    assert judge_regression(gate, before, before, who=gate.control).result is Result.FAIL
+    elsewhere = replace(before, machine=Machine(("cpu",), "ext4"))
+    assert judge_regression(gate, before, elsewhere).result is Result.UNDECIDED
+    paths = []
+    for name, evidence in (("before", before), ("slower", slower)):
+        paths.append(str(tmp_path / f"{name}.json"))
+        write_evidence(evidence, Path(paths[-1]))
+    assert read_evidence(Path(paths[0])).rounds == before.rounds
+    assert main(["compare", paths[0], paths[0]]) == 0
+    assert main(["compare", *paths]) == 1
+    assert "slower" in capsys.readouterr().out
 
 
-def test_plan_bytes_gate_fails_on_its_control(measured: dict[str, list[Round]]) -> None:
-    rounds = measured["plan-1000-test"]
-    ours, torch = (rounds[0][who]["plan_bytes"] for who in ("ours@8", "torch@8"))
-    assert ours <= 0.2 * torch
-
-
-def test_every_job_ran(measured: dict[str, list[Round]]) -> None:
-    assert set(measured) == set(_TESTED)
-    assert all(sample["seconds"] > 0 for rounds in measured.values() for found in rounds for sample in found.values())
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', '{"version": 1, "machine": {}}'])
+def test_what_is_no_evidence_is_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert main(["compare", str(path), str(path)]) == 2
+    assert "x.json" in capsys.readouterr().err
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "bench.json"
-    arguments = ["checkpoint", "--test", "--only", "open-2000x64-test", "--fs", str(tmp_path), "--json", str(report)]
+    report = tmp_path / "out" / "bench.json"
+    arguments = [
+        "checkpoint",
+        "--form",
+        "test",
+        "--only",
+        "plan-64-bytes",
+        "--fs",
+        str(tmp_path),
+        "--json",
+        str(report),
+    ]
     assert main(arguments) == 0
-    assert "open-2000x64" in capsys.readouterr().out
-    assert main(["compare", str(report), str(report)]) == 0
+    text = capsys.readouterr().out
+    assert "plan-64-bytes" in text
+    assert "refused" in text
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["outcomes"][0]["result"] == "pass"
+    assert found["details"]["roofline"]["copy_bytes_per_s"] > 0
+    assert found["environment"]["cpu"]["count"] >= 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -54,10 +54,9 @@ class Run:
         begun = time.perf_counter()
         own = self.work()
         counted = self._counters.stop()
-        # The kernel's count includes sockets; who knows its files' share says so.
         if "written_bytes" in counted:
+            # The kernel's count includes sockets; a writer that knows its files' share says so.
             counted["file_written_bytes"] = counted["written_bytes"]
-        counted = {**counted, **(own or {})}
         dist.barrier()
         seconds = time.perf_counter() - begun
         if self._count == self.last:
@@ -65,7 +64,7 @@ class Run:
         self._count += 1
         dist.barrier()
         self.finish()
-        return {"seconds": seconds, **counted}
+        return {"seconds": seconds, **counted, **(own or {})}
 
 
 def measure(runs: Mapping[str, Run], round_count: int, seed: int) -> list[Round]:

@@ -1,135 +1,127 @@
-"""``twinproof bench``: run the workloads of a component, print the table and the gates, write the evidence."""
+"""``twinproof bench``: measure, print the table and the gates, keep the evidence; ``bench compare`` two of them.
+
+``compare`` ends with an error when something got worse: a comparison that always ends well decides nothing.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from conformance.harness.environment import environment
-from conformance.harness.ranks import RankPool
-from perf.checkpoint import JOBS
-from perf.harness.gates import Outcome, evaluate, read_gates
-from perf.harness.paired import Round, merge_ranks
-from perf.harness.workloads import Workload, read_workloads
+from perf.harness.bench import Bench
+from perf.harness.comparison import compare_evidence
+from perf.harness.gates import read_gates
+from perf.harness.results import collect, facts_of, machine_of, read_evidence, write_evidence
+from perf.harness.roofline import measure_roofline
+from perf.harness.table import gate_lines, workload_lines
+from perf.harness.workloads import FORMS, read_workloads
+from refimpl.errors import TwinproofError
 
-__all__ = ["main", "run_workloads"]
+__all__ = ["main"]
 
-_TIMEOUT_S = 900.0
-
-
-def _of_form(workloads: Mapping[str, Workload], component: str, form: str) -> list[Workload]:
-    suffixes = ("-short", "-test")
-    wanted = [w for w in workloads.values() if w.component == component]
-    if form == "full":
-        return [w for w in wanted if not w.name.endswith(suffixes)]
-    return [w for w in wanted if w.name.endswith(f"-{form}")]
-
-
-Report = Callable[[Workload, Sequence[Round]], None]
-
-
-def _say_nothing(workload: Workload, rounds: Sequence[Round]) -> None:
-    """For callers that look at the results themselves."""
-
-
-def run_workloads(
-    workloads: Sequence[Workload], folder: Path, *, seed: int = 0, impl: str = "fastimpl", report: Report = _say_nothing
-) -> dict[str, list[Round]]:
-    """Measure each workload on its own ranks; returns merged rounds by workload name."""
-    results: dict[str, list[Round]] = {}
-    pool = RankPool(impl)
-    try:
-        for workload in workloads:
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                arguments = (workload, work, workload.round_count, seed)
-                by_rank = pool.run(JOBS[workload.job], workload.rank_count, *arguments, timeout_s=_TIMEOUT_S)
-            results[workload.name] = merge_ranks(by_rank)
-            report(workload, results[workload.name])
-    finally:
-        pool.close()
-    return results
-
-
-def _median(rounds: Sequence[Round], who: str) -> float:
-    return statistics.median(found[who]["seconds"] for found in rounds)
-
-
-def _print_times(workload: Workload, rounds: Sequence[Round]) -> None:
-    print(workload)
-    for who in workload.contenders:
-        print(f"    {who:<16} {_median(rounds, who):9.4f} s", flush=True)
-
-
-def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    print(f"\n{'gate':<34} {'outcome':<10} got")
-    for outcome in outcomes:
-        print(f"{outcome.gate.id:<34} {outcome.status:<10} {outcome.text}")
-
-
-def _bench(options: argparse.Namespace) -> int:
-    form = "test" if options.test else "short" if options.short else "full"
-    every = read_workloads()
-    chosen = [w for w in _of_form(every, options.component, form) if not options.only or w.name in options.only]
-    results = run_workloads(chosen, options.fs or _memory_folder(), report=_print_times)
-    outcomes = evaluate(read_gates(), every, results, form)
-    _print_outcomes(outcomes)
-    if options.json is not None:
-        evidence = {
-            "version": 1,
-            "form": form,
-            "environment": environment(),
-            "workloads": [w.as_dict() for w in chosen],
-            "rounds": results,
-            "gates": [{"id": o.gate.id, "status": o.status, "got": o.got, "text": o.text} for o in outcomes],
-        }
-        options.json.write_text(json.dumps(evidence, indent=1, default=str) + "\n")
-    return 1 if options.gates and any(o.status == "fail" for o in outcomes) else 0
-
-
-def _memory_folder() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
-
-
-def _compare(options: argparse.Namespace) -> int:
-    """Gates that passed in the first file and do not in the second."""
-    before, after = (_gates_of(path) for path in (options.before, options.after))
-    worse = [
-        gate for gate in before if before[gate]["status"] == "pass" and after.get(gate, {}).get("status") == "fail"
-    ]
-    for gate in sorted(before.keys() & after.keys()):
-        print(f"{gate:<34} {before[gate]['status']:<10} -> {after[gate]['status']:<10} {after[gate]['text']}")
-    return 1 if worse else 0
-
-
-def _gates_of(path: Path) -> dict[str, dict[str, Any]]:
-    return {gate["id"]: gate for gate in json.loads(path.read_text())["gates"]}
+_SHARED_MEMORY = Path("/dev/shm")
+_COMPONENTS = ("checkpoint",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a bench or compare two; returns 1 for a failed gate (with ``--gates``) or a regression."""
-    parser = argparse.ArgumentParser(prog="twinproof bench", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    bench = commands.add_parser("checkpoint", help="measure HF checkpoints against torch's")
-    bench.add_argument("--short", action="store_true", help="small shapes, under a minute")
-    bench.add_argument("--test", action="store_true", help="tiny shapes, for counters only")
-    bench.add_argument("--only", action="append", metavar="WORKLOAD")
-    bench.add_argument("--fs", type=Path, help="folder to write in (default: memory)")
-    bench.add_argument("--json", type=Path, help="write the evidence: hardware, shapes, all samples, outcomes")
-    bench.add_argument("--gates", action="store_true", help="exit 1 when a gate fails")
-    bench.set_defaults(action=_bench, component="checkpoint")
-    compare = commands.add_parser("compare", help="outcomes of two evidence files")
-    compare.add_argument("before", type=Path)
-    compare.add_argument("after", type=Path)
-    compare.set_defaults(action=_compare)
-    options = parser.parse_args(argv)
-    return int(options.action(options))
+    """Run ``bench`` or ``bench compare``; 0: nothing is wrong, 1: a gate failed, 2: it could not be carried out."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _compare(words[1:]) if words[:1] == ["compare"] else _bench(words)
+    except TwinproofError as error:
+        print(f"twinproof bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _compare(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="twinproof bench compare", description="Compare the evidence of two runs.")
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    arguments = parser.parse_args(words)
+    gates = read_gates(read_workloads())
+    changes = compare_evidence(read_evidence(arguments.before), read_evidence(arguments.after), gates)
+    for change in changes:
+        print(change.text)
+    return 1 if any(change.failed for change in changes) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = "Measure a component against its peers and judge its gates. Or: bench compare BEFORE AFTER."
+    parser = argparse.ArgumentParser(prog="twinproof bench", description=text)
+    parser.add_argument("component", nargs="?", default=_COMPONENTS[0], choices=_COMPONENTS)
+    parser.add_argument("--impl", default="fastimpl", help="module under test (default: fastimpl)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--short", action="store_const", const="short", dest="form", help="small shapes, a minute")
+    form.add_argument("--form", choices=FORMS, help="which shapes (default: full)")
+    parser.add_argument("--fs", type=Path, help="folder to write in (default: shared memory, else temporary files)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="keep every sample as evidence")
+    parser.add_argument("--gates", action="store_true", help="end with 1 when a gate failed")
+    parser.add_argument("--only", nargs="+", metavar="GATE", help="gates to judge; only their shapes are measured")
+    parser.add_argument(
+        "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the order of contenders")
+    parser.set_defaults(form="full")
+    return parser
+
+
+def _bench(words: list[str]) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    workloads = read_workloads()
+    gates = read_gates(workloads)
+    if arguments.only is not None:
+        unknown = sorted(set(arguments.only) - {gate.id for gate in gates})
+        if unknown:
+            parser.error(f"no gate of that name: {', '.join(unknown)}")
+        gates = [gate for gate in gates if gate.id in arguments.only]
+    begun = time.monotonic()
+    folder = arguments.fs or (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+    facts = facts_of(folder, arguments.impl)
+    bench = Bench(
+        implementation=arguments.impl,
+        component=arguments.component,
+        form=arguments.form,
+        workloads=workloads,
+        gates=gates,
+        machine=machine_of(facts),
+        folder=folder,
+        seed=arguments.seed,
+        repeats=not arguments.no_repeat,
+    )
+    if not bench.chosen_gates():
+        parser.error(f"no gate is judged in the {arguments.form} form of {arguments.component}")
+    print(
+        f"{arguments.impl} on {', '.join(bench.machine.classes)}, {bench.machine.filesystem}, {facts['cpu']['model']}"
+    )
+    roofline = measure_roofline(folder).as_dict()
+    print(", ".join(f"{name.split('_')[0]} {rate / 1e9:.2f} GB/s" for name, rate in roofline.items()), flush=True)
+    for workload in bench.run():
+        print("\n".join(["", *workload_lines(workload, bench.rounds[workload.name])]), flush=True)
+    outcomes = bench.outcomes()
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    duration_s = time.monotonic() - begun
+    print("\n".join(["", *gate_lines(outcomes), ""]))
+    print(f"{len(outcomes)} gates, {len(failed)} failed, {duration_s:.0f} s")
+    if arguments.json is not None:
+        evidence = collect(
+            implementation=arguments.impl,
+            form=arguments.form,
+            seed=arguments.seed,
+            facts=facts,
+            workloads=workloads,
+            rounds=bench.rounds,
+            outcomes=outcomes,
+            details={"roofline": roofline, "repeated": bench.repeated, "duration_s": duration_s},
+        )
+        write_evidence(evidence, arguments.json)
+        print(f"evidence: {arguments.json}")
+    return 1 if arguments.gates and failed else 0
 
 
 if __name__ == "__main__":

@@ -1,156 +1,167 @@
-"""Gates as data: each says what must come out of which workload, and which contender must fail it.
+"""Gates as data, read so strictly that a misspelt bound cannot switch one off.
 
-Prevents a gate that cannot fail, a threshold that drifted in code, and a speed-up too good to be true. A gate judges
-its ``subject``; judged on its ``control`` instead it must fail.
+A gate names its shapes, what is compared with what, its bound, and a control: a measurement that violates the bound
+and that the gate must refuse. A gate whose control passes proves nothing and fails.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from perf.harness.paired import Round, ratios
-from perf.harness.verdicts import interval_of
-from perf.harness.workloads import Workload, check_keys, read_toml
+from perf.harness.formulas import names_used
+from perf.harness.workloads import FORMS, Workload, check_keys, read_toml
 from refimpl.errors import FormatError
 
-__all__ = ["GATES", "Gate", "Outcome", "evaluate", "formula", "judge", "read_gates"]
+__all__ = ["GATES", "Control", "Gate", "Kind", "read_gates"]
 
 GATES = Path(__file__).parent.parent / "gates.toml"
-KINDS = ("counter", "claim", "limit", "memory", "regression")
-_REQUIRED = {"id", "kind", "workload", "subject", "control", "measure"}
-_OPTIONAL = {"reference", "floor", "ceiling", "at_most"}
-_OPERATORS: dict[type, Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+_SECONDS = "seconds"
+
+
+class Kind(str, Enum):
+    """What a gate is about: counters and memory are exact, the others are ratios of paired samples."""
+
+    COUNTER = "counter"
+    CLAIM = "claim"
+    LIMIT = "limit"
+    MEMORY = "memory"
+    REGRESSION = "regression"
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether its value is a ratio of paired samples, which has an interval, or a worst case, which has none."""
+        return self in (Kind.CLAIM, Kind.LIMIT, Kind.REGRESSION)
+
+
+_REQUIRED = {"id", "kind", "sentence", "workloads", "subject", "control", "hardware", "evidence"}
+_BY_KIND: dict[Kind, tuple[set[str], set[str]]] = {
+    Kind.CLAIM: ({"peer", "floor", "ceiling"}, {"metric", "filesystem"}),
+    Kind.LIMIT: ({"peer", "floor", "ceiling"}, {"metric", "filesystem"}),
+    Kind.REGRESSION: ({"peer", "floor"}, {"metric", "filesystem"}),
+    Kind.COUNTER: ({"metric", "ceiling"}, {"peer", "floor"}),
+    Kind.MEMORY: ({"metric", "ceiling"}, {"against"}),
 }
 
 
 @dataclass(frozen=True)
-class Gate:
-    """One gate.
+class Control:
+    """The contender that takes the subject's place and must be refused; ``peer`` where the gate has one."""
 
-    Attributes:
-        id: what reports call it.
-        kind: ``claim``, ``limit`` and ``regression`` compare times by ratio; ``counter`` and ``memory`` bound a count.
-        workload: the base name; its short and test forms have a suffix.
-        subject, reference: contenders. A ratio is reference / subject.
-        control: the contender that must fail.
-        measure: key of the samples.
-        floor, ceiling: least ratio, and the one beyond which it is implausible.
-        at_most: a formula of the workload's sizes.
-    """
-
-    id: str
-    kind: str
-    workload: str
     subject: str
-    control: str
-    measure: str
-    reference: str | None = None
-    floor: float | None = None
-    ceiling: float | None = None
-    at_most: str | None = None
+    peer: str | None = None
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``status`` is pass, fail or undecided; ``text`` says got and bound."""
+class Gate:
+    """One promise.
 
-    gate: Gate
-    status: str
-    got: float | None
-    text: str
+    Attributes:
+        id: its name, unique.
+        kind: see Kind.
+        sentence: the promise in words.
+        workloads: form -> workload; the gate is judged in these forms only.
+        subject: contender that the promise is about.
+        peer: contender it is compared with: time of the peer / time of the subject, or, for counters, count of the
+            subject / count of the peer.
+        metric: of the samples.
+        against: form -> workload whose value is subtracted, for growth from one shape to another.
+        floor, ceiling: numbers or formulas of the workload's sizes. One is the bound; the other, the ceiling of a ratio
+            and the floor of a counter, is plausibility.
+        control: see Control.
+        hardware: classes of machines on which the bound is known to mean something; elsewhere undecided.
+        filesystem: the only type of file system on which it does.
+        evidence: where the bound comes from.
+    """
+
+    id: str
+    kind: Kind
+    sentence: str
+    workloads: Mapping[str, str]
+    subject: str
+    control: Control
+    hardware: tuple[str, ...]
+    evidence: str
+    peer: str | None = None
+    metric: str = _SECONDS
+    against: Mapping[str, str] | None = None
+    floor: float | str | None = None
+    ceiling: float | str | None = None
+    filesystem: str | None = None
 
 
-def formula(text: str, sizes: Mapping[str, float]) -> float:
-    """Value of an arithmetic formula of numbers and sizes. Raises FormatError for anything else."""
+def read_gates(workloads: Mapping[str, Workload], path: Path = GATES) -> list[Gate]:
+    """All gates.
 
-    def value(node: ast.AST) -> float:
-        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            return float(node.value)
-        if isinstance(node, ast.Name) and node.id in sizes:
-            return sizes[node.id]
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        raise FormatError("not a formula of sizes", got=text, expected=f"numbers, + - * / and {sorted(sizes)}")
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except SyntaxError as error:
-        raise FormatError("not a formula", got=text) from error
-
-
-def read_gates(path: Path = GATES) -> tuple[Gate, ...]:
-    """All gates. Raises FormatError: an unknown key or kind, a missing bound, an id twice."""
-    gates: dict[str, Gate] = {}
+    Raises:
+        FormatError: an unknown key, kind, form, workload, contender or name in a formula; a value of the wrong type;
+            a gate without a control, or an id twice.
+    """
+    gates: list[Gate] = []
     for number, entry in enumerate(read_toml(path, "gate"), 1):
         where = f"{path}: gate {number} ({entry.get('id')})"
-        check_keys(entry, _REQUIRED, _OPTIONAL, where)
         gate = _gate(entry, where)
-        if gate.id in gates:
-            raise FormatError("an id twice", got=gate.id, where=path)
-        gates[gate.id] = gate
-    return tuple(gates.values())
+        _check_references(gate, workloads, where)
+        if any(gate.id == other.id for other in gates):
+            raise FormatError("an id twice", got=gate.id, where=where)
+        gates.append(gate)
+    return gates
 
 
 def _gate(entry: dict[str, Any], where: str) -> Gate:
-    texts = _REQUIRED | {"reference", "at_most"}
-    wrong = [key for key, value in entry.items() if (key in texts) is not isinstance(value, str)]
-    if wrong or entry["kind"] not in KINDS:
-        raise FormatError("a value of the wrong kind", got={key: entry[key] for key in wrong or ["kind"]}, where=where)
-    gate = Gate(**entry)
-    by_ratio = gate.kind in ("claim", "limit", "regression")
-    if by_ratio and (gate.reference is None or gate.floor is None or gate.at_most is not None):
-        raise FormatError("a ratio needs reference and floor", got=entry, where=where)
-    if not by_ratio and (gate.at_most is None or gate.floor is not None):
-        raise FormatError("a count needs at_most", got=entry, where=where)
-    return gate
+    kinds = {kind.value: kind for kind in Kind}
+    if entry.get("kind") not in kinds:
+        raise FormatError("unknown kind", got=entry.get("kind"), expected=", ".join(kinds), where=where)
+    kind = kinds[entry["kind"]]
+    required, optional = _BY_KIND[kind]
+    check_keys(entry, _REQUIRED | required, optional, where)
+    for name, value in entry.items():
+        if not _is_right(name, value):
+            raise FormatError(f"{name} is not of the right kind", got=value, where=where)
+    control = entry["control"]
+    check_keys(control, {"subject", "peer"} if "peer" in entry else {"subject"}, set(), f"{where}: control")
+    values = {**entry, "kind": kind, "control": Control(**control), "hardware": tuple(entry["hardware"])}
+    assert values.keys() <= {field.name for field in fields(Gate)}
+    return Gate(**values)
 
 
-def judge(gate: Gate, workload: Workload, rounds: Sequence[Round], *, control: bool = False) -> Outcome:
-    """Judge the subject, or the control. What was not measured is undecided, never passed."""
-    subject = gate.control if control else gate.subject
-    if gate.at_most is not None:
-        return _judge_count(gate, workload, rounds, subject)
-    assert gate.reference is not None
-    assert gate.floor is not None
-    interval = interval_of(ratios(rounds, gate.reference, subject, key=gate.measure))
-    if interval is None:
-        return Outcome(gate, "undecided", None, "too few pairs")
-    text = f"{interval} times, at least {gate.floor:g}"
-    if gate.ceiling is not None and interval.median > gate.ceiling:
-        return Outcome(gate, "fail", interval.median, f"{text}: beyond {gate.ceiling:g} it is not plausible")
-    if interval.high < gate.floor:
-        return Outcome(gate, "fail", interval.median, text)
-    status = "pass" if interval.low >= gate.floor else "undecided"
-    return Outcome(gate, status, interval.median, text)
+def _is_right(name: str, value: Any) -> bool:
+    if name in ("floor", "ceiling"):
+        return _is_text(value) or (type(value) in (int, float) and value >= 0)
+    if name in ("workloads", "against"):
+        return isinstance(value, dict) and bool(value) and value.keys() <= set(FORMS) and _all_texts(value.values())
+    if name == "control":
+        return isinstance(value, dict) and _all_texts(value.values())
+    if name == "hardware":
+        return isinstance(value, list) and bool(value) and _all_texts(value)
+    return _is_text(value)
 
 
-def _judge_count(gate: Gate, workload: Workload, rounds: Sequence[Round], subject: str) -> Outcome:
-    assert gate.at_most is not None
-    values = [found[subject][gate.measure] for found in rounds if gate.measure in found.get(subject, {})]
-    if not values:
-        return Outcome(gate, "undecided", None, f"{gate.measure} of {subject} was not measured")
-    bound = formula(gate.at_most, workload.sizes())
-    # A count is exact, so its smallest value is the program's own; what others do to the process only adds.
-    got = min(values)
-    return Outcome(gate, "pass" if got <= bound else "fail", got, f"{got:.0f}, at most {bound:.0f} ({gate.at_most})")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
-def evaluate(
-    gates: Sequence[Gate], workloads: Mapping[str, Workload], results: Mapping[str, Sequence[Round]], form: str
-) -> list[Outcome]:
-    """Judge every gate whose workload was measured in this form and whose subject ran in it."""
-    outcomes = []
-    for gate in gates:
-        name = gate.workload if form == "full" else f"{gate.workload}-{form}"
-        if name in results and gate.subject in workloads[name].contenders:
-            outcomes.append(judge(gate, workloads[name], results[name]))
-    return outcomes
+def _all_texts(values: Any) -> bool:
+    return all(_is_text(value) for value in values)
+
+
+def _check_references(gate: Gate, workloads: Mapping[str, Workload], where: str) -> None:
+    if gate.against is not None and gate.against.keys() != gate.workloads.keys():
+        raise FormatError(
+            "against and workloads name different forms", got=[*gate.against], expected=[*gate.workloads], where=where
+        )
+    who = {gate.subject, gate.peer, gate.control.subject, gate.control.peer} - {None}
+    for name in [*gate.workloads.values(), *(gate.against or {}).values()]:
+        if name not in workloads:
+            raise FormatError("unknown workload", got=name, where=where)
+        unknown = sorted(map(str, who - set(workloads[name].contenders)))
+        if unknown:
+            raise FormatError(f"workload {name} does not measure a contender", got=unknown, where=where)
+    known = set(next(iter(workloads.values())).sizes())
+    for bound in (gate.floor, gate.ceiling):
+        unknown = sorted(names_used(bound, where) - known)
+        if unknown:
+            raise FormatError("unknown name in a formula", got=unknown, expected=sorted(known), where=where)

@@ -1,0 +1,95 @@
+"""One run of the bench: every workload that a gate of this form names, then every gate, the undecided ones twice."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conformance.harness import Rank, RankPool
+from perf.harness.gates import Gate, Kind
+from perf.harness.judge import Machine, Outcome, judge, needs_more_samples
+from perf.harness.paired import Round, merge_ranks
+from perf.harness.workloads import Workload
+
+__all__ = ["Bench", "Job"]
+
+# A job runs on every rank as (rank, workload, empty folder, round count, seed); ``perf.<component>.JOBS`` names them.
+Job = Callable[[Rank, Workload, str, int, int], list[Round]]
+_TIMEOUT_S = 900.0
+
+
+@dataclass
+class Bench:
+    """Measures and judges.
+
+    Attributes:
+        implementation: the module whose contenders are called ``ours``.
+        component: a stem.
+        form: full, short or test.
+        workloads, gates: all that there are.
+        machine: classes and file system, for the gates.
+        folder: where the jobs write.
+        seed: of the order of contenders.
+        repeats: whether what noise left undecided is measured once more.
+        rounds: what was measured so far, by workload.
+        repeated: workloads that were measured again because a gate was undecided.
+    """
+
+    implementation: str
+    component: str
+    form: str
+    workloads: dict[str, Workload]
+    gates: Sequence[Gate]
+    machine: Machine
+    folder: Path
+    seed: int = 0
+    repeats: bool = True
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
+
+    def chosen_gates(self) -> list[Gate]:
+        """The gates that are judged in this form."""
+        return [
+            gate
+            for gate in self.gates
+            if gate.kind is not Kind.REGRESSION
+            and self.form in gate.workloads
+            and self.workloads[gate.workloads[self.form]].component == self.component
+        ]
+
+    def run(self) -> Iterator[Workload]:
+        """Measure everything that the gates of this form need; yields each workload when it is done."""
+        chosen = self.chosen_gates()
+        named = [gate.workloads[self.form] for gate in chosen]
+        named += [gate.against[self.form] for gate in chosen if gate.against is not None]
+        with RankPool(self.implementation) as pool:
+            for name in dict.fromkeys(named):
+                workload = self.workloads[name]
+                self.rounds[name] = self._measure(pool, workload, self.seed)
+                if self.repeats and self._is_undecided(name):
+                    # Once, and all samples count: repeating until the answer pleases is how a coin passes a gate.
+                    self.rounds[name] += self._measure(pool, workload, self.seed + 1)
+                    self.repeated.append(name)
+                yield workload
+
+    def outcomes(self) -> list[Outcome]:
+        """Every gate of this form, judged on what was measured."""
+        return [self._judge(gate) for gate in self.chosen_gates()]
+
+    def _judge(self, gate: Gate) -> Outcome:
+        return judge(gate, self.form, self.workloads, self.rounds, self.machine)
+
+    def _is_undecided(self, name: str) -> bool:
+        gates = [gate for gate in self.chosen_gates() if gate.workloads[self.form] == name]
+        return any(needs_more_samples(self._judge(gate), gate, self.machine) for gate in gates)
+
+    def _measure(self, pool: RankPool, workload: Workload, seed: int) -> list[Round]:
+        job: Job = importlib.import_module(f"perf.{self.component}").JOBS[workload.job]
+        with tempfile.TemporaryDirectory(prefix="twinproof-bench-", dir=self.folder) as folder:
+            by_rank = pool.run(
+                job, workload.rank_count, workload, folder, workload.round_count, seed, timeout_s=_TIMEOUT_S
+            )
+        return merge_ranks(by_rank)

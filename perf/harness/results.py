@@ -1,0 +1,119 @@
+"""Evidence: every sample with the machine, the versions and the shapes, so that a figure can be disputed later."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from conformance.harness.environment import environment, implementation_facts
+from perf.harness.judge import Machine, Outcome
+from perf.harness.nvml import GpuSample, Unavailable, open_gpu
+from perf.harness.paired import Round
+from perf.harness.workloads import Workload
+from refimpl.errors import FormatError
+
+__all__ = ["Evidence", "collect", "facts_of", "machine_of", "read_evidence", "write_evidence"]
+
+_VERSION = 1
+# Two ranks on one processor take turns, and every ratio between paths changes.
+_CPU_COUNT_MIN = 2
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One run of the bench, as it is stored."""
+
+    implementation: str
+    form: str
+    seed: int
+    machine: Machine
+    environment: dict[str, Any]
+    workloads: dict[str, dict[str, Any]]
+    rounds: dict[str, list[Round]]
+    outcomes: list[dict[str, Any]]
+    created: str = ""
+    details: dict[str, Any] | None = None
+
+
+def machine_of(facts: dict[str, Any]) -> Machine:
+    """The classes of the machine that ``environment()`` describes: ``cpu`` or ``cpu-1``, and the name of each GPU."""
+    count = facts["cpu"]["count"] or 0
+    classes = ["cpu" if count >= _CPU_COUNT_MIN else "cpu-1"]
+    if isinstance(facts["gpus"], list):
+        classes += [re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower()) for gpu in facts["gpus"]]
+    return Machine(tuple(dict.fromkeys(classes)), facts["file_system"]["type"])
+
+
+def facts_of(folder: Path, implementation: str) -> dict[str, Any]:
+    """Versions, hardware, the file system of ``folder``, the implementation's build, and the GPU's present state."""
+    facts = environment(folder)
+    # A folder's name is of one machine; its file system is what matters.
+    facts["file_system"].pop("folder", None)
+    facts["implementation"] = {**implementation_facts(implementation), "file": None}
+    gpu = open_gpu()
+    if isinstance(gpu, Unavailable):
+        facts["gpu_state"] = f"unavailable: {gpu.reason}"
+    else:
+        with gpu:
+            facts["gpu_state"] = _as_dict(gpu.sample())
+    return facts
+
+
+def _as_dict(sample: GpuSample) -> dict[str, Any]:
+    return {**vars(sample), "throttle_reasons": list(sample.throttle_reasons)}
+
+
+def collect(
+    *,
+    implementation: str,
+    form: str,
+    seed: int,
+    facts: dict[str, Any],
+    workloads: dict[str, Workload],
+    rounds: dict[str, list[Round]],
+    outcomes: list[Outcome],
+    details: dict[str, Any],
+) -> Evidence:
+    """Evidence of a run that has just ended."""
+    return Evidence(
+        implementation=implementation,
+        form=form,
+        seed=seed,
+        machine=machine_of(facts),
+        environment=facts,
+        workloads={name: workloads[name].as_dict() for name in rounds},
+        rounds=rounds,
+        outcomes=[outcome.as_dict() for outcome in outcomes],
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        details=details,
+    )
+
+
+def write_evidence(evidence: Evidence, path: Path) -> None:
+    """Store it as JSON, folders made as needed."""
+    document = {"version": _VERSION, **vars(evidence), "machine": vars(evidence.machine)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def read_evidence(path: Path) -> Evidence:
+    """Read it back.
+
+    Raises:
+        FormatError: no JSON, another version, or fields that evidence does not have.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version = document.pop("version")
+        if version != _VERSION:
+            raise FormatError("unknown version of evidence", got=version, expected=_VERSION, where=path)
+        machine = document.pop("machine")
+        return Evidence(**document, machine=Machine(tuple(machine["classes"]), machine["filesystem"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError("not the evidence of a bench", got=error, where=path) from error
