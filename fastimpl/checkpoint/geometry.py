@@ -28,6 +28,8 @@ class Geometry(NamedTuple):
 
     def span(self) -> tuple[int, int]:
         """First byte and one past the last, inside the tensor."""
+        if len(self.shape) == 1:
+            return self.offsets[0], self.offsets[0] + self.sizes[0]
         first = last = 0
         for shape, offset, size in zip(self.shape, self.offsets, self.sizes, strict=True):
             first = first * shape + offset
@@ -73,12 +75,13 @@ class Geometry(NamedTuple):
 
 def geometry(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> Geometry:
     """Geometry of a rectangle that is not empty, given in elements of ``itemsize`` bytes."""
-    whole, first, part = [*shape, itemsize], [*offsets, 0], [*sizes, itemsize]
-    while len(whole) > 1 and part[-1] == whole[-1]:
-        unit = whole.pop()
-        first.pop()
-        part.pop()
-        whole[-1] *= unit
-        first[-1] *= unit
-        part[-1] *= unit
-    return Geometry(tuple(whole), tuple(first), tuple(part))
+    unit, last = itemsize, len(shape) - 1
+    while last >= 0 and sizes[last] == shape[last]:
+        unit *= shape[last]
+        last -= 1
+    if last < 0:
+        return Geometry((unit,), (0,), (unit,))
+    whole, first, part = shape[last] * unit, offsets[last] * unit, sizes[last] * unit
+    if last == 0:  # Rows, by far the most frequent split; slices of torch.Size are slow.
+        return Geometry((whole,), (first,), (part,))
+    return Geometry((*shape[:last], whole), (*offsets[:last], first), (*sizes[:last], part))

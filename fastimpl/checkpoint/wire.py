@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import sub
 
 from fastimpl.checkpoint.plan import Block, SavePieces
 from refimpl.checkpoint.layout import FileLayout
@@ -91,7 +92,8 @@ class PackedPlan:
 def _pack(rows: Sequence[Sequence[int]]) -> bytes:
     flat = array("q", [len(rows)])
     for column in zip(*rows, strict=True):
-        flat.extend([b - a for a, b in zip((0, *column), column, strict=False)])
+        flat.append(column[0])
+        flat.extend(map(sub, column[1:], column))
     return zlib.compress(flat.tobytes(), 1)
 
 

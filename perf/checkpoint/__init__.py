@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from conformance.harness import Rank
+from perf.checkpoint.counting import measure_counts
 from perf.checkpoint.folders import measure_consolidations, measure_openings
 from perf.checkpoint.planning import measure_planning
 from perf.checkpoint.saving import measure_loads, measure_saves
@@ -12,6 +13,7 @@ from perf.harness.workloads import Workload
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
 JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "save": measure_saves,
+    "count": measure_counts,
     "load": measure_loads,
     "consolidate": measure_consolidations,
     "open": measure_openings,

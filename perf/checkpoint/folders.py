@@ -13,9 +13,14 @@ from perf.checkpoint.model import Model, remove_folder
 from perf.checkpoint.runs import Run, measure, thread_count_of
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
+from perf.peers import plain_checkpoint as plain
 from perf.peers import torch_checkpoint as peer
 
 __all__ = ["measure_consolidations", "measure_openings"]
+
+
+# Bytes per call: what a merge cannot undercut, and what its gate must refuse.
+_PLAIN_COPIES = {"plain": 8 << 20, "by-kib": 1024}
 
 
 def measure_consolidations(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
@@ -29,10 +34,17 @@ def measure_consolidations(rank: Rank, workload: Workload, folder: str, round_co
         threads = thread_count_of(who)
         if rank.rank > 0:
             return lambda: None
+        if who in _PLAIN_COPIES:
+            return lambda: plain.copy(source, path, call_bytes=_PLAIN_COPIES[who])
         if who.startswith("torch"):
             return lambda: peer.consolidate(source, path, model.mapping, thread_count=threads)
         ours = rank.component("checkpoint").consolidate_safetensors_files
         return lambda: ours(source, path, model.mapping, num_threads=threads)
+
+    def check_of(who: str, path: Path) -> Callable[[], None]:
+        if who in _PLAIN_COPIES:
+            return lambda: None
+        return lambda: model.check_folder(path, who)
 
     runs = {}
     for who in workload.contenders:
@@ -46,7 +58,7 @@ def measure_consolidations(rank: Rank, workload: Workload, folder: str, round_co
 
         runs[who] = Run(
             work=work_of(who, path),
-            check=lambda path=path, who=who: model.check_folder(path, who),  # type: ignore[misc]
+            check=check_of(who, path),
             prepare=lambda clean=clean: clean(again=True),  # type: ignore[misc]
             finish=clean,
             last=round_count,

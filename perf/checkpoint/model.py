@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from conformance.harness import Mismatch
 from perf.harness.workloads import Workload
+from perf.peers.plain_checkpoint import Layout
 
 __all__ = ["Model", "remove_folder"]
 
@@ -73,6 +74,11 @@ class Model:
             part = self.values(number).view(torch.float32) if fill else torch.zeros(self.local_shape)
             state[name] = DTensor.from_local(part, self.mesh, [Shard(self.workload.shard_dim)], run_check=False)
         return state
+
+    def plain_layout(self, state: Mapping[str, DTensor]) -> Layout:
+        """Where a process that only moves bytes finds this rank's parts."""
+        parts = [state[name].to_local() for name in self.names]
+        return Layout(parts, list(self.headers()), self.workload.shard_dim, self.rank, self.rank_count)
 
     def check_state(self, state: dict[str, DTensor], who: str) -> None:
         """Every bit of this rank's parts is right. Raises Mismatch."""

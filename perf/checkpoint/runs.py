@@ -29,14 +29,14 @@ class Run:
     """A contender on this rank.
 
     Attributes:
-        work: what is measured, on every rank; may return counts of its own.
+        work: what is measured, on every rank.
         check: raises when the last work did not do all of it. Called after the last run, which is a timed one.
         prepare: what must be undone or renewed before each run.
         finish: frees what the last run left behind.
         last: number of the last run, the thrown away one being 0.
     """
 
-    work: Callable[[], Sample | None]
+    work: Callable[[], object]
     check: Callable[[], None]
     prepare: Callable[[], None]
     finish: Callable[[], None]
@@ -52,11 +52,8 @@ class Run:
         # Counting begins at different moments on different ranks; the clock may not.
         dist.barrier()
         begun = time.perf_counter()
-        own = self.work()
+        self.work()
         counted = self._counters.stop()
-        if "written_bytes" in counted:
-            # The kernel's count includes sockets; a writer that knows its files' share says so.
-            counted["file_written_bytes"] = counted["written_bytes"]
         dist.barrier()
         seconds = time.perf_counter() - begun
         if self._count == self.last:
@@ -64,7 +61,7 @@ class Run:
         self._count += 1
         dist.barrier()
         self.finish()
-        return {"seconds": seconds, **counted, **(own or {})}
+        return {"seconds": seconds, **counted}
 
 
 def measure(runs: Mapping[str, Run], round_count: int, seed: int) -> list[Round]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,45 +13,40 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from conformance.harness import Rank
 from perf.checkpoint.model import Model, remove_folder
 from perf.checkpoint.runs import Run, measure, thread_count_of
-from perf.harness.paired import Round, Sample
+from perf.harness.paired import Round
 from perf.harness.workloads import Workload
+from perf.peers import plain_checkpoint as plain
 from perf.peers import torch_checkpoint as peer
 
-__all__ = ["measure_loads", "measure_saves", "save_ours"]
+__all__ = ["measure_loads", "measure_saves", "save_ours", "save_work"]
 
 
 def save_ours(
     checkpoint: Any, state: dict[str, Any], folder: Path, mapping: dict[str, int], thread_count: int, **options: Any
-) -> Sample | None:
-    """What a user calls, with nothing set but files and threads; returns the writer's own counts, if it has any."""
+) -> None:
+    """What a user calls, with nothing set but files and threads."""
     with checkpoint.HuggingFaceStorageWriter(folder, mapping, thread_count=thread_count, **options) as writer:
         save(dict(state), storage_writer=writer)
-    stats = getattr(writer, "stats", None)
-    if stats is None:
-        return None
-    return {"file_write_calls": float(stats.write_count), "file_written_bytes": float(stats.written_bytes)}
+
+
+def save_work(rank: Rank, model: Model, state: dict[str, Any], who: str, path: Path) -> Callable[[], None]:
+    """One save by ``who``: ``ours`` or ``torch``, both also ``-best``, ``ours-64k``, or one of ``PLAIN_SAVES``."""
+    if who in plain.PLAIN_SAVES:
+        layout = model.plain_layout(state)
+        return lambda: plain.PLAIN_SAVES[who](layout, path)
+    threads = thread_count_of(who)
+    if who.startswith("torch"):
+        return lambda: peer.save_state(state, path, model.mapping, thread_count=threads)
+    checkpoint = rank.component("checkpoint")
+    # The control of the gate on write calls: the same program with blocks too small for any disk.
+    options = {"block_bytes": 65536} if who == "ours-64k" else {}
+    return lambda: save_ours(checkpoint, state, path, model.mapping, threads, **options)
 
 
 def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """Save the same state with every contender: ``ours``, ``torch``, both also ``-best``, ``plain``, ``per-run``."""
+    """Save the same state with every contender, each to a folder of its own."""
     model = Model(workload)
-    state = model.state()
-    parts = [state[name].to_local() for name in model.names]
-    layout = list(model.headers())
-
-    def work_of(who: str, path: Path) -> Callable[[], Sample | None]:
-        threads = thread_count_of(who)
-        if who == "plain":
-            return lambda: peer.plain_save(parts, path, layout, rank=rank.rank, rank_count=rank.world_size)
-        if who == "per-run":
-            return lambda: peer.per_run_save(parts, path, layout, rank=rank.rank, rank_count=rank.world_size)
-        if who.startswith("torch"):
-            return lambda: peer.save_state(state, path, model.mapping, thread_count=threads)
-        checkpoint = rank.component("checkpoint")
-        # The control of the gate on write calls: the same program with blocks too small for any disk.
-        options = {"block_bytes": 65536} if who == "ours-64k" else {}
-        return lambda: save_ours(checkpoint, state, path, model.mapping, threads, **options)
-
+    state: dict[str, Any] = dict(model.state())
     runs = {}
     for who in workload.contenders:
         path = Path(folder) / who
@@ -62,7 +58,7 @@ def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int,
                     path.mkdir()
 
         runs[who] = Run(
-            work=work_of(who, path),
+            work=save_work(rank, model, state, who, path),
             check=lambda path=path, who=who: model.check_folder(path, who),  # type: ignore[misc]
             prepare=lambda clean=clean: clean(again=True),  # type: ignore[misc]
             finish=clean,
@@ -72,7 +68,10 @@ def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int,
 
 
 def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """Load the same files into the same preallocated tensors with every contender: ``ours``, ``torch``, ``-best``."""
+    """Load the same files into the same preallocated tensors with every contender.
+
+    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, and ``by-page``.
+    """
     model = Model(workload)
     path = Path(folder) / "saved"
     # The peer's files: a reader that only understood its own writer would otherwise pass.
@@ -83,6 +82,9 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
 
     def work_of(who: str) -> Callable[[], None]:
         threads = thread_count_of(who)
+        if who in ("plain", "by-page"):
+            call_bytes = model.workload.tensor_bytes if who == "plain" else mmap.PAGESIZE
+            return lambda: plain.load(model.plain_layout(targets), path, call_bytes=call_bytes)
         if who.startswith("torch"):
             return lambda: peer.load_state(targets, path, thread_count=threads)
         reader = rank.component("checkpoint").HuggingFaceStorageReader

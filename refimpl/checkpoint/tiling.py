@@ -48,11 +48,10 @@ def _is_chain(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
     if split is None:
         return len(boxes) == 1 and not any(first_offsets)
     position = 0
-    head, tail, zeros = shape[:split], shape[split + 1 :], (0,) * len(shape)
+    head, tail = shape[:split], shape[split + 1 :]
+    before, after = (0,) * len(head), (0,) * len(tail)
     for offsets, sizes in sorted(boxes):
-        if offsets[split] != position or sizes[:split] != head or sizes[split + 1 :] != tail:
-            return False
-        if offsets[:split] != zeros[:split] or offsets[split + 1 :] != zeros[split + 1 :]:
+        if offsets != (*before, position, *after) or sizes != (*head, sizes[split], *tail):
             return False
         position += sizes[split]
     return position == shape[split]
