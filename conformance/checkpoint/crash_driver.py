@@ -7,12 +7,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from conformance.checkpoint import crash_programs
 from conformance.harness import Mismatch, assert_equal
 from conformance.harness.faults import (
     CRASH_CALLS,
@@ -22,22 +20,10 @@ from conformance.harness.faults import (
     Outcome,
     RankOutcomes,
     Trace,
-    why_no_shim,
     why_no_tracer,
 )
 
-__all__ = ["Crashes", "Struck", "fault_server", "sampled"]
-
-
-@pytest.fixture(scope="module", name="server")
-def fault_server(impl: ModuleType) -> Iterator[FaultServer]:
-    """A fork server that has imported the implementation under test; skips by name where there is no compiler."""
-    reason = why_no_shim()
-    if reason is not None:
-        pytest.skip(reason)
-    modules = ("pytest", "torch.distributed.checkpoint", f"{impl.__name__}.checkpoint", crash_programs.__name__)
-    with FaultServer(impl.__name__, modules) as running:
-        yield running
+__all__ = ["Crashes", "Struck", "sampled"]
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from conformance.checkpoint.support import State, cut, random_bits, save, save_ranks, tiled
+from conformance.checkpoint.support import State, cut, load, random_bits, save, save_ranks, tiled
 from conformance.harness import Rank
+from conformance.harness.faults import letting_go
 from conformance.harness.implementation import component
 
 __all__ = [
     "FILES",
     "MAPPING",
     "consolidate",
+    "load_letting_go",
     "make_state",
     "save_alone",
     "save_at_slow_rank",
     "save_in_background",
+    "save_letting_go",
     "save_mapped",
     "save_one_file",
     "save_together",
@@ -54,19 +57,37 @@ def save_alone(implementation: str, path: str, seed: int, options: dict[str, Any
     save(checkpoint, make_state(seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options})
 
 
-def _share(rank: Rank, seed: int) -> dict[str, Any]:
+def save_letting_go(implementation: str, path: str, seed: int, thread_count: int) -> int:
+    """As ``save_alone``, beside a thread that lets held calls go; returns the bytes of the state."""
+    with letting_go():
+        save_alone(implementation, path, seed, {"thread_count": thread_count})
+    return sum(tensor.nbytes for tensor in make_state(seed).values())
+
+
+def load_letting_go(implementation: str, path: str, seed: int, thread_count: int) -> int:
+    """A load of whole tensors, of rows and of columns, beside a thread that lets held calls go; returns their bytes."""
+    targets = _share(0, 2, seed)
+    with letting_go():
+        load(component(implementation, "checkpoint"), targets, Path(path), thread_count=thread_count)
+    parts = [part for value in targets.values() for part in getattr(value, "parts", {0: value}).values()]
+    return sum(part.nbytes for part in parts)
+
+
+def _share(rank: int, world_size: int, seed: int) -> dict[str, Any]:
     """One rank's part: the two matrices cut by rows and by columns, the rest replicated."""
     state: dict[str, Any] = dict(make_state(seed))
     cuts = {"rows": [[11, 12], []], "wide": [[], [2, 500]]}
     for name, inner in cuts.items():
         boxes = cut(tuple(state[name].shape), inner)
-        state[name] = tiled(state[name], boxes, rank.rank, rank.world_size)
+        state[name] = tiled(state[name], boxes, rank, world_size)
     return state
 
 
 def save_together(rank: Rank, path: str, seed: int, options: dict[str, Any]) -> None:
     """All ranks save the state of that seed."""
-    save_ranks(rank, _share(rank, seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options})
+    save_ranks(
+        rank, _share(rank.rank, rank.world_size, seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options}
+    )
 
 
 def save_in_background(rank: Rank, path: str, seeds: list[int], wait: bool) -> list[BaseException | None]:
@@ -76,7 +97,7 @@ def save_in_background(rank: Rank, path: str, seeds: list[int], wait: bool) -> l
     errors: list[BaseException | None] = []
     for seed in seeds:
         writer = checkpoint.HuggingFaceStorageWriter(path, fqn_to_index_mapping=MAPPING)
-        futures.append(async_save(_share(rank, seed), storage_writer=writer))
+        futures.append(async_save(_share(rank.rank, rank.world_size, seed), storage_writer=writer))
         if wait:
             errors.append(_error_of(futures.pop()))
     return errors + [_error_of(future) for future in futures]

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from conformance.checkpoint import crash_programs as programs
-from conformance.checkpoint.crash_driver import Crashes, fault_server
+from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_reading import assert_returned, assert_state, carries_errno, leftovers, state_in
 from conformance.checkpoint.crash_states import NEW, NEXT, golden
 from conformance.harness import assert_equal, requirement
 from conformance.harness.faults import WRITE_CALLS, Fault, FaultServer
-
-__all__ = ["fault_server"]
 
 
 @requirement("CKPT-319", "An asynchronous save that fails MUST raise the cause at its future, and the next MUST work.")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conformance.checkpoint import crash_programs as programs
-from conformance.checkpoint.crash_driver import Crashes, Struck, fault_server, sampled
+from conformance.checkpoint.crash_driver import Crashes, Struck, sampled
 from conformance.checkpoint.crash_reading import (
     assert_returned,
     assert_state,
@@ -28,8 +28,6 @@ from conformance.checkpoint.crash_reading import (
 from conformance.checkpoint.crash_states import NEW, OLD, assert_stray, golden, nothing, save_again
 from conformance.harness import Mismatch, assert_equal, requirement
 from conformance.harness.faults import WRITE_CALLS, Fault, FaultServer, Outcome
-
-__all__ = ["fault_server"]
 
 # What can fail before the new checkpoint is in force. Clearing away the old one afterwards is another matter.
 BUILDING = ("open", *WRITE_CALLS, "fsync", "fdatasync", "rename", "link", "mkdir", "ftruncate", "fallocate", "close")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.checkpoint import crash_programs as programs
-from conformance.checkpoint.crash_driver import Crashes, fault_server
+from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_reading import (
     assert_returned,
     assert_state,
@@ -33,8 +33,6 @@ from conformance.checkpoint.support import INDEX, save
 from conformance.harness import assert_equal, raises, requirement
 from conformance.harness.faults import CRASH_CALLS, FaultServer, Trace
 from refimpl.errors import CheckpointExistsError
-
-__all__ = ["fault_server"]
 
 
 def _assert_sound(trace: Trace, where: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
 import sys
 import threading
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,9 +20,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.checkpoint.crash_reading import succeeds
+from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.crash_reading import assert_returned, succeeds
 from conformance.checkpoint.support import assert_loads, load, mesh_of, oracle, random_bits, save, zeros_like
 from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, assert_same_tensors, requirement
+from conformance.harness.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 
 FILE = "model-00001-of-00001.safetensors"
 MIB = 1 << 20
@@ -40,13 +46,29 @@ def test_threads_and_blocks(checkpoint: Any, tmp_path: Path) -> None:
         assert_same_tensors(targets, {name: value.contiguous() for name, value in state.items()}, where=path.name)
 
 
+def _descriptors(folder: Path) -> Counter[str]:
+    """What this process has open of the folder's files, or without a name: how often each target is open."""
+    opened: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        # The listing's own descriptor is closed by now.
+        with suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            # Pipes, sockets and the like are "kind:[number]"; what else the process opens in between is not the save's.
+            if not target.startswith("/") or target.startswith(f"{folder.resolve()}/"):
+                opened[target] += 1
+    return opened
+
+
 # Threads that enter and leave ``catch_warnings`` restore each other's filters; this one is below all of them.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @requirement("CKPT-079", "Concurrent saves and loads MUST not interfere, and MUST leave no file descriptor open.")
 def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
     states = [{f"w{i}": random_bits(torch.float32, (50, 40), 10 * k + i) for i in range(5)} for k in range(4)]
+    # What is opened once per process is opened here.
+    save(checkpoint, states[0], tmp_path / "first", thread_count=2)
+    assert_loads(checkpoint, tmp_path / "first", states[0], thread_count=3)
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = _descriptors(tmp_path)
     failures: list[BaseException] = []
 
     def work(k: int) -> None:
@@ -64,7 +86,7 @@ def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
         thread.join()
     if failures:
         raise failures[0]
-    assert_le(len(os.listdir("/proc/self/fd")), before, where="open descriptors")
+    assert_equal(sorted((_descriptors(tmp_path) - before).elements()), [], where="descriptors left open")
 
 
 def _peak(action: Any) -> int:
@@ -114,46 +136,31 @@ def test_memory(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
                 file.unlink()
 
 
-class _Ticks:
-    """Counts how often another Python thread got to run while an action went on."""
-
-    def __init__(self) -> None:
-        self.count, self.stop = 0, False
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self.stop:
-            self.count += 1
-            os.sched_yield()
-
-    def during(self, action: Any) -> int:
-        """Ticks between start and end of the action."""
-        self.thread.start()
-        first = self.count
-        action()
-        result = self.count - first
-        self.stop = True
-        self.thread.join()
-        return result
+# No right program ever waits for it: a thread that may run is scheduled sooner on any machine.
+_HELD_S = 5.0
+_HELD = {
+    "save": (programs.save_letting_go, (*WRITE_CALLS, "fsync", "fdatasync")),
+    "load": (programs.load_letting_go, READ_CALLS),
+}
 
 
+@pytest.mark.parametrize("what", sorted(_HELD))
 @requirement("CKPT-081", "Other Python threads MUST make progress while a checkpoint is written and read.")
-def test_gil(checkpoint: Any, tmp_path: Path) -> None:
-    # Large enough to take many time slices, so that a thread which may run does run.
-    state = {f"w{i}": torch.full((4096, 2048), float(i)) for i in range(8)}
-    interval = sys.getswitchinterval()
-    # With a switch interval beyond the test, another thread only runs where the interpreter lock is given up.
-    sys.setswitchinterval(1000)
-    try:
-        assert_le(
-            1000,
-            _Ticks().during(lambda: save(checkpoint, state, tmp_path / "ck", durable=False)),
-            where="ticks during a save",
-        )
-        # A load is over in a few time slices; on a loaded machine the other thread may get only some of them.
-        assert_le(4, _Ticks().during(lambda: load(checkpoint, state, tmp_path / "ck")), where="ticks during a load")
-    finally:
-        sys.setswitchinterval(interval)
+def test_gil(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, what: str) -> None:
+    program, calls = _HELD[what]
+    save(checkpoint, programs.make_state(1), tmp_path / "ck", fqn_to_index_mapping=programs.MAPPING)
+    # Each call on a file is held until Python code of another thread has run.
+    fault = Fault(calls, 1, "hold", times=0, delay_s=_HELD_S)
+    for threads in (1, 3):
+        where = f"{what}, {threads} threads"
+        args = impl.__name__, str(tmp_path / "ck"), 1, threads
+        outcome = server.run_forked(program, *args, root=tmp_path, faults=[fault])
+        alone = [f"{event.call} {event.size}" for event in outcome.trace.struck if event.errno == errno.ETIMEDOUT]
+        assert_equal(alone, [], where=f"{where}: calls while which no other thread could run")
+        assert_returned([outcome], where)
+        # What does not pass through such a call is not seen, and would prove nothing.
+        held_bytes = sum(max(event.result, 0) for event in outcome.trace.struck)
+        assert_le(outcome.value(), held_bytes, where=f"{where}: bytes that passed through held calls")
 
 
 _WITHOUT_NUMPY = """

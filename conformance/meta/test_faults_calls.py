@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conformance.harness.faults import CALLS, Fault, FaultServer, run_program, why_no_shim, why_no_tracer
+from conformance.harness.faults import CALLS, READ_CALLS, Fault, FaultServer, run_program, why_no_shim, why_no_tracer
 from conformance.harness.faults.build import BUILD_FLAGS
 
 pytestmark = pytest.mark.skipif(why_no_shim() is not None, reason=str(why_no_shim()))
@@ -49,6 +49,11 @@ int main(int n, char **v) {
     fsync(fd), fdatasync(fd), syncfs(fd), sync_file_range(fd, 0, 40, 0);
     ftruncate(fd, 300), ftruncate64(fd, 320), truncate("a", 340), truncate64("a", 360);
     fallocate(fd, 0, 0, 400), fallocate64(fd, 0, 0, 420), posix_fallocate(fd, 0, 440), posix_fallocate64(fd, 0, 460);
+    lseek(fd, 0, SEEK_SET);
+    read(fd, data, 40), readv(fd, parts, 2);
+    pread(fd, data, 40, 40), pread64(fd, data, 40, 80);
+    preadv(fd, parts, 2, 120), preadv64(fd, parts, 2, 160), preadv2(fd, parts, 2, 200, 0);
+    preadv64v2(fd, parts, 2, 240, 0);
     lseek(fd, 0, SEEK_SET);
     sendfile(to, fd, 0, 10), sendfile64(to, fd, 0, 10), copy_file_range(fd, 0, to, 0, 10, 0);
     char *map = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -98,6 +103,10 @@ _COUNTS = {
     "mmap": 2,
     "msync": 1,
     "close": 10,
+    "read": 1,
+    "pread": 2,
+    "readv": 1,
+    "preadv": 4,
 }
 
 
@@ -148,6 +157,9 @@ def test_events_say_what_was_done(program: Path, tmp_path: Path, via: Any) -> No
     vectors = trace.only("pwritev", suffix="/a")
     assert [event.offset for event in vectors] == [120, 160, 200, 240]
     assert {(event.size, event.result) for event in vectors} == {(40, 40)}
+    read = trace.only(READ_CALLS, suffix="/a")
+    assert [event.offset for event in read] == [-1, -1, 40, 80, 120, 160, 200, 240]
+    assert {(event.size, event.result) for event in read} == {(40, 40)}
     moves = [(event.path, event.path2) for event in trace.only("rename")]
     assert moves[0] == (f"{root}/creat", f"{root}/renamed")
     assert moves[2] == (f"{root}/again", f"{root}/folder/moved")

@@ -266,7 +266,16 @@ def test_a_trace_with_lost_calls_is_refused(server: FaultServer, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"call": "wirte"}, {"call": ()}, {"nth": 0}, {"action": "explode"}, {"times": -1}, {"delay_s": -0.1}]
+    "wrong",
+    [
+        {"call": "wirte"},
+        {"call": ()},
+        {"nth": 0},
+        {"action": "explode"},
+        {"times": -1},
+        {"delay_s": -0.1},
+        {"action": "hold"},
+    ],
 )
 def test_a_fault_that_can_never_strike_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):

@@ -81,6 +81,12 @@ def _blank_in_workers(original: Any, descriptor: int, pieces: Any, offset: Any) 
     return int(original(descriptor, pieces, offset))
 
 
+def _one_kept(original: Any, files: Any, *, durable: bool) -> None:
+    for descriptor in list(files._open.values())[:1]:
+        os.dup(descriptor)
+    original(files, durable=durable)
+
+
 def _whole_copy(original: Any, source: Any, value: torch.Tensor, dtype: torch.dtype) -> None:
     original(source, value.clone(), dtype)
 
@@ -202,10 +208,7 @@ PLANTED = (
         "descriptor_left_open",
         "Each save leaves a file descriptor open.",
         ("CKPT-079",),
-        wrap(
-            "fastimpl.checkpoint.run:FileSet.close",
-            lambda original, files, *, durable: (original(files, durable=durable), os.dup(0)),
-        ),
+        wrap("fastimpl.checkpoint.run:FileSet.close", _one_kept),
     ),
     bug("whole_copies_kept", "A save keeps a second copy of every tensor.", ("CKPT-080",), wrap(SOURCE, _whole_copy)),
     bug(

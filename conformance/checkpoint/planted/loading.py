@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,16 +105,28 @@ def _final_again(original: Any, catalog: Any, source: Any, target: Any) -> bool:
     return False
 
 
-def _lock_held(original: Any, descriptor: int, pieces: Any, offset: Any) -> int:
-    import ctypes
+def _locked(name: str, *arguments: int) -> int:
+    """A call of libc with (descriptor, address, size, offset) that keeps the interpreter's lock."""
+    # PyDLL is CDLL without giving the lock up.
+    function = getattr(ctypes.PyDLL(None, use_errno=True), name)
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+    result = int(function(*arguments))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
 
-    write = ctypes.PyDLL(None).pwrite
-    write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+
+def _locked_write(original: Any, descriptor: int, pieces: Any, offset: Any) -> int:
     for piece in pieces:
         if piece.numel():
-            write(descriptor, piece.data_ptr(), piece.numel(), offset)
-            offset += piece.numel()
+            offset += _locked("pwrite", descriptor, piece.data_ptr(), piece.numel(), offset)
     return len(pieces)
+
+
+def _locked_read(descriptor: int, buffers: Any, offset: int) -> int:
+    view = buffers[0]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return _locked("pread", descriptor, address, len(view), offset)
 
 
 PLANTED = (
@@ -225,7 +239,13 @@ PLANTED = (
         "interpreter_lock_held",
         "Writes hold the interpreter lock.",
         ("CKPT-081",),
-        wrap("fastimpl.checkpoint.run:write_at", _lock_held),
+        wrap("fastimpl.checkpoint.run:write_at", _locked_write),
+    ),
+    bug(
+        "interpreter_lock_held_by_reads",
+        "Reads hold the interpreter lock.",
+        ("CKPT-081",),
+        swap("fastimpl.checkpoint.readio:os.preadv", _locked_read),
     ),
 )
 

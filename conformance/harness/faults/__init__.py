@@ -3,20 +3,32 @@
 Prevents the two lies of crash tests: that a mocked ``open`` is a full disk, and that a file which survives a killed
 process survives a power cut. A preloaded shim (``shim.c``) stands in front of libc's file-system calls, and a tracer
 (``tracer.c``) in front of the kernel for code that bypasses libc; both are compiled here, count every call on a path
-under a root, record it, and fail, shorten, delay it or kill the process at the n-th. What killing cannot show,
+under a root, record it, and fail, shorten, delay or hold it, or kill the process at the n-th. What killing cannot show,
 because the page cache survives it, :meth:`Trace.order_violations` reads off the recorded order of writes, syncs and
 renames.
 """
 
 from conformance.harness.faults.build import build_shim, build_tracer, why_no_shim, why_no_tracer
 from conformance.harness.faults.client import FaultServer, RankOutcomes, run_program
-from conformance.harness.faults.model import CALLS, CRASH_CALLS, WRITE_CALLS, Event, Fault, FaultError, Outcome, Trace
+from conformance.harness.faults.holding import letting_go
+from conformance.harness.faults.model import (
+    CALLS,
+    CRASH_CALLS,
+    READ_CALLS,
+    WRITE_CALLS,
+    Event,
+    Fault,
+    FaultError,
+    Outcome,
+    Trace,
+)
 from conformance.harness.faults.order import Violation, order_violations
 from conformance.harness.faults.session import Session
 
 __all__ = [
     "CALLS",
     "CRASH_CALLS",
+    "READ_CALLS",
     "WRITE_CALLS",
     "Event",
     "Fault",
@@ -29,6 +41,7 @@ __all__ = [
     "Violation",
     "build_shim",
     "build_tracer",
+    "letting_go",
     "order_violations",
     "run_program",
     "why_no_shim",

@@ -90,6 +90,7 @@ class FaultServer:
 
         Raises:
             FaultError: the server is gone, or calls were lost from the trace.
+            ValueError: a fault that the tracer cannot inject.
         """
         return self._run(function, args, (rank,), root, faults, timeout_s, via, grouped=False).outcomes[0]
 
@@ -122,6 +123,7 @@ class FaultServer:
         *,
         grouped: bool,
     ) -> RankOutcomes:
+        _check(via, faults)
         bug = active_bug()
         with Session(root, faults) as session, tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             run = ForkedRun(
@@ -173,6 +175,12 @@ def _preload() -> str:
     return ":".join(filter(None, (os.environ.get("LD_PRELOAD"), str(build_shim()))))
 
 
+def _check(via: Via, faults: Sequence[Fault]) -> None:
+    # One tracer serves all threads: a call that it held would hold the thread that is to release it.
+    if via == "tracer" and any(fault.action == "hold" for fault in faults):
+        raise ValueError("only the shim can hold calls; got hold via the tracer")
+
+
 def _outcome(answer: Answer, log: Path, trace: Trace) -> Outcome:
     code = os.waitstatus_to_exitcode(answer.status)
     report: ForkedReport | None = pickle.loads(answer.report) if answer.report else None
@@ -210,6 +218,7 @@ def run_program(
         via: ``shim`` for dynamically linked programs, ``tracer`` for all.
         environment: added to the present one.
     """
+    _check(via, faults)
     with Session(root, faults) as session:
         words, extra = list(command), {**os.environ, **(environment or {})}
         if via == "shim":

@@ -15,6 +15,7 @@ __all__ = [
     "ACTIONS",
     "CALLS",
     "CRASH_CALLS",
+    "READ_CALLS",
     "WRITE_CALLS",
     "Action",
     "Event",
@@ -51,8 +52,13 @@ CALLS = (
     "mmap",
     "msync",
     "close",
+    "read",
+    "pread",
+    "readv",
+    "preadv",
 )
 WRITE_CALLS = ("write", "pwrite", "writev", "pwritev", "fwrite", "sendfile", "copy_file_range")
+READ_CALLS = ("read", "pread", "readv", "preadv")
 # Every call that changes what a reader of the folder, or a machine after a power cut, finds.
 CRASH_CALLS = (
     *WRITE_CALLS,
@@ -71,8 +77,8 @@ CRASH_CALLS = (
     "msync",
 )
 
-Action = Literal["errno", "short", "eintr", "delay", "kill", "kill_group", "torn"]
-ACTIONS: tuple[str, ...] = ("pass", "errno", "short", "delay", "kill", "kill_group", "torn")
+Action = Literal["errno", "short", "eintr", "delay", "kill", "kill_group", "torn", "hold"]
+ACTIONS: tuple[str, ...] = ("pass", "errno", "short", "delay", "kill", "kill_group", "torn", "hold")
 
 
 class FaultError(RuntimeError):
@@ -88,10 +94,11 @@ class Fault:
         nth: which matching call, from 1, counted over all processes and threads of the run.
         action: ``errno`` fails the call without making it; ``eintr`` is ``errno`` with EINTR; ``short`` writes half;
             ``delay`` waits first; ``kill`` ends the process before the call; ``kill_group`` ends its process group;
-            ``torn`` writes half (makes the whole call, if it is no write) and then ends the process.
+            ``torn`` writes half (makes the whole call, if it is no write) and then ends the process; ``hold`` waits for
+            a thread in ``letting_go`` and fails the call with ETIMEDOUT where none came (shim only).
         errno: for ``errno``; default ENOSPC.
         times: how many matching calls in a row; 0 means all from the n-th on, as on a full disk.
-        delay_s: for ``delay``.
+        delay_s: for ``delay``, and the longest that ``hold`` waits.
         path_suffix: only calls with a path that ends like this.
         rank: only calls of the process with this rank label.
     """
@@ -113,6 +120,8 @@ class Fault:
             raise ValueError(f"unknown action {self.action!r}; known: eintr, {', '.join(ACTIONS[1:])}")
         if self.nth < 1 or self.times < 0 or self.delay_s < 0:
             raise ValueError(f"nth counts from 1, times and delay_s from 0; got {self}")
+        if self.action == "hold" and not self.delay_s:
+            raise ValueError(f"hold needs the longest wait, delay_s; got {self}")
 
     @property
     def calls(self) -> tuple[str, ...]:

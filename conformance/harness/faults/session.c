@@ -41,6 +41,11 @@ static const struct tp_shape SHAPES[] = {
     {SYS_mmap, TP_MMAP, 4, NO, NO, NO, NO, 1, 5, 3, NO},
     {SYS_msync, TP_MSYNC, NO, NO, NO, NO, NO, 1, NO, 2, NO},
     {SYS_close, TP_CLOSE, 0, NO, NO, NO, NO, NO, NO, NO, NO},
+    {SYS_read, TP_READ, 0, NO, NO, NO, NO, 2, NO, NO, NO},
+    {SYS_pread64, TP_PREAD, 0, NO, NO, NO, NO, 2, 3, NO, NO},
+    {SYS_readv, TP_READV, 0, NO, NO, NO, NO, 2, NO, NO, 1},
+    {SYS_preadv, TP_PREADV, 0, NO, NO, NO, NO, 2, 3, NO, 1},
+    {SYS_preadv2, TP_PREADV, 0, NO, NO, NO, NO, 2, 3, 5, 1},
     {SYS_renameat, TP_RENAME, NO, 0, 1, 2, 3, NO, NO, NO, NO},
 #ifdef SYS_openat2
     {SYS_openat2, TP_OPEN, NO, 0, 1, NO, NO, NO, NO, NO, NO},

@@ -12,7 +12,7 @@
 #include <sys/types.h>
 
 #define TP_MAGIC 0x54504c46u
-#define TP_VERSION 1u
+#define TP_VERSION 2u
 #define TP_PATH_BYTES 320
 #define TP_ROOT_BYTES 1024
 #define TP_SUFFIX_BYTES 192
@@ -22,11 +22,11 @@
 enum tp_call {
     TP_OPEN, TP_WRITE, TP_PWRITE, TP_WRITEV, TP_PWRITEV, TP_FWRITE, TP_FFLUSH, TP_FSYNC, TP_FDATASYNC, TP_SYNCFS,
     TP_SYNC_FILE_RANGE, TP_RENAME, TP_LINK, TP_SYMLINK, TP_UNLINK, TP_RMDIR, TP_MKDIR, TP_FTRUNCATE, TP_TRUNCATE,
-    TP_FALLOCATE, TP_SENDFILE, TP_COPY_FILE_RANGE, TP_MMAP, TP_MSYNC, TP_CLOSE
+    TP_FALLOCATE, TP_SENDFILE, TP_COPY_FILE_RANGE, TP_MMAP, TP_MSYNC, TP_CLOSE, TP_READ, TP_PREAD, TP_READV, TP_PREADV
 };
 
 // The order is that of ACTIONS in model.py.
-enum tp_action { TP_PASS, TP_ERRNO, TP_SHORT, TP_DELAY, TP_KILL, TP_KILL_GROUP, TP_TORN };
+enum tp_action { TP_PASS, TP_ERRNO, TP_SHORT, TP_DELAY, TP_KILL, TP_KILL_GROUP, TP_TORN, TP_HOLD };
 
 // Calls of stdio that end in system calls which no symbol lookup reaches; numbers outside of the kernel's.
 enum { TP_NR_FWRITE = 100001, TP_NR_FFLUSH = 100002 };
@@ -64,6 +64,8 @@ struct tp_session {
     _Atomic uint64_t clock;
     _Atomic uint64_t used;     // slots asked for; more than capacity means that events were lost
     _Atomic uint64_t too_long; // paths that did not fit
+    _Atomic uint32_t held;     // calls that began to wait for their release
+    _Atomic uint32_t released; // how many of them may go on; both are futexes, see hold.h
     char root[TP_ROOT_BYTES];
     struct tp_fault faults[TP_FAULTS_MAX];
     struct tp_event events[];

@@ -18,7 +18,7 @@ from conformance.harness.faults.model import ACTIONS, CALLS, Event, Fault, Fault
 
 __all__ = ["Session"]
 
-_MAGIC, _VERSION = 0x54504C46, 1
+_MAGIC, _VERSION = 0x54504C46, 2
 _FAULTS_MAX, _EVENTS_MAX = 16, 8192
 _PATH_BYTES, _ROOT_BYTES, _SUFFIX_BYTES = 320, 1024, 192
 
@@ -70,6 +70,8 @@ class _Head(ctypes.Structure):
         ("clock", ctypes.c_uint64),
         ("used", ctypes.c_uint64),
         ("too_long", ctypes.c_uint64),
+        ("held", ctypes.c_uint32),
+        ("released", ctypes.c_uint32),
         ("root", ctypes.c_char * _ROOT_BYTES),
         ("faults", _Fault * _FAULTS_MAX),
     )

@@ -32,6 +32,8 @@ static struct tp_session *session;
 static int label;
 static __thread int inside;
 
+#include "hold.h"
+
 // Starts counting in this process and its future children. Returns 0 or an errno. NULL disarms.
 EXPORT int twinproof_faults_arm(const char *file, int rank) {
     int error = 0;
@@ -106,7 +108,10 @@ static long guarded(struct tp_session *armed, long nr, long args[6]) {
     long result;
     tp_begin(armed, &who, nr, args, &verdict);
     obey_before(&verdict);
-    if (verdict.action == TP_ERRNO) {
+    int expired = verdict.action == TP_HOLD && hold(armed, verdict.delay_us);
+    if (expired) {
+        result = -ETIMEDOUT;
+    } else if (verdict.action == TP_ERRNO) {
         // The kernel gives the descriptor back even where close reports an error.
         if (nr == SYS_close) tp_raw(nr, args[0], 0, 0, 0, 0, 0);
         result = -verdict.error;
@@ -178,6 +183,19 @@ EXPORT ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t at) {
 EXPORT ssize_t pwritev2(int fd, const struct iovec *parts, int count, off_t at, int flags) {
     return via(SYS_pwritev2, fd, (long)parts, count, at, 0, flags);
 }
+EXPORT ssize_t read(int fd, void *data, size_t size) { return via(SYS_read, fd, (long)data, (long)size, 0, 0, 0); }
+EXPORT ssize_t pread(int fd, void *data, size_t size, off_t at) {
+    return via(SYS_pread64, fd, (long)data, (long)size, at, 0, 0);
+}
+EXPORT ssize_t readv(int fd, const struct iovec *parts, int count) {
+    return via(SYS_readv, fd, (long)parts, count, 0, 0, 0);
+}
+EXPORT ssize_t preadv(int fd, const struct iovec *parts, int count, off_t at) {
+    return via(SYS_preadv, fd, (long)parts, count, at, 0, 0);
+}
+EXPORT ssize_t preadv2(int fd, const struct iovec *parts, int count, off_t at, int flags) {
+    return via(SYS_preadv2, fd, (long)parts, count, at, 0, flags);
+}
 EXPORT int fsync(int fd) { return (int)via(SYS_fsync, fd, 0, 0, 0, 0, 0); }
 EXPORT int fdatasync(int fd) { return (int)via(SYS_fdatasync, fd, 0, 0, 0, 0, 0); }
 EXPORT int syncfs(int fd) { return (int)via(SYS_syncfs, fd, 0, 0, 0, 0, 0); }
@@ -247,6 +265,9 @@ ALIAS("__openat_2") int __openat64_2(int, const char *, int);
 ALIAS("pwrite") ssize_t pwrite64(int, const void *, size_t, off64_t);
 ALIAS("pwritev") ssize_t pwritev64(int, const struct iovec *, int, off64_t);
 ALIAS("pwritev2") ssize_t pwritev64v2(int, const struct iovec *, int, off64_t, int);
+ALIAS("pread") ssize_t pread64(int, void *, size_t, off64_t);
+ALIAS("preadv") ssize_t preadv64(int, const struct iovec *, int, off64_t);
+ALIAS("preadv2") ssize_t preadv64v2(int, const struct iovec *, int, off64_t, int);
 ALIAS("ftruncate") int ftruncate64(int, off64_t);
 ALIAS("truncate") int truncate64(const char *, off64_t);
 ALIAS("fallocate") int fallocate64(int, int, off64_t, off64_t);

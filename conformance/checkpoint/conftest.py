@@ -1,0 +1,22 @@
+"""Fixtures of the checkpoint requirements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from conformance.checkpoint import crash_programs
+from conformance.harness.faults import FaultServer, why_no_shim
+
+
+@pytest.fixture(scope="session")
+def server(impl: ModuleType) -> Iterator[FaultServer]:
+    """A fork server that has imported the implementation under test; skips by name where there is no compiler."""
+    reason = why_no_shim()
+    if reason is not None:
+        pytest.skip(reason)
+    modules = ("pytest", "torch.distributed.checkpoint", f"{impl.__name__}.checkpoint", crash_programs.__name__)
+    with FaultServer(impl.__name__, modules) as running:
+        yield running
