@@ -64,6 +64,7 @@ def local_path(path: str | os.PathLike[str], where: str = "path") -> Path:
 
 def parse_size(size: int | str, where: str = "max_shard_size") -> int:
     """Bytes, or a decimal size such as ``"5GB"`` as huggingface_hub reads it. Raises ConfigError."""
+    given = size
     if isinstance(size, str):
         number, unit = size.strip()[:-2], size.strip()[-2:].upper()
         try:
@@ -73,7 +74,7 @@ def parse_size(size: int | str, where: str = "max_shard_size") -> int:
                 "not a size", got=size, expected="bytes, or a number with KB, MB, GB or TB", where=where
             ) from None
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError("not a size", got=size, expected=">= 1", where=where)
+        raise ConfigError("not a size", got=given, expected=">= 1", where=where)
     return size
 
 
