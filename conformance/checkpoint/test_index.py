@@ -110,6 +110,26 @@ def test_max_shard_size(checkpoint: Any, tmp_path_factory: Any, sizes: list[int]
 
 
 @requirement(
+    "CKPT-097",
+    "KB, MB, GB and TB MUST mean powers of 1000, in any case; what is no size MUST be refused by its value.",
+)
+def test_size_units(checkpoint: Any, tmp_path: Path) -> None:
+    texts = {"1KB": 1000, " 1 kb ": 1000, "1.5Kb": 1500, "0.001MB": 1000, "0.000001GB": 1000, "1e-9tb": 1000}
+    for number, (text, limit) in enumerate(texts.items()):
+        for size, files in ((limit, 1), (limit + 1, 2)):
+            # Two tensors that fill a file exactly, and two with one byte more.
+            state = {"a": torch.zeros(600, dtype=torch.uint8), "b": torch.zeros(size - 600, dtype=torch.uint8)}
+            path = tmp_path / f"{number}-{files}"
+            save(checkpoint, state, path, max_shard_size=text)
+            assert_equal(len(list(path.glob("*.safetensors"))), files, where=f"files of {size} bytes by {text!r}")
+    for wrong in ("1KiB", "1 MiB", "1000", "KB", "-1KB", "0.0001KB", "nanKB", "infGB", "1XB", 0, -5, 1.5, True):
+        with raises(ConfigError, mentions=("max_shard_size", str(wrong))):
+            checkpoint.HuggingFaceStorageWriter(tmp_path / "no", max_shard_size=wrong)
+    with raises(ConfigError, mentions=("max_shard_size",)):
+        checkpoint.HuggingFaceStorageWriter(tmp_path / "no", max_shard_size="")
+
+
+@requirement(
     "CKPT-044", "The index MUST be UTF-8 JSON with sorted names, an indentation of two and one newline at its end."
 )
 def test_index_text(checkpoint: Any, tmp_path: Path) -> None:

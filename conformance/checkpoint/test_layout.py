@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.checkpoint.support import DTYPES, Tiled, assert_loads, oracle, random_bits, save, save_ranks
-from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, examples, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement
 from refimpl.errors import ConfigError, UnsupportedError
 
 FILE = "model-00001-of-00001.safetensors"
@@ -194,9 +194,20 @@ def test_same_bytes_however_written(checkpoint: Any, rank_pool: Any, tmp_path: P
 
 @requirement("CKPT-020", "Two saves of equal state MUST give identical folders.")
 def test_deterministic(checkpoint: Any, tmp_path: Path) -> None:
-    state = {f"w{i}": random_bits(dtype, (4, 3), i) for i, dtype in enumerate(DTYPES)}
-    for name, items in (("a", list(state.items())), ("b", list(reversed(state.items())))):
-        save(checkpoint, dict(items), tmp_path / name, metadata={"z": "1", "k": "2", "m": "3"})
-    for file in sorted(path.name for path in (tmp_path / "a").iterdir()):
-        assert_same_bytes(tmp_path / "b" / file, (tmp_path / "a" / file).read_bytes(), where=file)
-    assert_le(2, len(list((tmp_path / "a").iterdir())), where="files")
+    # Every dtype several times in every file, far apart and in several sizes: names decide within a dtype only.
+    kinds = DTYPES * 6
+    state = {f"w{i}": random_bits(dtype, (2 + i % 3, 4), i) for i, dtype in enumerate(kinds)}
+    options = {
+        "fqn_to_index_mapping": {f"w{i}": 1 + i // len(DTYPES) % 3 for i in range(len(kinds))},
+        "metadata": {"z": "1", "k": "2", "m": "3"},
+    }
+    names = list(state)
+    orders = {"as given": names, "again": names, "reversed": names[::-1], "mixed": sorted(names, key=lambda n: n[::-1])}
+    for folder, order in orders.items():
+        save(checkpoint, {name: state[name] for name in order}, tmp_path / folder, **options)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "as given").iterdir()}
+    assert_equal(len(first), 4, where="files")
+    for folder in orders:
+        assert_equal(sorted(path.name for path in (tmp_path / folder).iterdir()), sorted(first), where=folder)
+        for file, content in first.items():
+            assert_same_bytes(tmp_path / folder / file, content, where=f"{folder}: {file}")

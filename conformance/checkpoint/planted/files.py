@@ -165,6 +165,12 @@ PLANTED = (
         swap("refimpl.checkpoint.files:_split_greedily", _closing_split),
     ),
     both(
+        "binary_units",
+        "A size of 1 KB is 1024 bytes.",
+        ("CKPT-097",),
+        swap("refimpl.checkpoint.files:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
+    ),
+    both(
         "index_without_newline",
         "The index ends without a newline.",
         ("CKPT-044",),
