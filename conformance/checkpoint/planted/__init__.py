@@ -6,13 +6,21 @@ from conformance.checkpoint.planted import (
     failures,
     files,
     hostile,
+    keeping,
     layout,
     loading,
+    naming,
     publication,
+    reading,
+    reference,
     surroundings,
+    writing,
 )
 
-_MODULES = (data, layout, files, loading, hostile, publication, crashes, failures, surroundings)
+_MODULES = (
+    *(data, writing, layout, naming, files, loading, reading, hostile),
+    *(publication, crashes, failures, keeping, surroundings, reference),
+)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -11,14 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.checkpoint.planted.making import both, fast
+from conformance.harness import swap, wrap
 
-BOTH = ("fastimpl", "refimpl")
 PUBLISH = "refimpl.checkpoint.publish"
-
-
-def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
-    return PlantedBug(id, sentence, requirements, target, patch)
 
 
 def _one_call(descriptor: int, pieces: Any, offset: int | None) -> int:
@@ -82,61 +78,58 @@ def _errors_at_close_lost(original: Callable[..., None], files: Any, *, durable:
 
 
 PLANTED = (
-    _bug(
+    fast(
         "sync_errors_lost",
         "An error of fsync or close is not reported.",
         ("CKPT-310", "CKPT-314"),
         wrap("fastimpl.checkpoint.run:FileSet.close", _errors_at_close_lost),
-        "fastimpl",
     ),
-    _bug(
+    fast(
         "short_write_taken_as_whole",
         "What a short write left over is not written.",
         ("CKPT-315",),
         swap("fastimpl.checkpoint.run:write_at", _one_call),
-        "fastimpl",
     ),
-    _bug(
+    both(
         "save_file_not_synced",
         "save_file shows its file before it is durable, as the safetensors library.",
         ("CKPT-322",),
         wrap("refimpl.checkpoint.single:write_tensors", _not_durable),
     ),
-    _bug(
+    both(
         "broken_index_blocks",
         "A folder whose index is broken cannot be saved to.",
         ("CKPT-327",),
         swap(f"{PUBLISH}:TwinproofError", _NeverRaised),
     ),
-    _bug(
+    both(
         "unlisted_files_opened",
         "Files that the index does not list are parsed.",
         ("CKPT-412",),
         wrap("refimpl.checkpoint.catalog:read_index", _open_everything),
     ),
-    _bug(
+    both(
         "clearing_failure_raised",
         "A save fails because what it replaced could not be deleted.",
         ("CKPT-312",),
         swap(f"{PUBLISH}:Staging._drop", lambda staging, folder: shutil.rmtree(folder)),
     ),
-    _bug(
+    both(
         "index_shown_first",
         "A first save shows its index before its files.",
         ("CKPT-301",),
         wrap(f"{PUBLISH}:Staging._publish_folder", _index_first),
     ),
-    _bug(
+    both(
         "removed_then_renamed",
         "The old folder is removed before the new one has its name.",
         ("CKPT-302", "CKPT-304"),
         wrap(f"{PUBLISH}:Staging._publish_folder", _two_steps),
     ),
-    _bug(
+    fast(
         "impatient_group",
         "Ranks wait for a slow writer for a moment only.",
         ("CKPT-318",),
         wrap("refimpl.checkpoint.base:WriterBase._make_group", _impatient_group),
-        "fastimpl",
     ),
 )

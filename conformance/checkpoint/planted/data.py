@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, swap, wrap
-
-DENSE = "fastimpl.checkpoint.source:Source.dense"
-SOURCE = "fastimpl.checkpoint.source:Source.__init__"
-
-
-def _bytes_where(condition: Callable[[Any], bool], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change what is taken from the tensors that a condition picks."""
-
-    def around(original: Any, source: Any, begin: int, end: int) -> torch.Tensor:
-        data: torch.Tensor = original(source, begin, end)
-        return change(data.clone()) if condition(source) else data
-
-    return wrap(DENSE, around)
-
-
-def _values_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change a tensor before its bytes are taken."""
-    return wrap(SOURCE, lambda original, source, value, dtype: original(source, change(value), dtype))
+from conformance.checkpoint.planted.making import SOURCE, bytes_where, fast, nothing, values_changed
+from conformance.harness import swap, wrap
 
 
 def _zero(data: torch.Tensor) -> torch.Tensor:
@@ -105,61 +87,56 @@ def _shared_snapshot(original: Any, stager: Any, state_dict: Any, *rest: Any) ->
     return state_dict
 
 
-def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
-    """A bug of the fast version alone."""
-    return PlantedBug(id, sentence, requirements, "fastimpl", patch)
-
-
 PLANTED = (
-    bug(
+    fast(
         "scalar_becomes_zero",
         "A 0-dim tensor loses its value (D1).",
         ("CKPT-004",),
-        _bytes_where(lambda s: s.value.dim() == 0, _zero),
+        bytes_where(lambda s: s.value.dim() == 0, _zero),
     ),
-    bug(
+    fast(
         "integers_become_zero",
         "Integer tensors are stored without their values (D2).",
         ("CKPT-001",),
-        _bytes_where(lambda s: s.dtype is torch.int16, _zero),
+        bytes_where(lambda s: s.dtype is torch.int16, _zero),
     ),
-    bug(
+    fast(
         "nan_payloads_lost",
         "Every NaN becomes the canonical one.",
         ("CKPT-002",),
-        _bytes_where(lambda s: s.dtype is torch.float32, _canonical_nan),
+        bytes_where(lambda s: s.dtype is torch.float32, _canonical_nan),
     ),
-    bug(
+    fast(
         "conjugate_ignored",
         "A lazy conjugate is stored without its sign (compare D3).",
         ("CKPT-003",),
-        _values_changed(lambda v: v.conj() if v.is_conj() else v),
+        values_changed(lambda v: v.conj() if v.is_conj() else v),
     ),
-    bug(
+    fast(
         "strides_ignored",
         "A strided view is stored as its memory lies (D19).",
         ("CKPT-007",),
-        _values_changed(_memory_as_it_lies),
+        values_changed(_memory_as_it_lies),
     ),
-    bug(
+    fast(
         "storage_offset_ignored",
         "A view is stored from the start of its storage.",
         ("CKPT-008",),
-        _values_changed(lambda v: v.as_strided(v.size(), v.stride(), 0) if v.numel() else v),
+        values_changed(lambda v: v.as_strided(v.size(), v.stride(), 0) if v.numel() else v),
     ),
-    bug(
+    fast(
         "meta_tensors_pass",
         "A meta tensor is not refused by name.",
         ("CKPT-010",),
-        swap("fastimpl.checkpoint.writer:check_storable", lambda tensor, where: None),
+        swap("fastimpl.checkpoint.writer:check_storable", nothing),
     ),
-    bug(
+    fast(
         "tied_stored_empty",
         "The second name of a storage is stored as zeros (D5, D19).",
         ("CKPT-047", "CKPT-048"),
         wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._source", _seen_storage),
     ),
-    bug(
+    fast(
         "placed_backwards",
         "A rectangle's bytes are placed in reverse.",
         ("CKPT-019", "CKPT-104"),
@@ -168,86 +145,86 @@ PLANTED = (
             lambda original, window, start, dense, words: original(window, start, dense.flip(0), words),
         ),
     ),
-    bug(
+    fast(
         "message_loses_a_byte",
         "The last byte of each exchanged message is wrong.",
         ("CKPT-021", "CKPT-022", "CKPT-096"),
         wrap("fastimpl.checkpoint.exchange:_frame", _last_byte_lost),
     ),
-    bug(
+    fast(
         "inner_shards_reversed",
         "Shards of tensors with three and more dimensions are stored in reverse.",
         ("CKPT-023",),
-        _values_changed(lambda v: v.flip(0) if v.dim() > 2 else v),
+        values_changed(lambda v: v.flip(0) if v.dim() > 2 else v),
     ),
-    bug(
+    fast(
         "shared_replica_is_blank",
         "What a rank supplies in place of another replica is zeros.",
         ("CKPT-024",),
         wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._parts", _blank_replicas),
     ),
-    bug(
+    fast(
         "vectors_lost",
         "Replicated vectors are stored as zeros.",
         ("CKPT-028", "CKPT-090"),
-        _bytes_where(lambda s: s.value.dim() == 1, _zero),
+        bytes_where(lambda s: s.value.dim() == 1, _zero),
     ),
-    bug(
+    fast(
         "replicas_written_by_one",
         "One rank writes all of a replicated tensor.",
         ("CKPT-035",),
         swap("fastimpl.checkpoint.writer:find_holders", lambda arrangement, held: {}),
     ),
-    bug(
+    fast(
         "worker_threads_write_blanks",
         "Blocks that worker threads write are blank.",
         ("CKPT-078",),
         wrap("fastimpl.checkpoint.run:write_at", _blank_in_workers),
     ),
-    bug(
+    fast(
         "descriptor_left_open",
         "Each save leaves a file descriptor open.",
         ("CKPT-079",),
         wrap("fastimpl.checkpoint.run:FileSet.close", _one_kept),
     ),
-    bug("whole_copies_kept", "A save keeps a second copy of every tensor.", ("CKPT-080",), wrap(SOURCE, _whole_copy)),
-    bug(
+    fast("whole_copies_kept", "A save keeps a second copy of every tensor.", ("CKPT-080",), wrap(SOURCE, _whole_copy)),
+    fast(
         "writes_cut_small",
         "Blocks are written in pieces of 64 KiB.",
         ("CKPT-089",),
         wrap("fastimpl.checkpoint.run:write_at", _small_writes),
     ),
-    bug(
+    fast(
         "snapshot_shared",
         "An async save works on the caller's own tensors.",
         ("CKPT-083",),
         wrap("torch.distributed.checkpoint.staging:DefaultStager.stage", _shared_snapshot),
     ),
-    bug(
+    fast(
         "export_keep_ignored",
         "The keep-list of an export is not looked at.",
         ("CKPT-060",),
         swap("refimpl.checkpoint.arrange:fnmatchcase", lambda name, pattern: False),
     ),
-    bug(
+    fast(
         "copies_not_waited_for",
         "A block is written before its bytes came from the device.",
         ("CKPT-101",),
-        swap("fastimpl.checkpoint.staging:Stager.finish", staticmethod(lambda waits: None)),
+        swap("fastimpl.checkpoint.staging:Stager.finish", staticmethod(nothing)),
     ),
-    bug(
+    fast(
         "buffer_reused_early",
         "A buffer is filled again while its copy is still to run.",
         ("CKPT-102",),
-        swap("fastimpl.checkpoint.staging:DoubleBuffer._settle", lambda buffers, turn: None),
+        swap("fastimpl.checkpoint.staging:DoubleBuffer._settle", nothing),
     ),
-    bug(
+    fast(
         "version_not_bumped",
         "Operators write behind autograd's back.",
         ("CKPT-106",),
-        swap("torch.autograd.graph:increment_version", lambda tensors: None),
+        swap("torch.autograd.graph:increment_version", nothing),
     ),
-    bug(
+    fast(
         "misuse_ignored",
         "What an operator refuses is passed over in silence.",
         ("CKPT-105",),

@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 
+from conformance.checkpoint.planted.making import both, nothing, ref
 from conformance.checkpoint.support import bits
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.harness import swap, wrap
 
-BOTH = ("fastimpl", "refimpl")
 PUBLISH = "refimpl.checkpoint.publish"
-
-
-def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
-    return PlantedBug(id, sentence, requirements, target, patch)
 
 
 def _in_place(path: str, tensors: Mapping[str, torch.Tensor], layout: Any, **options: Any) -> None:
@@ -69,47 +65,46 @@ def _short_write_dropped(descriptor: int, content: memoryview) -> None:
 
 
 PLANTED = (
-    _bug(
+    both(
         "save_file_in_place",
         "save_file writes into the file that is there, as the safetensors library does.",
         ("CKPT-303", "CKPT-317", "CKPT-326"),
         swap("refimpl.checkpoint.single:write_tensors", _in_place),
     ),
-    _bug(
+    both(
         "unfinished_save_loaded",
         "A load takes what a killed save left beside the checkpoint for the newest one.",
         ("CKPT-306",),
         wrap("refimpl.checkpoint.reader_base:read_catalog", _unfinished_first),
     ),
-    _bug(
+    both(
         "failed_save_stays",
         "A save that failed leaves its hidden folder.",
         ("CKPT-311", "CKPT-314", "CKPT-317"),
-        swap(f"{PUBLISH}:Staging.discard", lambda staging: None),
+        swap(f"{PUBLISH}:Staging.discard", nothing),
     ),
-    _bug(
+    both(
         "cause_replaced",
         "Ranks learn that a save failed, but not of which error (D11).",
         ("CKPT-313",),
         wrap("refimpl.checkpoint.base:WriterBase.settle", _cause_replaced),
     ),
-    _bug(
+    both(
         "background_cause_replaced",
         "The future of a save says that it failed, but not of which error.",
         ("CKPT-319",),
         _plain_failures,
     ),
-    _bug(
+    both(
         "interrupted_exchange_is_done",
         "An exchange of folders that a signal interrupts is taken for done.",
         ("CKPT-316",),
         wrap(f"{PUBLISH}:_exchange", _interrupted_is_done),
     ),
-    _bug(
+    ref(
         "short_write_dropped",
         "What a short write left over is not written.",
         ("CKPT-315",),
         swap("refimpl.checkpoint.single:_write_all", _short_write_dropped),
-        "refimpl",
     ),
 )

@@ -7,17 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conformance.harness import PlantedBug, swap, wrap
-
-BOTH = ("fastimpl", "refimpl")
-
+from conformance.checkpoint.planted.making import both, nothing
+from conformance.harness import swap, wrap
 
 INDEX = "refimpl.checkpoint.base:build_index"
-
-
-def both(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
-    """A bug of policy that both implementations share."""
-    return PlantedBug(id, sentence, requirements, BOTH, patch)
 
 
 def _without_last(original: Any, weight_map: Any, total: int) -> bytes:
@@ -93,7 +86,7 @@ PLANTED = (
         "tiling_unchecked",
         "Gaps between chunks are not looked for at save.",
         ("CKPT-030",),
-        swap("refimpl.checkpoint.arrange:check_tiling", lambda *a, **k: None),
+        swap("refimpl.checkpoint.arrange:check_tiling", nothing),
     ),
     both(
         "global_shape_not_stored",
@@ -111,7 +104,7 @@ PLANTED = (
         "dtypes_reinterpreted",
         "Shards that disagree about their dtype are taken together (D9).",
         ("CKPT-033",),
-        swap("refimpl.checkpoint.catalog:_Builder._disagree", staticmethod(lambda *a: None)),
+        swap("refimpl.checkpoint.catalog:_Builder._disagree", staticmethod(nothing)),
     ),
     both(
         "stale_files_stay",
@@ -123,7 +116,7 @@ PLANTED = (
         "replicas_not_compared",
         "check_replicas compares nothing (D23).",
         ("CKPT-036",),
-        swap("refimpl.checkpoint.base:compare_checksums", lambda everyone: None),
+        swap("refimpl.checkpoint.base:compare_checksums", nothing),
     ),
     both(
         "total_counts_headers",
@@ -186,7 +179,7 @@ PLANTED = (
         "leaves_pass",
         "Leaves that are not tensors are not refused at once (D6).",
         ("CKPT-049",),
-        swap("refimpl.checkpoint.base:check_local_plan", lambda plan: None),
+        swap("refimpl.checkpoint.base:check_local_plan", nothing),
     ),
     both(
         "cached_layout_reused",

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.checkpoint.planted.making import both, nothing
+from conformance.harness import swap, wrap
 from refimpl.errors import FormatError
 
-BOTH = ("fastimpl", "refimpl")
 PARSE = "refimpl.checkpoint.parse"
-
-
-def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
-    """A bug of the shared parser."""
-    return PlantedBug(id, sentence, requirements, BOTH, patch)
 
 
 def _refuse_extra(original: Any, name: str, fields: Any, where: str) -> Any:
@@ -30,32 +25,32 @@ def _refuse_foreign(original: Any, name: str, fields: Any, where: str) -> Any:
 
 
 PLANTED = (
-    bug("duplicate_keys_pass", "The last of two equal keys wins.", ("CKPT-400",), swap(f"{PARSE}:_unique", dict)),
-    bug(
+    both("duplicate_keys_pass", "The last of two equal keys wins.", ("CKPT-400",), swap(f"{PARSE}:_unique", dict)),
+    both(
         "cover_unchecked",
         "Holes, overlaps and trailing bytes pass.",
         ("CKPT-401", "CKPT-405", "CKPT-406"),
-        swap(f"{PARSE}:_check_cover", lambda entries, data_bytes, where: None),
+        swap(f"{PARSE}:_check_cover", nothing),
     ),
-    bug(
+    both(
         "index_leads_anywhere",
         "An index may name any path.",
         ("CKPT-402", "CKPT-404"),
-        swap("refimpl.checkpoint.files:_check_member", lambda folder, name, where: None),
+        swap("refimpl.checkpoint.files:_check_member", nothing),
     ),
-    bug(
+    both(
         "unknown_fields_refused",
         "A field beyond the three is refused.",
         ("CKPT-407", "CKPT-408", "CKPT-409"),
         wrap(f"{PARSE}:_parse_entry", _refuse_extra),
     ),
-    bug(
+    both(
         "foreign_dtype_blocks",
         "A tensor that torch cannot hold blocks its file (D4).",
         ("CKPT-410",),
         wrap(f"{PARSE}:_parse_entry", _refuse_foreign),
     ),
-    bug(
+    both(
         "every_link_refused",
         "Links are refused, those of the hub's cache too.",
         ("CKPT-411",),

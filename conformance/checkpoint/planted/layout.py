@@ -9,23 +9,11 @@ from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.checkpoint.planted.making import both, fast
+from conformance.harness import swap, wrap
 from refimpl.checkpoint import layout
 
-BOTH = ("fastimpl", "refimpl")
-
-
 LAY_OUT = "refimpl.checkpoint.arrange:lay_out"
-
-
-def both(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
-    """A bug of policy that both implementations share."""
-    return PlantedBug(id, sentence, requirements, BOTH, patch)
-
-
-def fast(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
-    """A bug where only the fast version looks: the reference lays its files out elsewhere."""
-    return PlantedBug(id, sentence, requirements, "fastimpl", patch)
 
 
 def _shape_lost(original: Any, name: str, dtype: torch.dtype, shape: Any) -> list[int]:

@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.checkpoint.planted.making import both, fast, first_only
+from conformance.harness import swap, wrap
 from refimpl.errors import MissingKeyError, PlanError
 
-BOTH = ("fastimpl", "refimpl")
 PLANNER = "refimpl.checkpoint.planners"
-
-
-def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = "fastimpl") -> PlantedBug:
-    """A bug of the fast version, or of ``target``."""
-    return PlantedBug(id, sentence, requirements, target, patch)
 
 
 def _short_offset(original: Any, descriptor: int, buffers: Any, offset: int, path: str) -> Any:
@@ -32,15 +27,6 @@ def _from_the_start(original: Any, shape: Any, offsets: Any, sizes: Any, itemsiz
 
 def _into_copies(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
     return [(item, target.clone()) for item, target in original(reader, plan, planner)]
-
-
-def _first_only(error: Any) -> Any:
-    def make(message: str, *, got: Any, **rest: Any) -> Exception:
-        shown = got[:1] if isinstance(got, list) else dict(list(got.items())[:1]) if isinstance(got, dict) else got
-        made: Exception = error(message, got=shown, **rest)
-        return made
-
-    return make
 
 
 def _nothing_unexpected(original: Any, planner: Any) -> Any:
@@ -130,118 +116,109 @@ def _locked_read(descriptor: int, buffers: Any, offset: int) -> int:
 
 
 PLANTED = (
-    bug(
+    fast(
         "offsets_of_32_bits",
         "File offsets are cut to 32 bits.",
         ("CKPT-009",),
         wrap("fastimpl.checkpoint.readio:read_exactly", _short_offset),
     ),
-    bug(
+    fast(
         "reshard_offset_ignored",
         "A load always reads a chunk from its start.",
         ("CKPT-026",),
         wrap("fastimpl.checkpoint.reader:geometry", _from_the_start),
     ),
-    bug(
+    both(
         "loaded_into_copies",
         "A load fills copies of the targets.",
         ("CKPT-052",),
         wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _into_copies),
-        BOTH,
     ),
-    bug(
+    both(
         "one_missing_name_shown",
         "Only the first missing name is shown.",
         ("CKPT-053",),
-        swap(f"{PLANNER}:MissingKeyError", _first_only(MissingKeyError)),
-        BOTH,
+        swap(f"{PLANNER}:MissingKeyError", first_only(MissingKeyError)),
     ),
-    bug(
+    both(
         "unexpected_names_hidden",
         "Names that the target lacks are not reported.",
         ("CKPT-054",),
         wrap(f"{PLANNER}:HuggingFaceLoadPlanner.create_local_plan", _nothing_unexpected),
-        BOTH,
     ),
-    bug(
+    both(
         "one_wrong_shape_shown",
         "Only the first wrong shape is shown.",
         ("CKPT-055",),
-        swap(f"{PLANNER}:PlanError", _first_only(PlanError)),
-        BOTH,
+        swap(f"{PLANNER}:PlanError", first_only(PlanError)),
     ),
-    bug(
+    both(
         "cast_in_silence",
         "A dtype mismatch is converted without being asked.",
         ("CKPT-056",),
         wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _always_cast),
-        BOTH,
     ),
-    bug(
+    fast(
         "whole_files_read",
         "A load reads whole files.",
         ("CKPT-057",),
         wrap("fastimpl.checkpoint.reader:run_jobs", _whole_files),
     ),
-    bug(
+    both(
         "unknown_dtypes_as_bytes",
         "A dtype that torch lacks is loaded as bytes.",
         ("CKPT-058",),
         wrap("refimpl.checkpoint.reader_base:torch_dtype", _any_as_bytes),
-        BOTH,
     ),
-    bug(
+    both(
         "warns_on_every_load",
         "A load warns of a buffer that is not writable, as the seed's log shows.",
         ("CKPT-061",),
         wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _warning),
-        BOTH,
     ),
-    bug(
+    both(
         "dots_become_slashes",
         "Names of nested state are changed on the way.",
         ("CKPT-051",),
         wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _slashes),
-        BOTH,
     ),
-    bug(
+    both(
         "missing_files_passed_over",
         "Names whose file is missing are left out in silence (D20).",
         ("CKPT-045",),
         wrap("refimpl.checkpoint.catalog:read_index", lambda original, folder: _missing_passed_over(original, folder)),
-        BOTH,
     ),
-    bug(
+    fast(
         "scalars_lost_in_consolidation",
         "Consolidation loses small tensors (D1).",
         ("CKPT-091",),
         wrap("fastimpl.checkpoint.consolidate:_Inputs.read", _small_reads_lost),
     ),
-    bug(
+    fast(
         "final_folder_rewritten",
         "A folder that is already final is written again.",
         ("CKPT-092",),
         wrap("fastimpl.checkpoint.consolidate:is_final", _final_again),
     ),
-    bug(
+    fast(
         "save_file_adds_metadata",
         "save_file adds metadata that nobody gave.",
         ("CKPT-093",),
         wrap("fastimpl.checkpoint:save_file", _with_format),
     ),
-    bug(
+    fast(
         "load_file_rounds",
         "load_file rounds floats to bfloat16.",
         ("CKPT-088",),
         wrap("fastimpl.checkpoint:load_file", _rounded),
     ),
-    bug(
+    fast(
         "interpreter_lock_held",
         "Writes hold the interpreter lock.",
         ("CKPT-081",),
         wrap("fastimpl.checkpoint.run:write_at", _locked_write),
     ),
-    bug(
+    fast(
         "interpreter_lock_held_by_reads",
         "Reads hold the interpreter lock.",
         ("CKPT-081",),

@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.checkpoint.planted.making import both, fast, nothing
+from conformance.harness import swap, wrap
 
-BOTH = ("fastimpl", "refimpl")
 PUBLISH = "refimpl.checkpoint.publish"
-
-
-def bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
-    """A bug of the shared publication, or of ``target``."""
-    return PlantedBug(id, sentence, requirements, target, patch)
 
 
 def _never_again(original: Any, staging: Any) -> None:
@@ -40,44 +35,43 @@ def _deleted_first(original: Any, staging: Any) -> None:
 
 
 PLANTED = (
-    bug(
+    both(
         "leftovers_stay",
         "What a save replaced stays beside it.",
         ("CKPT-100", "CKPT-328"),
-        swap(f"{PUBLISH}:Staging._drop", lambda staging, folder: None),
+        swap(f"{PUBLISH}:Staging._drop", nothing),
     ),
-    bug(
+    both(
         "second_save_ignored",
         "A save over a checkpoint changes nothing.",
         ("CKPT-084",),
         wrap(f"{PUBLISH}:Staging._publish_folder", _never_again),
     ),
-    bug(
+    both(
         "published_file_by_file",
         "An overwrite shows new files beside old ones (D13).",
         ("CKPT-300",),
         wrap(f"{PUBLISH}:Staging._publish_folder", _file_by_file),
     ),
-    bug(
+    both(
         "old_deleted_first",
         "The old checkpoint is deleted before the new one is shown.",
         ("CKPT-300", "CKPT-305"),
         wrap(f"{PUBLISH}:Staging._publish_folder", _deleted_first),
     ),
-    bug(
+    fast(
         "worker_error_swallowed",
         "An error in a thread is not reported (D11).",
         ("CKPT-310", "CKPT-313"),
-        swap("fastimpl.checkpoint.run:Runner._fail", lambda runner, error: None),
-        "fastimpl",
+        swap("fastimpl.checkpoint.run:Runner._fail", nothing),
     ),
-    bug(
+    both(
         "folders_not_synced",
         "Folders are not synced.",
         ("CKPT-320", "CKPT-321"),
-        swap(f"{PUBLISH}:Staging._sync", lambda staging, path: None),
+        swap(f"{PUBLISH}:Staging._sync", nothing),
     ),
-    bug(
+    fast(
         "mode_0600",
         "Files are readable by their owner only (D24).",
         ("CKPT-323",),
@@ -87,9 +81,8 @@ PLANTED = (
                 path, flags, 0o600 if flags & os.O_CREAT else mode, **rest
             ),
         ),
-        "fastimpl",
     ),
-    bug(
+    both(
         "overwrite_not_refused",
         "overwrite=False replaces all the same (D17).",
         ("CKPT-324",),

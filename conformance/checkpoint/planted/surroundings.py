@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, swap, wrap
-
-BOTH = ("fastimpl", "refimpl")
+from conformance.checkpoint.planted.making import both, fast, nothing
+from conformance.harness import swap, wrap
 
 
 def _needs_numpy(original: Callable[..., bytes], *arguments: Any) -> bytes:
@@ -40,33 +39,29 @@ def _always_zero(original: Callable[..., int], *arguments: Any) -> int:
 
 
 PLANTED = (
-    PlantedBug(
+    both(
         "numpy_needed",
         "The index is built with numpy, which need not be installed.",
         ("CKPT-082",),
-        BOTH,
         wrap("refimpl.checkpoint.base:build_index", _needs_numpy),
     ),
-    PlantedBug(
+    both(
         "partial_taken_as_whole",
         "A partial sum is stored as if it were the value.",
         ("CKPT-029",),
-        BOTH,
         # torch itself refuses it; an implementation that brings planning of its own has to, too.
-        swap("torch.distributed.tensor:DTensor._raise_if_contains_partial_placements", lambda value: None),
+        swap("torch.distributed.tensor:DTensor._raise_if_contains_partial_placements", nothing),
     ),
-    PlantedBug(
+    fast(
         "write_not_in_schema",
         "The schema of an operator does not say which tensor it writes.",
         ("CKPT-103",),
-        "fastimpl",
         _without_alias_marks,
     ),
-    PlantedBug(
+    fast(
         "exit_status_always_zero",
         "The command line ends with 0 whatever it found.",
         ("CKPT-107",),
-        "fastimpl",
         wrap("fastimpl.checkpoint.__main__:main", _always_zero),
     ),
 )

@@ -1,0 +1,96 @@
+"""How the bugs of this package are made: shorter constructors, and the faults that several of them are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from conformance.harness import PlantedBug, wrap
+from refimpl.checkpoint.catalog import Catalog
+from refimpl.errors import CorruptionError, TwinproofError
+
+__all__ = [
+    "SOURCE",
+    "Patch",
+    "both",
+    "broken_taken_as_empty",
+    "bytes_where",
+    "fast",
+    "first_only",
+    "nothing",
+    "ref",
+    "together",
+    "values_changed",
+]
+
+Patch = Callable[[], AbstractContextManager[Any]]
+SOURCE = "fastimpl.checkpoint.source:Source.__init__"
+
+
+def fast(id: str, sentence: str, requirements: tuple[str, ...], patch: Patch) -> PlantedBug:
+    """A bug of the fast version alone."""
+    return PlantedBug(id, sentence, requirements, "fastimpl", patch)
+
+
+def ref(id: str, sentence: str, requirements: tuple[str, ...], patch: Patch) -> PlantedBug:
+    """A bug of the reference alone."""
+    return PlantedBug(id, sentence, requirements, "refimpl", patch)
+
+
+def both(id: str, sentence: str, requirements: tuple[str, ...], patch: Patch) -> PlantedBug:
+    """A bug of policy that both implementations share; its patch names modules of the reference only."""
+    return PlantedBug(id, sentence, requirements, ("fastimpl", "refimpl"), patch)
+
+
+def together(*patches: Patch) -> Patch:
+    """Plant several patches as one: the same fault where a name is looked up in several modules."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch())
+            yield
+
+    return planted
+
+
+def nothing(*arguments: Any, **options: Any) -> None:
+    """In place of a check: everything passes."""
+
+
+def first_only(error: type[TwinproofError]) -> Callable[..., TwinproofError]:
+    """In place of an error class: of several faults only the first is shown."""
+
+    def make(message: str, *, got: Any, **rest: Any) -> TwinproofError:
+        shown = got[:1] if isinstance(got, list) else dict(list(got.items())[:1]) if isinstance(got, dict) else got
+        return error(message, got=shown, **rest)
+
+    return make
+
+
+def bytes_where(condition: Callable[[Any], bool], change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+    """Change what the fast version takes from the tensors that a condition on their source picks."""
+
+    def around(original: Any, source: Any, begin: int, end: int) -> torch.Tensor:
+        data: torch.Tensor = original(source, begin, end)
+        return change(data.clone()) if condition(source) else data
+
+    return wrap("fastimpl.checkpoint.source:Source.dense", around)
+
+
+def values_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+    """Change a tensor before the fast version takes its bytes."""
+    return wrap(SOURCE, lambda original, source, value, dtype: original(source, change(value), dtype))
+
+
+def broken_taken_as_empty(original: Any, path: Any) -> Catalog:
+    """Around ``read_catalog``: a folder that is broken is one without tensors."""
+    try:
+        found: Catalog = original(path)
+    except CorruptionError:
+        return Catalog()
+    return found
