@@ -17,6 +17,8 @@ def server(impl: ModuleType) -> Iterator[FaultServer]:
     reason = why_no_shim()
     if reason is not None:
         pytest.skip(reason)
-    modules = ("pytest", "torch.distributed.checkpoint", f"{impl.__name__}.checkpoint", crash_programs.__name__)
+    # An adapter of a peer holds its component as a name, not as a module of its own.
+    module = f"{impl.__name__}.checkpoint" if hasattr(impl, "__path__") else impl.__name__
+    modules = ("pytest", "torch.distributed.checkpoint", module, crash_programs.__name__)
     with FaultServer(impl.__name__, modules) as running:
         yield running

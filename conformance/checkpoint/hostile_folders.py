@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from conformance.checkpoint.hostile import FILE, Build, HostileCase, entry, pack
+from conformance.checkpoint.support import INDEX
 from refimpl.errors import CorruptionError, FormatError, TwinproofError
 
 __all__ = ["HOSTILE_INDEXES", "HOSTILE_SETS"]
 
-INDEX = "model.safetensors.index.json"
 _GOOD = pack("{" + entry() + "}", b"xy")
 _Errors = type[TwinproofError] | tuple[type[TwinproofError], ...]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,9 +15,10 @@ from typing import Any
 import safetensors
 import torch
 
+from conformance.checkpoint.support import own_count
 from conformance.harness import Mismatch, assert_equal, assert_le
 
-__all__ = ["bounded", "consolidate_into", "library_verdict", "values_of"]
+__all__ = ["bounded", "consolidate_into", "library_verdict", "read_metadata", "values_of"]
 
 Values = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -57,12 +57,6 @@ def _released_from_fifos(folder: Path) -> Iterator[None]:
         raise Mismatch("the reader waits at a FIFO", got=f"no answer in {_HANG_LIMIT_S} s", expected="an error")
 
 
-def _resident_peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0
-
-
 def _folder_bytes(folder: Path) -> int:
     # Allocated blocks, so that a sparse file does not pay for a reader that believes its length.
     return sum(entry.lstat().st_blocks * 512 for entry in folder.iterdir())
@@ -77,7 +71,7 @@ def bounded(folder: Path, where: str) -> Iterator[None]:
     """
     size_bytes = _folder_bytes(folder)
     Path("/proc/self/clear_refs").write_text("5")
-    resident_bytes, started = _resident_peak_bytes(), time.process_time()
+    resident_bytes, started = own_count("status", "VmHWM") * 1024, time.process_time()
     tracemalloc.start()
     try:
         with _released_from_fifos(folder):
@@ -87,7 +81,7 @@ def bounded(folder: Path, where: str) -> Iterator[None]:
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert_le(peak_bytes, 2 * size_bytes + _SLACK_BYTES, where=f"{where}: bytes allocated by Python")
-    resident_growth_bytes = _resident_peak_bytes() - resident_bytes
+    resident_growth_bytes = own_count("status", "VmHWM") * 1024 - resident_bytes
     assert_le(resident_growth_bytes, 2 * size_bytes + _RESIDENT_SLACK_BYTES, where=f"{where}: resident bytes")
     assert_le(used_s, _CPU_LIMIT_S, where=f"{where}: seconds of processor time")
 
@@ -103,6 +97,11 @@ def consolidate_into(output: Path) -> Iterator[None]:
         if output.is_dir() and not os.listdir(output):
             left.discard(output.name)
         assert_equal(sorted(left), [], where="left behind by a consolidation that failed")
+
+
+def read_metadata(checkpoint: Any, folder: Path) -> Any:
+    """What the implementation's reader says of a folder, before any tensor is asked for."""
+    return checkpoint.HuggingFaceStorageReader(folder).read_metadata()
 
 
 def library_verdict(content: bytes) -> Values | None:

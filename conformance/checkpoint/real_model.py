@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.checkpoint.support import Tiled, assert_loads, cut, load_ranks, mesh_of, oracle, save_ranks, tiled
+from conformance.checkpoint.support import PT, Tiled, assert_loads, cut, load_ranks, mesh_of, oracle, save_ranks, tiled
 from conformance.harness import Mismatch, Rank, RankPool, assert_equal, assert_same_bytes, assert_same_tensor
 
 State = dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ def _prove_identical(model: Path, folder: Path) -> str:
     mapping = _mapping(state)
     for index in range(1, FILE_COUNT + 1):
         names = [name for name, file in mapping.items() if file == index]
-        expected = oracle({name: state[name] for name in names}, {"format": "pt"})
+        expected = oracle({name: state[name] for name in names}, PT)
         file = f"model-{index:05d}-of-{FILE_COUNT:05d}.safetensors"
         assert_same_bytes(folder / file, expected, where=file)
     return f"{FILE_COUNT} files, {len(state)} tensors"
@@ -92,7 +92,7 @@ def _prove_reload(model: Path, folder: Path, work: Path) -> str:
     original = safetensors.torch.load_file(model)
     assert_equal(sorted(merged), sorted(original), where="names")
     for target, tensors in ((work / "one.safetensors", merged), (work / "two.safetensors", original)):
-        safetensors.torch.save_file(tensors, target, {"format": "pt"})
+        safetensors.torch.save_file(tensors, target, PT)
     assert_same_bytes(work / "one.safetensors", (work / "two.safetensors").read_bytes(), where="merged file")
     return f"{len(merged)} tensors through the safetensors library"
 

@@ -31,7 +31,9 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float4_e2m1fn_x2,
 )  # fmt: skip
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FILE = "model-00001-of-00001.safetensors"
 INDEX = "model.safetensors.index.json"
+PT = {"format": "pt"}
 
 State = dict[str, torch.Tensor]
 
@@ -81,7 +83,7 @@ def assert_folder(
     weight_map = {name: file for file, names in files.items() for name in names}
     assert_equal(sorted(path.name for path in folder.glob("model*.safetensors")), sorted(files), where="files")
     for file, names in files.items():
-        expected = oracle({name: state[name] for name in names}, {"format": "pt", **(metadata or {})})
+        expected = oracle({name: state[name] for name in names}, {**PT, **(metadata or {})})
         assert_same_bytes(folder / file, expected, where=file)
     found = json.loads((folder / INDEX).read_text())
     assert_same_json(found, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -195,6 +197,12 @@ def tiled(
         dense = bits(part).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
         parts[offsets] = dense if fill else zeros_like(dense)
     return Tiled.of(tensor.shape, parts, tensor.dtype)
+
+
+def own_count(table: str, key: str) -> int:
+    """A number that the kernel keeps of this process: ``rchar`` of ``io`` in bytes, ``VmHWM`` of ``status`` in KiB."""
+    lines = Path(f"/proc/self/{table}").read_text().split("\n")
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
 def mesh_of(rank: Rank, shape: Sequence[int] | None = None) -> DeviceMesh:

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard
 
 from conformance.checkpoint.support import (
+    FILE,
+    INDEX,
     assert_folder,
     assert_loads,
     mesh_of,
@@ -28,8 +30,6 @@ from conformance.harness import (
     requirement,
 )
 from refimpl.errors import ConfigError, TwinproofError
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 def _result(response: Any) -> None:
@@ -59,9 +59,7 @@ def _async_save(rank: Rank, path: str, kind: str) -> None:
         assert_equal(float(total), float(rank.world_size), where="the caller's own collective")
         _result(future)
         if rank.rank == 0:
-            assert_equal(
-                (Path(path) / "model.safetensors.index.json").exists(), True, where="files at the future's end"
-            )
+            assert_equal((Path(path) / INDEX).exists(), True, where="files at the future's end")
 
 
 def _expected() -> dict[str, torch.Tensor]:

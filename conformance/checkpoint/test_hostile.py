@@ -11,10 +11,10 @@ import torch
 
 from conformance.checkpoint.crash_reading import succeeds
 from conformance.checkpoint.hostile import ACCEPTED, FILE, AcceptedCase, HostileCase, entry, pack
-from conformance.checkpoint.hostile_folders import HOSTILE_INDEXES, HOSTILE_SETS, INDEX
+from conformance.checkpoint.hostile_folders import HOSTILE_INDEXES, HOSTILE_SETS
 from conformance.checkpoint.hostile_headers import HOSTILE_FILES
-from conformance.checkpoint.hostile_reading import bounded, consolidate_into, library_verdict, values_of
-from conformance.checkpoint.support import load
+from conformance.checkpoint.hostile_reading import bounded, consolidate_into, library_verdict, read_metadata, values_of
+from conformance.checkpoint.support import INDEX, load
 from conformance.harness import assert_equal, raises, requirement
 from refimpl.errors import FormatError, TwinproofError, UnsupportedError
 
@@ -30,10 +30,6 @@ def _folder(case: HostileCase, tmp_path: Path) -> Path:
     return folder
 
 
-def _read(checkpoint: Any, folder: Path) -> Any:
-    return checkpoint.HuggingFaceStorageReader(folder).read_metadata()
-
-
 @requirement("CKPT-400", "A malformed file MUST be refused by load_file with an error that names it, within bounds.")
 @_cases(HOSTILE_FILES)
 def test_load_file_refuses(checkpoint: Any, tmp_path: Path, case: HostileCase) -> None:
@@ -47,7 +43,7 @@ def test_load_file_refuses(checkpoint: Any, tmp_path: Path, case: HostileCase) -
 def test_reader_refuses_files(checkpoint: Any, tmp_path: Path, case: HostileCase) -> None:
     folder = _folder(case, tmp_path)
     with bounded(folder, case.name), raises(case.expect, mentions=case.mentions, where=case.name):
-        _read(checkpoint, folder)
+        read_metadata(checkpoint, folder)
 
 
 @requirement(
@@ -57,7 +53,7 @@ def test_reader_refuses_files(checkpoint: Any, tmp_path: Path, case: HostileCase
 def test_reader_refuses_indexes(checkpoint: Any, tmp_path: Path, case: HostileCase) -> None:
     folder = _folder(case, tmp_path)
     with bounded(folder, case.name), raises(case.expect, mentions=case.mentions, where=case.name):
-        _read(checkpoint, folder)
+        read_metadata(checkpoint, folder)
 
 
 @requirement(
@@ -67,7 +63,7 @@ def test_reader_refuses_indexes(checkpoint: Any, tmp_path: Path, case: HostileCa
 def test_reader_refuses_sets(checkpoint: Any, tmp_path: Path, case: HostileCase) -> None:
     folder = _folder(case, tmp_path)
     with bounded(folder, case.name), raises(case.expect, mentions=case.mentions, where=case.name):
-        _read(checkpoint, folder)
+        read_metadata(checkpoint, folder)
 
 
 @requirement("CKPT-404", "Consolidation MUST refuse every folder that the reader refuses, and leave nothing behind.")
@@ -112,7 +108,7 @@ def test_every_truncation(checkpoint: Any, tmp_path: Path) -> None:
         with raises(FormatError, mentions=(FILE,), where=where):
             checkpoint.load_file(path)
         with raises(FormatError, mentions=(FILE,), where=where):
-            _read(checkpoint, tmp_path)
+            read_metadata(checkpoint, tmp_path)
     path.write_bytes(_SMALL)
     assert_equal(values_of(checkpoint.load_file(path)), library_verdict(_SMALL))
 
@@ -124,7 +120,7 @@ def test_odd_files(checkpoint: Any, tmp_path: Path, case: AcceptedCase) -> None:
     path.write_bytes(case.content)
     assert_equal(library_verdict(case.content), case.tensors, where=f"{case.name}: the library")
     with succeeds("reading a valid file", case.name):
-        loaded, found = checkpoint.load_file(path), _read(checkpoint, tmp_path).state_dict_metadata
+        loaded, found = checkpoint.load_file(path), read_metadata(checkpoint, tmp_path).state_dict_metadata
     assert_equal(values_of(loaded), case.tensors, where=case.name)
     assert_equal({name: tuple(item.size) for name, item in found.items()}, {n: t[1] for n, t in case.tensors.items()})
 

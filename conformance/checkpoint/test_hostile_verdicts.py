@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.checkpoint.hostile import FILE, pack
-from conformance.checkpoint.hostile_reading import library_verdict, values_of
+from conformance.checkpoint.hostile_reading import library_verdict, read_metadata, values_of
 from conformance.harness import Mismatch, assert_equal, examples, raises, requirement
 from refimpl.errors import FormatError, UnsupportedError
-
-
-def _read(checkpoint: Any, folder: Path) -> Any:
-    return checkpoint.HuggingFaceStorageReader(folder).read_metadata()
-
 
 _FIRST = """{"__metadata__":{"format":"pt","k":"v"},
 "a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},
@@ -68,14 +63,14 @@ def _compare(checkpoint: Any, folder: Path, header: bytes, data: bytes) -> None:
     where = f"header {header!r}"
     if theirs is None:
         with raises(FormatError, mentions=(FILE,), where=where):
-            _read(checkpoint, folder)
+            read_metadata(checkpoint, folder)
         return
     if _has_duplicates(header):
         with raises(FormatError, where=where):
-            _read(checkpoint, folder)
+            read_metadata(checkpoint, folder)
         return
     try:
-        names = set(_read(checkpoint, folder).state_dict_metadata)
+        names = set(read_metadata(checkpoint, folder).state_dict_metadata)
         ours = values_of(checkpoint.load_file(folder / FILE))
     except UnsupportedError:
         # Six-bit floats have no dtype in torch; nothing else may stop a load.

@@ -13,11 +13,18 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checkpoint.support import INDEX, assert_folder, assert_loads, assert_same_json, load, random_bits, save
+from conformance.checkpoint.support import (
+    FILE,
+    INDEX,
+    assert_folder,
+    assert_loads,
+    assert_same_json,
+    load,
+    random_bits,
+    save,
+)
 from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
 from refimpl.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 @requirement("CKPT-037", "total_size MUST be the exact payload in bytes, headers not counted, float4 as bytes.")

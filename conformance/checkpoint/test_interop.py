@@ -15,6 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.checkpoint.support import (
+    FILE,
+    INDEX,
+    PT,
     assert_folder,
     assert_loads,
     mesh_of,
@@ -34,8 +37,6 @@ from conformance.harness import (
     requirement,
 )
 from refimpl.errors import ConfigError, TwinproofError
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 @requirement(
@@ -97,7 +98,7 @@ def test_transformers(checkpoint: Any, tmp_path: Path) -> None:
     model = BertModel(config)
     model.save_pretrained(tmp_path / "hf", max_shard_size="10KB")
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    stored = set(json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"])
+    stored = set(json.loads((tmp_path / "hf" / INDEX).read_text())["weight_map"])
     assert_loads(checkpoint, tmp_path / "hf", {name: state[name] for name in stored})
     save(checkpoint, {name: state[name] for name in stored}, tmp_path / "back", max_shard_size="10KB")
     config.save_pretrained(tmp_path / "back")
@@ -195,7 +196,7 @@ def _fsdp(rank: Rank, path: str) -> None:
     fully_shard(model, mesh=mesh_of(rank))
     save_ranks(rank, get_model_state_dict(model), Path(path), block_bytes=64)
     if rank.rank == 0:
-        assert_same_bytes(Path(path) / FILE, oracle(whole, {"format": "pt"}), where="FSDP2 state")
+        assert_same_bytes(Path(path) / FILE, oracle(whole, PT), where="FSDP2 state")
     dist.barrier()
     for value in model.state_dict().values():
         assert isinstance(value, DTensor)

@@ -14,12 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checkpoint.support import DTYPES, Tiled, assert_loads, oracle, random_bits, save, save_ranks
+from conformance.checkpoint.support import DTYPES, FILE, PT, Tiled, assert_loads, oracle, random_bits, save, save_ranks
 from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement
 from refimpl.errors import ConfigError, UnsupportedError
-
-FILE = "model-00001-of-00001.safetensors"
-PT = {"format": "pt"}
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,19 @@ from typing import Any
 
 import torch
 
-from conformance.checkpoint.support import DTYPES, Tiled, bits, load, oracle, random_bits, save, zeros_like
+from conformance.checkpoint.support import (
+    DTYPES,
+    FILE,
+    PT,
+    Tiled,
+    bits,
+    load,
+    oracle,
+    own_count,
+    random_bits,
+    save,
+    zeros_like,
+)
 from conformance.harness import (
     assert_equal,
     assert_le,
@@ -22,8 +34,6 @@ from conformance.harness import (
 )
 from refimpl.checkpoint import HuggingFaceLoadPlanner
 from refimpl.errors import MissingKeyError, PlanError, UnsupportedError
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 @requirement(
@@ -122,17 +132,12 @@ def test_ranges(checkpoint: Any, tmp_path: Path) -> None:
         ("columns", (0, 256), (2048, 256), 2.05),
     ):
         target = Tiled.of(big.shape, {offsets: torch.zeros(sizes)}, torch.float32)
-        before = _read_bytes()
+        before = own_count("io", "rchar")
         reader = load(checkpoint, {"big": target}, tmp_path / "ck")
-        assert_le(_read_bytes() - before, factor * sizes[0] * sizes[1] * 4 + 65536, where=f"{name}: rchar")
+        assert_le(own_count("io", "rchar") - before, factor * sizes[0] * sizes[1] * 4 + 65536, where=f"{name}: rchar")
         assert_le(reader.stats.read_bytes, factor * sizes[0] * sizes[1] * 4, where=f"{name}: counted")
         expected = big[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]].contiguous()
         assert_same_tensor(target.parts[offsets], expected, where=name)
-
-
-def _read_bytes() -> int:
-    lines = Path("/proc/self/io").read_text().split("\n")
-    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
 
 @requirement(
@@ -167,7 +172,7 @@ def test_export_cast(checkpoint: Any, tmp_path: Path) -> None:
     }
     save(checkpoint, state, tmp_path / "ck", export_dtype=torch.bfloat16, export_keep=("*.bias",))
     cast = {n: v.to(torch.bfloat16) if n in ("f32", "f64", "strided") else v for n, v in state.items()}
-    assert_same_bytes(tmp_path / "ck" / FILE, oracle(cast, {"format": "pt"}), where="exported file")
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle(cast, PT), where="exported file")
 
 
 @requirement("CKPT-061", "Loading from read-only files and folders MUST work and emit no warning.")

@@ -22,11 +22,21 @@ from torch.distributed.tensor import DTensor, Shard
 
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.crash_reading import assert_returned, succeeds
-from conformance.checkpoint.support import assert_loads, load, mesh_of, oracle, random_bits, save, zeros_like
+from conformance.checkpoint.support import (
+    FILE,
+    PT,
+    assert_loads,
+    load,
+    mesh_of,
+    oracle,
+    own_count,
+    random_bits,
+    save,
+    zeros_like,
+)
 from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, assert_same_tensors, requirement
 from conformance.harness.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 
-FILE = "model-00001-of-00001.safetensors"
 MIB = 1 << 20
 
 
@@ -36,7 +46,7 @@ MIB = 1 << 20
 )
 def test_threads_and_blocks(checkpoint: Any, tmp_path: Path) -> None:
     state = {f"w{i}": random_bits(torch.float32, (37, 211 + i), i) for i in range(9)} | {"t": torch.randn(40, 30).t()}
-    expected = oracle(state, {"format": "pt"})
+    expected = oracle(state, PT)
     for threads, block in ((1, 4096), (3, 8192), (16, 4096), (4, 64 * MIB), (2, 65536)):
         path = tmp_path / f"{threads}-{block}"
         save(checkpoint, state, path, thread_count=threads, block_bytes=block)
@@ -92,14 +102,9 @@ def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
 def _peak(action: Any) -> int:
     """Growth of the resident set's high-water mark, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = own_count("status", "VmRSS") * 1024
     action()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().split("\n")
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+    return own_count("status", "VmHWM") * 1024 - before
 
 
 def _measure(rank: Rank, path: str, rows: int, dim: int) -> tuple[int, int]:
@@ -166,10 +171,11 @@ def test_gil(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: P
 _WITHOUT_NUMPY = """
 import sys
 sys.modules["numpy"] = None
-import importlib, torch, warnings
+import torch, warnings
 warnings.simplefilter("ignore")
 import torch.distributed.checkpoint as dcp
-checkpoint = importlib.import_module(sys.argv[1] + ".checkpoint")
+from conformance.harness.implementation import component
+checkpoint = component(sys.argv[1], "checkpoint")
 state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(True)}
 dcp.save(dict(state), storage_writer=checkpoint.HuggingFaceStorageWriter(sys.argv[2]), no_dist=True)
 target = {"a": torch.zeros(2, 3), "b": torch.tensor(False)}

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from conformance.checkpoint.support import (
     DTYPES,
+    FILE,
+    INDEX,
+    PT,
     Tiled,
     assert_folder,
     assert_loads,
@@ -39,8 +42,6 @@ from conformance.harness import (
 from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 from refimpl.errors import PlanError
 
-FILE = "model-00001-of-00001.safetensors"
-PT = {"format": "pt"}
 Spec = tuple[torch.dtype, list[int], list[list[int]]]
 
 
@@ -232,7 +233,7 @@ def test_disjoint_names(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None
 def test_experts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_save_disjoint, 3, str(tmp_path / "ck"), True)
     assert_loads(checkpoint, tmp_path / "ck", _disjoint(3) | {"router": random_bits(torch.bfloat16, [5], 99)})
-    map_ = json.loads((tmp_path / "ck" / "model.safetensors.index.json").read_text())["weight_map"]
+    map_ = json.loads((tmp_path / "ck" / INDEX).read_text())["weight_map"]
     assert_equal(sorted(map_), sorted([*_disjoint(3), "router"]), where="index")
 
 

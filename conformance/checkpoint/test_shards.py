@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 
 from conformance.checkpoint.support import (
+    FILE,
+    INDEX,
     assert_loads,
     mesh_of,
+    own_count,
     random_bits,
     save,
     save_ranks,
@@ -27,8 +31,6 @@ from conformance.harness import (
     requirement,
 )
 from refimpl.errors import CorruptionError, DistributedError
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 def _save_shards(rank: Rank, path: str) -> None:
@@ -104,9 +106,7 @@ def test_stale_files(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     save(checkpoint, old, tmp_path / "ck", fqn_to_index_mapping={"w0": 1, "w1": 2, "w2": 3})
     new = {"w1": random_bits(torch.float32, [4], 50), "x": torch.ones(2)}
     save(checkpoint, new, tmp_path / "ck")
-    assert_equal(
-        sorted(p.name for p in (tmp_path / "ck").iterdir()), [FILE, "model.safetensors.index.json"], where="folder"
-    )
+    assert_equal(sorted(p.name for p in (tmp_path / "ck").iterdir()), [FILE, INDEX], where="folder")
     assert_loads(checkpoint, tmp_path / "ck", new)
 
 
@@ -118,19 +118,12 @@ def _count_writes(rank: Rank, path: str, replicated_rows: int) -> tuple[int, int
         **{f"norm{i}": random_bits(torch.float32, [8], i) for i in range(40)},
     }
     checkpoint = rank.component("checkpoint")
-    before = _written()
+    before = own_count("io", "wchar")
     with checkpoint.HuggingFaceStorageWriter(Path(path), block_bytes=4096) as writer:
-        import torch.distributed.checkpoint as dcp
-
         dcp.save(state, storage_writer=writer)
     dist.barrier()
     stats = getattr(writer, "stats", None)
-    return _written() - before, stats.written_bytes if stats is not None else 0
-
-
-def _written() -> int:
-    lines = Path("/proc/self/io").read_text().split("\n")
-    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+    return own_count("io", "wchar") - before, stats.written_bytes if stats is not None else 0
 
 
 @requirement(

@@ -14,10 +14,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.checkpoint.support import DTYPES, load, load_with, mesh_of, oracle, random_bits, save, zeros_like
+from conformance.checkpoint.support import (
+    DTYPES,
+    FILE,
+    PT,
+    load,
+    load_with,
+    mesh_of,
+    oracle,
+    random_bits,
+    save,
+    zeros_like,
+)
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensors, requirement
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 class LateCopies:
@@ -73,7 +82,7 @@ def _save_late(rank: Rank, path: str, threads: int) -> None:
     needs=("staged_copies",),
 )
 def test_late_copies_out(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
-    expected = oracle(_state(), {"format": "pt"})
+    expected = oracle(_state(), PT)
     for world, threads in ((1, 1), (1, 3), (2, 1), (3, 2)):
         path = tmp_path / f"{world}-{threads}"
         rank_pool.run(_save_late, world, str(path), threads)
@@ -109,7 +118,7 @@ def test_cuda(checkpoint: Any, tmp_path: Path) -> None:
     for threads in (1, 4):
         path = tmp_path / str(threads)
         save(checkpoint, device, path, thread_count=threads, block_bytes=65536)
-        assert_same_bytes(path / FILE, oracle(state, {"format": "pt"}), where=f"{threads} threads")
+        assert_same_bytes(path / FILE, oracle(state, PT), where=f"{threads} threads")
         targets = {name: torch.zeros_like(value) for name, value in device.items()}
         load(checkpoint, targets, path, thread_count=threads)
         got = {name: value.cpu().contiguous() for name, value in targets.items()}

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from conformance.checkpoint.support import (
     DTYPES,
+    FILE,
+    PT,
     assert_folder,
     assert_loads,
     load,
@@ -22,8 +24,6 @@ from conformance.checkpoint.support import (
 )
 from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
 from refimpl.errors import UnsupportedError
-
-FILE = "model-00001-of-00001.safetensors"
 
 
 @requirement(
@@ -103,7 +103,7 @@ def test_strided_inputs(
     view = base[::step, 1:] if narrow else base[:, ::step]
     state = {"view": view, "row": base[1], "expanded": random_bits(dtype, (3, 1), seed).expand(3, 4)}
     save(checkpoint, state, folder / "ck")
-    assert_same_bytes(folder / "ck" / FILE, oracle(state, {"format": "pt"}), where="strided views")
+    assert_same_bytes(folder / "ck" / FILE, oracle(state, PT), where="strided views")
     load(
         checkpoint,
         targets := {
@@ -125,7 +125,7 @@ def test_views_of_larger_storage(checkpoint: Any, tmp_path: Path) -> None:
     storage = torch.arange(100_000, dtype=torch.float32)
     state = {"slice": storage[500:510], "tail": storage[-3:]}
     save(checkpoint, state, tmp_path / "ck")
-    assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, {"format": "pt"}), where="slices")
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, PT), where="slices")
 
 
 @requirement("CKPT-009", "Tensors beyond 4 GiB MUST be laid out and read with 64-bit offsets.")
