@@ -40,7 +40,7 @@ __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_ev
 T = TypeVar("T")
 
 _OPEN_MAX = 32  # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
-_RULES = BlockRules.of(4 << 20)
+_RULES = BlockRules.of(1 << 20)  # Blocks of 2 MiB stay in a core's cache between reading and writing.
 
 
 Progress = Callable[[int, int], None]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from conformance.harness import Mismatch, Rank
 from perf.checkpoint.model import Model, remove_folder
-from perf.checkpoint.runs import Run, measure, thread_count_of
+from perf.checkpoint.runs import Run, measure, run_in, thread_count_of
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.peers import plain_checkpoint as plain
@@ -20,7 +21,7 @@ __all__ = ["measure_consolidations", "measure_openings"]
 
 
 # Bytes per call: what a merge cannot undercut, and what its gate must refuse.
-_PLAIN_COPIES = {"plain": 8 << 20, "by-kib": 1024}
+_PLAIN_COPIES = {"plain": 8 << 20, "by-page": 4096}
 
 
 def measure_consolidations(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
@@ -41,28 +42,14 @@ def measure_consolidations(rank: Rank, workload: Workload, folder: str, round_co
         ours = rank.component("checkpoint").consolidate_safetensors_files
         return lambda: ours(source, path, model.mapping, num_threads=threads)
 
-    def check_of(who: str, path: Path) -> Callable[[], None]:
-        if who in _PLAIN_COPIES:
-            return lambda: None
-        return lambda: model.check_folder(path, who)
+    def check(who: str, path: Path) -> None:
+        if who not in _PLAIN_COPIES:
+            model.check_folder(path, who)
 
     runs = {}
     for who in workload.contenders:
         path = Path(folder) / who
-
-        def clean(path: Path = path, *, again: bool = False) -> None:
-            if rank.rank == 0:
-                remove_folder(path)
-                if again:
-                    path.mkdir()
-
-        runs[who] = Run(
-            work=work_of(who, path),
-            check=check_of(who, path),
-            prepare=lambda clean=clean: clean(again=True),  # type: ignore[misc]
-            finish=clean,
-            last=round_count,
-        )
+        runs[who] = run_in(path, rank.rank, work=work_of(who, path), check=partial(check, who, path), last=round_count)
     rounds = measure(runs, round_count, seed)
     if rank.rank == 0:
         remove_folder(source)

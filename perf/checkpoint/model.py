@@ -75,10 +75,20 @@ class Model:
             state[name] = DTensor.from_local(part, self.mesh, [Shard(self.workload.shard_dim)], run_check=False)
         return state
 
-    def plain_layout(self, state: Mapping[str, DTensor]) -> Layout:
-        """Where a process that only moves bytes finds this rank's parts."""
+    def plain_layout(self, state: Mapping[str, DTensor], folder: Path | None = None) -> Layout:
+        """Where a process that only moves bytes finds this rank's parts: in files to write, or in those of a folder."""
         parts = [state[name].to_local() for name in self.names]
-        return Layout(parts, list(self.headers()), self.workload.shard_dim, self.rank, self.rank_count)
+        files = list(self.headers() if folder is None else self.headers_in(folder))
+        return Layout(parts, files, self.workload.shard_dim, self.rank, self.rank_count)
+
+    def headers_in(self, folder: Path) -> Iterator[tuple[str, bytes, list[int]]]:
+        """As ``headers``, of files that somebody wrote: other headers, and tensors in another order."""
+        for file in self.files:
+            with (folder / file).open("rb") as opened:
+                length = opened.read(8)
+                text = opened.read(int.from_bytes(length, "little"))
+            entries = {name: entry["data_offsets"] for name, entry in json.loads(text).items() if name in self.mapping}
+            yield file, length + text, [self.names.index(name) for name in sorted(entries, key=lambda n: entries[n])]
 
     def check_state(self, state: dict[str, DTensor], who: str) -> None:
         """Every bit of this rank's parts is right. Raises Mismatch."""

@@ -8,13 +8,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 
+from perf.checkpoint.model import remove_folder
 from perf.harness.counters import Counters
 from perf.harness.paired import Round, Sample, interleave
 
-__all__ = ["Run", "measure", "thread_count_of"]
+__all__ = ["Run", "measure", "run_in", "thread_count_of"]
 
 _BEST_THREADS = 4
 
@@ -62,6 +64,21 @@ class Run:
         dist.barrier()
         self.finish()
         return {"seconds": seconds, **counted}
+
+
+def run_in(path: Path, rank: int, *, work: Callable[[], object], check: Callable[[], None], last: int) -> Run:
+    """A contender with a folder of its own, which rank 0 makes anew before each run and removes after it."""
+
+    def remove() -> None:
+        if rank == 0:
+            remove_folder(path)
+
+    def renew() -> None:
+        remove()
+        if rank == 0:
+            path.mkdir()
+
+    return Run(work=work, check=check, prepare=renew, finish=remove, last=last)
 
 
 def measure(runs: Mapping[str, Run], round_count: int, seed: int) -> list[Round]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from conformance.harness import Rank
 from perf.checkpoint.model import Model, remove_folder
-from perf.checkpoint.runs import Run, measure, thread_count_of
+from perf.checkpoint.runs import Run, measure, run_in, thread_count_of
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.peers import plain_checkpoint as plain
@@ -50,18 +51,11 @@ def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int,
     runs = {}
     for who in workload.contenders:
         path = Path(folder) / who
-
-        def clean(path: Path = path, *, again: bool = False) -> None:
-            if rank.rank == 0:
-                remove_folder(path)
-                if again:
-                    path.mkdir()
-
-        runs[who] = Run(
+        runs[who] = run_in(
+            path,
+            rank.rank,
             work=save_work(rank, model, state, who, path),
-            check=lambda path=path, who=who: model.check_folder(path, who),  # type: ignore[misc]
-            prepare=lambda clean=clean: clean(again=True),  # type: ignore[misc]
-            finish=clean,
+            check=partial(model.check_folder, path, who),
             last=round_count,
         )
     return measure(runs, round_count, seed)
@@ -84,7 +78,7 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
         threads = thread_count_of(who)
         if who in ("plain", "by-page"):
             call_bytes = model.workload.tensor_bytes if who == "plain" else mmap.PAGESIZE
-            return lambda: plain.load(model.plain_layout(targets), path, call_bytes=call_bytes)
+            return lambda: plain.load(model.plain_layout(targets, path), path, call_bytes=call_bytes)
         if who.startswith("torch"):
             return lambda: peer.load_state(targets, path, thread_count=threads)
         reader = rank.component("checkpoint").HuggingFaceStorageReader
