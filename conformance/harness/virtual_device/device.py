@@ -1,0 +1,189 @@
+"""The modes that turn ordinary torch ops into work on the current virtual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.harness.compare import Mismatch
+from conformance.harness.virtual_device.clocks import HOST
+from conformance.harness.virtual_device.engine import Costs, VirtualEngine
+from conformance.harness.virtual_device.tracker import Hazard, Memory, Tracker, here
+
+__all__ = ["VirtualDevice"]
+
+# What reads a tensor's values on the host. The value comes from the device: the host waits for the current stream.
+_READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
+_HOST_VALUE_OPS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
+
+
+class VirtualDevice:
+    """Watches a program; use as a context manager around it, with everything that it does to tensors.
+
+    Args:
+        late, seed, costs: see ``VirtualEngine``.
+
+    Attributes:
+        engine: hand it to the program in place of a real one.
+        hazards: what was found.
+    """
+
+    def __init__(self, *, late: bool = False, seed: int | None = None, costs: Costs | None = None) -> None:
+        self.tracker = Tracker()
+        self.engine = VirtualEngine(self.tracker, late=late, seed=seed, costs=costs or Costs())
+        self._stack = ExitStack()
+        self._forward_streams: dict[int, str] = {}
+        self._last_backward: str | None = None
+        self._backward_used: set[str] = set()
+
+    @property
+    def hazards(self) -> list[Hazard]:
+        """Each pair of program points once, in order of discovery."""
+        return self.tracker.hazards
+
+    def __enter__(self) -> VirtualDevice:
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Ops(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self.tracker.sweep()
+        self.engine.settle_all()
+
+    def check(self) -> None:
+        """Raise Mismatch when there is any hazard."""
+        if self.hazards:
+            raise Mismatch("the program has hazards", got="\n".join(map(str, self.hazards)), expected="none")
+
+    def backward_ended(self) -> None:
+        """``backward`` is over: the caller's stream joins every stream that gradients were computed on."""
+        for stream in self._backward_used:
+            self.tracker.clocks[self.engine.current()].join(self.tracker.clocks[stream])
+        self._backward_used, self._last_backward = set(), None
+
+    def stream_of_op(self) -> str:
+        """Where an op runs: a backward op on the stream of its forward op, as autograd does; else the current one."""
+        node: Any = torch._C._current_autograd_node()
+        current = self.engine.current()
+        if node is None:
+            if torch.is_grad_enabled():
+                self._forward_streams.setdefault(torch.autograd._get_sequence_nr() - 1, current)
+            return current
+        stream = self._forward_streams.get(node._sequence_nr(), current)
+        # Autograd orders a node behind those that fed it; the order of this run is one that it allows.
+        before = self._last_backward if self._last_backward is not None else current
+        self.tracker.clocks[stream].join(self.tracker.clocks[before])
+        self._last_backward = stream
+        self._backward_used.add(stream)
+        return stream
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out one op as work on its stream."""
+        self.tracker.sweep()
+        stream, name = self.stream_of_op(), func._schema.name
+        reads, writes = _operands(func, args, kwargs)
+        known = [(tensor, self.tracker.knows(tensor)) for tensor in (*reads, *writes)]
+        on_host = bool(known) and all(memory is not None and memory.on_host for _, memory in known)
+        self.engine.settle(stream)
+        result = func(*args, **kwargs)
+        if _is_view(func):
+            return result
+        if name in _HOST_VALUE_OPS and not on_host:
+            self.engine.synchronize_stream(stream)
+        where, actor = f"{name} at {here()}", HOST if on_host else stream
+        tick = self.tracker.clocks.advance(actor)
+        made = [t for t in _tensors(result) if self.tracker.knows(t) is None]
+        for tensors, is_write in ((reads, False), ([*writes, *made], True)):
+            for tensor in tensors:
+                self._access(tensor, actor, stream, tick, where, is_write=is_write, on_host=on_host)
+                if torch._C._current_autograd_node() is not None:
+                    # Autograd records what it hands from stream to stream (``InputBuffer``, torch 2.13).
+                    self.engine.keep(tensor, stream)
+        if not on_host:
+            self.engine.spend(stream, self.engine.costs.op_s(name, sum(map(_bytes, (*reads, *writes, *made)))))
+        return result
+
+    def _access(
+        self, tensor: torch.Tensor, actor: str, stream: str, tick: int, where: str, *, is_write: bool, on_host: bool
+    ) -> None:
+        memory: Memory = self.tracker.memory_of(tensor, stream=stream, on_host=on_host)
+        if memory.on_host and actor != HOST:
+            # A device op with a host operand: the host reads or writes it at the time of the call.
+            actor, tick = HOST, self.tracker.clocks.advance(HOST)
+        self.tracker.access(tensor, memory, stream=actor, tick=tick, writes=is_write, what=where)
+
+    def host_access(self, tensor: torch.Tensor, what: str) -> None:
+        """The host looks at values: of device memory after waiting for the current stream, of its own at once."""
+        memory = self.tracker.knows(tensor)
+        if memory is None:
+            return
+        if not memory.on_host:
+            self.engine.synchronize_stream(self.engine.current())
+        tick = self.tracker.clocks.advance(HOST)
+        self.tracker.access(tensor, memory, stream=HOST, tick=tick, writes=False, what=f"{what} at {here()}")
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.device.run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS and args and isinstance(args[0], torch.Tensor):
+            self.device.host_access(args[0], name)
+        result = func(*args, **(kwargs or {}))
+        if name == "backward" or func is torch.autograd.grad:
+            self.device.backward_ended()
+        return result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _operands(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(read, written) tensors of a call, from the op's schema."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(_tensors(value))
+    return reads, writes
+
+
+def _is_view(func: Any) -> bool:
+    infos = [returned.alias_info for returned in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
