@@ -15,7 +15,9 @@ __all__ = [
     "DistributedError",
     "FormatError",
     "MissingKeyError",
+    "OffloadConflictError",
     "PlanError",
+    "StaleMasterError",
     "StorageError",
     "TwinproofError",
     "UnsupportedError",
@@ -88,3 +90,11 @@ class StorageError(TwinproofError, OSError):
 
 class DistributedError(TwinproofError, RuntimeError):
     """Another rank failed or died, or ranks disagree; carries the first cause."""
+
+
+class OffloadConflictError(TwinproofError, RuntimeError):
+    """Two offloaders for one optimizer, or one where nothing can be offloaded; names both sides."""
+
+
+class StaleMasterError(TwinproofError, RuntimeError):
+    """A parameter was written behind its master's back; the next step would undo it."""

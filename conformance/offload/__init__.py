@@ -1,1 +1,1 @@
-"""Requirements, state machine and planted bugs of offload: empty until the component lands."""
+"""What offload must do: bit for bit the plain optimizer, in bounded device memory, ordered by events alone."""

@@ -70,7 +70,7 @@ class VirtualEngine:
         self.device = torch.device("cpu")
         self.tracker, self.late, self.costs = tracker, late, costs
         self.moved_bytes = {"h2d": 0, "d2h": 0, "d2d": 0}
-        self.copy_count = 0
+        self.copy_count = self.host_wait_count = 0
         self.time_s: dict[str, float] = {HOST: 0.0}
         self.link_free_s = {"h2d": 0.0, "d2h": 0.0}
         self.capturing = False
@@ -133,6 +133,7 @@ class VirtualEngine:
         """The host learns what the event knows."""
         if event.clock is None:
             return
+        self.host_wait_count += 1
         self.tracker.clocks[HOST].join(event.clock)
         self.time_s[HOST] = max(self.time_s[HOST], event.time_s)
         self._run(event.stream, event.position)
@@ -194,7 +195,11 @@ class VirtualEngine:
         with torch.utils._python_dispatch._disable_current_modes():
             memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8)
         self.tracker.sweep()
-        self.tracker.memory_of(memory, stream=HOST if on_host else self.current(), on_host=on_host)
+        home = HOST if on_host else self.current()
+        found = self.tracker.memory_of(memory, stream=home, on_host=on_host)
+        # The block may have been somebody else's until the home stream gave it up: others come after that.
+        tick = self.tracker.clocks.advance(home)
+        self.tracker.access(memory, found, stream=home, tick=tick, writes=True, what=f"allocation at {here()}")
         return memory
 
     def is_capturing(self) -> bool:

@@ -94,6 +94,9 @@ class Tracker:
         self._memory: dict[int, Memory] = {}
         self._seen: set[tuple[str, str, str]] = set()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a virtual device cannot be copied: it watches the memory of one program")
+
     def report(self, kind: str, first: str, second: str) -> None:
         """Note a hazard, once."""
         if (kind, first, second) not in self._seen:

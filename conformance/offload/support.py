@@ -1,0 +1,129 @@
+"""Two arms with the same gradients: a plain optimizer, and one whose state is offloaded from a virtual device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_same_tensor
+from conformance.harness.virtual_device import VirtualDevice
+
+SHAPES: tuple[tuple[int, ...], ...] = ((8, 16), (64,), (4, 32), (16, 16))
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"lr": 0.01},
+    "Adagrad": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Rprop": {},
+    "ASGD": {},
+    "Adafactor": {},
+    "Muon": {},
+}
+
+
+def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal values by seed, made outside of any mode so that nothing of the harness is part of the program."""
+    with _disable_current_modes():
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float32).to(dtype)
+
+
+class Twins:
+    """A plain optimizer and an offloaded one on equal parameters.
+
+    Args:
+        offload: the component.
+        device: the virtual device; its context is entered by the caller.
+        kind: a name of ``torch.optim``.
+        params: initial values; each arm gets clones.
+        groups: which parameters go into which group, with options; None: all in one.
+        options: of both optimizers.
+        offloading: arguments of the offloader.
+    """
+
+    def __init__(
+        self,
+        offload: Any,
+        device: VirtualDevice,
+        kind: str = "AdamW",
+        params: Sequence[torch.Tensor] | None = None,
+        *,
+        groups: Sequence[tuple[Sequence[int], dict[str, Any]]] | None = None,
+        options: dict[str, Any] | None = None,
+        **offloading: Any,
+    ) -> None:
+        given = [values(shape, i) for i, shape in enumerate(SHAPES)] if params is None else list(params)
+        if kind == "Muon":
+            given = [value for value in given if value.dim() == 2]
+        self.offload, self.device, self.kind = offload, device, kind
+        self.plain_params = [torch.nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in given]
+        self.params = [torch.nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in given]
+        chosen = OPTIMIZERS[kind] if options is None else options
+        made = []
+        for mine in (self.plain_params, self.params):
+            some: Any = mine if groups is None else [{"params": [mine[i] for i in ids], **o} for ids, o in groups]
+            made.append(getattr(torch.optim, kind)(some, **chosen))
+        self.plain, self.optimizer = made
+        self.offloader = offload.OptimizerStateOffloader(
+            self.optimizer, engine=device.engine, **{"chunk_bytes": 1024, **offloading}
+        )
+        self.step_count = 0
+
+    def set_gradients(self, skip: Sequence[int] = (), *, add: bool = False) -> None:
+        """The same new gradients in both arms; none where ``skip`` says so."""
+        self.step_count += 1
+        for arm in (self.plain_params, self.params):
+            for i, param in enumerate(arm):
+                grad = values(param.shape, 1000 * self.step_count + i, param.dtype)
+                if i in skip:
+                    param.grad = None
+                elif add and param.grad is not None:
+                    param.grad = param.grad + grad
+                else:
+                    param.grad = grad
+
+    def step(self, skip: Sequence[int] = ()) -> None:
+        """One step of both."""
+        self.set_gradients(skip)
+        self.plain.step()
+        self.optimizer.step()
+
+    def check(self) -> None:
+        """Parameters and states are the same, bit for bit, keys and dtypes included."""
+        got = self.offloader.snapshot()
+        with _disable_current_modes():
+            for i, (plain, param) in enumerate(zip(self.plain_params, self.params, strict=True)):
+                assert_same_tensor(param.detach(), plain.detach(), where=f"parameter {i} after {self.step_count} steps")
+            assert_same_state(got, self.plain.state_dict())
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Two state dicts of optimizers are equal, bit for bit."""
+    assert_equal(got["param_groups"], expected["param_groups"], where="param_groups")
+    assert_equal(sorted(got["state"]), sorted(expected["state"]), where="parameters with state")
+    for number, state in expected["state"].items():
+        assert_equal(sorted(got["state"][number]), sorted(state), where=f"states of parameter {number}")
+        for name, value in state.items():
+            where = f"state {name} of parameter {number}"
+            if isinstance(value, torch.Tensor):
+                assert_same_tensor(got["state"][number][name], value, where=where)
+                assert_equal(got["state"][number][name].stride(), value.stride(), where=f"strides of {where}")
+            else:
+                assert_equal(got["state"][number][name], value, where=where)
+
+
+@contextmanager
+def proven(**options: Any) -> Iterator[VirtualDevice]:
+    """A virtual device around a program that must have no hazard."""
+    with VirtualDevice(**options) as device:
+        yield device
+    device.check()

@@ -1,0 +1,129 @@
+"""State dicts in every residency, snapshots, and loads that neither cast nor forget."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.offload.support import SHAPES, Twins, assert_same_state, proven, values
+from refimpl.errors import PlanError
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    with _disable_current_modes():
+        return copy.deepcopy(state)
+
+
+@requirement("OPT-046", "state_dict() MUST be the plain optimizer's whatever is in flight, without extra keys.")
+def test_state_dict_anytime(offload: Any) -> None:
+    with proven(late=True) as device:
+        twins = Twins(offload, device)
+        for prepare in ("prefetch", "offload", "settle"):
+            twins.step()
+            getattr(twins.offloader, prepare)()
+            got = twins.optimizer.state_dict()
+            with _disable_current_modes():
+                assert_same_state(got, twins.plain.state_dict())
+        twins.offloader.close()
+
+
+@requirement("OPT-047", "Taking a state dict MUST NOT bring state back to the device.")
+def test_state_dict_stays_on_host(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        twins.offloader.settle()
+        moved = dict(device.engine.moved_bytes)
+        twins.offloader.snapshot()
+        twins.optimizer.state_dict()
+        assert_equal(device.engine.moved_bytes, moved, where="bytes moved by a snapshot")
+        assert_equal(twins.offloader.residency().device_bytes, 0, where="residency")
+        twins.offloader.close()
+
+
+@requirement("OPT-048", "A state dict MUST load into any other residency and continue as the plain run does.")
+def test_load_across(offload: Any) -> None:
+    with proven() as device:
+        first, second, third = (Twins(offload, device, **o) for o in ({}, {"chunk_bytes": 1}, {"fraction": 0.5}))
+        for _ in range(2):
+            first.step()
+        state = first.offloader.snapshot()
+        for other, how in ((second, second.optimizer.load_state_dict), (third, third.offloader.load_state_dict)):
+            other.step()
+            for mine, theirs in zip(other.params + other.plain_params, 2 * first.params, strict=True):
+                with torch.no_grad():
+                    mine.copy_(theirs)
+            # Torch's load takes the tensors of the dict themselves, counters among them.
+            how(_copied(state))
+            other.plain.load_state_dict(_copied(state))
+            assert_equal(other.offloader.residency().device_bytes, 0, where="residency after a load")
+            for _ in range(2):
+                other.step()
+                other.check()
+        for twins in (first, second, third):
+            twins.offloader.close()
+
+
+@requirement("OPT-014", "float32 moments of bf16 parameters MUST come back from a state dict unrounded.")
+def test_no_cast_on_load(offload: Any) -> None:
+    params = [values(shape, i, torch.bfloat16) for i, shape in enumerate(SHAPES)]
+    with proven() as device:
+        twins = Twins(offload, device, "Adam", params)
+        twins.step()
+        state = twins.offloader.snapshot()
+        for number in state["state"]:
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                state["state"][number][name] = values(SHAPES[number], 7)
+        twins.offloader.load_state_dict(state)
+        got = twins.offloader.snapshot()
+        residency = twins.offloader.residency()
+        twins.offloader.close()
+    for number in state["state"]:
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same_tensor(got["state"][number][name], values(SHAPES[number], 7), where=f"{name} of {number}")
+    assert_equal(residency.device_bytes, 0, where="residency after a load")
+
+
+@requirement("OPT-050", "A snapshot MUST never change, whatever the next steps do.")
+def test_snapshot_isolation(offload: Any) -> None:
+    with proven(late=True, seed=0) as device:
+        twins = Twins(offload, device)
+        twins.step()
+        snapshot = twins.offloader.snapshot()
+        expected = {
+            number: {name: torch.as_tensor(value).clone() for name, value in state.items()}
+            for number, state in twins.plain.state_dict()["state"].items()
+        }
+        for _ in range(2):
+            twins.step()
+        twins.offloader.settle()
+        with _disable_current_modes():
+            for number, state in expected.items():
+                for name, value in state.items():
+                    got = torch.as_tensor(snapshot["state"][number][name])
+                    assert_same_tensor(got, value, where=f"{name} of parameter {number}")
+        twins.offloader.close()
+
+
+@requirement("OPT-053", "A state dict that does not fit MUST be a PlanError before anything is changed.")
+def test_wrong_state_dict(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        for spoil in ("groups", "shape"):
+            state = twins.offloader.snapshot()
+            if spoil == "groups":
+                state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:-1]
+            else:
+                state["state"][3]["exp_avg"] = values((3, 3), 0)
+                state["param_groups"][0]["lr"] = 77.0
+            with raises(PlanError):
+                twins.offloader.load_state_dict(state)
+            twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()

@@ -1,0 +1,242 @@
+"""The verbs in any order, exceptions, copies of the optimizer, and everything that is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.offload.support import Twins, assert_same_state, proven, values
+from refimpl.errors import ConfigError, OffloadConflictError
+
+
+@requirement(
+    "OPT-031", "Verbs that are repeated, or come before the first step, MUST change nothing and make no state."
+)
+def test_verbs_are_idempotent(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        for verb in ("prefetch", "offload", "offload", "prefetch", "prefetch", "reload", "sync_before_step"):
+            getattr(twins.offloader, verb)()
+        assert_equal(len(twins.optimizer.state), 0, where="states before the first step")
+        twins.step()
+        moved = dict(device.engine.moved_bytes)
+        twins.offloader.offload()
+        twins.offloader.offload()
+        assert_equal(device.engine.moved_bytes, moved, where="bytes moved by a second offload")
+        twins.offloader.prefetch()
+        twins.offloader.prefetch()
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-034", "An exception inside the step MUST lose nothing, restore the groups, and let the next step work."
+)
+def test_exception_in_step(offload: Any) -> None:
+    with proven() as device:
+        single: list[tuple[list[int], dict[str, Any]]] = [([number], {}) for number in range(4)]
+        twins = Twins(offload, device, "SGD", groups=single, options={"lr": 0.1, "momentum": 0.9})
+        twins.step()
+        groups = twins.optimizer.param_groups
+        before = twins.offloader.snapshot()
+        twins.set_gradients()
+        groups[2]["lr"] = None
+        with raises(TypeError):
+            twins.optimizer.step()
+        groups[2]["lr"] = 0.1
+        assert_equal(twins.optimizer.param_groups is groups, True, where="param_groups restored")
+        assert_equal(twins.offloader.residency().device_bytes, 0, where="state left on the device")
+        after = twins.offloader.snapshot()
+        with _disable_current_modes():
+            for number in before["state"]:
+                kept, now = (state["state"][number]["momentum_buffer"] for state in (before, after))
+                stepped = kept.clone().mul_(0.9).add_(twins.params[number].grad)
+                assert_equal(torch.equal(now, kept) or torch.equal(now, stepped), True, where=f"state {number}")
+        # The retry: both arms go on from the same values.
+        twins.plain.load_state_dict(after)
+        for plain, param in zip(twins.plain_params, twins.params, strict=True):
+            with torch.no_grad():
+                plain.copy_(param)
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-036", "A group that is added after attachment MUST take part from the next step on.")
+def test_added_group(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        for arm, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+            arm.append(torch.nn.Parameter(values((7, 5), 99)))
+            optimizer.add_param_group({"params": [arm[-1]], "lr": 0.5})
+        for _ in range(2):
+            twins.step()
+            twins.check()
+        assert_equal(twins.offloader.residency().device_bytes, 0, where="residency")
+        # Two moments of every parameter, the new one's too.
+        payload = sum(2 * param.nbytes for param in twins.params)
+        assert_equal(twins.offloader.stats().payload_bytes, payload, where="payload")
+        twins.offloader.close()
+
+
+@requirement("OPT-038", "close() MUST leave a plain optimizer with its own step and all values, twice as well as once.")
+def test_close(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        for _ in range(2):
+            twins.step()
+        twins.offloader.close()
+        twins.offloader.close()
+        assert_equal("step" in vars(twins.optimizer), False, where="step still taken over")
+        moved = dict(device.engine.moved_bytes)
+        twins.step()
+        assert_equal(device.engine.moved_bytes, moved, where="bytes moved after close")
+        got = twins.optimizer.state_dict()
+        with _disable_current_modes():
+            assert_same_state(got, twins.plain.state_dict())
+        with raises(ConfigError, mentions=("closed",)):
+            twins.offloader.offload()
+        with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine) as again:
+            twins.step()
+            assert_equal(again.stats().step_count, 1, where="steps of a second offloader")
+
+
+@requirement("OPT-037", "An offloader and its memory MUST go when the optimizer and it are dropped.")
+def test_garbage(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        twins.offloader.settle()
+        dead = weakref.ref(twins.offloader)
+        del twins
+        gc.collect()
+        device.tracker.sweep()
+        hosts = sum(memory.size_bytes for memory in device.tracker.memories() if memory.on_host)
+    assert_equal((dead() is None, hosts), (True, 0), where="offloader and its host memory")
+
+
+@requirement("OPT-039", "A copy of the optimizer MUST be complete, plain and independent; the original goes on.")
+def test_copies(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        twins.offloader.settle()
+        with _disable_current_modes():
+            copies = [copy.deepcopy(twins.optimizer), pickle.loads(pickle.dumps(twins.optimizer))]
+            for other in copies:
+                assert_equal("step" in vars(other), False, where="step of a copy")
+                assert_same_state(other.state_dict(), twins.plain.state_dict())
+                for group in other.param_groups:
+                    for param in group["params"]:
+                        param.grad = torch.ones_like(param)
+                other.step()
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-040", "A second offloader, or one on a CPU-step optimizer, MUST be refused with both named.")
+def test_conflicts(offload: Any) -> None:
+    class CPUOffloadOptimizer(torch.optim.SGD):
+        pass
+
+    with proven() as device:
+        twins = Twins(offload, device)
+        with raises(OffloadConflictError, mentions=("AdamW", "OptimizerStateOffloader")):
+            offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine)
+        with raises(OffloadConflictError, mentions=("CPUOffloadOptimizer",)):
+            other = CPUOffloadOptimizer([torch.nn.Parameter(values((3,), 0))], lr=0.1)
+            offload.OptimizerStateOffloader(other, engine=device.engine)
+        with raises(OffloadConflictError, mentions=("cpu",)):
+            offload.OptimizerStateOffloader(twins.plain)
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-045", "A step while a graph is being captured MUST be refused with everything as it was.")
+def test_capture(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        device.engine.capturing = True
+        with raises(OffloadConflictError, mentions=("capture",)):
+            twins.optimizer.step()
+        device.engine.capturing = False
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-074", "An option out of range MUST be a ConfigError that names it, with the optimizer as it was.")
+def test_options(offload: Any) -> None:
+    wrong: list[tuple[str, Any]] = [
+        ("fraction", -0.1), ("fraction", 1.5), ("fraction", float("nan")), ("chunk_bytes", -1), ("chunk_bytes", 1.5),
+        ("slots", 0), ("step_device", "cpu"),
+    ]  # fmt: skip
+    with proven() as device:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(values((3,), 0))], lr=0.1)
+        for name, value in wrong:
+            with raises(ConfigError, mentions=(name,)):
+                offload.OptimizerStateOffloader(optimizer, engine=device.engine, **{name: value})
+            assert_equal("step" in vars(optimizer), False, where="step taken over")
+
+
+@requirement("OPT-042", "no_grad, autocast and another current stream around the calls MUST change nothing.")
+def test_surroundings(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        side, event = device.engine.stream("side"), device.engine.event()
+        twins.set_gradients()
+        twins.plain.step()
+        device.engine.record(event, device.engine.current())
+        device.engine.wait(side, event)
+        with torch.no_grad(), torch.autocast("cpu"), device.engine.on(side):
+            twins.offloader.prefetch()
+            twins.optimizer.step()
+            for param in twins.params:
+                device.engine.keep(param, side)
+            device.engine.record(event, side)
+        device.engine.wait(device.engine.current(), event)
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+        device.engine.synchronize_stream(side)
+        for plain, param in zip(twins.plain_params, twins.params, strict=True):
+            with _disable_current_modes():
+                assert_same_tensor(param.detach(), plain.detach(), where="parameter")
+
+
+@requirement("OPT-029", "A scalar state, such as a step count, MUST stay where the optimizer put it.")
+def test_scalars_stay(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "Adam")
+        twins.step()
+        before = [id(state["step"]) for state in twins.optimizer.state.values()]
+        twins.step()
+        after = [id(state["step"]) for state in twins.optimizer.state.values()]
+        twins.offloader.close()
+    assert_equal(after, before, where="identity of the step counts")
+
+
+@requirement("OPT-072", "Values that the host writes after a prefetch MUST be those of the next step.")
+def test_written_after_prefetch(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "SGD")
+        twins.step()
+        twins.offloader.prefetch()
+        twins.offloader.settle_for_writing()
+        for optimizer in (twins.plain, twins.optimizer):
+            for state in optimizer.state.values():
+                state["momentum_buffer"].fill_(0.5)
+        twins.step()
+        twins.check()
+        twins.offloader.close()

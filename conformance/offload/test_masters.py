@@ -1,0 +1,106 @@
+"""bf16 parameters with float32 masters, alone and offloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.offload.support import SHAPES, proven, values
+from refimpl.errors import ConfigError, StaleMasterError
+
+
+class _Arms:
+    """float32 AdamW on copies, the oracle; and bf16 parameters whose masters are stepped, offloaded or not."""
+
+    def __init__(self, offload: Any, device: Any, *, offloaded: bool) -> None:
+        start = [values(shape, i, torch.bfloat16) for i, shape in enumerate(SHAPES)]
+        self.oracle = [torch.nn.Parameter(value.float()) for value in start]
+        self.params = [torch.nn.Parameter(value.clone()) for value in start]
+        self.masters = offload.MasterWeights(self.params)
+        self.optimizers = [
+            torch.optim.AdamW(self.oracle, lr=1e-4),
+            torch.optim.AdamW(self.masters.parameters(), lr=1e-4),
+        ]
+        self.offloader = None
+        if offloaded:
+            self.offloader = offload.OptimizerStateOffloader(
+                self.optimizers[1], engine=device.engine, master_weights=self.masters, chunk_bytes=512
+            )
+        else:
+            self.masters.attach(self.optimizers[1])
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        for i, (oracle, param) in enumerate(zip(self.oracle, self.params, strict=True)):
+            grad = values(param.shape, 100 * self.count + i, torch.bfloat16)
+            oracle.grad, param.grad = grad.float(), grad
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self) -> None:
+        """Masters are the float32 run; parameters are those, rounded to nearest even."""
+        if self.offloader is not None:
+            self.offloader.settle()
+        with _disable_current_modes():
+            for oracle, master, param in zip(self.oracle, self.masters.parameters(), self.params, strict=True):
+                assert_same_tensor(master.detach(), oracle.detach(), where="master")
+                bits = oracle.detach().view(torch.int32)
+                rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+                assert_same_tensor(param.detach(), rounded, where="parameter")
+
+
+@requirement(
+    "OPT-012", "Parameters MUST be the masters rounded to nearest even, masters the float32 run, offloaded or not."
+)
+def test_masters(offload: Any) -> None:
+    for offloaded in (False, True):
+        with proven(late=offloaded) as device:
+            arms = _Arms(offload, device, offloaded=offloaded)
+            for _ in range(4):
+                arms.step()
+                arms.check()
+                assert_equal([p.grad for p in arms.params], [None] * len(arms.params), where="gradients after a step")
+            if arms.offloader is not None:
+                assert_equal(arms.offloader.residency().device_bytes, 0, where="residency of masters")
+                arms.offloader.close()
+                arms.check()
+
+
+@requirement(
+    "OPT-041", "A parameter that was written behind its master's back MUST be noticed, and refresh_masters() adopt it."
+)
+def test_stale_masters(offload: Any) -> None:
+    with proven() as device:
+        arms = _Arms(offload, device, offloaded=True)
+        assert arms.offloader is not None
+        arms.step()
+        loaded = values(SHAPES[0], 77, torch.bfloat16)
+        with torch.no_grad():
+            arms.params[0].copy_(loaded)
+            arms.oracle[0].copy_(loaded.float())
+        with raises(StaleMasterError, mentions=("refresh_masters",)):
+            arms.step()
+        arms.offloader.refresh_masters()
+        # The refused step may have reached some parameters; both arms go on from the same state.
+        state = arms.offloader.snapshot()
+        arms.optimizers[0].load_state_dict(state)
+        for oracle, master in zip(arms.oracle, arms.masters.parameters(), strict=True):
+            with torch.no_grad():
+                oracle.copy_(master)
+        arms.offloader.settle()
+        arms.step()
+        arms.check()
+        arms.offloader.close()
+
+
+@requirement("OPT-043", "Masters of what is not floating-point, or of a parameter twice, MUST be refused.")
+def test_wrong_masters(offload: Any) -> None:
+    param = torch.nn.Parameter(values((3,), 0, torch.bfloat16))
+    with raises(ConfigError, mentions=("params",)):
+        offload.MasterWeights([param, param])
+    with raises(ConfigError, mentions=("params",)):
+        offload.MasterWeights([torch.zeros(3, dtype=torch.int64)])

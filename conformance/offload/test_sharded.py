@@ -1,0 +1,110 @@
+"""DTensor and FSDP2 parameters on several ranks: state moves by local shard, every bit as without offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
+from conformance.harness.virtual_device import VirtualDevice
+from conformance.offload.support import assert_same_state, values
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, dict):
+        return {key: _local(item) for key, item in value.items()}
+    return value
+
+
+def _moments_bytes(params: list[torch.nn.Parameter]) -> int:
+    return sum(2 * int(_local(param).nbytes) for param in params)
+
+
+def _assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_same_state({**got, "state": _local(got["state"])}, {**expected, "state": _local(expected["state"])})
+
+
+def _step_dtensors(rank: Rank) -> None:
+    offload = rank.component("offload")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    placements = [Shard(0), Shard(1), Replicate()]
+    # Seven rows on two ranks: shards of different size.
+    whole = [values((7, 6), i) for i in range(3)]
+    device = VirtualDevice(late=True)
+    arms = []
+    for _ in range(2):
+        sharded = [distribute_tensor(w, mesh, [p], src_data_rank=None) for w, p in zip(whole, placements, strict=True)]
+        params = [torch.nn.Parameter(value) for value in sharded]
+        arms.append((params, torch.optim.AdamW(params, lr=0.1, foreach=False)))
+    with device:
+        (plain_params, plain), (params, optimizer) = arms
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=256)
+        for step in range(3):
+            for i, placement in enumerate(placements):
+                grad = values((7, 6), 100 * step + i)
+                for mine, _ in arms:
+                    mine[i].grad = distribute_tensor(grad, mesh, [placement], src_data_rank=None)
+            plain.step()
+            optimizer.step()
+        got = offloader.snapshot()
+        residency = offloader.residency()
+    device.check()
+    assert_equal(residency.device_bytes, 0, where="residency")
+    assert_equal(offloader.stats().payload_bytes, _moments_bytes(params), where="payload")
+    for a, b in zip(params, plain_params, strict=True):
+        assert_same_tensor(_local(a).detach(), _local(b).detach(), where="local shard")
+    _assert_same_state(got, plain.state_dict())
+
+
+@requirement("OPT-080", "DTensor parameters and their states MUST move by local shard, uneven and replicated ones too.")
+def test_dtensors(rank_pool: Any) -> None:
+    rank_pool.run(_step_dtensors, 2)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    loss = model(values((5, 8), 1000 + step)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train_fsdp(rank: Rank) -> None:
+    offload = rank.component("offload")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        models.append((model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+    (plain_model, plain), (model, optimizer) = models
+    # The communication of FSDP runs outside of the proof; the step of the optimizer is what is proven here.
+    device = VirtualDevice()
+    with device:
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=256)
+    for step in range(3):
+        _train(plain_model, plain, step)
+        model(values((5, 8), 1000 + step)).square().mean().backward()
+        with device:
+            optimizer.step()
+        optimizer.zero_grad()
+    with device:
+        got = offloader.snapshot()
+    device.check()
+    assert_equal(offloader.stats().payload_bytes, _moments_bytes(list(model.parameters())), where="payload")
+    _assert_same_state(got, plain.state_dict())
+    for a, b in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert_same_tensor(_local(a).detach(), _local(b).detach(), where="local shard")
+
+
+@requirement("OPT-081", "A model under FSDP2 MUST train bit for bit as without offload.")
+def test_fsdp(rank_pool: Any) -> None:
+    rank_pool.run(_train_fsdp, 2)

@@ -1,0 +1,240 @@
+"""Chunks through staging slots: copy in of the next, update of this, copy out of the last, all at once.
+
+Edges, each an event (facts/offload.md 7.73): a slot is written after it was allocated and after the copy out of the
+chunk that last used it; host memory is read after the copy out that wrote it; an update runs behind the copy in of its
+chunk, a copy out behind the update. State is bound to host memory except while its own chunk is being updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fastimpl.offload.chunks import Chunk, cut
+from fastimpl.streams import engine_for
+from refimpl.offload.base import OffloaderBase
+from refimpl.offload.rebind import rebind
+from refimpl.offload.reports import Residency
+from refimpl.offload.states import Bundle, bindings, view_of
+
+__all__ = ["OptimizerStateOffloader"]
+
+
+class OptimizerStateOffloader(OffloaderBase):
+    __doc__ = OffloaderBase.__doc__
+
+    def default_engine(self, device: torch.device) -> Any:
+        """CUDA streams."""
+        return engine_for(device)
+
+    def place(self, bundles: list[Bundle]) -> list[Bundle]:
+        """One block of host memory of exactly their size, made once."""
+        if not self.__dict__.get("_chunks"):
+            self._chunks: list[Chunk] = []
+            self._in, self._out = self.engine.stream("offload-h2d"), self.engine.stream("offload-d2h")
+            self._edge = self.engine.event()
+            self._slots: list[torch.Tensor] = []
+            self._fetched = 0
+            self._hosts: set[int] = set()
+        if bundles:
+            memory = self.engine.host_empty(sum(bundle.span_bytes for bundle in bundles))
+            self._chunks += cut(memory, bundles, self.chunk_bytes, self.engine)
+            self._hosts.add(memory.untyped_storage().data_ptr())
+            self.counts.host_bytes += memory.numel()
+            self.counts.chunk_count = len(self._chunks)
+        return bundles
+
+    def unplace(self, bundle: Bundle) -> None:
+        """Forget a bundle; a block of memory goes when nothing of it is left."""
+        self.settle_for_writing()
+        self._drop_fetched()
+        for chunk in self._chunks:
+            chunk.bundles = [other for other in chunk.bundles if other is not bundle]
+        blocks = {chunk.memory.untyped_storage().data_ptr(): chunk.memory for chunk in self._chunks}
+        self._chunks = [chunk for chunk in self._chunks if chunk.bundles]
+        self._hosts = {chunk.memory.untyped_storage().data_ptr() for chunk in self._chunks}
+        gone = [memory.numel() for at, memory in blocks.items() if at not in self._hosts]
+        self.counts.host_bytes -= sum(gone)
+        self.counts.chunk_count = len(self._chunks)
+
+    # The step.
+
+    def step(self, arithmetic: Callable[[], None]) -> None:
+        """Chunk by chunk; what was not selected is stepped while the first chunks arrive."""
+        self._fetch_first()
+        groups = self.optimizer.param_groups
+        moving = {bundle.param for chunk in self._chunks for bundle in chunk.bundles}
+        resident = {param for group in groups for param in group["params"]} - moving
+        try:
+            self._update(resident, arithmetic)
+            for number, chunk in enumerate(self._chunks):
+                self._update_chunk(number, chunk, arithmetic)
+                if number + len(self._slots) < len(self._chunks):
+                    self._fetch(number + len(self._slots))
+        finally:
+            self._drop_fetched()
+
+    def _update(self, params: set[torch.Tensor], arithmetic: Callable[[], None]) -> None:
+        """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups."""
+        if not params:
+            return
+        groups = self.optimizer.param_groups
+        masters = [param for param in params if self._is_master(param)]
+        if self.masters is not None:
+            self.masters.begin(masters)
+        some = [{**group, "params": [param for param in group["params"] if param in params]} for group in groups]
+        try:
+            self.optimizer.param_groups = [group for group in some if group["params"]]
+            arithmetic()
+        finally:
+            self.optimizer.param_groups = groups
+        if self.masters is not None:
+            self.masters.end(masters)
+
+    def _update_chunk(self, number: int, chunk: Chunk, arithmetic: Callable[[], None]) -> None:
+        engine, slot = self.engine, self._slots[number % len(self._slots)]
+        compute = engine.current()
+        engine.wait(compute, chunk.arrived)
+        for bundle in chunk.bundles:
+            for name, tensor in list(bindings(self.optimizer, bundle)):
+                if self.is_on_host(tensor):
+                    self._bind(bundle, name, slot, -chunk.begin)
+        try:
+            self._update({bundle.param for bundle in chunk.bundles}, arithmetic)
+        finally:
+            self._send(chunk, slot, compute)
+
+    def _send(self, chunk: Chunk, slot: torch.Tensor, compute: Any) -> None:
+        """Copy a chunk out, states that are new among it, and bind everything to host memory."""
+        engine, host = self.engine, chunk.host
+        for bundle in chunk.bundles:
+            for name, tensor in list(bindings(self.optimizer, bundle)):
+                if tensor.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
+                    engine.copy(view_of(slot, bundle.places[name], bundle.offset_bytes - chunk.begin), tensor)
+        engine.record(self._edge, compute)
+        engine.wait(self._out, self._edge)
+        with engine.on(self._out):
+            engine.copy(host, slot[: chunk.size_bytes])
+            engine.record(chunk.home, self._out)
+        chunk.is_leaving = True
+        self.counts.d2h_bytes += chunk.size_bytes
+        for bundle in chunk.bundles:
+            for name, _ in list(bindings(self.optimizer, bundle)):
+                self._bind(bundle, name, chunk.memory, 0)
+
+    def _bind(self, bundle: Bundle, name: str, memory: torch.Tensor, shift: int) -> None:
+        rebind(self.optimizer, bundle, name, view_of(memory, bundle.places[name], bundle.offset_bytes + shift))
+
+    # Fetching.
+
+    def prefetch(self) -> None:
+        """Start to copy the first chunks in, as many as there are slots; they hold device memory until the step."""
+        self._check_open()
+        self._fetch_first()
+
+    def _fetch_first(self) -> None:
+        if self._fetched and any(c.version != c.memory._version for c in self._chunks[: self._fetched]):
+            self._drop_fetched()
+        if self._slots or not self._chunks:
+            return
+        engine, compute = self.engine, self.engine.current()
+        slot_bytes = max(chunk.size_bytes for chunk in self._chunks)
+        self._slots = [engine.device_empty(slot_bytes) for _ in range(min(self.slots, len(self._chunks)))]
+        for slot in self._slots:
+            engine.keep(slot, self._in)
+            engine.keep(slot, self._out)
+        # The slots may be memory that the compute stream has only just given up.
+        engine.record(self._edge, compute)
+        engine.wait(self._in, self._edge)
+        for number in range(len(self._slots)):
+            self._fetch(number)
+        self._fetched = len(self._slots)
+
+    def _fetch(self, number: int) -> None:
+        engine, chunk = self.engine, self._chunks[number]
+        last = self._chunks[number - len(self._slots)] if number >= len(self._slots) else None
+        for event in [chunk.home, *([last.home] if last is not None else [])]:
+            engine.wait(self._in, event)
+        with engine.on(self._in):
+            if self._has_values(chunk):
+                engine.copy(self._slots[number % len(self._slots)][: chunk.size_bytes], chunk.host)
+                self.counts.h2d_bytes += chunk.size_bytes
+            engine.record(chunk.arrived, self._in)
+        chunk.is_arriving = True
+        chunk.version = chunk.memory._version
+
+    def _has_values(self, chunk: Chunk) -> bool:
+        # Before the first step there is nothing to bring.
+        return any(True for bundle in chunk.bundles for _ in bindings(self.optimizer, bundle))
+
+    def _drop_fetched(self) -> None:
+        self._slots, self._fetched = [], 0
+
+    # Moves outside of a step.
+
+    def to_host(self, bundles: Iterable[Bundle]) -> None:
+        """Copy out what the user, a load or attachment left on the device."""
+        engine, wanted = self.engine, {id(bundle) for bundle in bundles}
+        self._drop_fetched()
+        engine.record(self._edge, engine.current())
+        engine.wait(self._out, self._edge)
+        for chunk in self._chunks:
+            moved = False
+            for bundle in chunk.bundles:
+                for name, tensor in list(bindings(self.optimizer, bundle)) if id(bundle) in wanted else []:
+                    if self.is_on_host(tensor):
+                        continue
+                    home = view_of(chunk.memory, bundle.places[name], bundle.offset_bytes)
+                    with engine.on(self._out):
+                        engine.wait(self._out, chunk.arrived)
+                        engine.copy(home, tensor)
+                        engine.keep(tensor, self._out)
+                    rebind(self.optimizer, bundle, name, home)
+                    self.counts.d2h_bytes += bundle.places[name].size_bytes
+                    moved = True
+            if moved:
+                engine.record(chunk.home, self._out)
+                chunk.is_leaving = True
+
+    def to_device(self, bundles: Iterable[Bundle]) -> None:
+        """Copy in on the current stream, tensor by tensor: nothing is left to overlap with."""
+        self._drop_fetched()
+        for bundle in bundles:
+            for name, tensor in list(bindings(self.optimizer, bundle)):
+                if self.is_on_host(tensor):
+                    place = bundle.places[name]
+                    here = view_of(self.engine.device_empty(place.offset_bytes + place.size_bytes), place, 0)
+                    self.engine.copy(here, tensor)
+                    rebind(self.optimizer, bundle, name, here)
+                    self.counts.h2d_bytes += place.size_bytes
+        # The host memory goes with this offloader, so its copies have to be over.
+        self.engine.record(self._edge, self.engine.current())
+        self.engine.synchronize(self._edge)
+
+    def settle(self) -> None:
+        """Wait for the copies out, each for its own event only."""
+        for chunk in self._chunks:
+            if chunk.is_leaving:
+                self.engine.synchronize(chunk.home)
+                chunk.is_leaving = False
+
+    def settle_for_writing(self) -> None:
+        """Wait for the copies in as well: they read what is about to be written."""
+        self.settle()
+        for chunk in self._chunks:
+            if chunk.is_arriving:
+                self.engine.synchronize(chunk.arrived)
+                chunk.is_arriving = False
+
+    def residency(self) -> Residency:
+        """Where the selected bytes are; in flight is what the host has not yet waited for."""
+        found = super().residency()
+        leaving = [bundle for chunk in self._chunks if chunk.is_leaving for bundle in chunk.bundles]
+        size = sum(bundle.places[name].size_bytes for bundle in leaving for name, _ in bindings(self.optimizer, bundle))
+        return Residency(found.device_bytes, found.host_bytes - size, size)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """By the memory it lies in."""
+        return tensor.untyped_storage().data_ptr() in self._hosts

@@ -1,0 +1,289 @@
+"""What both offloaders share: options, refusals, bookkeeping, checkpoints. No transfer happens here."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from refimpl.errors import ConfigError, OffloadConflictError, PlanError
+from refimpl.offload.driver import StepDriver, check_optimizer
+from refimpl.offload.masters import MasterWeights
+from refimpl.offload.reports import OffloadStats, Residency
+from refimpl.offload.states import (
+    MASTER,
+    Bundle,
+    bindings,
+    expected_states,
+    is_movable,
+    local_of,
+    make_bundle,
+    select,
+)
+from refimpl.offload.verbs import MegatronVerbs
+
+__all__ = ["OffloaderBase"]
+
+
+class OffloaderBase(MegatronVerbs):
+    """Constructor and verbs of ``OptimizerStateOffloader``; see the subclasses.
+
+    Args:
+        optimizer: one of torch's; its ``step`` is taken over, its class, groups and hooks stay as they are.
+        fraction: the share of the bytes that moves, by whole parameters in their order; 0: nothing does.
+        chunk_bytes: how much is on the device at a time during a step, by whole parameters; 0: all of it.
+        slots: chunks that may be on the device at once.
+        master_weights: the masters that the optimizer steps; they move as its states do.
+        step_device: ``device``, the only place where an update runs here.
+        pin_memory: host memory that copies can run to at full speed.
+        engine: streams, copies and memory, see ``fastimpl.streams``; None: that of the parameters' device.
+
+    Raises:
+        OffloadConflictError: attached twice, a CPU-step optimizer, or CPU parameters without an engine that stands in
+            for a device. UnsupportedError: another kind of optimizer. ConfigError: an option.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        fraction: float = 1.0,
+        chunk_bytes: int = 64 << 20,
+        slots: int = 2,
+        master_weights: MasterWeights | None = None,
+        step_device: str = "device",
+        pin_memory: bool = True,
+        engine: Any = None,
+    ) -> None:
+        check_optimizer(optimizer)
+        if not (isinstance(fraction, (int, float)) and math.isfinite(fraction) and 0 <= fraction <= 1):
+            raise ConfigError("not a fraction", got=fraction, expected="0 to 1", where="fraction")
+        for name, value, least in (("chunk_bytes", chunk_bytes, 0), ("slots", slots, 1)):
+            if type(value) is not int or value < least:
+                raise ConfigError("not a count", got=value, expected=f"an int >= {least}", where=name)
+        if step_device != "device":
+            raise ConfigError("updates run on the device", got=step_device, expected="device", where="step_device")
+        self.optimizer, self.fraction, self.chunk_bytes, self.slots = optimizer, fraction, chunk_bytes, slots
+        self.masters, self.pin_memory = master_weights, pin_memory
+        self.engine = self._engine_of(engine)
+        self.counts = OffloadStats()
+        self.bundles: list[Bundle] = []
+        self._known: set[torch.Tensor] = set()
+        self._adopt_params()
+        self._driver = StepDriver(optimizer, self, self._run)
+        self._handles: list[Any] = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
+        ]
+        self.offload()
+
+    # What an implementation says.
+
+    def default_engine(self, device: torch.device) -> Any:
+        """The engine of a device."""
+        raise NotImplementedError
+
+    def step(self, arithmetic: Callable[[], None]) -> None:
+        """One logical step: everything that was selected is on the device while ``arithmetic`` runs on it."""
+        raise NotImplementedError
+
+    def to_host(self, bundles: Iterable[Bundle]) -> None:
+        """Move what is on the device to the host and bind it there; nothing for what is there already."""
+        raise NotImplementedError
+
+    def to_device(self, bundles: Iterable[Bundle]) -> None:
+        """Move what is on the host to the device and bind it there."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until host memory holds what it is to hold."""
+        raise NotImplementedError
+
+    def settle_for_writing(self) -> None:
+        """Wait until the host may write to its memory: nothing reads it any more either."""
+        self.settle()
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a local tensor lies in this offloader's host memory."""
+        raise NotImplementedError
+
+    # Verbs.
+
+    def offload(self, states: bool = True, masters: bool = True) -> None:
+        """Send to the host what is on the device: after a load, or before the first step. A step ends with it."""
+        del states, masters  # Both live in one bundle; what is there already does not move.
+        self._check_open()
+        self._adopt_params()
+        self._refit()
+        self.to_host(self.bundles)
+
+    def prefetch(self) -> None:
+        """Allow transfers for the next step to begin. Changes no value and no binding."""
+        self._check_open()
+
+    def snapshot(self) -> dict[str, Any]:
+        """A state dict that no later step changes, taken from host memory."""
+        self._check_open()
+        snapshot: dict[str, Any] = _copied(self.optimizer.state_dict())
+        return snapshot
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take values over without a cast of dtype or device (facts/offload.md 3.11).
+
+        Raises:
+            PlanError: other groups, parameters or shapes than the optimizer has; nothing has changed then.
+        """
+        self._check_open()
+        self.settle()
+        groups, saved = self.optimizer.param_groups, state_dict["param_groups"]
+        ours, theirs = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
+        if ours != theirs:
+            raise PlanError("other parameter groups", got=theirs, expected=ours, where="param_groups")
+        params = [param for group in groups for param in group["params"]]
+        names = [name for group in saved for name in group["params"]]
+        pairs = {param: state_dict["state"].get(name, {}) for param, name in zip(params, names, strict=True)}
+        for number, (param, state) in enumerate(pairs.items()):
+            wrong = [k for k, v in state.items() if is_movable(v) and v.numel() not in self._sizes(param, k)]
+            if wrong:
+                raise PlanError("a state of another shape", got=wrong, where=f"parameter {number}")
+        for group, other in zip(groups, saved, strict=True):
+            group.update({key: _copied(value) for key, value in other.items() if key != "params"})
+        for param, state in pairs.items():
+            self.optimizer.state.pop(param, None)
+            if state:
+                self.optimizer.state[param] = _copied(state)
+        self.offload()
+
+    def refresh_masters(self) -> None:
+        """Make the masters follow parameters that were loaded. Raises ConfigError without masters."""
+        self._check_open()
+        if self.masters is None:
+            raise ConfigError("there are no masters", got=None, where="master_weights")
+        self.settle_for_writing()
+        self.masters.refresh()
+
+    def residency(self) -> Residency:
+        """Where the selected bytes are now."""
+        host = device = 0
+        for bundle in self.bundles:
+            for name, tensor in bindings(self.optimizer, bundle):
+                if self.is_on_host(tensor):
+                    host += bundle.places[name].size_bytes
+                else:
+                    device += bundle.places[name].size_bytes
+        return Residency(device, host)
+
+    def stats(self) -> OffloadStats:
+        """A copy of the counts."""
+        payload = sum(b.places[name].size_bytes for b in self.bundles for name, _ in bindings(self.optimizer, b))
+        self.counts.payload_bytes = payload
+        return copy.copy(self.counts)
+
+    def close(self) -> None:
+        """Bring everything back and leave a plain optimizer. Safe to call twice."""
+        if not self._driver.attached:
+            return
+        self.settle()
+        self.to_device(self.bundles)
+        self._driver.detach()
+        for handle in self._handles:
+            handle.remove()
+        self.bundles = []
+
+    def __enter__(self) -> OffloaderBase:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Bookkeeping.
+
+    def _check_open(self) -> None:
+        if not self._driver.attached:
+            raise ConfigError("this offloader is closed", where=type(self).__name__)
+
+    def _engine_of(self, engine: Any) -> Any:
+        devices = {local_of(p).device for group in self.optimizer.param_groups for p in group["params"]}
+        if engine is None and all(device.type == "cpu" for device in devices):
+            raise OffloadConflictError(
+                "the parameters are on the CPU, where their state is already: nothing to offload",
+                got="parameters on cpu",
+                expected="an accelerator, or an engine that stands in for one",
+                where="step_device='device'",
+            )
+        if engine is None and len(devices) > 1:
+            raise ConfigError("one offloader serves one device", got=sorted(map(str, devices)), where="optimizer")
+        return engine if engine is not None else self.default_engine(devices.pop())
+
+    def _adopt_params(self) -> None:
+        """Plan for parameters that were not there before: at attachment, and after ``add_param_group``."""
+        new: list[Bundle] = []
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param not in self._known:
+                    self._known.add(param)
+                    tensors = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
+                    if self.masters is not None and self._is_master(param):
+                        tensors = {MASTER: local_of(param.detach()), **tensors}
+                    if tensors:
+                        new.append(make_bundle(param, tensors))
+        self.bundles += self.place(select(new, self.fraction))
+
+    def place(self, bundles: list[Bundle]) -> list[Bundle]:
+        """Give bundles their host memory."""
+        raise NotImplementedError
+
+    def unplace(self, bundle: Bundle) -> None:
+        """Forget a bundle's host memory; what is still bound to it keeps it alive."""
+        raise NotImplementedError
+
+    def _refit(self) -> None:
+        """Make new places for states that a load gave another dtype, shape or name than was foreseen."""
+        for number, bundle in enumerate(self.bundles):
+            state = self.optimizer.state.get(bundle.param, {})
+            found = {name: local_of(value) for name, value in state.items() if is_movable(value)}
+            strangers = [
+                name
+                for name, tensor in found.items()
+                if not self.is_on_host(tensor) and (name not in bundle.places or not bundle.places[name].fits(tensor))
+            ]
+            if strangers:
+                foreseen = {name: place.as_meta() for name, place in bundle.places.items()}
+                self.bundles[number] = make_bundle(bundle.param, {**foreseen, **found})
+                self.unplace(bundle)
+                self.place([self.bundles[number]])
+
+    def _is_master(self, param: torch.Tensor) -> bool:
+        return self.masters is not None and self.masters.pairs.get(param, param) is not param
+
+    def _sizes(self, param: torch.Tensor, name: str) -> set[int]:
+        found = [
+            bundle.places[name].shape for bundle in self.bundles if bundle.param is param and name in bundle.places
+        ]
+        return {torch.Size(shape).numel() for shape in found} or {param.numel(), local_of(param).numel()}
+
+    def _run(self, arithmetic: Callable[[], None]) -> None:
+        if self.engine.is_capturing():
+            raise OffloadConflictError(
+                "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
+            )
+        self._adopt_params()
+        self.counts.step_count += 1
+        self.step(arithmetic)
+
+
+def _copied(value: Any) -> Any:
+    # deepcopy would copy the whole block of memory behind every view.
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)

@@ -1,0 +1,94 @@
+"""Half-precision parameters with float32 masters: the optimizer steps the masters, the model gets them rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.optim import Optimizer
+
+from refimpl.errors import ConfigError, StaleMasterError
+from refimpl.offload.states import local_of
+
+__all__ = ["MasterWeights"]
+
+
+class MasterWeights:
+    """Float32 copies of half-precision parameters, to be given to an optimizer in their place.
+
+    ::
+
+        masters = MasterWeights(model.parameters())
+        optimizer = torch.optim.AdamW(masters.parameters())
+        masters.attach(optimizer)            # or OptimizerStateOffloader(optimizer, master_weights=masters)
+
+    At each step the gradients of the model's parameters are taken (and cleared), the masters are stepped in float32,
+    and the model gets them rounded to nearest even. Float32 parameters are their own masters.
+
+    Args:
+        params: floating-point parameters; DTensors keep their placement.
+
+    Raises:
+        ConfigError: a parameter that is not floating-point, or one that is there twice.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self.pairs: dict[torch.Tensor, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, int] = {}
+        seen: set[torch.Tensor] = set()
+        for param in params:
+            if not param.is_floating_point() or param in seen:
+                raise ConfigError("masters need distinct floating-point parameters", got=param.dtype, where="params")
+            seen.add(param)
+            master = param if param.dtype is torch.float32 else torch.nn.Parameter(param.detach().float())
+            self.pairs[master] = param
+            self._note(master)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The masters, in the order of the parameters."""
+        return iter(self.pairs)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Run before and after every step of a plain optimizer. Not with an offloader, which does it chunk by chunk."""
+        optimizer.register_step_pre_hook(lambda *_: self.begin(self.pairs))
+        optimizer.register_step_post_hook(lambda *_: self.end(self.pairs))
+
+    def begin(self, masters: Iterable[torch.Tensor]) -> None:
+        """Give these masters the gradients of their parameters, in float32.
+
+        Raises:
+            StaleMasterError: a parameter was written since its last rounding, by a loaded model for instance.
+        """
+        for master in masters:
+            param = self.pairs[master]
+            if param is master:
+                continue
+            if local_of(param)._version != self._versions[master]:
+                raise StaleMasterError(
+                    "a parameter changed behind its master's back: call refresh_masters()",
+                    got=f"version {local_of(param)._version}",
+                    expected=f"version {self._versions[master]}",
+                    where=f"parameter of shape {tuple(param.shape)}",
+                )
+            master.grad = None if param.grad is None else param.grad.to(torch.float32)
+
+    @torch.no_grad()
+    def end(self, masters: Iterable[torch.Tensor]) -> None:
+        """Round these masters into their parameters and clear both gradients."""
+        for master in masters:
+            param = self.pairs[master]
+            if param is not master and master.grad is not None:
+                param.copy_(master)
+                master.grad = param.grad = None
+                self._note(master)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the masters follow the parameters, which lose nothing: bf16 and fp16 are float32 values."""
+        for master, param in self.pairs.items():
+            if param is not master:
+                master.copy_(param)
+                self._note(master)
+
+    def _note(self, master: torch.Tensor) -> None:
+        self._versions[master] = local_of(self.pairs[master])._version

@@ -1,0 +1,166 @@
+"""Which tensors move, how large they are before they exist, and where each lies in host memory.
+
+Prevents states that are missed because they are keyed by something else, counters that turn into a host sync on every
+step (facts/offload.md 3.15, 3.18), and pinned memory rounded up to a power of two: everything of a batch of parameters
+lies in one block of exactly its size, whole parameters next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from refimpl.errors import UnsupportedError
+
+__all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "local_of", "view_of"]
+
+ALIGN_BYTES = 256
+MASTER = "master"  # The name of a parameter's own place, beside those of its states.
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor: of a DTensor, this rank's shard."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_movable(value: Any) -> bool:
+    """Tensors with at least one dimension move; scalars (``step`` and its like) stay where torch put them."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and local_of(value).numel() > 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor lies: bytes from the start of its bundle, and its form."""
+
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def as_meta(self) -> torch.Tensor:
+        """A tensor of this form, without memory."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this form."""
+        return (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.shape, self.strides)
+
+
+@dataclass
+class Bundle:
+    """Everything of one parameter that moves, at ``offset_bytes`` of its block; the unit of chunks and of fractions."""
+
+    param: torch.Tensor
+    places: dict[str, Place]
+    payload_bytes: int
+    span_bytes: int
+    offset_bytes: int = 0
+
+
+def _round_up(value: int) -> int:
+    return -(-value // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    # empty_like keeps the strides of dense tensors, channels_last among them, and makes others contiguous.
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
+
+    Raises:
+        UnsupportedError: a parameter that this optimizer cannot step.
+    """
+    local = local_of(param)
+    probe = torch.empty_like(local, device="meta").requires_grad_()
+    # These two look at values on the way to the step, which a meta tensor does not have.
+    if isinstance(optimizer, torch.optim.ASGD):
+        return {"ax": probe.detach()}
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return _adafactor_states(probe.detach())
+    probe.grad = torch.empty_like(probe)
+    options = {key: value for key, value in group.items() if key != "params"}
+    options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
+    options = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    kind: Any = type(optimizer)
+    try:
+        copy = kind([{**options, "params": [probe]}])
+        copy.step()
+    except Exception as error:
+        raise UnsupportedError(
+            "the states of this parameter cannot be foreseen",
+            got=f"{type(error).__name__}: {error}",
+            where=kind.__name__,
+        ) from error
+    return {key: value for key, value in copy.state[probe].items() if is_movable(value)}
+
+
+def _adafactor_states(probe: torch.Tensor) -> dict[str, torch.Tensor]:
+    # torch 2.13: factors of the last two dimensions, or the whole of a vector.
+    shape = tuple(probe.shape)
+    if len(shape) < 2:
+        return {"variance": probe} if shape else {}
+    return {"row_var": probe.new_empty((*shape[:-1], 1)), "col_var": probe.new_empty((*shape[:-2], 1, shape[-1]))}
+
+
+def make_bundle(param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Bundle:
+    """Lay the tensors of one parameter out, one behind the other, each aligned."""
+    places: dict[str, Place] = {}
+    position = payload = 0
+    for name, tensor in tensors.items():
+        places[name] = Place(position, tensor.dtype, tuple(tensor.shape), _dense_strides(tensor))
+        payload += places[name].size_bytes
+        position += _round_up(places[name].size_bytes)
+    return Bundle(param, places, payload, position)
+
+
+def chunks_of(bundles: Iterable[Bundle], chunk_bytes: int) -> list[list[Bundle]]:
+    """Consecutive bundles of at most ``chunk_bytes``, at least one each; 0: all in one."""
+    chunks: list[list[Bundle]] = []
+    size = 0
+    for bundle in bundles:
+        if not chunks or (chunk_bytes and size + bundle.span_bytes > chunk_bytes):
+            chunks.append([])
+            size = 0
+        chunks[-1].append(bundle)
+        size += bundle.span_bytes
+    return chunks
+
+
+def select(bundles: Sequence[Bundle], fraction: float) -> list[Bundle]:
+    """The first bundles, in the order of the parameters, that hold at least this share of all bytes."""
+    wanted = fraction * sum(bundle.payload_bytes for bundle in bundles)
+    chosen: list[Bundle] = []
+    total = 0
+    for bundle in bundles:
+        if total >= wanted:
+            break
+        chosen.append(bundle)
+        total += bundle.payload_bytes
+    return chosen
+
+
+def view_of(memory: torch.Tensor, place: Place, offset_bytes: int) -> torch.Tensor:
+    """The tensor at a place of a bundle that begins at ``offset_bytes`` of uint8 memory."""
+    begin = offset_bytes + place.offset_bytes
+    values = memory[begin : begin + place.size_bytes].view(place.dtype)
+    return values.as_strided(place.shape, place.strides, values.storage_offset())
+
+
+def bindings(optimizer: Optimizer, bundle: Bundle) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, local tensor) of everything of a bundle that exists now."""
+    for name in bundle.places:
+        if name == MASTER:
+            yield name, local_of(bundle.param)
+        elif name in optimizer.state.get(bundle.param, {}):
+            yield name, local_of(optimizer.state[bundle.param][name])

@@ -1,0 +1,46 @@
+"""Megatron's verbs (facts/offload.md 1.1), for loops that call them; a step needs none of them."""
+
+from __future__ import annotations
+
+__all__ = ["MegatronVerbs"]
+
+
+class MegatronVerbs:
+    """The names of Megatron's offloaders, in terms of ours."""
+
+    def offload(self, states: bool = True, masters: bool = True) -> None:
+        """See ``OffloaderBase``."""
+        raise NotImplementedError
+
+    def prefetch(self) -> None:
+        """See ``OffloaderBase``."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def reload(self) -> None:
+        """``prefetch``."""
+        self.prefetch()
+
+    def offload_states(self) -> None:
+        """``offload``."""
+        self.offload()
+
+    def reload_offloaded_states(self) -> None:
+        """``prefetch``."""
+        self.prefetch()
+
+    def release_gpu_memory(self) -> None:
+        """Nothing is left to release: memory goes with its binding."""
+        self._check_open()
+
+    release_offloaded_gpu_states = release_gpu_memory
+
+    def sync_before_step(self) -> None:
+        """Nothing to wait for: a step orders itself."""
+        self._check_open()
+
+    def mark_optimizer_states_initialized(self) -> None:
+        """Nothing to mark: states are taken over as they appear."""
+        self._check_open()
