@@ -12,6 +12,7 @@ Rules of the interface: a stream runs what was enqueued on it in order; ``wait``
 from __future__ import annotations
 
 import contextlib
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -167,8 +168,9 @@ class CudaEngine:
         target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """``record_stream``."""
-        tensor.record_stream(stream)
+        """``record_stream``; host memory needs none, its owner waits before it lets go."""
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
     def device_empty(self, size_bytes: int) -> torch.Tensor:
         """The caching allocator's, on the current stream."""
@@ -178,9 +180,11 @@ class CudaEngine:
         """Registered in place, because torch's pinned allocator rounds up to a power of two (facts/offload.md 5.3)."""
         memory = torch.empty(size_bytes, dtype=torch.uint8)
         if size_bytes:
-            from torch.cuda._pin_memory_utils import pin_memory
+            from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
             pin_memory(memory.data_ptr(), size_bytes)
+            # Memory that is freed while it is registered would stay pinned under somebody else's data.
+            weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
         return memory
 
     def is_capturing(self) -> bool:

@@ -1,0 +1,16 @@
+"""The jobs of the offload bench; ``workloads.toml`` says on which shapes, ``gates.toml`` what must come out."""
+
+from collections.abc import Callable
+
+from conformance.harness import Rank
+from perf.harness.paired import Round
+from perf.harness.workloads import Workload
+from perf.offload.steps import measure_snapshots, measure_steps
+
+# Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
+JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
+    "step": measure_steps,
+    "snapshot": measure_snapshots,
+}
+
+__all__ = ["JOBS"]
