@@ -32,7 +32,6 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.checkpoint import HuggingFaceLoadPlanner
 from refimpl.errors import MissingKeyError, PlanError, UnsupportedError
 
 
@@ -96,7 +95,7 @@ def test_shapes(checkpoint: Any, tmp_path: Path) -> None:
     save(checkpoint, {"a": torch.ones(2), "b": torch.ones(3, 4), "c": torch.ones(5)}, tmp_path / "ck")
     targets = {"a": torch.zeros(2), "b": torch.zeros(4, 3), "c": torch.zeros(6)}
     with raises(PlanError, mentions=("'b': ((4, 3), (3, 4))", "'c': ((6,), (5,))")):
-        load(checkpoint, targets, tmp_path / "ck", planner=HuggingFaceLoadPlanner())
+        load(checkpoint, targets, tmp_path / "ck", planner=checkpoint.HuggingFaceLoadPlanner())
     assert_same_tensor(targets["a"], torch.zeros(2), where="target of a refused load")
 
 

@@ -39,7 +39,6 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 from refimpl.errors import PlanError
 
 Spec = tuple[torch.dtype, list[int], list[list[int]]]
@@ -151,7 +150,8 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
     value = DTensor.from_local(
         torch.cat(blocks), mesh_of(rank), place, shape=full.shape, stride=full.stride(), run_check=False
     )
-    save_ranks(rank, {"qkv": value}, Path(path), planner=HuggingFaceSavePlanner(), block_bytes=64)
+    checkpoint = rank.component("checkpoint")
+    save_ranks(rank, {"qkv": value}, Path(path), planner=checkpoint.HuggingFaceSavePlanner(), block_bytes=64)
     target = DTensor.from_local(
         torch.zeros_like(value.to_local()),
         mesh_of(rank),
@@ -160,7 +160,7 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
         stride=full.stride(),
         run_check=False,
     )
-    load_ranks(rank, {"qkv": target}, Path(path), planner=HuggingFaceLoadPlanner())
+    load_ranks(rank, {"qkv": target}, Path(path), planner=checkpoint.HuggingFaceLoadPlanner())
     assert_same_tensor(target.to_local(), value.to_local(), where=f"rank {rank.rank}")
 
 
