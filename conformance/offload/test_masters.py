@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.support import SHAPES, proven, values
-from refimpl.errors import ConfigError, StaleMasterError
+from refimpl.errors import ConfigError, PlanError, StaleMasterError
 
 
 class _Arms:
@@ -92,6 +92,27 @@ def test_stale_masters(offload: Any) -> None:
             with torch.no_grad():
                 oracle.copy_(master)
         arms.offloader.settle()
+        arms.step()
+        arms.check()
+        arms.offloader.close()
+
+
+@requirement("OPT-044", "Saved masters MUST load into parameters and masters alike; others are refused first.")
+def test_load_masters(offload: Any) -> None:
+    with proven() as device:
+        arms = _Arms(offload, device, offloaded=True)
+        assert arms.offloader is not None
+        arms.step()
+        saved = [values(shape, 500 + i) for i, shape in enumerate(SHAPES)]
+        with raises(PlanError, mentions=("values",)):
+            arms.offloader.load_masters(saved[:-1])
+        arms.check()
+        arms.offloader.prefetch()
+        arms.offloader.load_masters(saved)
+        for oracle, value in zip(arms.oracle, saved, strict=True):
+            with torch.no_grad():
+                oracle.copy_(value)
+        arms.check()
         arms.step()
         arms.check()
         arms.offloader.close()

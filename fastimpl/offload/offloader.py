@@ -221,12 +221,13 @@ class OptimizerStateOffloader(OffloaderBase):
                 chunk.is_leaving = False
 
     def settle_for_writing(self) -> None:
-        """Wait for the copies in as well: they read what is about to be written."""
+        """Wait for the copies in as well, which read what is about to be written, and forget what they brought."""
         self.settle()
         for chunk in self._chunks:
             if chunk.is_arriving:
                 self.engine.synchronize(chunk.arrived)
                 chunk.is_arriving = False
+        self._drop_fetched()
 
     def residency(self) -> Residency:
         """Where the selected bytes are; in flight is what the host has not yet waited for."""

@@ -168,6 +168,14 @@ class OffloaderBase(MegatronVerbs):
         self.settle_for_writing()
         self.masters.refresh()
 
+    def load_masters(self, values: Iterable[torch.Tensor]) -> None:
+        """``MasterWeights.load``, once nothing is on its way. Raises ConfigError without masters, PlanError."""
+        self._check_open()
+        if self.masters is None:
+            raise ConfigError("there are no masters", got=None, where="master_weights")
+        self.settle_for_writing()
+        self.masters.load(values)
+
     def residency(self) -> Residency:
         """Where the selected bytes are now."""
         host = device = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.optim import Optimizer
 
-from refimpl.errors import ConfigError, StaleMasterError
+from refimpl.errors import ConfigError, PlanError, StaleMasterError
 from refimpl.offload.states import local_of
 
 __all__ = ["MasterWeights"]
@@ -89,6 +89,23 @@ class MasterWeights:
             if param is not master:
                 master.copy_(param)
                 self._note(master)
+
+    @torch.no_grad()
+    def load(self, values: Iterable[torch.Tensor]) -> None:
+        """Take saved masters, in the order of ``parameters()``, and round them into the parameters.
+
+        Raises:
+            PlanError: other shapes, or another number; nothing has changed then.
+        """
+        given = list(values)
+        got, expected = [tuple(v.shape) for v in given], [tuple(m.shape) for m in self.pairs]
+        if got != expected:
+            raise PlanError("these are other masters", got=got, expected=expected, where="values")
+        for (master, param), value in zip(self.pairs.items(), given, strict=True):
+            master.copy_(value)
+            if param is not master:
+                param.copy_(value)
+            self._note(master)
 
     def _note(self, master: torch.Tensor) -> None:
         self._versions[master] = local_of(self.pairs[master])._version

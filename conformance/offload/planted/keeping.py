@@ -79,6 +79,15 @@ def _truncated(original: Any, masters: Any, some: Any) -> None:
             masters._note(master)
 
 
+def _masters_only(original: Any, masters: Any, values: Any) -> None:
+    before = [param.detach().clone() for param in masters.pairs.values()]
+    original(masters, values)
+    for (master, param), value in zip(masters.pairs.items(), before, strict=True):
+        with torch.no_grad():
+            param.copy_(value)
+        masters._note(master)
+
+
 def _unchecked(original: Any, masters: Any, some: Any) -> None:
     some = list(some)
     for master in some:
@@ -99,6 +108,12 @@ def _without_state(original: Any, optimizer: Any) -> Any:
 
 
 PLANTED = (
+    _bug(
+        "masters_loaded_without_parameters",
+        "Loaded masters do not reach the parameters before the next step.",
+        ("OPT-044",),
+        wrap("refimpl.offload.masters:MasterWeights.load", _masters_only),
+    ),
     _bug(
         "strides_lost", "M9: state comes back contiguous.", ("OPT-017",), swap(f"{STATES}:_dense_strides", _contiguous)
     ),
