@@ -9,18 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CapacityError",
     "CheckpointExistsError",
     "ConfigError",
     "CorruptionError",
+    "DetachedStoreError",
     "DistributedError",
     "FormatError",
     "MissingKeyError",
     "OffloadConflictError",
     "PlanError",
+    "ShapeError",
     "StaleMasterError",
     "StorageError",
+    "StoreClosedError",
     "TwinproofError",
     "UnsupportedError",
+    "VersionError",
 ]
 
 
@@ -98,3 +103,23 @@ class OffloadConflictError(TwinproofError, RuntimeError):
 
 class StaleMasterError(TwinproofError, RuntimeError):
     """A parameter was written behind its master's back; the next step would undo it."""
+
+
+class ShapeError(TwinproofError, ValueError):
+    """A tensor of the wrong rank, width, length, dtype, device or stride."""
+
+
+class CapacityError(TwinproofError, ValueError):
+    """One batch with more distinct ids than the store may hold."""
+
+
+class StoreClosedError(TwinproofError, RuntimeError):
+    """A verb of a store or snapshot that was closed."""
+
+
+class DetachedStoreError(TwinproofError, RuntimeError):
+    """A view that came from another process and has no rows behind it here."""
+
+
+class VersionError(FormatError):
+    """Files of a format version that this reader does not know."""

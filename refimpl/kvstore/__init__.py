@@ -1,0 +1,30 @@
+"""Key -> whole row: metaheader, weight and optimizer state, in plain PyTorch.
+
+The meaning of ``fastimpl.kvstore``: the same names, the same bytes. Layout, configuration, argument checks, buckets,
+views, checkpoint policy and modules live here once and are shared.
+"""
+
+from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket
+from refimpl.kvstore.config import EvictionPolicy, EvictionStats, Initializer, StoreStats
+from refimpl.kvstore.layout import Header, RowLayout, StateSlot, pack_header, unpack_header
+from refimpl.kvstore.store import KVStore
+
+# What the suite may ask beyond the contract: the reference is one lock around a dictionary.
+CAPABILITIES: frozenset[str] = frozenset()
+
+__all__ = [
+    "Buckets",
+    "EvictionPolicy",
+    "EvictionStats",
+    "Header",
+    "Initializer",
+    "KVStore",
+    "RowLayout",
+    "StateSlot",
+    "StoreStats",
+    "bucket_of",
+    "pack_header",
+    "rank_buckets",
+    "sort_ids_by_bucket",
+    "unpack_header",
+]

@@ -1,0 +1,165 @@
+"""The formulas of the fused optimizers, once, for the rows of a store and for sharded tables.
+
+Prevents two versions that round differently: every operation is a single float32 operation in the order written, with
+no fused multiply-add; hyperparameters are computed in float64 and rounded to float32 once. FBGEMM's formulas
+(facts/kvstore.md 1.5), with the bias corrections of ``torch.optim.Adam``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from refimpl.errors import ConfigError
+
+__all__ = ["FORMULAS", "Hyper", "reduce_duplicates", "row_sum", "update"]
+
+LANES = 8
+
+States = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyperparameters of one step: ``step`` counts from 1.
+
+    Raises:
+        ConfigError: a value that is not finite, a beta outside [0, 1), a step below 1.
+    """
+
+    lr: float
+    step: int = 1
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and math.isfinite(self.eps)) or self.eps < 0:
+            raise ConfigError("not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1")
+        if type(self.step) is not int or self.step < 1:
+            raise ConfigError("not a step", got=self.step, expected="an int >= 1", where="step")
+
+    @property
+    def step_size(self) -> float:
+        """Lr / (1 - beta1 ** step), in float64."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        """sqrt(1 - beta2 ** step), in float64."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+
+def row_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of [n, D] as [n, 1], in the dtype given and in one fixed order.
+
+    Eight running sums, element e into sum e mod 8 in ascending order; then sums 4-7 are added to 0-3, 2-3 to 0-1, and
+    1 to 0. Eight lanes are what a vector unit adds at once, so that the fast version has the same bits.
+    """
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % LANES))
+    lanes = torch.zeros(values.shape[0], LANES, dtype=values.dtype)
+    for begin in range(0, padded.shape[1], LANES):
+        lanes = lanes + padded[:, begin : begin + LANES]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes
+
+
+def reduce_duplicates(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct ids, ascending, and the sum of the gradients of each, as float32 [u, D].
+
+    Each sum starts at +0 and adds in ascending position.
+    """
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    sums = torch.zeros(unique.numel(), grads.shape[1], dtype=torch.float32)
+    return unique, sums.index_add_(0, inverse, grads.to(torch.float32))
+
+
+def _float32(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def sgd(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
+    """``w -= lr * g``."""
+    return weight - _float32(hyper.lr) * grad, {}
+
+
+def adagrad(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
+    """``m1 += g * g``; ``w -= (lr * g) / (sqrt(m1) + eps)``."""
+    momentum1 = states["momentum1"] + grad * grad
+    step = (_float32(hyper.lr) * grad) / (momentum1.sqrt() + _float32(hyper.eps))
+    return weight - step, {"momentum1": momentum1}
+
+
+def rowwise_adagrad(
+    weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
+) -> tuple[torch.Tensor, States]:
+    """Adagrad with one ``m1`` a row, which grows by the mean of ``g * g`` over the row."""
+    momentum1 = states["momentum1"] + row_sum(grad * grad) / _float32(grad.shape[1])
+    step = (_float32(hyper.lr) * grad) / (momentum1.sqrt() + _float32(hyper.eps))
+    return weight - step, {"momentum1": momentum1}
+
+
+def _adam(
+    weight: torch.Tensor, grad: torch.Tensor, square: torch.Tensor, states: States, hyper: Hyper
+) -> tuple[torch.Tensor, States]:
+    momentum1 = _float32(hyper.beta1) * states["momentum1"] + _float32(1 - hyper.beta1) * grad
+    momentum2 = _float32(hyper.beta2) * states["momentum2"] + _float32(1 - hyper.beta2) * square
+    denominator = momentum2.sqrt() / _float32(hyper.root_correction) + _float32(hyper.eps)
+    step = (_float32(hyper.step_size) * momentum1) / denominator
+    return weight - step, {"momentum1": momentum1, "momentum2": momentum2}
+
+
+def adam(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
+    """``m1 = b1 * m1 + (1-b1) * g``; ``m2 = b2 * m2 + (1-b2) * (g * g)``; ``w -= (a * m1) / (sqrt(m2) / c + eps)``.
+
+    a is ``Hyper.step_size``, c ``Hyper.root_correction``.
+    """
+    return _adam(weight, grad, grad * grad, states, hyper)
+
+
+def partial_rowwise_adam(
+    weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
+) -> tuple[torch.Tensor, States]:
+    """Adam with one ``m2`` a row, fed with the mean of ``g * g`` over the row."""
+    return _adam(weight, grad, row_sum(grad * grad) / _float32(grad.shape[1]), states, hyper)
+
+
+FORMULAS = {
+    "sgd": sgd,
+    "adagrad": adagrad,
+    "rowwise_adagrad": rowwise_adagrad,
+    "adam": adam,
+    "partial_rowwise_adam": partial_rowwise_adam,
+}
+
+
+def update(
+    optimizer: str, weight: torch.Tensor, grad: torch.Tensor, states: Mapping[str, torch.Tensor], hyper: Hyper
+) -> tuple[torch.Tensor, States]:
+    """One step of rows whose duplicates were already reduced.
+
+    Args:
+        optimizer: one of ``FORMULAS``.
+        weight: [n, D] of any float dtype; widened to float32, and the result rounded back to nearest even.
+        grad: float32 [n, D].
+        states: name -> [n, D] or [n, 1] of any float dtype, treated like the weight.
+        hyper: the step's hyperparameters.
+
+    Returns:
+        The new weight and states, of the dtypes given; nothing is changed in place.
+
+    Raises:
+        ConfigError: an optimizer without a formula.
+    """
+    if optimizer not in FORMULAS:
+        raise ConfigError("no such optimizer", got=optimizer, expected=sorted(FORMULAS), where="optimizer")
+    wide = {name: state.to(torch.float32) for name, state in states.items()}
+    new_weight, new_states = FORMULAS[optimizer](weight.to(torch.float32), grad, wide, hyper)
+    return new_weight.to(weight.dtype), {name: value.to(states[name].dtype) for name, value in new_states.items()}
