@@ -48,7 +48,7 @@ def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
 class _DictSource(RowSource):
     """Reading from dictionaries of rows."""
 
-    def __init__(self, options: StoreOptions, rows: dict[str, Rows]) -> None:
+    def _hold(self, options: StoreOptions, rows: dict[str, Rows]) -> None:
         self.options, self._rows = options, rows
         self._lock = threading.RLock()
         self._closed = False
@@ -85,6 +85,9 @@ class Snapshot(_DictSource):
 
     read_only = True
 
+    def __init__(self, options: StoreOptions, rows: dict[str, Rows]) -> None:
+        self._hold(options, rows)
+
     def close(self) -> None:
         """Give the rows back; twice is harmless, reading afterwards raises StoreClosedError."""
         self._closed = True
@@ -103,7 +106,7 @@ class KVStore(_DictSource, KVStoreBase):
     __doc__ = KVStoreBase.__doc__
 
     def _open(self) -> None:
-        _DictSource.__init__(self, self.options, {table: {} for table in self.tables})
+        self._hold(self.options, {table: {} for table in self.tables})
         self._version = 0
         # The version of each row's last change, and of each removal that no row has followed.
         self._changed: dict[str, dict[int, int]] = {table: {} for table in self.tables}
