@@ -6,8 +6,11 @@ views, checkpoint policy and modules live here once and are shared.
 
 from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket
 from refimpl.kvstore.config import EvictionPolicy, EvictionStats, Initializer, StoreStats
+from refimpl.kvstore.files import LoadReport, SaveReport, load, save
 from refimpl.kvstore.layout import Header, RowLayout, StateSlot, pack_header, unpack_header
+from refimpl.kvstore.saved import SavedRows
 from refimpl.kvstore.store import KVStore
+from refimpl.kvstore.views import KVTensor
 
 # What the suite may ask beyond the contract: the reference is one lock around a dictionary.
 CAPABILITIES: frozenset[str] = frozenset()
@@ -19,12 +22,18 @@ __all__ = [
     "Header",
     "Initializer",
     "KVStore",
+    "KVTensor",
+    "LoadReport",
     "RowLayout",
+    "SaveReport",
+    "SavedRows",
     "StateSlot",
     "StoreStats",
     "bucket_of",
+    "load",
     "pack_header",
     "rank_buckets",
+    "save",
     "sort_ids_by_bucket",
     "unpack_header",
 ]

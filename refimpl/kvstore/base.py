@@ -1,13 +1,8 @@
-"""The store's verbs, their checks, and the primitives that an implementation supplies.
-
-``refimpl.kvstore.KVStore`` supplies them with a dictionary, ``fastimpl.kvstore.KVStore`` with C++: the checks, the
-errors and everything made of several primitives stand here once.
-"""
+"""The store's verbs and their checks, shared by both versions: the rows are the subclass's, see ``primitives``."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -15,11 +10,13 @@ from typing import Any
 import torch
 
 from refimpl.errors import ConfigError, ShapeError
+from refimpl.kvstore.buckets import Buckets
 from refimpl.kvstore.checks import check_count, check_ids, check_matrix, check_rows
-from refimpl.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions, StoreStats
-from refimpl.kvstore.eviction import EvictionRound, RoundPlan
+from refimpl.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions
+from refimpl.kvstore.eviction import EvictionRound
 from refimpl.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, unpack_header
-from refimpl.kvstore.reading import RowSource
+from refimpl.kvstore.primitives import RowStore
+from refimpl.kvstore.state import load_state_dict, state_dict
 from refimpl.optimizers import Hyper
 
 __all__ = ["KVStoreBase", "wall_clock"]
@@ -32,7 +29,7 @@ def wall_clock() -> int:
     return int(time.time())
 
 
-class KVStoreBase(RowSource):
+class KVStoreBase(RowStore):
     """Key -> whole row, for several tables.
 
     Args:
@@ -88,81 +85,6 @@ class KVStoreBase(RowSource):
         self.set_return_whole_row(return_whole_row)
         self._open()
 
-    # --- primitives: what a subclass supplies, beside the four of RowSource. Arguments are checked; each is atomic.
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Make the empty tables; the last step of construction, when ``options`` are there."""
-
-    @abstractmethod
-    def _write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
-        """Place values, uint8 [n, w], at [begin, begin + w) of the ids' rows; of duplicates the last wins.
-
-        A missing id gets a row first: its initial row, used, timestamp ``now``, count 0. With ``visit``, timestamps
-        become ``now`` and counts grow by occurrences, saturating (not under the score policy); without, headers stay.
-        Raises CapacityError before any change.
-        """
-
-    @abstractmethod
-    def _write_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Replace whole rows, uint8 [n, row_bytes], whose keys are ``ids``; of duplicates the last wins.
-
-        Header and values are taken as they are, but ``used`` is set and padding is zero.
-        """
-
-    @abstractmethod
-    def _write_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
-        """Set the bits ``mask`` of bytes 8-15 of the rows that exist to ``words`` (int64 [n]); used stays set."""
-
-    @abstractmethod
-    def _update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
-        """Reduce duplicates, apply ``refimpl.optimizers.update`` to the rows, and visit them as ``_write`` does."""
-
-    @abstractmethod
-    def _delete(self, table: str, ids: torch.Tensor) -> int:
-        """Remove rows; how many there were."""
-
-    @abstractmethod
-    def _begin_round(self, table: str, policy: EvictionPolicy, now: int) -> RoundPlan:
-        """The rows of this moment, and what decides about them."""
-
-    @abstractmethod
-    def _evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
-        """Evict those of the ids that the plan condemns and that were not written since; decay the others' counts."""
-
-    @abstractmethod
-    def _changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of rows that changed after mark ``since``, and ids that were removed after it; both ascending."""
-
-    @abstractmethod
-    def mark(self) -> int:
-        """The present moment for ``changes``: an int that grows with every change."""
-
-    @abstractmethod
-    def snapshot(self) -> Any:
-        """A point in time: a context manager and a read-only ``RowSource`` that later writes do not change.
-
-        Several may be alive; each holds its memory until it is closed.
-        """
-
-    @abstractmethod
-    def reserve(self, table: str, row_count: int) -> None:
-        """Make room, so that the table grows to ``row_count`` rows without allocating."""
-
-    @abstractmethod
-    def clear(self, table: str) -> None:
-        """Remove every row of the table."""
-
-    @abstractmethod
-    def stats(self) -> StoreStats:
-        """Exact counters."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back. Twice is harmless; any other verb then raises StoreClosedError."""
-
-    # --- verbs
-
     def _now(self) -> int:
         return int(self.options.clock()) & TIMESTAMP_MAX
 
@@ -208,6 +130,13 @@ class KVStoreBase(RowSource):
         slot, checked = self.slot(table, name), check_ids(ids)
         raw = _bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
         self._write(table, checked, raw, slot.offset_bytes, self._now(), visit=False)
+
+    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
+        """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
+        checked, raw = check_ids(ids), _bytes(values)
+        if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
+            raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
+        self._write(table, checked, raw, begin, self._now(), visit=False)
 
     def set_scores(self, table: str, ids: torch.Tensor, scores: torch.Tensor) -> None:
         """Set the scores of rows that exist, float32 [n]; signs are dropped, missing ids are passed over.
@@ -284,18 +213,55 @@ class KVStoreBase(RowSource):
         names = [table] if table is not None else [t for t in self.tables if policy or self.options.evictions[t]]
         return {name: self.start_eviction(name, policy=policy).run() for name in names}
 
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of rows with any byte written after ``mark()`` gave ``since``, and ids removed after it; ascending.
+    def state_dict(
+        self,
+        *,
+        buckets: Buckets | None = None,
+        process_group: Any = None,
+        snapshot: bool = True,
+        chunk_rows: int | None = None,
+    ) -> dict[str, Any]:
+        """Lazy tensors for torch's distributed checkpoint, of one moment; their ids in bucket order, then ascending.
+
+        Per table: ``{table}.weight`` (whole rows uint8 [N, row_bytes] with ``return_whole_row``, else [N, D]),
+        ``{table}.weight_id`` int64 [N, 1], ``{table}.bucket`` int64 [B, 1] row counts, ``{table}.metadata`` int64
+        [N, 1], and a view per optimizer state in the row, read-only with ``return_whole_row``. Global sizes and
+        offsets over all ranks are exchanged here, once, before any save plan is made.
+
+        Args:
+            buckets: how ids fall into buckets; None is one bucket. Ranks own contiguous ranges (``rank_buckets``).
+            process_group: None is the default group, or this process alone.
+            snapshot: views of a snapshot, which lives as long as they do; else of the store itself, writable.
+            chunk_rows: rows of a chunk handed to the checkpoint, at most; None is 16 MiB worth.
 
         Raises:
-            ConfigError: without ``track_changes``, or a mark from the future.
+            ConfigError: an id outside this rank's buckets, on every rank.
         """
-        self.layout(table)
-        if not self.options.track_changes:
-            raise ConfigError("changes are not tracked", got=False, expected=True, where="track_changes")
-        if type(since) is not int or not 0 <= since <= self.mark():
-            raise ConfigError("not a mark of this store", got=since, expected=f"0 to {self.mark()}", where="since")
-        return self._changes(table, since)
+        chosen = Buckets() if buckets is None else buckets
+        return state_dict(self, buckets=chosen, process_group=process_group, snapshot=snapshot, chunk_rows=chunk_rows)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, weights_only: bool = False, tables: tuple[str, ...] | None = None
+    ) -> dict[str, int]:
+        """Replace the listed ids' rows by those of a state dict, in either form; other rows stay.
+
+        Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
+        weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
+        nearest even. Everything is checked before the first row is written.
+
+        Args:
+            state: as from ``state_dict``, lazy or plain tensors, on the CPU.
+            weights_only: leave every optimizer state at zero; needed when the state dict's optimizer is another.
+            tables: only these; None is all of this store.
+
+        Returns:
+            Rows loaded, by table.
+
+        Raises:
+            MissingKeyError: names that are not there. CorruptionError: keys and ids disagree, or an id stands twice.
+            ConfigError, ShapeError: other widths, numbers or optimizers.
+        """
+        return load_state_dict(self, state, weights_only=weights_only, tables=tables)
 
     def __enter__(self) -> KVStoreBase:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from refimpl.kvstore.checks import check_count, check_ids, check_matrix
 from refimpl.kvstore.config import StoreOptions
 from refimpl.kvstore.layout import COUNT_MAX, HEADER_BYTES, RowLayout, StateSlot
 
-__all__ = ["RowSource"]
+__all__ = ["METADATA_OFFSET", "RowSource", "SnapshotBase", "TrackedSource"]
 
 METADATA_OFFSET = 8
 ID_MIN, ID_MAX = -(2**63), 2**63 - 1
@@ -152,3 +153,46 @@ class RowSource(ABC):
     def descriptor(self) -> dict[str, Any] | None:
         """What another process needs to find these rows again; None when it cannot. See ``KVTensor``."""
         return None
+
+
+class TrackedSource(RowSource):
+    """A store or a snapshot of one: it also knows what changed since some moment."""
+
+    @abstractmethod
+    def _changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids of rows that changed after mark ``since``, and ids that were removed after it; both ascending."""
+
+    @abstractmethod
+    def mark(self) -> int:
+        """The present moment for ``changes``: an int that grows with every change."""
+
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids of rows with any byte written after ``mark()`` gave ``since``, and ids removed after it; ascending.
+
+        Raises:
+            ConfigError: without ``track_changes``, or a mark from the future.
+        """
+        self.layout(table)
+        if not self.options.track_changes:
+            raise ConfigError("changes are not tracked", got=False, expected=True, where="track_changes")
+        if type(since) is not int or not 0 <= since <= self.mark():
+            raise ConfigError("not a mark of this store", got=since, expected=f"0 to {self.mark()}", where="since")
+        return self._changes(table, since)
+
+
+class SnapshotBase(TrackedSource):
+    """The rows of one moment, which later writes do not change; a context manager."""
+
+    read_only = True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back; twice is harmless. Reading afterwards raises StoreClosedError."""
+
+    def __enter__(self) -> SnapshotBase:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

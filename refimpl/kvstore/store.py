@@ -6,8 +6,8 @@ A snapshot is a shallow copy of the dictionaries: what the store writes later ar
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
-from types import TracebackType
 
 import torch
 
@@ -17,7 +17,7 @@ from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
 from refimpl.kvstore.eviction import RoundPlan, condemned, decayed
 from refimpl.kvstore.initial import initial_rows
 from refimpl.kvstore.layout import HEADER_BYTES, Header, RowLayout, pack_header, unpack_header
-from refimpl.kvstore.reading import METADATA_OFFSET, RowSource
+from refimpl.kvstore.reading import METADATA_OFFSET, SnapshotBase, TrackedSource
 from refimpl.optimizers import Hyper, reduce_duplicates, update
 
 __all__ = ["KVStore", "Snapshot"]
@@ -45,11 +45,15 @@ def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class _DictSource(RowSource):
+class _DictSource(TrackedSource):
     """Reading from dictionaries of rows."""
 
     def _hold(self, options: StoreOptions, rows: dict[str, Rows]) -> None:
         self.options, self._rows = options, rows
+        self._version = 0
+        # The version of each row's last change, and of each removal that no row has followed.
+        self._changed: dict[str, dict[int, int]] = {table: {} for table in rows}
+        self._removed: dict[str, dict[int, int]] = {table: {} for table in rows}
         self._lock = threading.RLock()
         self._closed = False
 
@@ -79,27 +83,28 @@ class _DictSource(RowSource):
         with self._lock:
             return len(self._table(table))
 
+    def _changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._lock:
+            self._table(table)
+            pair = [sorted(k for k, v in d[table].items() if v > since) for d in (self._changed, self._removed)]
+            return torch.tensor(pair[0], dtype=torch.int64), torch.tensor(pair[1], dtype=torch.int64)
 
-class Snapshot(_DictSource):
-    """The rows of one moment; a context manager."""
+    def mark(self) -> int:
+        return self._version
 
-    read_only = True
 
-    def __init__(self, options: StoreOptions, rows: dict[str, Rows]) -> None:
-        self._hold(options, rows)
+class Snapshot(_DictSource, SnapshotBase):
+    """Shallow copies of the dictionaries."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._hold(store.options, {table: dict(rows) for table, rows in store._rows.items()})
+        self._version = store._version
+        self._changed = {table: dict(versions) for table, versions in store._changed.items()}
+        self._removed = {table: dict(versions) for table, versions in store._removed.items()}
 
     def close(self) -> None:
-        """Give the rows back; twice is harmless, reading afterwards raises StoreClosedError."""
         self._closed = True
-        self._rows = {}
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._rows, self._changed, self._removed = {}, {}, {}
 
 
 class KVStore(_DictSource, KVStoreBase):
@@ -107,11 +112,7 @@ class KVStore(_DictSource, KVStoreBase):
 
     def _open(self) -> None:
         self._hold(self.options, {table: {} for table in self.tables})
-        self._version = 0
-        # The version of each row's last change, and of each removal that no row has followed.
-        self._changed: dict[str, dict[int, int]] = {table: {} for table in self.tables}
-        self._removed: dict[str, dict[int, int]] = {table: {} for table in self.tables}
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._evicted_count = 0
 
     def _put(self, table: str, ids: list[int], rows: torch.Tensor) -> None:
@@ -254,20 +255,11 @@ class KVStore(_DictSource, KVStoreBase):
             self._evicted_count += evicted_count
             return evicted_count
 
-    def _changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._lock:
-            self._table(table)
-            pair = [sorted(k for k, v in d[table].items() if v > since) for d in (self._changed, self._removed)]
-            return torch.tensor(pair[0], dtype=torch.int64), torch.tensor(pair[1], dtype=torch.int64)
-
-    def mark(self) -> int:
-        return self._version
-
     def snapshot(self) -> Snapshot:
         with self._lock:
             self._table(self.tables[0])
-            taken = Snapshot(self.options, {table: dict(rows) for table, rows in self._rows.items()})
-            self._snapshots = [*(s for s in self._snapshots if not s._closed), taken]
+            taken = Snapshot(self)
+            self._snapshots.add(taken)
             return taken
 
     def reserve(self, table: str, row_count: int) -> None:

@@ -1,0 +1,202 @@
+"""State dicts: what a checkpoint sees of a store, and the way back.
+
+Prevents tensors of one table that come from different moments or list different ids (DeepRec 1023: weight and states
+saved at three moments): every view of a state dict reads one snapshot and carries one list of ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from refimpl.checkpoint.outcome import raise_first
+from refimpl.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError
+from refimpl.kvstore.buckets import Buckets, rank_buckets, sort_ids_by_bucket
+from refimpl.kvstore.checks import check_ids
+from refimpl.kvstore.convert import assemble_rows, check_convertible, convert_rows
+from refimpl.kvstore.layout import RowLayout
+from refimpl.kvstore.lazy import LazyRows, dense_rows
+from refimpl.kvstore.reading import RowSource
+from refimpl.kvstore.views import KVTensor, check_keys
+
+if TYPE_CHECKING:
+    from refimpl.kvstore.base import KVStoreBase
+
+__all__ = ["gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
+
+LOAD_CHUNK_ROWS = 65536
+
+
+def rank_and_world(process_group: Any) -> tuple[int, int]:
+    """This process among those of the group; alone where torch.distributed is not in use."""
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
+def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
+    """``make()`` of every rank, by rank, in one exchange; an error on any rank is raised on all of them."""
+    world_size = rank_and_world(process_group)[1]
+    if world_size == 1:
+        return [make()]
+    value, failure = None, None
+    try:
+        value = make()
+    except Exception as error:
+        failure = error
+    results: list[Any] = [None] * world_size
+    dist.all_gather_object(results, (value, failure), group=process_group)
+    raise_first([failed for _, failed in results])
+    return [found for found, _ in results]
+
+
+def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
+    """Tell this rank's rows where they stand among those of all ranks."""
+    for lazy in rows:
+        lazy.place(sum(counts), sum(counts[:rank]))
+
+
+def state_dict(
+    store: KVStoreBase,
+    *,
+    buckets: Buckets,
+    process_group: Any = None,
+    snapshot: bool = True,
+    chunk_rows: int | None = None,
+) -> dict[str, Any]:
+    """See ``KVStore.state_dict``."""
+    rank, world_size = rank_and_world(process_group)
+    begin, end = rank_buckets(buckets.total_count, world_size, rank)
+    source: RowSource = store.snapshot() if snapshot else store
+    layout = (buckets.total_count, buckets.hash_mode, buckets.bucket_size)
+    sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def local_counts() -> dict[str, int]:
+        for table in store.tables:
+            total, mode, size = layout
+            ids = source.ids(table)
+            sorted_ids[table] = sort_ids_by_bucket(ids, begin, end, total, hash_mode=mode, bucket_size=size)
+        return {table: ids.shape[0] for table, (ids, _) in sorted_ids.items()}
+
+    by_rank = gathered(local_counts, process_group)
+    result: dict[str, Any] = {}
+    for table, (ids, bucket_counts) in sorted_ids.items():
+        whole = store.return_whole_row
+
+        def view(name: str, read_only: bool, table: str = table, ids: torch.Tensor = ids) -> KVTensor:
+            return KVTensor(source, ids[:, 0], name, read_only, table=table, chunk_rows=chunk_rows)
+
+        rows: dict[str, LazyRows] = {
+            "weight": view("row" if whole else "weight", False),
+            "weight_id": dense_rows(ids, chunk_rows),
+            "metadata": view("metadata", True),
+        }
+        rows |= {name: view(name, whole) for name in source.layout(table).state_slots}
+        place_rows(list(rows.values()), [counts[table] for counts in by_rank], rank)
+        rows["bucket"] = dense_rows(bucket_counts)
+        rows["bucket"].place(buckets.total_count, begin)
+        result |= {f"{table}.{name}": value for name, value in rows.items()}
+    return result
+
+
+@dataclass(frozen=True)
+class _Incoming:
+    """One table of a state dict: ``layout`` of its whole rows, None in the separate form."""
+
+    ids: torch.Tensor
+    weight: torch.Tensor
+    layout: RowLayout | None
+    metadata: torch.Tensor | None
+    states: dict[str, torch.Tensor]
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.ids.numel(), LOAD_CHUNK_ROWS):
+            yield start, min(LOAD_CHUNK_ROWS, self.ids.numel() - start)
+
+
+def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weights_only: bool) -> _Incoming:
+    target = store.layout(table)
+    missing = [name for name in (f"{table}.weight", f"{table}.weight_id") if name not in state]
+    if missing:
+        raise MissingKeyError("names are not in the state dict", got=missing, where=table)
+    weight, ids = state[f"{table}.weight"], _flat(state[f"{table}.weight_id"], table)
+    if torch.unique(ids).numel() != ids.numel():
+        raise CorruptionError("an id stands twice", got=f"{ids.numel()} ids", where=f"{table}.weight_id")
+    if weight.dim() != 2 or weight.shape[0] != ids.numel():
+        raise ShapeError("ids and rows differ in number", got=tuple(weight.shape), expected=ids.numel(), where=table)
+    if weight.dtype is torch.uint8:
+        layout = _row_layout(store, table, weight)
+        check_convertible(layout, target, weights_only=weights_only, where=table)
+        return _Incoming(ids, weight, layout, None, {})
+    if weight.shape[1] != target.embedding_dim or not weight.dtype.is_floating_point:
+        raise ShapeError("not weights of this table", got=(tuple(weight.shape), weight.dtype), where=f"{table}.weight")
+    states = {name: state[f"{table}.{name}"] for name in target.state_slots if f"{table}.{name}" in state}
+    if not weights_only and len(states) < len(target.state_slots):
+        absent = sorted(set(target.state_slots) - set(states))
+        raise MissingKeyError("optimizer states are missing; weights_only=True loads without", got=absent, where=table)
+    for name, value in states.items():
+        expected = (ids.numel(), target.state_slots[name].count)
+        if tuple(value.shape) != expected:
+            raise ShapeError("another shape than expected", got=tuple(value.shape), expected=expected, where=name)
+    metadata = state.get(f"{table}.metadata")
+    if metadata is not None and (metadata.shape[0] != ids.numel() or metadata.dtype is not torch.int64):
+        raise ShapeError("not metadata of these ids", got=tuple(metadata.shape), where=f"{table}.metadata")
+    return _Incoming(ids, weight, None, metadata, {} if weights_only else states)
+
+
+def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayout:
+    if isinstance(weight, KVTensor):
+        return weight.source.layout(weight.table)
+    for layout in (store.options.rows[table], store.options.layouts[table]):
+        if weight.shape[1] == layout.row_bytes:
+            return layout
+    expected = store.options.rows[table].row_bytes
+    raise ConfigError("not whole rows of this table", got=weight.shape[1], expected=expected, where=f"{table}.weight")
+
+
+def _flat(ids: torch.Tensor, table: str) -> torch.Tensor:
+    plain = ids.full_tensor() if isinstance(ids, LazyRows) else ids
+    return check_ids(plain.reshape(-1), f"{table}.weight_id")
+
+
+def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    return value.narrow(0, start, length).contiguous()
+
+
+def _check(incoming: _Incoming, table: str) -> None:
+    for start, length in incoming.chunks() if incoming.layout is not None else ():
+        check_keys(_part(incoming.weight, start, length), incoming.ids[start : start + length], table)
+
+
+def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
+    target, ids = store.layout(table), incoming.ids[start : start + length]
+    if incoming.layout is not None:
+        rows = _part(incoming.weight, start, length)
+        return convert_rows(rows, incoming.layout, target, weights_only=weights_only)
+    words = torch.full_like(ids, store._now())
+    if incoming.metadata is not None:
+        words = _part(incoming.metadata, start, length)[:, 0]
+    values = {name: _part(value, start, length) for name, value in incoming.states.items()}
+    return assemble_rows(target, ids, words, {"weight": _part(incoming.weight, start, length), **values})
+
+
+def load_state_dict(
+    store: KVStoreBase, state: Mapping[str, Any], *, weights_only: bool = False, tables: tuple[str, ...] | None = None
+) -> dict[str, int]:
+    """See ``KVStore.load_state_dict``."""
+    names = store.tables if tables is None else tables
+    found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
+    for table, incoming in found.items():
+        _check(incoming, table)
+    for table, incoming in found.items():
+        for start, length in incoming.chunks():
+            store._write_rows(
+                table,
+                incoming.ids[start : start + length],
+                _rows(store, table, incoming, start, length, weights_only),
+            )
+    return {table: incoming.ids.numel() for table, incoming in found.items()}
