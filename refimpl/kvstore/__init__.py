@@ -8,6 +8,7 @@ from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_b
 from refimpl.kvstore.config import EvictionPolicy, EvictionStats, Initializer, StoreStats
 from refimpl.kvstore.files import LoadReport, SaveReport, load, save
 from refimpl.kvstore.layout import Header, RowLayout, StateSlot, pack_header, unpack_header
+from refimpl.kvstore.modules import KVEmbedding, KVEmbeddingBag
 from refimpl.kvstore.saved import SavedRows
 from refimpl.kvstore.store import KVStore
 from refimpl.kvstore.views import KVTensor
@@ -21,6 +22,8 @@ __all__ = [
     "EvictionStats",
     "Header",
     "Initializer",
+    "KVEmbedding",
+    "KVEmbeddingBag",
     "KVStore",
     "KVTensor",
     "LoadReport",
