@@ -14,7 +14,7 @@ from refimpl.kvstore.buckets import Buckets
 from refimpl.kvstore.checks import check_count, check_ids, check_matrix, check_rows
 from refimpl.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions
 from refimpl.kvstore.eviction import EvictionRound
-from refimpl.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, unpack_header
+from refimpl.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, as_bytes, unpack_header
 from refimpl.kvstore.primitives import RowStore
 from refimpl.kvstore.state import load_state_dict, state_dict
 from refimpl.optimizers import Hyper
@@ -107,7 +107,7 @@ class KVStoreBase(RowStore):
         layout, checked = self.layout(table), check_ids(ids)
         values = check_matrix(weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights")
         used = check_count(count, checked.numel())
-        self._write(table, checked[:used], _bytes(values[:used]), HEADER_BYTES, self._now(), visit=True)
+        self._write(table, checked[:used], as_bytes(values[:used]), HEADER_BYTES, self._now(), visit=True)
 
     def set_rows(self, table: str, rows: torch.Tensor) -> None:
         """Write whole rows, uint8 [n, row_bytes]. The id is the key in each row's header.
@@ -128,12 +128,12 @@ class KVStoreBase(RowStore):
             ConfigError: the stored row has no such state. CapacityError, ShapeError, UnsupportedError.
         """
         slot, checked = self.slot(table, name), check_ids(ids)
-        raw = _bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
+        raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
         self._write(table, checked, raw, slot.offset_bytes, self._now(), visit=False)
 
     def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
         """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
-        checked, raw = check_ids(ids), _bytes(values)
+        checked, raw = check_ids(ids), as_bytes(values)
         if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
             raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
         self._write(table, checked, raw, begin, self._now(), visit=False)
@@ -270,8 +270,3 @@ class KVStoreBase(RowStore):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """[n, w] of any dtype as uint8 [n, w * itemsize], the same memory."""
-    return values.contiguous().view(torch.uint8)

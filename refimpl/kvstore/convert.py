@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from refimpl.errors import ConfigError
-from refimpl.kvstore.layout import HEADER_BYTES, Header, RowLayout, pack_header
+from refimpl.kvstore.layout import HEADER_BYTES, Header, RowLayout, as_bytes, from_bytes, pack_header
 from refimpl.kvstore.reading import METADATA_OFFSET
 
 __all__ = ["assemble_rows", "check_convertible", "convert_rows", "separate"]
@@ -35,7 +35,7 @@ def separate(layout: RowLayout, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Weight and states of whole rows, each [n, count] in its dtype."""
     ranges = {"weight": (HEADER_BYTES, HEADER_BYTES + layout.weight_bytes, layout.weight_dtype)}
     ranges |= {name: (slot.offset_bytes, slot.end_bytes, slot.dtype) for name, slot in layout.state_slots.items()}
-    return {name: rows[:, begin:end].contiguous().view(dtype) for name, (begin, end, dtype) in ranges.items()}
+    return {name: from_bytes(rows[:, begin:end], dtype) for name, (begin, end, dtype) in ranges.items()}
 
 
 def assemble_rows(
@@ -48,8 +48,8 @@ def assemble_rows(
     rows = torch.zeros(ids.numel(), layout.row_bytes, dtype=torch.uint8)
     nothing = torch.zeros_like(ids)
     rows[:, :HEADER_BYTES] = pack_header(Header(ids, nothing, nothing, nothing == 0))
-    used = rows[:, METADATA_OFFSET:HEADER_BYTES].contiguous().view(torch.int64)
-    rows[:, METADATA_OFFSET:HEADER_BYTES] = (used | words.reshape(-1, 1)).view(torch.uint8)
+    used = from_bytes(rows[:, METADATA_OFFSET:HEADER_BYTES], torch.int64)
+    rows[:, METADATA_OFFSET:HEADER_BYTES] = as_bytes(used | words.reshape(-1, 1))
     rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes] = _raw(values["weight"], layout.weight_dtype)
     for name, slot in layout.state_slots.items():
         if name in values:
@@ -58,7 +58,7 @@ def assemble_rows(
 
 
 def _raw(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values.to(dtype).contiguous().view(torch.uint8)
+    return as_bytes(values.to(dtype))
 
 
 def convert_rows(rows: torch.Tensor, source: RowLayout, target: RowLayout, *, weights_only: bool) -> torch.Tensor:
@@ -68,5 +68,5 @@ def convert_rows(rows: torch.Tensor, source: RowLayout, target: RowLayout, *, we
     values = separate(source, rows)
     if weights_only:
         values = {"weight": values["weight"]}
-    words = rows[:, :HEADER_BYTES].contiguous().view(torch.int64)
+    words = from_bytes(rows[:, :HEADER_BYTES], torch.int64)
     return assemble_rows(target, words[:, 0], words[:, 1], values)

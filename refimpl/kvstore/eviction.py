@@ -13,7 +13,7 @@ import torch
 
 from refimpl.errors import ConfigError
 from refimpl.kvstore.config import EvictionPolicy, EvictionStats
-from refimpl.kvstore.layout import HEADER_BYTES, RowLayout, unpack_header
+from refimpl.kvstore.layout import HEADER_BYTES, RowLayout, from_bytes, unpack_header
 from refimpl.optimizers import row_sum
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.T
     if policy.kind == "timestamp":
         return header.timestamps < policy.timestamp_threshold
     if policy.kind == "l2":
-        raw = rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes].contiguous()
-        wide = raw.view(layout.weight_dtype).to(torch.float64)
+        raw = rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes]
+        wide = from_bytes(raw, layout.weight_dtype).to(torch.float64)
         return row_sum(wide * wide)[:, 0] < policy.l2_threshold * policy.l2_threshold
     if plan.cutoff is None:
         return nothing

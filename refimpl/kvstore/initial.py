@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from refimpl.kvstore.config import Initializer, StoreOptions
-from refimpl.kvstore.layout import HEADER_BYTES, Header, pack_header
+from refimpl.kvstore.layout import HEADER_BYTES, Header, as_bytes, pack_header
 
 __all__ = ["initial_rows", "initial_weights"]
 
@@ -54,5 +54,5 @@ def initial_rows(options: StoreOptions, table: str, ids: torch.Tensor) -> torch.
     weights = initial_weights(
         options.initializers[table], options.seed, index, ids, layout.embedding_dim, layout.weight_dtype
     )
-    rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes] = weights.view(torch.uint8)
+    rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes] = as_bytes(weights)
     return rows

@@ -30,6 +30,8 @@ __all__ = [
     "Header",
     "RowLayout",
     "StateSlot",
+    "as_bytes",
+    "from_bytes",
     "pack_header",
     "unpack_header",
 ]
@@ -197,15 +199,27 @@ class Header:
     used: torch.Tensor
 
 
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """[n, w] of any dtype as uint8 [n, w * itemsize]; the same memory where it is dense."""
+    # Empty and one-element tensors may carry strides that a two-dimensional view refuses.
+    flat = values.contiguous().reshape(-1).view(torch.uint8)
+    return flat.reshape(values.shape[0], values.shape[1] * values.element_size())
+
+
+def from_bytes(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of ``as_bytes``."""
+    return raw.contiguous().reshape(-1).view(dtype).reshape(raw.shape[0], raw.shape[1] // dtype.itemsize)
+
+
 def pack_header(header: Header) -> torch.Tensor:
     """The metaheaders as uint8 [n, 16], little-endian; timestamps are taken mod 2**32, counts saturate at 2**31 - 1."""
     counts = header.counts.clamp(0, COUNT_MAX)
     words = (header.timestamps & TIMESTAMP_MAX) | (counts << 32)
     words = torch.where(header.used, words | _USED_BIT, words)
-    return torch.stack([header.ids, words], dim=1).contiguous().view(torch.uint8)
+    return as_bytes(torch.stack([header.ids, words], dim=1))
 
 
 def unpack_header(rows: torch.Tensor) -> Header:
     """The fields of rows, uint8 [n, >= 16]."""
-    words = rows[:, :HEADER_BYTES].contiguous().view(torch.int64)
+    words = from_bytes(rows[:, :HEADER_BYTES], torch.int64)
     return Header(words[:, 0].clone(), words[:, 1] & TIMESTAMP_MAX, (words[:, 1] >> 32) & COUNT_MAX, words[:, 1] < 0)

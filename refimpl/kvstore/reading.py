@@ -11,7 +11,7 @@ import torch
 from refimpl.errors import ConfigError, MissingKeyError, ShapeError
 from refimpl.kvstore.checks import check_count, check_ids, check_matrix
 from refimpl.kvstore.config import StoreOptions
-from refimpl.kvstore.layout import COUNT_MAX, HEADER_BYTES, RowLayout, StateSlot
+from refimpl.kvstore.layout import COUNT_MAX, HEADER_BYTES, RowLayout, StateSlot, from_bytes
 
 __all__ = ["METADATA_OFFSET", "RowSource", "SnapshotBase", "TrackedSource"]
 
@@ -86,7 +86,7 @@ class RowSource(ABC):
         if out is not None:
             check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out")
         raw = self._read(table, checked[:used], HEADER_BYTES, HEADER_BYTES + layout.weight_bytes)
-        weights = raw.view(layout.weight_dtype)
+        weights = from_bytes(raw, layout.weight_dtype)
         if out is None and used == checked.numel():
             return weights
         result = torch.zeros(checked.numel(), layout.embedding_dim, dtype=layout.weight_dtype) if out is None else out
@@ -116,12 +116,12 @@ class RowSource(ABC):
             ConfigError: the stored row has no such state. ShapeError, UnsupportedError, StoreClosedError.
         """
         slot, checked = self.slot(table, name), check_ids(ids)
-        return self._read(table, checked, slot.offset_bytes, slot.end_bytes).view(slot.dtype)
+        return from_bytes(self._read(table, checked, slot.offset_bytes, slot.end_bytes), slot.dtype)
 
     def metadata(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Bytes 8-15 of each header as int64 [n, 1]: ``timestamp | count << 32 | used << 63``, as FBGEMM exports it."""
         self.layout(table)
-        return self._read(table, check_ids(ids), METADATA_OFFSET, HEADER_BYTES).view(torch.int64)
+        return from_bytes(self._read(table, check_ids(ids), METADATA_OFFSET, HEADER_BYTES), torch.int64)
 
     def get_scores(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """The scores of ids, float32 [n]: the 31 bits of the count as a non-negative float32.

@@ -16,7 +16,7 @@ from refimpl.kvstore.base import KVStoreBase
 from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
 from refimpl.kvstore.eviction import RoundPlan, condemned, decayed
 from refimpl.kvstore.initial import initial_rows
-from refimpl.kvstore.layout import HEADER_BYTES, Header, RowLayout, pack_header, unpack_header
+from refimpl.kvstore.layout import HEADER_BYTES, Header, RowLayout, as_bytes, from_bytes, pack_header, unpack_header
 from refimpl.kvstore.reading import METADATA_OFFSET, SnapshotBase, TrackedSource
 from refimpl.optimizers import Hyper, reduce_duplicates, update
 
@@ -173,10 +173,10 @@ class KVStore(_DictSource, KVStoreBase):
             last = dict(zip(ids.tolist(), words.tolist(), strict=True))
             present = torch.tensor([key for key in last if key in self._table(table)], dtype=torch.int64)
             rows = self._read(table, present, 0, self.options.rows[table].row_bytes)
-            old = rows[:, METADATA_OFFSET:HEADER_BYTES].contiguous().view(torch.int64)[:, 0]
+            old = from_bytes(rows[:, METADATA_OFFSET:HEADER_BYTES], torch.int64)[:, 0]
             new = torch.tensor([last[key] for key in present.tolist()], dtype=torch.int64)
             merged = (old & ~mask) | (new & mask) | _USED
-            rows[:, METADATA_OFFSET:HEADER_BYTES] = merged.reshape(-1, 1).view(torch.uint8)
+            rows[:, METADATA_OFFSET:HEADER_BYTES] = as_bytes(merged.reshape(-1, 1))
             self._put(table, present.tolist(), rows)
 
     def _update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
@@ -186,15 +186,13 @@ class KVStore(_DictSource, KVStoreBase):
             self._check_capacity(table, ids)
             rows = self._opened(table, unique, now)
             ranges = {name: (slot.offset_bytes, slot.end_bytes) for name, slot in layout.state_slots.items()}
-            states = {
-                name: rows[:, a:b].contiguous().view(layout.state_slots[name].dtype) for name, (a, b) in ranges.items()
-            }
+            states = {name: from_bytes(rows[:, a:b], layout.state_slots[name].dtype) for name, (a, b) in ranges.items()}
             weight_end = HEADER_BYTES + layout.weight_bytes
-            weight = rows[:, HEADER_BYTES:weight_end].contiguous().view(layout.weight_dtype)
+            weight = from_bytes(rows[:, HEADER_BYTES:weight_end], layout.weight_dtype)
             weight, states = update(layout.optimizer, weight, sums, states, hyper)
-            rows[:, HEADER_BYTES:weight_end] = weight.view(torch.uint8)
+            rows[:, HEADER_BYTES:weight_end] = as_bytes(weight)
             for name, (begin, end) in ranges.items():
-                rows[:, begin:end] = states[name].view(torch.uint8)
+                rows[:, begin:end] = as_bytes(states[name])
             self._visit(table, rows, Counter(ids.tolist()), now)
             self._put(table, unique.tolist(), rows)
             self._shrink(table, set(unique.tolist()))

@@ -12,7 +12,7 @@ import torch
 
 from refimpl.errors import ConfigError, CorruptionError, DetachedStoreError
 from refimpl.kvstore.checks import check_ids, check_matrix
-from refimpl.kvstore.layout import HEADER_BYTES, RowLayout, unpack_header
+from refimpl.kvstore.layout import HEADER_BYTES, RowLayout, from_bytes, unpack_header
 from refimpl.kvstore.lazy import LazyRows
 from refimpl.kvstore.reading import METADATA_OFFSET, RowSource
 
@@ -133,7 +133,7 @@ class KVTensor(LazyRows):
         """What this view shows of any ids, [n, width]; a missing id reads as in ``RowSource``."""
         begin, end = self._range
         raw = self.source.get_rows(self.table, ids, offset_bytes=begin, width_bytes=end - begin)
-        return raw.view(self.dtype)
+        return from_bytes(raw, self.dtype)
 
     def set_range(self, dim: int, start: int, length: int, values: torch.Tensor) -> int:
         """Write rows [start, start + length) with values [length, width]; returns how many it skipped.
