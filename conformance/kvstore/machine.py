@@ -1,0 +1,236 @@
+"""The store's state machine: any program of verbs, beside a dictionary of plain Python values and the reference.
+
+The dictionary knows the rules in its own words: a row is a key, a timestamp, a count and byte strings for weight and
+states. After every step the implementation's rows must be those bytes, and the reference's too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import refimpl.kvstore as reference
+from conformance.harness import assert_equal, assert_same_bytes
+from conformance.kvstore.strategies import close_batches, close_ids
+from conformance.kvstore.support import (
+    Clock,
+    assert_bits,
+    contents,
+    header,
+    ids_of,
+    random_row,
+    random_rows,
+    rows_tensor,
+    store_of,
+    weights_of,
+)
+
+COUNT_MAX = 2**31 - 1
+TABLES = ("a", "b")
+tables = st.sampled_from(TABLES)
+seeds = st.integers(0, 1000)
+
+
+class Row:
+    """One row of the model: the header's fields, and the bytes behind the header."""
+
+    def __init__(self, timestamp: int, count: int, body: bytes) -> None:
+        self.timestamp, self.count, self.body = timestamp, count, bytearray(body)
+
+    def raw(self, key: int) -> bytes:
+        """The whole row."""
+        return header(key, self.timestamp, self.count) + bytes(self.body)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """See the module. Class attributes are set by the test that runs it."""
+
+    kvstore: Any
+    root: Path
+    counter = 0
+
+    @initialize(shards=st.integers(1, 5), seed=st.integers(0, 2**64 - 1))
+    def start(self, shards: int, seed: int) -> None:
+        """An empty store, an empty reference, an empty model."""
+        type(self).counter += 1
+        self.home = self.root / str(type(self).counter)
+        self.clock, self.options = Clock(), {"num_shards": shards, "seed": seed, "track_changes": True}
+        self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
+        self.model: dict[str, dict[int, Row]] = {table: {} for table in TABLES}
+        self.snapshots: list[tuple[Any, Any]] = []
+        self.saved: dict[str, dict[int, bytes]] | None = None
+
+    def fresh(self, kvstore: Any) -> Any:
+        """An empty store."""
+        layouts = {
+            "a": kvstore.RowLayout(3, torch.float16, "partial_rowwise_adam"),
+            "b": kvstore.RowLayout(4, torch.float32, "rowwise_adagrad"),
+        }
+        return store_of(kvstore, layouts, clock=self.clock, **self.options)
+
+    def both(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """The verb on the implementation and on the reference; the former's answer."""
+        answers = [getattr(store, verb)(*args, **kwargs) for store in (self.store, self.twin)]
+        return answers[0]
+
+    def opened(self, table: str, key: int) -> Row:
+        """The model's row, made on the spot where it was missing."""
+        rows = self.model[table]
+        if key not in rows:
+            body = self.twin_initial(table, key)[16:]
+            rows[key] = Row(self.clock.now, 0, body)
+        return rows[key]
+
+    def twin_initial(self, table: str, key: int) -> bytes:
+        """The initial row; the initializer has its own requirement."""
+        empty = self.fresh(reference)
+        return bytes(empty.get_rows(table, ids_of([key]))[0].numpy().tobytes())
+
+    @rule(table=tables, keys=close_batches, seed=seeds)
+    def set(self, table: str, keys: list[int], seed: int) -> None:
+        """Weights: the last of duplicates wins, occurrences are counted."""
+        weights = weights_of(self.store, len(keys), seed, table)
+        self.both("set", table, ids_of(keys), weights)
+        for key, weight in zip(keys, weights, strict=True):
+            row, raw = self.opened(table, key), weight.view(torch.uint8).numpy().tobytes()
+            row.body[: len(raw)] = raw
+            row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
+
+    @rule(table=tables, keys=close_batches, seed=seeds)
+    def set_rows(self, table: str, keys: list[int], seed: int) -> None:
+        """Whole rows: everything comes from the row."""
+        rows = random_rows(self.store, keys, seed, table)
+        self.both("set_rows", table, rows)
+        for n, key in enumerate(keys):
+            raw = random_row(self.store.layout(table), key, 900 + n, 1 + n, seed + n)
+            self.model[table][key] = Row(900 + n, 1 + n, raw[16:])
+
+    @rule(table=tables, keys=close_batches, seed=seeds)
+    def set_state(self, table: str, keys: list[int], seed: int) -> None:
+        """One state: headers stay, missing rows are made."""
+        slot = self.store.layout(table).state_slots["momentum1"]
+        values = torch.randn(len(keys), slot.count, generator=torch.Generator().manual_seed(seed))
+        self.both("set_state", table, "momentum1", ids_of(keys), values)
+        for key, value in zip(keys, values, strict=True):
+            raw, begin = value.view(torch.uint8).numpy().tobytes(), slot.offset_bytes - 16
+            self.opened(table, key).body[begin : begin + len(raw)] = raw
+
+    @rule(table=tables, keys=close_batches, seed=seeds, step=st.integers(1, 5))
+    def apply_gradients(self, table: str, keys: list[int], seed: int, step: int) -> None:
+        """An optimizer step: the values are the reference's, headers and ids the model's."""
+        width = self.store.layout(table).embedding_dim
+        grads = torch.randn(len(keys), width, generator=torch.Generator().manual_seed(seed))
+        self.both("apply_gradients", table, ids_of(keys), grads, 0.5, step)
+        for key in keys:
+            row = self.opened(table, key)
+            row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
+            row.body[:] = self.twin.get_rows(table, ids_of([key]))[0].numpy().tobytes()[16:]
+
+    @rule(table=tables, keys=close_batches)
+    def delete(self, table: str, keys: list[int]) -> None:
+        """Rows go; the answer is how many there were."""
+        there = {key for key in keys if key in self.model[table]}
+        assert_equal(self.both("delete", table, ids_of(keys)), len(there), where="deleted")
+        for key in there:
+            del self.model[table][key]
+
+    @rule(seconds=st.integers(0, 40))
+    def wait(self, seconds: int) -> None:
+        """Time passes."""
+        self.clock.now += seconds
+
+    @rule(table=tables, ttl=st.integers(0, 60), threshold=st.integers(0, 4), kind=st.sampled_from(["ttl", "count"]))
+    def evict(self, table: str, ttl: int, threshold: int, kind: str) -> None:
+        """A round: exactly the rows of the predicate go."""
+        rows = self.model[table]
+        policy = reference.EvictionPolicy.ttl(ttl) if kind == "ttl" else reference.EvictionPolicy.count(threshold)
+        stats = self.both("evict", table, policy=policy)[table]
+        assert_equal(stats.processed_count, len(rows), where="processed")
+        if kind == "ttl":
+            gone = [key for key, row in rows.items() if ttl and self.clock.now - row.timestamp > ttl]
+        else:
+            gone = [key for key, row in rows.items() if row.count < threshold]
+        assert_equal(stats.evicted_count, len(gone), where="evicted")
+        for key in gone:
+            del rows[key]
+
+    @rule(table=tables, keys=st.lists(close_ids, max_size=8))
+    def read(self, table: str, keys: list[int]) -> None:
+        """Reads of present and missing ids agree with the model, in every way of reading."""
+        rows = self.store.get_rows(table, ids_of(keys))
+        assert_bits(rows, self.twin.get_rows(table, ids_of(keys)), where="rows, implementation and reference")
+        for key, row in zip(keys, rows, strict=True):
+            known = self.model[table].get(key)
+            expected = known.raw(key) if known else self.twin_initial(table, key)
+            assert_same_bytes(row.numpy().tobytes(), expected, where=f"row {key} of {table}")
+        layout = self.store.layout(table)
+        weights = rows[:, 16 : 16 + layout.weight_bytes].contiguous().view(layout.weight_dtype)
+        assert_bits(self.store.get(table, ids_of(keys)), weights, where="weights")
+
+    @precondition(lambda self: len(self.snapshots) < 2)
+    @rule()
+    def snapshot(self) -> None:
+        """A point in time, remembered as bytes."""
+        self.snapshots.append((self.store.snapshot(), self.expected()))
+
+    @precondition(lambda self: self.snapshots)
+    @rule()
+    def release(self) -> None:
+        """The oldest snapshot still shows its moment, then goes."""
+        taken, expected = self.snapshots.pop(0)
+        with taken:
+            assert_equal(contents(taken), expected, where="snapshot")
+
+    @rule(bucket_count=st.integers(1, 5), form=st.sampled_from(["rows", "separate"]))
+    def save(self, bucket_count: int, form: str) -> None:
+        """Save all."""
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.kvstore.save(self.store, self.home, buckets=self.kvstore.Buckets(bucket_count), form=form, durable=False)
+        self.saved = self.expected()
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(chunk_rows=st.integers(1, 5), empty=st.booleans())
+    def load(self, chunk_rows: int, empty: bool) -> None:
+        """Load over what is there, or into a new store: listed rows are replaced, others stay."""
+        assert self.saved is not None
+        if empty:
+            self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
+            self.model = {table: {} for table in TABLES}
+        self.kvstore.load(self.store, self.home, chunk_rows=chunk_rows)
+        for table, rows in self.saved.items():
+            raw = rows_tensor(list(rows.values()), self.store.layout(table).row_bytes)
+            self.twin.set_rows(table, raw)
+            for key, row in rows.items():
+                word = int.from_bytes(row[12:16], "little")
+                self.model[table][key] = Row(int.from_bytes(row[8:12], "little"), word & COUNT_MAX, row[16:])
+
+    def expected(self) -> dict[str, dict[int, bytes]]:
+        """The model as bytes."""
+        return {table: {key: row.raw(key) for key, row in rows.items()} for table, rows in self.model.items()}
+
+    @invariant()
+    def rows_are_the_model(self) -> None:
+        """Implementation and reference hold exactly the model's rows."""
+        if not hasattr(self, "model"):
+            return
+        expected = self.expected()
+        for name, store in (("implementation", self.store), ("reference", self.twin)):
+            found = contents(store)
+            for table in TABLES:
+                assert_equal(sorted(found[table]), sorted(expected[table]), where=f"{name}: ids of {table}")
+                for key, row in expected[table].items():
+                    assert_same_bytes(found[table][key], row, where=f"{name}: row {key} of {table}")
+        stats, total = self.store.stats(), sum(map(len, expected.values()))
+        assert_equal((stats.row_count, stats.block_count), (total, total), where="stats")
+
+    def teardown(self) -> None:
+        """Give everything back."""
+        for taken, _ in getattr(self, "snapshots", []):
+            taken.close()
+        if hasattr(self, "home"):
+            shutil.rmtree(self.home, ignore_errors=True)

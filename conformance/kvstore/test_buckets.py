@@ -1,0 +1,128 @@
+"""C. Keys, shards and buckets: every id in one place, and the same place every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.kvstore import strategies
+from conformance.kvstore.support import (
+    EXTREMES,
+    assert_contents,
+    contents,
+    ids_of,
+    random_rows,
+    store_of,
+    weights_of,
+)
+from refimpl.errors import ConfigError
+
+
+@requirement("KV-029", "The number of shards MUST NOT change any result.")
+@examples(30)
+@given(strategies.batches, st.integers(1, 64))
+def test_shards(kvstore: Any, keys: list[int], shards: int) -> None:
+    one, many = store_of(kvstore, num_shards=1), store_of(kvstore, num_shards=shards)
+    for store in (one, many):
+        store.set("t", ids_of(keys), weights_of(store, len(keys), 1))
+        store.apply_gradients("t", ids_of(keys[:5]), weights_of(store, len(keys[:5]), 2).nan_to_num(0, 0, 0), 0.1)
+        store.delete("t", ids_of(keys[2:4]))
+    assert_contents(many, contents(one), where=f"{shards} shards")
+    assert_equal(many.ids("t").tolist(), one.ids("t").tolist(), where="ids")
+
+
+@requirement("KV-031", "Ids in a range MUST be all ids of the table in it, both ends included, ascending, each once.")
+@examples(50)
+@given(strategies.batches, strategies.ids, strategies.ids)
+def test_id_ranges(kvstore: Any, keys: list[int], begin: int, last: int) -> None:
+    store = store_of(kvstore)
+    store.set("t", ids_of(keys), weights_of(store, len(keys), 1))
+    expected = sorted(key for key in set(keys) if begin <= key <= last)
+    assert_equal(store.ids("t", begin, last).tolist(), expected, where=f"[{begin}, {last}]")
+    assert_equal(store.ids("t").tolist(), sorted(set(keys)), where="all")
+
+
+def chunk_ids(total: int, size: int) -> Any:
+    return st.lists(st.integers(0, total * size - 1), max_size=40)
+
+
+@requirement(
+    "KV-032",
+    "Sorting by bucket MUST give a permutation of the ids, buckets never descending, ids ascending inside a bucket, "
+    "and the right count for each bucket.",
+)
+@examples(80)
+@given(st.data(), st.integers(1, 9), st.sampled_from(["interleave", "chunk"]), st.integers(1, 7))
+def test_bucket_sort(kvstore: Any, data: st.DataObject, total: int, mode: str, size: int) -> None:
+    keys = data.draw(chunk_ids(total, size) if mode == "chunk" else strategies.batches)
+    options: dict[str, Any] = {"hash_mode": mode, "bucket_size": size if mode == "chunk" else None}
+
+    def bucket(key: int) -> int:
+        return key // size if mode == "chunk" else key % total
+
+    found, counts = kvstore.sort_ids_by_bucket(ids_of(keys), 0, total, total, **options)
+    assert_equal((tuple(found.shape), tuple(counts.shape)), ((len(keys), 1), (total, 1)), where="shapes")
+    assert_equal(found[:, 0].tolist(), sorted(keys, key=lambda key: (bucket(key), key)), where="order")
+    expected = [sum(bucket(key) == b for key in keys) for b in range(total)]
+    assert_equal(counts[:, 0].tolist(), expected, where="counts")
+
+
+@requirement(
+    "KV-033",
+    "An id of a bucket outside the rank's range MUST be refused; a rank without buckets MUST get shapes [0, 1].",
+)
+@examples(60)
+@given(st.integers(1, 8), st.data())
+def test_bucket_ranges(kvstore: Any, total: int, data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, total))
+    end = data.draw(st.integers(begin, total))
+    for key in (0, total - 1, begin, end, -1, *EXTREMES):
+        inside = begin <= key % total < end
+        if inside:
+            found, counts = kvstore.sort_ids_by_bucket(ids_of([key]), begin, end, total)
+            assert_equal(found.tolist(), [[key]], where="id")
+            assert_equal(counts[:, 0].tolist(), [int(b == key % total) for b in range(begin, end)], where="counts")
+        else:
+            with raises(ConfigError, mentions=[str(key)], where=f"{key} outside [{begin}, {end}) of {total}"):
+                kvstore.sort_ids_by_bucket(ids_of([key]), begin, end, total)
+    found, counts = kvstore.sort_ids_by_bucket(ids_of([]), begin, begin, total)
+    assert_equal((tuple(found.shape), tuple(counts.shape)), ((0, 1), (0, 1)), where="no buckets")
+    for key in (-1, total * 5):
+        with raises(ConfigError, where=f"{key} outside all chunks"):
+            kvstore.sort_ids_by_bucket(ids_of([key]), 0, total, total, hash_mode="chunk", bucket_size=5)
+
+
+@requirement(
+    "KV-034", "The ranks' bucket ranges MUST tile all buckets in order, the first ranks having at most one more."
+)
+@examples(100)
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_rank_ranges(kvstore: Any, total: int, world_size: int) -> None:
+    ranges = [kvstore.rank_buckets(total, world_size, rank) for rank in range(world_size)]
+    ends = [0, *(end for _, end in ranges)]
+    assert_equal([begin for begin, _ in ranges], ends[:-1], where="begins")
+    assert_equal(ends[-1], total, where="end")
+    sizes = [end - begin for begin, end in ranges]
+    share, extra = divmod(total, world_size)
+    assert_equal(sizes, [share + 1] * extra + [share] * (world_size - extra), where="sizes")
+
+
+@requirement("KV-036", "Tables of one store MUST never see each other's ids, in any verb.")
+@examples(30)
+@given(strategies.close_batches, strategies.close_batches)
+def test_tables_are_apart(kvstore: Any, first: list[int], second: list[int]) -> None:
+    layout = kvstore.RowLayout(6, optimizer="adam")
+    both = store_of(kvstore, {"a": layout, "b": layout}, initializer=kvstore.Initializer.zeros())
+    alone = {table: store_of(kvstore, {table: layout}, initializer=kvstore.Initializer.zeros()) for table in "ab"}
+    for table, keys in (("a", first), ("b", second), ("a", second[:3])):
+        for store in (both, alone[table]):
+            store.set(table, ids_of(keys), weights_of(store, len(keys), 1, table))
+    for store in (both, alone["a"]):
+        store.delete("a", ids_of(first[:4]))
+    for store in (both, alone["b"]):
+        store.set_rows("b", random_rows(store, second[-2:], 3, "b"))
+        store.evict("b", policy=kvstore.EvictionPolicy.count(2))
+    assert_contents(both, {table: contents(alone[table])[table] for table in "ab"}, where="beside each other")

@@ -1,0 +1,207 @@
+"""I. Threads: real ones, started together by a barrier; a torn row, a lost row or a step backwards is seen by value."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+
+ROWS, WIDTH, TURNS = 24, 32, 40
+
+
+def together(*jobs: Callable[[], None]) -> None:
+    """Run the jobs in threads that start at once; the first error is raised here, a comparison before all others."""
+    barrier, errors = threading.Barrier(len(jobs)), []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            barrier.wait()
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: not isinstance(error, Mismatch)):
+        raise error
+
+
+def versioned(store: Any, version: int) -> torch.Tensor:
+    """Weights whose every element encodes (id, version)."""
+    width = store.layout("t").embedding_dim
+    return (torch.arange(ROWS)[:, None] * 1000 + version).to(torch.float32).expand(ROWS, width).contiguous()
+
+
+def check_rows(weights: torch.Tensor, seen: dict[int, int], who: str) -> None:
+    """No row is a mixture, none belongs to another id, no version goes backwards."""
+    for key, weight in enumerate(weights):
+        values = torch.unique(weight)
+        assert_equal(values.numel(), 1, where=f"{who}: row {key} is of one version")
+        owner, version = divmod(int(values[0]), 1000)
+        assert_equal(owner, key, where=f"{who}: row {key} is its own")
+        assert_equal(version >= seen.get(key, 0), True, where=f"{who}: version {version} of row {key} after {seen}")
+        seen[key] = version
+
+
+@requirement(
+    "KV-065",
+    "While rows are set, read, grown and deleted in threads, no row that is read MUST be a mixture of two writes, and "
+    "versions MUST never go backwards for one reader.",
+)
+def test_no_torn_rows(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(WIDTH))
+    ids = ids_of(range(ROWS))
+    store.set("t", ids, versioned(store, 0))
+    finished = threading.Event()
+
+    def write() -> None:
+        try:
+            for version in range(1, TURNS):
+                store.set("t", ids, versioned(store, version))
+        finally:
+            finished.set()
+
+    def churn() -> None:
+        turn = 0
+        while not finished.is_set():
+            turn += 1
+            other = ids_of(range(10_000 + turn * 50, 10_050 + turn * 50))
+            store.set("t", other, torch.full((50, WIDTH), -1.0))
+            store.delete("t", other)
+
+    def read(name: str) -> None:
+        seen: dict[int, int] = {}
+        last = False
+        while not last:
+            last = finished.is_set()
+            check_rows(store.get("t", ids), seen, name)
+
+    together(write, churn, lambda: read("one"), lambda: read("two"))
+    assert_bits(store.get("t", ids), versioned(store, TURNS - 1), where="at the end")
+    assert_equal(store.size("t"), ROWS, where="size at the end")
+
+
+@requirement(
+    "KV-066",
+    "Disjoint writers in threads MUST leave what one thread leaves; writers that race for the same missing ids MUST "
+    "leave one row each, whole, with every occurrence counted.",
+)
+def test_writers(kvstore: Any) -> None:
+    layout = kvstore.RowLayout(WIDTH, optimizer="adagrad")
+    store, alone = store_of(kvstore, layout), store_of(kvstore, layout)
+
+    def write(target: Any, part: int) -> None:
+        for turn in range(6):
+            ids = ids_of(range(part * 1000, part * 1000 + 150))
+            target.set("t", ids, torch.full((150, WIDTH), float(turn)))
+            target.apply_gradients("t", ids, torch.ones(150, WIDTH), 0.5)
+            target.delete("t", ids[turn::7].contiguous())
+
+    together(*[lambda part=part: write(store, part) for part in range(4)])
+    for part in range(4):
+        write(alone, part)
+    assert_contents(store, contents(alone), where="disjoint writers")
+    for turn in range(10):
+        ids = ids_of(range(50_000 + turn * 100, 50_100 + turn * 100))
+        race = [lambda v=v, ids=ids: store.set("t", ids, torch.full((100, WIDTH), float(v))) for v in (1, 2, 3)]
+        together(*race)
+        weights = store.get("t", ids)
+        assert_equal(bool((weights == weights[:, :1]).all() and weights.ge(1).all()), True, where="whole rows")
+        counts = (store.metadata("t", ids)[:, 0] >> 32) & (2**31 - 1)
+        assert_equal(counts.tolist(), [3] * 100, where="occurrences")
+    stats = store.stats()
+    assert_equal((stats.row_count, stats.block_count), (store.size("t"),) * 2, where="one block for each row")
+
+
+@requirement(
+    "KV-067",
+    "While whole rows are loaded, each row that is read MUST be the old one, the new one or missing, never a mixture.",
+)
+def test_load_beside_reads(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(WIDTH, optimizer="adam"))
+    old, new = (random_rows(store, range(300), seed) for seed in (1, 2))
+    missing = store.get_rows("t", ids_of(range(300)))
+    store.set_rows("t", old[:150].contiguous())
+    finished = threading.Event()
+
+    def load() -> None:
+        try:
+            for first in range(0, 300, 20):
+                store.set_rows("t", new[first : first + 20].contiguous())
+        finally:
+            finished.set()
+
+    def read() -> None:
+        last = False
+        while not last:
+            last = finished.is_set()
+            rows = store.get_rows("t", ids_of(range(300)))
+            known = [(rows == other).all(dim=1) for other in (old, new, missing)]
+            assert_equal(int((known[0] | known[1] | known[2]).sum()), 300, where="rows that are no mixture")
+
+    together(load, read, read)
+    assert_bits(store.get_rows("t", ids_of(range(300))), new, where="at the end")
+
+
+@requirement(
+    "KV-095",
+    "Snapshots that are taken while threads write MUST each hold, of every batch, all rows or none.",
+)
+def test_snapshots_beside_writes(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4))
+    ids = ids_of(range(200))
+    store.set("t", ids, torch.zeros(200, 4))
+    finished = threading.Event()
+
+    def write() -> None:
+        try:
+            for version in range(1, TURNS):
+                store.set("t", ids, torch.full((200, 4), float(version)))
+        finally:
+            finished.set()
+
+    def look() -> None:
+        last = False
+        while not last:
+            last = finished.is_set()
+            with store.snapshot() as taken:
+                first = taken.get("t", ids)
+                assert_equal(torch.unique(first).numel(), 1, where="versions in one snapshot")
+                assert_bits(taken.get("t", ids), first, where="read again")
+
+    together(write, look, look)
+    assert_equal(store.stats().snapshot_count, 0, where="snapshots alive")
+
+
+@requirement(
+    "KV-096",
+    "An eviction round in slices beside writers MUST evict no row that is written after the round began.",
+)
+def test_eviction_beside_writes(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4))
+    store.set("t", ids_of(range(2000)), torch.zeros(2000, 4))
+    round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(2), slice_rows=16)
+    kept = ids_of(range(0, 2000, 3))
+    written = threading.Barrier(2)
+
+    def write() -> None:
+        store.set("t", kept, torch.ones(kept.numel(), 4))
+        written.wait()
+        for turn in range(20):
+            store.set("t", kept, torch.full((kept.numel(), 4), float(turn)))
+
+    def evict() -> None:
+        written.wait()
+        round_.run()
+
+    together(write, evict)
+    assert_equal(store.ids("t").tolist(), kept.tolist(), where="kept")
+    assert_equal(round_.stats.evicted_count, 2000 - kept.numel(), where="evicted")

@@ -1,0 +1,265 @@
+"""F. Eviction: exactly the rows of the predicate, fresh rows afterwards, nothing leaked, nothing stale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_le, assert_same_bytes, examples, raises, requirement
+from conformance.kvstore.support import (
+    Clock,
+    assert_bits,
+    assert_contents,
+    contents,
+    header,
+    ids_of,
+    random_row,
+    random_rows,
+    rows_tensor,
+    store_of,
+    weights_of,
+)
+from refimpl.errors import CapacityError, ConfigError
+
+NOW = 10_000
+stamps = st.sampled_from([NOW - 101, NOW - 100, NOW - 99, NOW, 0, 1])
+counts = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 2**31 - 1])
+fields = st.lists(st.tuples(stamps, counts), min_size=0, max_size=12)
+
+
+def store_with(kvstore: Any, rows: list[tuple[int, int]], **options: Any) -> Any:
+    """A store at NOW whose row k has the k-th (timestamp, count)."""
+    store = store_of(kvstore, clock=Clock(NOW), **options)
+    layout = store.layout("t")
+    raw = [random_row(layout, key, stamp, count, key) for key, (stamp, count) in enumerate(rows)]
+    store.set_rows("t", rows_tensor(raw, layout.row_bytes))
+    return store
+
+
+@requirement(
+    "KV-056",
+    "ttl, count, both, l2, timestamp and score MUST each evict exactly the rows of their predicate, strict where it "
+    "says so; 0 means never; counts are decayed, rounded down, in the rows that stay.",
+)
+@examples(80)
+@given(fields, st.sampled_from([0, 99, 100, 101]), st.integers(0, 5), st.sampled_from([1.0, 0.5, 0.9, 0.0]))
+def test_predicates(kvstore: Any, rows: list[tuple[int, int]], ttl: int, threshold: int, decay: float) -> None:
+    policy = kvstore.EvictionPolicy
+
+    def old(row: tuple[int, int]) -> bool:
+        return ttl > 0 and NOW - row[0] > ttl
+
+    def rare(row: tuple[int, int]) -> bool:
+        return math.floor(row[1] * decay) < threshold
+
+    cases = {
+        "ttl": (policy.ttl(ttl), old, 1.0),
+        "count": (policy.count(threshold, decay), rare, decay),
+        "ttl_count": (policy.ttl_count(ttl, threshold, decay), lambda row: old(row) and rare(row), decay),
+        "timestamp": (policy.older_than(NOW - ttl), lambda row: row[0] < NOW - ttl, 1.0),
+    }
+    for name, (chosen, predicate, factor) in cases.items():
+        store = store_with(kvstore, rows, eviction=chosen)
+        before = contents(store)
+        stats = store.evict()["t"]
+        kept = {key: row for key, row in enumerate(rows) if not predicate(row)}
+        assert_equal((stats.processed_count, stats.evicted_count), (len(rows), len(rows) - len(kept)), where=name)
+        expected = {
+            key: header(key, stamp, math.floor(count * factor)) + before["t"][key][16:]
+            for key, (stamp, count) in kept.items()
+        }
+        assert_contents(store, {"t": expected}, where=name)
+
+
+@requirement("KV-088", "l2 MUST evict exactly the rows whose sum of squares in float64 is below the squared threshold.")
+def test_l2(kvstore: Any) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        store = store_of(kvstore, kvstore.RowLayout(3, dtype))
+        values = [
+            [3.0, 4.0, 0.0],
+            [3.0, 3.9375, 0.0],
+            [0.0, 0.0, 0.0],
+            [0.0, -5.0, 0.0],
+            [math.nan, 0, 0],
+            [-3, -4, 0.5],
+        ]
+        store.set("t", ids_of(range(6)), torch.tensor(values).to(dtype))
+        stats = store.evict("t", policy=kvstore.EvictionPolicy.l2(5.0))["t"]
+        assert_equal(store.ids("t").tolist(), [0, 3, 4, 5], where=f"kept in {dtype}")
+        assert_equal(stats.evicted_count, 2, where="evicted")
+        store.evict("t", policy=kvstore.EvictionPolicy.l2(0.0))
+        assert_equal(store.size("t"), 4, where="threshold 0 never evicts")
+
+
+@requirement(
+    "KV-089",
+    "score MUST keep the rows of highest score, ties by the higher id, and under it set MUST leave scores alone.",
+)
+@examples(40)
+@given(st.lists(st.sampled_from([0.0, 1e-45, 0.5, 1.0, math.inf]), max_size=12), st.integers(0, 12))
+def test_scores(kvstore: Any, scores: list[float], keep: int) -> None:
+    store = store_of(kvstore, eviction=kvstore.EvictionPolicy.score(keep))
+    ids = ids_of(range(len(scores)))
+    store.set("t", ids, weights_of(store, len(scores), 1))
+    assert_bits(store.get_scores("t", ids), torch.zeros(len(scores)), where="fresh scores")
+    store.set_scores("t", ids, torch.tensor(scores))
+    store.set("t", ids, weights_of(store, len(scores), 2))
+    assert_bits(store.get_scores("t", ids), torch.tensor(scores), where="scores after set")
+    store.evict()
+    ranked = sorted(range(len(scores)), key=lambda key: (scores[key], key))
+    kept = sorted(ranked[-keep:]) if keep else sorted(ranked)
+    assert_equal(store.ids("t").tolist(), kept, where=f"kept {keep} of {scores}")
+
+
+@requirement(
+    "KV-057",
+    "An evicted or deleted id MUST read as missing; written again its row MUST be fresh: state zero, its own count, "
+    "no byte of the old row.",
+)
+def test_fresh_after_eviction(kvstore: Any) -> None:
+    store, clock = store_of(kvstore), Clock(1)
+    untouched = store_of(kvstore)
+    store.options.clock.now = 5000
+    ids = ids_of(range(40))
+    store.set_rows("t", random_rows(store, range(40), 1))
+    store.evict("t", policy=kvstore.EvictionPolicy.ttl(1))
+    assert_equal(store.size("t"), 0, where="all evicted")
+    assert_bits(store.get_rows("t", ids), untouched.get_rows("t", ids), where="reads as missing")
+    weights = weights_of(store, 40, 2)
+    store.set("t", ids.flip(0).contiguous(), weights)
+    for key, weight in zip(reversed(range(40)), weights, strict=True):
+        row = store.get_rows("t", ids_of([key]))[0].numpy().tobytes()
+        expected = header(key, 5000, 1) + weight.view(torch.uint8).numpy().tobytes()
+        expected += bytes(len(row) - len(expected))
+        assert_same_bytes(row, expected, where=f"row {key}")
+    assert_equal(clock.now, 1, where="helper")
+
+
+@requirement("KV-058", "Allocated blocks MUST be as many as rows after any operation, refused ones included.")
+@examples(30)
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(-9, 9), max_size=9)), max_size=12))
+def test_no_leak(kvstore: Any, program: list[tuple[int, list[int]]]) -> None:
+    store = store_of(kvstore, capacity=12)
+    for verb, keys in program:
+        ids = ids_of(keys)
+        if verb == 0:
+            store.set("t", ids, weights_of(store, len(keys), 1))
+        elif verb == 1:
+            store.set_rows("t", random_rows(store, keys, 1))
+        elif verb == 2:
+            store.delete("t", ids)
+        elif verb == 3:
+            store.evict("t", policy=kvstore.EvictionPolicy.count(2))
+        elif verb == 4:
+            store.apply_gradients("t", ids, torch.ones(len(keys), 6), 0.1)
+        else:
+            with raises(CapacityError):
+                store.set("t", ids_of(range(13)), torch.zeros(13, 6))
+        stats = store.stats()
+        assert_equal((stats.block_count, stats.row_count), (store.ids("t").numel(),) * 2, where=f"after {verb} {keys}")
+
+
+@requirement(
+    "KV-059", "A row that is written after its round began MUST stay, whatever its statistics were at the beginning."
+)
+def test_stale_statistics(kvstore: Any) -> None:
+    store = store_with(kvstore, [(0, 1)] * 9)
+    round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.older_than(NOW), slice_rows=3)
+    store.set("t", ids_of([4]), weights_of(store, 1, 1))
+    round_.step()
+    store.set_rows("t", rows_tensor([random_row(store.layout("t"), 7, 0, 1, 3)], store.layout("t").row_bytes))
+    store.delete("t", ids_of([5, 8]))
+    store.set("t", ids_of([8, 100]), weights_of(store, 2, 5))
+    stats = round_.run()
+    assert_equal(store.ids("t").tolist(), [4, 7, 8, 100], where="kept")
+    assert_equal((stats.processed_count, stats.evicted_count), (9, 5), where="stats")
+
+
+@requirement(
+    "KV-060",
+    "Steps, pauses, resumptions and cancellation in any order MUST end, never look at a row twice, and count right.",
+)
+@examples(50)
+@given(st.lists(st.sampled_from(["step", "pause", "resume", "cancel", "write"]), max_size=14), st.integers(1, 5))
+def test_rounds(kvstore: Any, program: list[str], slice_rows: int) -> None:
+    store = store_with(kvstore, [(0, k) for k in range(12)])
+    round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(6, 0.5), slice_rows=slice_rows)
+    size, paused = 12, False
+    for verb in program:
+        before = round_.stats
+        if verb == "write":
+            store.set("t", ids_of([500]), weights_of(store, 1, 1))
+            size += 500 not in store.ids("t").tolist()
+        else:
+            getattr(round_, verb)()
+        paused = verb == "pause" or (paused and verb not in ("resume",))
+        moved = round_.stats.processed_count - before.processed_count
+        expected = min(slice_rows, 12 - before.processed_count) if verb == "step" and not paused else 0
+        if not round_.done or verb != "step":
+            assert_equal(moved, expected, where=f"rows looked at by {verb}")
+    cancelled = "cancel" in program
+    stats = round_.run()
+    assert_equal(round_.done, True, where="done")
+    if not cancelled:
+        assert_equal((stats.processed_count, stats.evicted_count), (12, 12), where="all looked at")
+    assert_le(stats.evicted_count, stats.processed_count, where="evicted")
+    left = [key for key in store.ids("t").tolist() if key < 12]
+    assert_equal(len(left), 12 - stats.evicted_count, where="size change")
+
+
+@requirement("KV-062", "Evicting half and inserting as many again MUST NOT allocate more.")
+def test_memory_is_reused(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    store.set("t", ids_of(range(4000)), torch.zeros(4000, 6))
+    before = store.stats().allocated_bytes
+    for turn in range(4):
+        first = 4000 + turn * 2000
+        store.delete("t", store.ids("t")[:2000])
+        store.set("t", ids_of(range(first, first + 2000)), torch.zeros(2000, 6))
+        assert_le(store.stats().allocated_bytes, before, where=f"turn {turn}")
+
+
+@requirement("KV-063", "A round over an empty table, and one that evicts every row, MUST work.")
+def test_empty_rounds(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    policy = kvstore.EvictionPolicy.count(1000)
+    empty = store.evict("t", policy=policy)["t"]
+    assert_equal((empty.processed_count, empty.evicted_count), (0, 0), where="empty")
+    store.set("t", ids_of(range(50)), torch.zeros(50, 6))
+    full = store.evict("t", policy=policy)["t"]
+    assert_equal((full.processed_count, full.evicted_count, store.size("t")), (50, 50, 0), where="all")
+    assert_equal(store.stats().evicted_count, 50, where="stats")
+    with raises(ConfigError, where="no policy"):
+        store.evict("t")
+    assert_equal(store.evict(), {}, where="no table has a policy")
+
+
+@requirement(
+    "KV-090",
+    "A table with a capacity MUST never hold more: the oldest rows go, ties by lower id, never one of the batch; a "
+    "batch that cannot fit MUST be refused whole.",
+)
+@examples(40)
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 12), max_size=6)), max_size=10))
+def test_capacity(kvstore: Any, program: list[tuple[int, list[int]]]) -> None:
+    clock = Clock(1)
+    store = store_of(kvstore, capacity=5, clock=clock)
+    model: dict[int, int] = {}
+    for seconds, keys in program:
+        clock.now += seconds
+        if len(set(keys)) > 5:
+            before = contents(store)
+            with raises(CapacityError):
+                store.set("t", ids_of(keys), weights_of(store, len(keys), 1))
+            assert_contents(store, before, where="after a refusal")
+            continue
+        store.set("t", ids_of(keys), weights_of(store, len(keys), 1))
+        model |= dict.fromkeys(keys, clock.now)
+        candidates = sorted((stamp, key) for key, stamp in model.items() if key not in keys)
+        for _, key in candidates[: max(0, len(model) - 5)]:
+            del model[key]
+        assert_equal(store.ids("t").tolist(), sorted(model), where=f"after {keys} at {clock.now}")

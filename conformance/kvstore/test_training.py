@@ -1,0 +1,231 @@
+"""H. Training: the optimizer in the row is the optimizer, and weight and state are of one step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
+from conformance.kvstore.support import Clock, assert_bits, assert_contents, contents, ids_of, store_of
+from refimpl.errors import ConfigError, ShapeError
+
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+LR, EPS, BETA1, BETA2 = 0.05, 1e-8, 0.9, 0.999
+
+
+def dense_steps(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Steps of textbook formulas on a dense table, in the dtype."""
+    w = weight.to(dtype)
+    m1, m2 = torch.zeros_like(w), torch.zeros_like(w)
+    for step, grad in enumerate(grads, start=1):
+        g = grad.to(dtype)
+        square = (g * g).mean(dim=1, keepdim=True).expand_as(g) if "rowwise" in optimizer else g * g
+        if optimizer == "sgd":
+            w = w - LR * g
+        elif "adagrad" in optimizer:
+            m2 = m2 + square
+            w = w - LR * g / (m2.sqrt() + EPS)
+        else:
+            m1 = BETA1 * m1 + (1 - BETA1) * g
+            m2 = BETA2 * m2 + (1 - BETA2) * square
+            w = w - LR / (1 - BETA1**step) * m1 / (m2.sqrt() / (1 - BETA2**step) ** 0.5 + EPS)
+    return w
+
+
+@requirement(
+    "KV-076",
+    "k steps on the rows of a store MUST be k steps of the dense optimizer, within twice the error of the textbook "
+    "formulas in float32, and bit for bit the same when it is saved, loaded and continued in the middle.",
+)
+def test_steps(kvstore: Any, tmp_path: Path, tolerance_factor: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for optimizer in OPTIMIZERS:
+        layout, clock = kvstore.RowLayout(12, optimizer=optimizer), Clock()
+        store = store_of(kvstore, layout, clock=clock, initializer=kvstore.Initializer.uniform(-1, 1))
+        ids = ids_of(range(-20, 20))
+        initial = store.get("t", ids)
+        grads = [torch.randn(40, 12, generator=generator) for _ in range(8)]
+        continued = None
+        for step, grad in enumerate(grads, start=1):
+            for each in (store, continued):
+                if each is not None:
+                    each.apply_gradients("t", ids, grad, LR, step, eps=EPS, beta1=BETA1, beta2=BETA2)
+            if step == 4:
+                kvstore.save(store, tmp_path / optimizer, durable=False)
+                continued = store_of(kvstore, layout, clock=clock, seed=99)
+                kvstore.load(continued, tmp_path / optimizer)
+        assert continued is not None
+        assert_contents(continued, contents(store), where=f"{optimizer} continued")
+        naive, exact = (dense_steps(optimizer, initial, grads, dtype) for dtype in (torch.float32, torch.float64))
+        assert_within_derived(store.get("t", ids), naive, exact, factor=tolerance_factor, where=optimizer)
+
+
+@requirement(
+    "KV-092",
+    "Duplicates MUST be reduced first, in float32 from +0 in ascending position, and the step MUST be the documented "
+    "operations to the bit, for every optimizer and dtype.",
+)
+@examples(30)
+@given(
+    st.sampled_from(OPTIMIZERS),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.lists(st.integers(-2, 2), min_size=1, max_size=12),
+    st.integers(1, 30),
+    st.integers(0, 1000),
+)
+def test_exact_step(kvstore: Any, optimizer: str, dtype: torch.dtype, keys: list[int], step: int, seed: int) -> None:
+    layout = kvstore.RowLayout(11, dtype, optimizer)
+    store = store_of(kvstore, layout)
+    generator = torch.Generator().manual_seed(seed)
+    for number in (step, step + 1):
+        grads = torch.randn(len(keys), 11, generator=generator)
+        before = {key: one_row(store, key) for key in set(keys)}
+        store.apply_gradients("t", ids_of(keys), grads, LR, number)
+        for key, (weight, m1, m2) in before.items():
+            total = torch.zeros(11)
+            for position, other in enumerate(keys):
+                total = total + grads[position] if other == key else total
+            expected = one_step(optimizer, weight.float(), total, m1, m2, number)
+            found = one_row(store, key)
+            for name, got, wanted, kind in zip(
+                ("weight", "m1", "m2"), found, expected, (dtype, None, None), strict=True
+            ):
+                assert_bits(got, wanted if kind is None else wanted.to(kind), where=f"{optimizer} {name} of {key}")
+
+
+def one_row(store: Any, key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weight and states of one row; a state that is not there is empty."""
+    slots, ids = store.layout("t").state_slots, ids_of([key])
+    states = [store.get_state("t", n, ids)[0] if n in slots else torch.zeros(0) for n in ("momentum1", "momentum2")]
+    return store.get("t", ids)[0], states[0], states[1]
+
+
+def f32(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def lanes_sum(values: torch.Tensor) -> torch.Tensor:
+    """The documented order of a row's sum: eight lanes, then halves."""
+    lanes = [f32(0.0)] * 8
+    for element, value in enumerate(values):
+        lanes[element % 8] = lanes[element % 8] + value
+    for half in (4, 2, 1):
+        lanes = [lanes[k] + lanes[k + half] for k in range(half)]
+    return lanes[0]
+
+
+def one_step(
+    optimizer: str, w: torch.Tensor, g: torch.Tensor, m1: torch.Tensor, m2: torch.Tensor, step: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step of one row, one float32 operation after the other."""
+    mean = (lanes_sum(g * g) / f32(11)).reshape(1)
+    if optimizer == "sgd":
+        return w - f32(LR) * g, m1, m2
+    if "adagrad" in optimizer:
+        m1 = m1 + (mean if "rowwise" in optimizer else g * g)
+        return w - (f32(LR) * g) / (m1.sqrt() + f32(1e-8)), m1, m2
+    m1 = f32(BETA1) * m1 + f32(1 - BETA1) * g
+    m2 = f32(BETA2) * m2 + f32(1 - BETA2) * (mean if "rowwise" in optimizer else g * g)
+    denominator = m2.sqrt() / f32((1 - BETA2**step) ** 0.5) + f32(1e-8)
+    return w - (f32(LR / (1 - BETA1**step)) * m1) / denominator, m1, m2
+
+
+@requirement(
+    "KV-077",
+    "Weight and every state that is saved of an id MUST come from the same step, while training goes on.",
+)
+def test_one_moment(kvstore: Any, tmp_path: Path) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adagrad"), initializer=kvstore.Initializer.zeros())
+    ids = ids_of(range(50))
+    for form in ("rows", "separate"):
+        for step in range(1, 4):
+            store.apply_gradients("t", ids, torch.ones(50, 4), 1.0, step)
+            state = store.state_dict(chunk_rows=9)
+            weights, states = [], []
+            for start in range(0, 50, 9):
+                count = min(9, 50 - start)
+                weights.append(state["t.weight"].narrow(0, start, count))
+                store.apply_gradients("t", ids, torch.ones(50, 4), 1.0, step + 1)
+                states.append(state["t.momentum1"].narrow(0, start, count))
+            # With gradients of one, momentum1 counts the steps and the weight is minus the sum of 1 / sqrt(k).
+            momentum = torch.cat(states)
+            assert_equal(torch.unique(momentum).numel(), 1, where="one step for all rows")
+            steps = int(momentum[0, 0])
+            expected = f32(0.0)
+            for k in range(1, steps + 1):
+                expected = expected - f32(1.0) / (f32(float(k)).sqrt() + f32(1e-8))
+            assert_bits(torch.cat(weights), expected.expand(50, 4).contiguous(), where=f"weights of step {steps}")
+        kvstore.save(store, tmp_path / form, form=form, durable=False)
+
+
+@requirement(
+    "KV-093",
+    "KVEmbeddingBag MUST pool like torch.nn.EmbeddingBag and train like it with the dense optimizer; KVEmbedding like "
+    "torch.nn.Embedding; a missing id MUST read as its initial weight and be inserted by backward only.",
+)
+def test_modules(kvstore: Any, tolerance_factor: float) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for mode in ("sum", "mean", None):
+        store = store_of(kvstore, kvstore.RowLayout(8, optimizer="adagrad"))
+        every = ids_of(range(12))
+        initial = store.get("t", every)
+        module = kvstore.KVEmbedding(store, lr=LR) if mode is None else kvstore.KVEmbeddingBag(store, mode=mode, lr=LR)
+        tables = [torch.nn.Parameter(initial.to(dtype)) for dtype in (torch.float32, torch.float64)]
+        optimizers = [torch.optim.Adagrad([table], lr=LR, eps=EPS) for table in tables]
+        for _ in range(4):
+            ids = torch.randint(0, 12, (30,), generator=generator)
+            offsets = ids_of([0, 0, 4, 5, 30])
+            arguments = (ids.reshape(5, 6),) if mode is None else (ids, offsets)
+            out = module(*arguments)
+            grad = torch.randn(out.shape, generator=generator)
+            dense = [
+                torch.nn.functional.embedding(arguments[0], table)
+                if mode is None
+                else torch.nn.functional.embedding_bag(ids, table, offsets, mode=mode)
+                for table in tables
+            ]
+            where = f"{mode} forward"
+            assert_within_derived(
+                out.detach(), dense[0].detach(), dense[1].detach(), factor=2 * tolerance_factor, where=where
+            )
+            out.backward(grad)
+            for table, optimizer, result in zip(tables, optimizers, dense, strict=True):
+                optimizer.zero_grad()
+                result.backward(grad.to(table.dtype))
+                optimizer.step()
+        found = store.get("t", every)
+        assert_within_derived(
+            found, tables[0].detach(), tables[1].detach(), factor=2 * tolerance_factor, where=f"{mode}"
+        )
+        size = store.size("t")
+        bag = ids_of([10**12]).reshape(1, 1)
+        out = module(bag)
+        assert_bits(out.reshape(1, 8).detach(), store.get("t", ids_of([10**12])), where="a missing id")
+        assert_equal(store.size("t"), size, where="forward inserts nothing")
+        out.sum().backward()
+        assert_equal(store.size("t"), size + 1, where="backward inserts")
+
+
+@requirement("KV-094", "Modules MUST refuse tables without an optimizer, other modes, and offsets that do not cut.")
+def test_refused_modules(kvstore: Any) -> None:
+    plain = store_of(kvstore, kvstore.RowLayout(4))
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="sgd"))
+    bag = kvstore.KVEmbeddingBag(store, mode="sum")
+    ids = ids_of([1, 2, 3])
+    for error, call in (
+        (ConfigError, lambda: kvstore.KVEmbeddingBag(plain)),
+        (ConfigError, lambda: kvstore.KVEmbedding(plain)),
+        (ConfigError, lambda: kvstore.KVEmbeddingBag(store, mode="max")),
+        (ShapeError, lambda: bag(ids)),
+        (ShapeError, lambda: bag(ids, ids_of([1, 2]))),
+        (ShapeError, lambda: bag(ids, ids_of([0, 2, 1]))),
+        (ShapeError, lambda: bag(ids, ids_of([0, 4]))),
+        (ShapeError, lambda: bag(ids, ids_of([]))),
+    ):
+        with raises(error):
+            call()
+    assert_bits(bag(ids_of([]), ids_of([])).detach(), torch.zeros(0, 4), where="no bags")
