@@ -242,7 +242,7 @@ def test_torn_files(kvstore: Any, tmp_path: Path) -> None:
 )
 def test_weights_only(kvstore: Any, tmp_path: Path) -> None:
     store = filled(kvstore)
-    small = kvstore.KVStore({t: layout for t, layout in layouts_of(kvstore).items()}, clock=Clock())
+    small = kvstore.KVStore(dict(layouts_of(kvstore)), clock=Clock())
     for form in ("rows", "separate"):
         save(kvstore, store, tmp_path / form, form=form)
         for other in (fresh(kvstore), small):

@@ -14,11 +14,11 @@ from conformance.kvstore.support import assert_bits, assert_contents, contents, 
 ROWS, WIDTH, TURNS = 24, 32, 40
 
 
-def together(*jobs: Callable[[], None]) -> None:
+def together(*jobs: Callable[[], object]) -> None:
     """Run the jobs in threads that start at once; the first error is raised here, a comparison before all others."""
-    barrier, errors = threading.Barrier(len(jobs)), []
+    barrier, errors = threading.Barrier(len(jobs)), list[BaseException]()
 
-    def run(job: Callable[[], None]) -> None:
+    def run(job: Callable[[], object]) -> None:
         try:
             barrier.wait()
             job()
@@ -190,18 +190,12 @@ def test_eviction_beside_writes(kvstore: Any) -> None:
     store.set("t", ids_of(range(2000)), torch.zeros(2000, 4))
     round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(2), slice_rows=16)
     kept = ids_of(range(0, 2000, 3))
-    written = threading.Barrier(2)
+    store.set("t", kept, torch.ones(kept.numel(), 4))
 
     def write() -> None:
-        store.set("t", kept, torch.ones(kept.numel(), 4))
-        written.wait()
         for turn in range(20):
             store.set("t", kept, torch.full((kept.numel(), 4), float(turn)))
 
-    def evict() -> None:
-        written.wait()
-        round_.run()
-
-    together(write, evict)
+    together(write, round_.run)
     assert_equal(store.ids("t").tolist(), kept.tolist(), where="kept")
     assert_equal(round_.stats.evicted_count, 2000 - kept.numel(), where="evicted")

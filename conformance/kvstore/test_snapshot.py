@@ -68,7 +68,7 @@ def test_eviction_during_save(kvstore: Any) -> None:
     store.set_rows("t", random_rows(store, range(60), 1))
     before = contents(store)
     state = store.state_dict(chunk_rows=7)
-    found = {}
+    found: dict[int, bytes] = {}
     for start, rows in state["t.weight"].chunks():
         keys = state["t.weight_id"].narrow(0, start, rows.shape[0])[:, 0]
         found |= {int(key): row.numpy().tobytes() for key, row in zip(keys, rows, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_modules(kvstore: Any, tolerance_factor: float) -> None:
             out.backward(grad)
             for table, optimizer, result in zip(tables, optimizers, dense, strict=True):
                 optimizer.zero_grad()
-                result.backward(grad.to(table.dtype))
+                torch.autograd.backward(result, grad.to(table.dtype))
                 optimizer.step()
         found = store.get("t", every)
         assert_within_derived(
@@ -216,7 +217,7 @@ def test_refused_modules(kvstore: Any) -> None:
     store = store_of(kvstore, kvstore.RowLayout(4, optimizer="sgd"))
     bag = kvstore.KVEmbeddingBag(store, mode="sum")
     ids = ids_of([1, 2, 3])
-    for error, call in (
+    refusals: list[tuple[type[Exception], Callable[[], Any]]] = [
         (ConfigError, lambda: kvstore.KVEmbeddingBag(plain)),
         (ConfigError, lambda: kvstore.KVEmbedding(plain)),
         (ConfigError, lambda: kvstore.KVEmbeddingBag(store, mode="max")),
@@ -225,7 +226,8 @@ def test_refused_modules(kvstore: Any) -> None:
         (ShapeError, lambda: bag(ids, ids_of([0, 2, 1]))),
         (ShapeError, lambda: bag(ids, ids_of([0, 4]))),
         (ShapeError, lambda: bag(ids, ids_of([]))),
-    ):
+    ]
+    for error, call in refusals:
         with raises(error):
             call()
     assert_bits(bag(ids_of([]), ids_of([])).detach(), torch.zeros(0, 4), where="no bags")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -292,7 +293,7 @@ def test_inputs_stay(kvstore: Any) -> None:
     }
     copies = {name: value.clone() for name, value in inputs.items()}
     view = kvstore.KVTensor(store, ids_of([1, 2]))
-    for act in (
+    acts: list[Callable[[], Any]] = [
         lambda: store.set("t", inputs["ids"], inputs["weights"]),
         lambda: store.set_rows("t", inputs["rows"]),
         lambda: store.set_state("t", "momentum1", inputs["ids"], inputs["state"]),
@@ -302,7 +303,8 @@ def test_inputs_stay(kvstore: Any) -> None:
         lambda: store.load_state_dict({"t.weight": inputs["rows"], "t.weight_id": inputs["ids"]}),
         lambda: store.get("t", inputs["ids"]),
         lambda: store.delete("t", inputs["ids"]),
-    ):
+    ]
+    for act in acts:
         act()
         for name, value in inputs.items():
             assert_bits(value, copies[name], where=name)
@@ -454,7 +456,7 @@ def test_close(kvstore: Any) -> None:
     with store:
         pass
     store.close()
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "get": lambda: store.get("t", ids),
         "set": lambda: store.set("t", ids, torch.zeros(1, 6)),
         "ids": lambda: store.ids("t"),
@@ -490,3 +492,19 @@ def test_flags(kvstore: Any) -> None:
     for flag, width in ((True, store.layout("t").row_bytes), (False, 6)):
         store.set_return_whole_row(flag)
         assert_equal(store.state_dict()["t.weight"].shape[1], width, where=f"return_whole_row={flag}")
+
+
+@requirement(
+    "KV-102", "A row whose values are all zero, or -0.0, MUST be a row: found, listed, and read as it was set."
+)
+def test_zero_rows(kvstore: Any) -> None:
+    store = store_of(kvstore, initializer=kvstore.Initializer.uniform(1, 2))
+    weights = torch.zeros(2, 6)
+    weights[1] = -0.0
+    store.set("t", ids_of([4, 5]), weights)
+    assert_bits(store.get("t", ids_of([4, 5])), weights, where="weights")
+    assert_equal(store.contains("t", ids_of([4, 5, 6])).tolist(), [True, True, False], where="contains")
+    assert_equal(store.ids("t").tolist(), [4, 5], where="ids")
+    row = torch.zeros(1, store.layout("t").row_bytes, dtype=torch.uint8)
+    store.set_rows("t", row)
+    assert_equal(store.contains("t", ids_of([0])).tolist(), [True], where="a row of zero bytes")

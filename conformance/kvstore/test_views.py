@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -160,11 +161,12 @@ def test_writes(kvstore: Any) -> None:
     store = filled(kvstore)
     before, rows = contents(store), random_rows(store, KEYS, 5)
     view = kvstore.KVTensor(store, ids_of(KEYS))
-    for act in (
+    acts: list[Callable[[], Any]] = [
         lambda: view.set_range(0, 0, 6, rows.flip(0).contiguous()),
         lambda: view.set_weights_and_ids(rows, ids_of([*KEYS[:5], 18])),
         lambda: view.set_weights_and_ids(rows, torch.zeros(6, dtype=torch.int64)),
-    ):
+    ]
+    for act in acts:
         with raises(CorruptionError, where="keys that are not the ids"):
             act()
         assert_contents(store, before, where="after a refusal")

@@ -1,0 +1,275 @@
+"""The hazards of FBGEMM's store at the commit that was read (facts/kvstore.md 1.12), as far as results show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from conformance.harness import wrap
+from conformance.kvstore.planted.planting import everywhere, in_store, missing, shared
+from refimpl.errors import ShapeError
+
+
+def _uninitialised_tail(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    rows[missing(store, table, ids), (end - begin) // 4 :] = 0xA5
+    return rows
+
+
+def _offset_forgotten(
+    original: Any, source: Any, table: str, ids: Any, *, offset_bytes: int = 0, width_bytes: int | None = None
+) -> torch.Tensor:
+    row_bytes = source.layout(table).row_bytes
+    if width_bytes is not None and 0 <= width_bytes <= row_bytes and offset_bytes >= 0:
+        offset_bytes = min(offset_bytes, row_bytes - width_bytes)
+    result: torch.Tensor = original(source, table, ids, offset_bytes=offset_bytes, width_bytes=width_bytes)
+    return result
+
+
+def _cut_to_fit(original: Any, values: Any, row_count: Any, width: int, dtype: Any, where: str) -> torch.Tensor:
+    try:
+        result: torch.Tensor = original(values, row_count, width, dtype, where)
+    except ShapeError:
+        if values.dim() != 2 or values.shape[1] < width:
+            raise
+        return values[:, :width].contiguous()
+    return result
+
+
+def _old_tenant(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    new = ids[missing(store, table, ids)]
+    original(store, table, ids, values, begin, now, visit=visit)
+    layout = store.layout(table)
+    if visit and new.numel() and layout.state_slots:
+        stale = torch.full((new.numel(), layout.row_bytes - layout.state_begin_bytes), 0x3F, dtype=torch.uint8)
+        original(store, table, new, stale, layout.state_begin_bytes, now, visit=False)
+
+
+def _used_in_place(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    rows[:, 15] |= 0x80
+    original(store, table, ids, rows)
+
+
+def _first_wins(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    original(store, table, ids.flip(0), values.flip(0), begin, now, visit=visit)
+
+
+def _leaking_twins(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    new = ids[missing(store, table, ids)]
+    original(store, table, ids, values, begin, now, visit=visit)
+    leaked = store.__dict__.get("_planted_leaked", 0)
+    store.__dict__["_planted_leaked"] = leaked + new.numel() - torch.unique(new).numel()
+
+
+def _with_leaked(original: Any, store: Any) -> Any:
+    stats = original(store)
+    fields = vars(stats) | {"block_count": stats.block_count + store.__dict__.get("_planted_leaked", 0)}
+    return type(stats)(**fields)
+
+
+@contextmanager
+def _leak() -> Iterator[None]:
+    with everywhere("KVStore._write", _leaking_twins)(), everywhere("KVStore.stats", _with_leaked)():
+        yield
+
+
+def _negative_dropped(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    kept = ids >= 0
+    original(store, table, ids[kept], rows[kept].contiguous())
+
+
+def _negative_unread(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    rows[ids < 0] = 0x11
+    return rows
+
+
+def _narrow_keys(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    original(store, table, ids.to(torch.int32).to(torch.int64), values, begin, now, visit=visit)
+
+
+def _other_each_time(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    turn = store.__dict__["_planted_turn"] = store.__dict__.get("_planted_turn", 0) + 1
+    weight = store.layout(table).header_bytes
+    if begin <= weight < end:
+        rows[missing(store, table, ids), weight - begin] ^= turn & 0x7F
+    return rows
+
+
+def _written_then_checked(original: Any, store: Any, table: str, ids: Any, weights: Any, **options: Any) -> None:
+    try:
+        original(store, table, ids, weights, **options)
+    except ShapeError:
+        if table in store.tables:
+            layout = store.layout(table)
+            original(store, table, torch.tensor([1]), torch.ones(1, layout.embedding_dim, dtype=layout.weight_dtype))
+        raise
+
+
+def _old_statistics(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    known = store._find(table, ids)
+    words = store._read(table, ids, 8, 16)[known].contiguous().view(torch.int64)[:, 0]
+    original(store, table, ids, rows)
+    store._write_metadata(table, ids[known], words, 2**63 - 1)
+
+
+def _zeros_are_missing(original: Any, store: Any, table: str, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(store, table, ids)
+    layout = store.layout(table)
+    weights = store._read(table, ids, layout.header_bytes, layout.header_bytes + layout.weight_bytes)
+    return found & (weights != 0).any(dim=1)
+
+
+def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    first = store._ids(table, -(2**63), 2**63 - 1)[:1]
+    if first.numel() and begin >= 8:
+        rows[missing(store, table, ids)] = original(store, table, first, begin, end)
+    return rows
+
+
+VIEW_CHECK = "refimpl.kvstore.views:check_matrix"
+STATE_KEYS, FILE_KEYS = "refimpl.kvstore.state:check_keys", "refimpl.kvstore.saved:check_keys"
+
+
+def _believed(original: Any, *arguments: Any) -> None:
+    return None
+
+
+PLANTED = (
+    in_store(
+        "missing_row_partly_cleared",
+        "Reading a missing id clears width bytes instead of width elements (hazard 1).",
+        ("KV-011",),
+        "_read",
+        _uninitialised_tail,
+    ),
+    shared(
+        "offset_left_out_of_bounds_check",
+        "The bounds check of a partial read ignores the offset (hazard 2).",
+        ("KV-025",),
+        wrap("refimpl.kvstore.reading:RowSource.get_rows", _offset_forgotten),
+    ),
+    shared(
+        "view_writes_any_width",
+        "set_range takes values wider than the row (hazard 3).",
+        ("KV-024",),
+        wrap(VIEW_CHECK, _cut_to_fit),
+    ),
+    in_store(
+        "old_tenant_in_recycled_row",
+        "A new row shows the optimizer state of the row whose block it got (hazard 4).",
+        ("KV-057",),
+        "_write",
+        _old_tenant,
+    ),
+    in_store(
+        "used_bit_set_in_callers_tensor",
+        "Loading whole rows changes the caller's tensor (hazard 6).",
+        ("KV-022",),
+        "_write_rows",
+        _used_in_place,
+    ),
+    shared(
+        "id_list_believed",
+        "A state dict's id list is not compared with the rows' keys (hazard 7).",
+        ("KV-044",),
+        wrap(STATE_KEYS, _believed),
+    ),
+    shared(
+        "file_keys_not_compared",
+        "The keys of saved rows are not compared with the saved ids (hazard 7).",
+        ("KV-044", "KV-048"),
+        wrap(FILE_KEYS, _believed),
+    ),
+    in_store(
+        "first_duplicate_wins",
+        "Of duplicates in a batch the first is kept (hazard 8).",
+        ("KV-014",),
+        "_write",
+        _first_wins,
+    ),
+    shared(
+        "duplicates_leak_blocks",
+        "Each duplicate of a missing id takes a block that is lost (hazard 8).",
+        ("KV-058",),
+        _leak,
+    ),
+    in_store(
+        "negative_ids_dropped_on_load",
+        "Whole rows of negative ids are silently dropped (hazard 9).",
+        ("KV-020",),
+        "_write_rows",
+        _negative_dropped,
+    ),
+    in_store(
+        "negative_ids_not_read",
+        "The output rows of negative ids are left as they were (hazard 9).",
+        ("KV-008", "KV-020"),
+        "_read",
+        _negative_unread,
+    ),
+    in_store(
+        "ids_cut_to_32_bits",
+        "Ids pass through a 32-bit variable (hazard 10, FBGEMM 5876).",
+        ("KV-021", "KV-020"),
+        "_write",
+        _narrow_keys,
+    ),
+    in_store(
+        "initial_weight_differs_each_time",
+        "Two reads of one missing id differ (hazard 11).",
+        ("KV-012", "KV-015"),
+        "_read",
+        _other_each_time,
+    ),
+    in_store(
+        "misuse_noticed_too_late",
+        "A batch of the wrong shape raises after something was written (hazard 12).",
+        ("KV-023",),
+        "set",
+        _written_then_checked,
+    ),
+    in_store(
+        "statistics_kept_on_load",
+        "A whole-row load over a row keeps the old timestamp and count (hazard 13).",
+        ("KV-047",),
+        "_write_rows",
+        _old_statistics,
+    ),
+    shared(
+        "ttl_in_whole_minutes",
+        "A threshold is truncated to a coarser unit (hazard 14).",
+        ("KV-056",),
+        wrap(
+            "refimpl.kvstore.config:EvictionPolicy.ttl",
+            lambda original, cls, seconds: original(cls, seconds // 60 * 60),
+        ),
+    ),
+    in_store(
+        "row_of_zeros_is_a_miss",
+        "A stored row of zeros counts as missing (hazard 16).",
+        ("KV-102",),
+        "_find",
+        _zeros_are_missing,
+    ),
+    in_store(
+        "missing_id_reads_first_row",
+        "A missing id shows the weight of some other id (FBGEMM 5048).",
+        ("KV-011",),
+        "_read",
+        _first_of_the_map,
+    ),
+)

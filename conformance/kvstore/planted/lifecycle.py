@@ -1,0 +1,282 @@
+"""Faults in eviction, snapshots, threads and training."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+
+from conformance.harness import wrap
+from conformance.kvstore.planted.planting import in_store, reference, shared
+
+
+def _pause() -> None:
+    # Long enough for another thread to look between two halves; waiting on nothing gives up the interpreter lock.
+    threading.Event().wait(0.002)
+
+
+def _not_strict(original: Any, plan: Any, layout: Any, rows: torch.Tensor) -> torch.Tensor:
+    policy = dataclasses.replace(plan.policy, ttl_seconds=max(0, plan.policy.ttl_seconds - 1))
+    found: torch.Tensor = original(dataclasses.replace(plan, policy=policy), layout, rows)
+    return found
+
+
+def _rounded_up(original: Any, policy: Any, counts: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(policy, counts)
+    return torch.where(found < counts, found + 1, found)
+
+
+def _padded_norm(original: Any, plan: Any, layout: Any, rows: torch.Tensor) -> torch.Tensor:
+    if plan.policy.kind == "l2":
+        plan = dataclasses.replace(
+            plan, policy=dataclasses.replace(plan.policy, l2_threshold=plan.policy.l2_threshold**0.5)
+        )
+    found: torch.Tensor = original(plan, layout, rows)
+    return found
+
+
+def _lowest_kept(original: Any, store: Any, table: str, policy: Any, now: int) -> Any:
+    plan = original(store, table, policy, now)
+    if plan.cutoff is None:
+        return plan
+    return dataclasses.replace(plan, cutoff=(plan.cutoff[0], -(2**63)))
+
+
+def _stale(original: Any, store: Any, table: str, policy: Any, now: int) -> Any:
+    return dataclasses.replace(original(store, table, policy, now), mark=2**62)
+
+
+def _unpausable(original: Any, round_: Any) -> None:
+    return None
+
+
+def _slice_twice(original: Any, round_: Any) -> bool:
+    more = bool(original(round_))
+    # A slice of one row would begin for ever.
+    if more and not round_._paused and round_._processed_count == round_._slice_rows > 1:
+        round_._processed_count -= 1
+    return more
+
+
+def _kept_memory(original: Any, store: Any) -> Any:
+    stats = original(store)
+    peak = store.__dict__["_planted_peak"] = store.__dict__.get("_planted_peak", 0) + stats.row_bytes
+    return dataclasses.replace(stats, allocated_bytes=peak)
+
+
+def _evicted_forgotten(original: Any, store: Any) -> Any:
+    return dataclasses.replace(original(store), evicted_count=0)
+
+
+def _newest_go(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    original(store, table, ids, values, begin, 2**32 - 1 - now, visit=visit)
+
+
+def _live(original: Any, store: Any) -> Any:
+    taken = original(store)
+    for name in ("_read", "_find"):
+        setattr(taken, name, getattr(store, name))
+    return taken
+
+
+def _never_released(original: Any, store: Any) -> Any:
+    taken = original(store)
+    store.__dict__.setdefault("_planted_snapshots", []).append(taken)
+    return taken
+
+
+def _removals_forgotten(original: Any, store: Any, table: str, since: int) -> Any:
+    changed, removed = original(store, table, since)
+    return changed, removed[:0]
+
+
+def _in_halves(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    half = values.shape[1] // 2
+    original(store, table, ids, values[:, :half].contiguous(), begin, now, visit=visit)
+    _pause()
+    original(store, table, ids, values[:, half:].contiguous(), begin + half, now, visit=False)
+
+
+def _row_halves(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    layout = store.layout(table)
+    mixed = store._read(table, ids, 0, layout.row_bytes)
+    mixed[:, : layout.row_bytes // 2] = rows[:, : layout.row_bytes // 2]
+    original(store, table, ids, mixed)
+    _pause()
+    original(store, table, ids, rows)
+
+
+def _lost_update(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    words = store._read(table, ids, 8, 16).contiguous().view(torch.int64)[:, 0]
+    _pause()
+    original(store, table, ids, values, begin, now, visit=visit)
+    if visit:
+        one = torch.ones_like(words) << 32
+        store._write_metadata(table, ids, (words & ~(2**32 - 1)) + one, (2**31 - 1) << 32)
+
+
+def _batch_halves(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    half = ids.numel() // 2
+    original(store, table, ids[:half], values[:half].contiguous(), begin, now, visit=visit)
+    _pause()
+    original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
+
+
+def _moved_by_growth(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    if store._size(table) > 500:
+        rows[ids == 2**62] = 0
+    return rows
+
+
+def _greedy(original: Any, store: Any) -> Any:
+    stats = original(store)
+    return dataclasses.replace(stats, allocated_bytes=stats.allocated_bytes + 64 * (stats.row_count > 4500))
+
+
+def _last_gradient(
+    original: Any, store: Any, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Any, now: int
+) -> None:
+    last = {key: position for position, key in enumerate(ids.tolist())}
+    kept = grads.clone()
+    for position, key in enumerate(ids.tolist()):
+        if last[key] != position:
+            kept[position] = 0
+    original(store, table, ids, kept, hyper, now)
+
+
+def _first_step(original: Any, store: Any, table: str, ids: Any, grads: Any, hyper: Any, now: int) -> None:
+    original(store, table, ids, grads, dataclasses.replace(hyper, step=1), now)
+
+
+def _plain_sum(original: Any, values: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(values.shape[0], 1, dtype=values.dtype)
+    for element in range(values.shape[1]):
+        total = total + values[:, element : element + 1]
+    return total
+
+
+def _mean_as_sum(original: Any, module: Any, input: Any, offsets: Any = None) -> Any:
+    mode, module.mode = module.mode, "sum"
+    try:
+        return original(module, input, offsets)
+    finally:
+        module.mode = mode
+
+
+PLANTED = (
+    reference(
+        "ttl_not_strict",
+        "A row of exactly the time to live goes.",
+        ("KV-056",),
+        wrap("refimpl.kvstore.store:condemned", _not_strict),
+    ),
+    reference(
+        "decay_rounds_up",
+        "A decayed count is rounded up.",
+        ("KV-056",),
+        wrap("refimpl.kvstore.store:decayed", _rounded_up),
+    ),
+    reference(
+        "norm_against_plain_threshold",
+        "The sum of squares is compared with the threshold itself.",
+        ("KV-088",),
+        wrap("refimpl.kvstore.store:condemned", _padded_norm),
+    ),
+    in_store(
+        "ties_all_stay", "All rows that tie with the last kept score stay.", ("KV-089",), "_begin_round", _lowest_kept
+    ),
+    in_store(
+        "evicted_by_stale_statistics",
+        "Rows written after the round began are evicted.",
+        ("KV-059", "KV-096"),
+        "_begin_round",
+        _stale,
+    ),
+    shared(
+        "pause_ignored",
+        "A paused round goes on.",
+        ("KV-060",),
+        wrap("refimpl.kvstore.eviction:EvictionRound.pause", _unpausable),
+    ),
+    shared(
+        "slices_overlap",
+        "The second slice begins with the last row of the first.",
+        ("KV-060",),
+        wrap("refimpl.kvstore.eviction:EvictionRound.step", _slice_twice),
+    ),
+    in_store(
+        "freed_rows_not_reused", "Memory grows with every look at the counters.", ("KV-062",), "stats", _kept_memory
+    ),
+    in_store(
+        "evictions_not_counted", "Evicted rows are missing in the counters.", ("KV-063",), "stats", _evicted_forgotten
+    ),
+    in_store("capacity_evicts_the_newest", "A full table loses its newest rows.", ("KV-090",), "_write", _newest_go),
+    in_store(
+        "snapshot_shows_live_rows",
+        "A snapshot lists ids of its moment and reads the live table (facts 1.8).",
+        ("KV-064", "KV-061"),
+        "snapshot",
+        _live,
+    ),
+    in_store(
+        "snapshot_never_released", "A state dict's snapshot outlives it.", ("KV-061",), "snapshot", _never_released
+    ),
+    in_store(
+        "removals_not_tracked", "Removed ids are not among the changes.", ("KV-091",), "_changes", _removals_forgotten
+    ),
+    in_store(
+        "rows_written_in_halves", "A row is written in two steps without a lock.", ("KV-065",), "_write", _in_halves
+    ),
+    in_store(
+        "loaded_rows_in_halves",
+        "A loaded row is written in two steps without a lock.",
+        ("KV-067",),
+        "_write_rows",
+        _row_halves,
+    ),
+    in_store(
+        "racing_writers_lose_counts",
+        "A count is read, then written, without a lock (hazard 8).",
+        ("KV-066",),
+        "_write",
+        _lost_update,
+    ),
+    in_store("snapshot_inside_a_batch", "A snapshot sees half of a batch.", ("KV-095",), "_write", _batch_halves),
+    in_store(
+        "row_lost_by_growth", "A row is not found after the table has grown.", ("KV-071",), "_read", _moved_by_growth
+    ),
+    in_store("reserve_one_row_short", "A reserved table allocates before it is full.", ("KV-072",), "stats", _greedy),
+    in_store(
+        "duplicate_gradients_overwrite",
+        "Of duplicate gradients the last one counts.",
+        ("KV-092", "KV-093"),
+        "_update",
+        _last_gradient,
+    ),
+    in_store(
+        "bias_correction_of_step_one", "Adam corrects every step like the first.", ("KV-076",), "_update", _first_step
+    ),
+    reference(
+        "row_sum_left_to_right",
+        "A row is summed in another order.",
+        ("KV-092",),
+        wrap("refimpl.optimizers:row_sum", _plain_sum),
+    ),
+    shared(
+        "mean_is_a_sum",
+        "A mean is not divided.",
+        ("KV-093",),
+        wrap("refimpl.kvstore.modules:KVEmbeddingBag.forward", _mean_as_sum),
+    ),
+)

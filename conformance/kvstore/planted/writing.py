@@ -1,0 +1,300 @@
+"""Faults in the bytes of rows, in values, headers, ids and buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from conformance.harness import swap, wrap
+from conformance.kvstore.planted.planting import exported, in_store, missing, reference, shared
+from refimpl.kvstore import buckets, layout
+
+
+def _used_lost(original: Any, header: Any) -> torch.Tensor:
+    packed: torch.Tensor = original(header)
+    packed[header.counts >= 2**31 - 1, 15] &= 0x7F
+    return packed
+
+
+def _time_in_count(original: Any, header: Any) -> torch.Tensor:
+    packed: torch.Tensor = original(header)
+    packed[:, 12] ^= packed[:, 11]
+    return packed
+
+
+def _sign_kept(original: Any, store: Any, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
+    original(store, table, ids, words & ~(1 << 32), mask)
+
+
+def _swapped_states() -> dict[str, Any]:
+    states = dict(layout.OPTIMIZERS)
+    return states | {"partial_rowwise_adam": tuple(reversed(states["partial_rowwise_adam"]))}
+
+
+def _padding_kept(original: Any, row_layout: Any, rows: torch.Tensor) -> torch.Tensor:
+    result = rows.clone()
+    result[:, 15] |= 0x80
+    return result
+
+
+def _first_tables_layout(original: Any, source: Any, table: str, state: str) -> Any:
+    slot = original(source, table, state)
+    widest = max(source.layout(name).state_begin_bytes for name in source.tables)
+    room = source.layout(table).row_bytes - slot.end_bytes
+    return dataclasses.replace(slot, offset_bytes=slot.offset_bytes + min(room, widest - 16) // 4 * 4)
+
+
+def _state_dtypes_lost(original: Any, cls: Any, text: str) -> Any:
+    found = original(cls, text)
+    return cls(found.embedding_dim, found.weight_dtype, found.optimizer)
+
+
+def _inserting_read(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    new = ids[missing(store, table, ids)]
+    if new.numel():
+        store._write_rows(table, new, original(store, table, new, 0, store.layout(table).row_bytes))
+    return rows
+
+
+def _denormals_flushed(original: Any, store: Any, table: str, ids: Any, weights: torch.Tensor, **options: Any) -> None:
+    flushed = weights.where(weights.abs() >= torch.finfo(weights.dtype).tiny, torch.zeros_like(weights))
+    original(store, table, ids, flushed.where(~weights.isnan(), weights), **options)
+
+
+def _count_once(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    last = {key: position for position, key in enumerate(ids.tolist())}
+    positions = list(last.values())
+    original(store, table, ids[positions], values[positions].contiguous(), begin, now, visit=visit)
+
+
+def _state_cleared(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    original(store, table, ids, values, begin, now, visit=visit)
+    row = store.layout(table)
+    if visit and row.state_slots:
+        zeros = torch.zeros(ids.numel(), row.row_bytes - row.state_begin_bytes, dtype=torch.uint8)
+        original(store, table, ids, zeros, row.state_begin_bytes, now, visit=False)
+
+
+def _header_from_clock(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    original(store, table, ids, rows)
+    words = torch.full_like(ids, store._now()) | (torch.ones_like(ids) << 32)
+    store._write_metadata(table, ids, words, 2**32 - 1)
+
+
+def _past_count(original: Any, source: Any, table: str, ids: Any, *, out: Any = None, count: Any = None) -> Any:
+    return original(source, table, ids, out=out, count=None if out is not None else count)
+
+
+def _fixed_seed(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
+    return original(cls, layouts, **(options | {"seed": 0}))
+
+
+def _one_table(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
+    made = original(cls, layouts, **options)
+    kinds = made.initializers
+    first = next(iter(kinds.values()))
+    return dataclasses.replace(made, initializers=dict.fromkeys(kinds, first))
+
+
+def _reads_the_batch_order(original: Any, store: Any, table: str, begin: int, last: int) -> torch.Tensor:
+    found: torch.Tensor = original(store, table, begin, last)
+    return found[found < last] if last < 2**63 - 1 else found
+
+
+def _all_tables(original: Any, store: Any, table: str, ids: torch.Tensor) -> int:
+    removed = int(original(store, table, ids))
+    for other in store.tables:
+        if other != table:
+            original(store, other, ids)
+    return removed
+
+
+def _counts_repeats(original: Any, store: Any, table: str, ids: torch.Tensor) -> int:
+    there = int(store._find(table, ids).sum())
+    original(store, table, ids)
+    return there
+
+
+def _insertion_order(original: Any, ids: Any, *arguments: Any, **options: Any) -> Any:
+    found, counts = original(ids, *arguments, **options)
+    ends = counts[:, 0].cumsum(0).tolist()
+    parts = [found[begin:end].flip(0) for begin, end in zip([0, *ends], ends, strict=False)]
+    return (torch.cat(parts) if parts else found), counts
+
+
+def _truncated(ids: torch.Tensor, kinds: Any) -> torch.Tensor:
+    if kinds.hash_mode == "interleave":
+        return ids.abs().remainder(kinds.total_count)
+    return buckets.bucket_of(ids, kinds)
+
+
+def _clamped(original: Any, ids: torch.Tensor, kinds: Any) -> torch.Tensor:
+    if kinds.hash_mode == "chunk":
+        ids = ids.clamp(0, kinds.total_count * kinds.bucket_size - 1)
+    found: torch.Tensor = original(ids, kinds)
+    return found
+
+
+def _rest_on_last(original: Any, total_count: int, world_size: int, rank: int) -> tuple[int, int]:
+    share = total_count // world_size
+    return rank * share, total_count if rank == world_size - 1 else (rank + 1) * share
+
+
+def _seed_by_shards(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
+    return original(cls, layouts, **(options | {"seed": options["seed"] + options["num_shards"]}))
+
+
+def _unchecked_flag(original: Any, store: Any, enabled: bool) -> None:
+    store.return_whole_row = bool(enabled)
+
+
+def _stays_open(original: Any, store: Any) -> None:
+    return None
+
+
+MAKE = "refimpl.kvstore.config:StoreOptions.make"
+
+PLANTED = (
+    exported(
+        "used_bit_lost_at_full_count",
+        "A saturated count overflows into the used bit.",
+        ("KV-001",),
+        "pack_header",
+        _used_lost,
+    ),
+    exported(
+        "timestamp_spills_into_count",
+        "The timestamp's high byte reaches the count.",
+        ("KV-002",),
+        "pack_header",
+        _time_in_count,
+    ),
+    in_store("score_loses_its_last_bit", "Scores are rounded.", ("KV-003",), "_write_metadata", _sign_kept),
+    shared(
+        "momentum1_before_momentum2",
+        "Partial row-wise Adam stores its states in the order of their names.",
+        ("KV-005",),
+        swap("refimpl.kvstore.layout:OPTIMIZERS", _swapped_states()),
+    ),
+    shared(
+        "states_packed_without_alignment",
+        "A float32 state begins at an odd multiple of two bytes.",
+        ("KV-006",),
+        wrap(
+            "refimpl.kvstore.layout:_round_up",
+            lambda original, value, multiple: (
+                value
+                if multiple == 2
+                else original(value, 2)
+                if multiple == 4 and value % 4 and value > 60
+                else original(value, multiple)
+            ),
+        ),
+    ),
+    reference(
+        "padding_of_the_caller_kept",
+        "Padding bytes of whole rows are stored as they come.",
+        ("KV-007",),
+        wrap("refimpl.kvstore.store:canonical", _padding_kept),
+    ),
+    shared(
+        "offsets_of_the_widest_table",
+        "State offsets are computed for the widest table of the store.",
+        ("KV-078",),
+        wrap("refimpl.kvstore.reading:RowSource.slot", _first_tables_layout),
+    ),
+    shared(
+        "json_forgets_state_dtypes",
+        "A layout's JSON loses the dtypes of the states.",
+        ("KV-079",),
+        wrap("refimpl.kvstore.layout:RowLayout.from_json", _state_dtypes_lost),
+    ),
+    in_store("reading_inserts", "A read of a missing id inserts it.", ("KV-010",), "_read", _inserting_read),
+    in_store("denormals_flushed", "Small weights are flushed to zero.", ("KV-008",), "set", _denormals_flushed),
+    in_store("duplicates_counted_once", "A batch counts each id once.", ("KV-014",), "_write", _count_once),
+    in_store(
+        "set_clears_optimizer_state",
+        "Setting weights of a row that exists resets its state.",
+        ("KV-028",),
+        "_write",
+        _state_cleared,
+    ),
+    in_store(
+        "whole_rows_get_a_new_timestamp",
+        "Whole-row writes stamp the rows anew.",
+        ("KV-009", "KV-054"),
+        "_write_rows",
+        _header_from_clock,
+    ),
+    shared(
+        "count_ignored_with_out",
+        "Entries past count are read into out.",
+        ("KV-017",),
+        wrap("refimpl.kvstore.reading:RowSource.get", _past_count),
+    ),
+    shared("seed_not_used", "The seed is stored and never used (facts 1.6).", ("KV-012",), wrap(MAKE, _fixed_seed)),
+    shared(
+        "initializer_of_the_first_table",
+        "Every table has the first table's initializer.",
+        ("KV-013",),
+        wrap(MAKE, _one_table),
+    ),
+    shared(
+        "shards_change_the_seed",
+        "Initial weights depend on the number of shards.",
+        ("KV-029",),
+        wrap(MAKE, _seed_by_shards),
+    ),
+    in_store(
+        "range_without_its_end", "A range of ids leaves out its last one.", ("KV-031",), "_ids", _reads_the_batch_order
+    ),
+    in_store("delete_in_every_table", "Deleting removes the id from every table.", ("KV-036",), "_delete", _all_tables),
+    in_store(
+        "delete_counts_repeats",
+        "Deleting counts an id as often as it is named.",
+        ("KV-081",),
+        "_delete",
+        _counts_repeats,
+    ),
+    exported(
+        "bucket_order_by_arrival",
+        "Ids inside a bucket stand in the order of arrival.",
+        ("KV-032",),
+        "sort_ids_by_bucket",
+        _insertion_order,
+    ),
+    shared(
+        "negative_ids_mirrored",
+        "The bucket of a negative id is that of its absolute value.",
+        ("KV-033",),
+        swap("refimpl.kvstore.buckets:bucket_of", _truncated),
+    ),
+    shared(
+        "outside_ids_clamped",
+        "Ids outside all chunks fall into the nearest.",
+        ("KV-033",),
+        wrap("refimpl.kvstore.buckets:bucket_of", _clamped),
+    ),
+    exported(
+        "remainder_on_the_last_rank",
+        "All left-over buckets go to the last rank.",
+        ("KV-034",),
+        "rank_buckets",
+        _rest_on_last,
+    ),
+    in_store(
+        "whole_rows_without_optimizer",
+        "return_whole_row is accepted without optimizer_in_row.",
+        ("KV-083",),
+        "set_return_whole_row",
+        _unchecked_flag,
+    ),
+    in_store("closed_store_answers", "A closed store goes on answering.", ("KV-082",), "close", _stays_open),
+)
