@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
@@ -11,6 +12,7 @@ from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.kvstore import strategies
 from conformance.kvstore.support import (
     EXTREMES,
+    assert_bits,
     assert_contents,
     contents,
     ids_of,
@@ -32,6 +34,8 @@ def test_shards(kvstore: Any, keys: list[int], shards: int) -> None:
         store.delete("t", ids_of(keys[2:4]))
     assert_contents(many, contents(one), where=f"{shards} shards")
     assert_equal(many.ids("t").tolist(), one.ids("t").tolist(), where="ids")
+    missing = ids_of([*EXTREMES, 424242])
+    assert_bits(many.get_rows("t", missing), one.get_rows("t", missing), where="present or missing")
 
 
 @requirement("KV-031", "Ids in a range MUST be all ids of the table in it, both ends included, ascending, each once.")
@@ -110,6 +114,30 @@ def test_rank_ranges(kvstore: Any, total: int, world_size: int) -> None:
     assert_equal(sizes, [share + 1] * extra + [share] * (world_size - extra), where="sizes")
 
 
+@requirement(
+    "KV-035",
+    "An id MUST be the caller's own number everywhere: in headers, views, files and lists, on every rank and table.",
+)
+def test_no_local_ids(kvstore: Any, tmp_path: Path) -> None:
+    keys, total = [key * 37 - 500 for key in range(30)] + [2**63 - 1, -(2**63)], 6
+    store = store_of(kvstore, {"a": kvstore.RowLayout(4), "b": kvstore.RowLayout(4)})
+    for table in "ab":
+        store.set(table, ids_of(keys), weights_of(store, len(keys), 1, table))
+    kvstore.save(store, tmp_path / "ck", buckets=kvstore.Buckets(total), durable=False)
+    saved = kvstore.SavedRows(tmp_path / "ck")
+    for table in "ab":
+        for rank in range(4):
+            owned = kvstore.rank_buckets(total, 4, rank)
+            part = store_of(kvstore, {"a": kvstore.RowLayout(4), "b": kvstore.RowLayout(4)})
+            kvstore.load(part, tmp_path / "ck", owned=owned)
+            expected = sorted(key for key in keys if owned[0] <= key % total < owned[1])
+            assert_equal(part.ids(table).tolist(), expected, where=f"ids of {table} on rank {rank}")
+            view = kvstore.KVTensor(part, part.ids(table), table=table)
+            found = kvstore.unpack_header(view.full_tensor()).ids
+            assert_equal(found.tolist(), expected, where=f"keys of {table} on rank {rank}")
+        assert_equal(saved.ids(table).tolist(), sorted(keys), where=f"saved ids of {table}")
+
+
 @requirement("KV-036", "Tables of one store MUST never see each other's ids, in any verb.")
 @examples(30)
 @given(strategies.close_batches, strategies.close_batches)
@@ -122,7 +150,7 @@ def test_tables_are_apart(kvstore: Any, first: list[int], second: list[int]) -> 
             store.set(table, ids_of(keys), weights_of(store, len(keys), 1, table))
     for store in (both, alone["a"]):
         store.delete("a", ids_of(first[:4]))
+        store.evict("a", policy=kvstore.EvictionPolicy.count(2))
     for store in (both, alone["b"]):
         store.set_rows("b", random_rows(store, second[-2:], 3, "b"))
-        store.evict("b", policy=kvstore.EvictionPolicy.count(2))
     assert_contents(both, {table: contents(alone[table])[table] for table in "ab"}, where="beside each other")

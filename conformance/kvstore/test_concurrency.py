@@ -188,7 +188,7 @@ def test_snapshots_beside_writes(kvstore: Any) -> None:
 def test_eviction_beside_writes(kvstore: Any) -> None:
     store = store_of(kvstore, kvstore.RowLayout(4))
     store.set("t", ids_of(range(2000)), torch.zeros(2000, 4))
-    round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(2), slice_rows=16)
+    round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.older_than(5000), slice_rows=16)
     kept = ids_of(range(0, 2000, 3))
     store.set("t", kept, torch.ones(kept.numel(), 4))
 

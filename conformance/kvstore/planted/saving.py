@@ -55,8 +55,9 @@ def _nothing_skipped(original: Any, view: Any, values: Any, ids: Any) -> int:
     return 0
 
 
-def _flag_lost(original: Any, ids: Any, width: int, dtype: Any, state: dict[str, Any]) -> Any:
-    return original(ids, width, dtype, state | {"read_only": False})
+def _flag_lost(original: Any, view: Any, protocol: Any) -> Any:
+    rebuild, (ids, width, dtype, state) = original(view, protocol)
+    return rebuild, (ids, width, dtype, state | {"read_only": False})
 
 
 def _one_row_on(original: Any, lazy: Any, dim: int, start: int, length: int) -> torch.Tensor:
@@ -86,6 +87,12 @@ def _any_keys(original: Any, *arguments: Any) -> None:
 def _last_chunk_lost(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
     chunks = list(original(saved, table, begin, end, chunk_rows))
     return iter(chunks[:-1] if len(chunks) > 1 else chunks)
+
+
+def _old_files_cut(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    for ids, rows in original(saved, table, begin, end, chunk_rows):
+        kept = ids.numel() - (saved.version == 1)
+        yield ids[:kept], rows[:kept]
 
 
 def _states_matter(original: Any, store: Any, state: Any, **options: Any) -> Any:
@@ -190,7 +197,7 @@ PLANTED = (
         "read_only_lost_in_pickle",
         "Pickling loses the read-only flag (facts 1.7).",
         ("KV-038",),
-        wrap("refimpl.kvstore.views:_rebuild", _flag_lost),
+        wrap(f"{VIEW}.__reduce_ex__", _flag_lost),
     ),
     shared(
         "narrow_one_row_on",
@@ -221,6 +228,12 @@ PLANTED = (
         "The last of several chunks is not loaded.",
         ("KV-043",),
         wrap("refimpl.kvstore.saved:SavedRows.chunks", _last_chunk_lost),
+    ),
+    shared(
+        "old_files_lose_a_row",
+        "The last row of a version 1 file is not loaded.",
+        ("KV-099",),
+        wrap("refimpl.kvstore.saved:SavedRows.chunks", _old_files_cut),
     ),
     in_store(
         "optimizer_tensors_overwrite_rows",
@@ -272,7 +285,7 @@ PLANTED = (
     exported("delta_holds_everything", "A delta holds every row ever written.", ("KV-098",), "save", _everything),
     exported("path_in_the_file", "The file depends on where it is saved.", ("KV-052",), "save", _time_stamped),
     exported(
-        "single_row_not_loaded", "A table of one row loads as empty.", ("KV-053", "KV-099"), "load", _empty_skipped
+        "single_row_not_loaded", "A table of one row loads as empty.", ("KV-053",), "load", _empty_skipped
     ),
     exported(
         "tables_silently_left_out",
