@@ -39,6 +39,12 @@ def _always_zero(original: Callable[..., int], *arguments: Any) -> int:
 
 
 PLANTED = (
+    fast(
+        "cuda_copies_not_awaited",
+        "Pinned buffers are read before their copies ended.",
+        ("CKPT-110",),
+        swap("fastimpl.checkpoint.staging:CudaCopies.wait", nothing),
+    ),
     both(
         "numpy_needed",
         "The index is built with numpy, which need not be installed.",

@@ -35,7 +35,7 @@ def _cut_to_fit(original: Any, values: Any, row_count: Any, width: int, dtype: A
     except ShapeError:
         if values.dim() != 2 or values.shape[1] < width:
             raise
-        return values[:, :width].contiguous()
+        result = values[:, :width].contiguous()
     return result
 
 
@@ -129,7 +129,8 @@ def _zeros_are_missing(original: Any, store: Any, table: str, ids: torch.Tensor)
     found: torch.Tensor = original(store, table, ids)
     layout = store.layout(table)
     weights = store._read(table, ids, layout.header_bytes, layout.header_bytes + layout.weight_bytes)
-    return found & (weights != 0).any(dim=1)
+    nonzero: torch.Tensor = (weights != 0).any(dim=1)
+    return found & nonzero
 
 
 def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -284,9 +284,7 @@ PLANTED = (
     ),
     exported("delta_holds_everything", "A delta holds every row ever written.", ("KV-098",), "save", _everything),
     exported("path_in_the_file", "The file depends on where it is saved.", ("KV-052",), "save", _time_stamped),
-    exported(
-        "single_row_not_loaded", "A table of one row loads as empty.", ("KV-053",), "load", _empty_skipped
-    ),
+    exported("single_row_not_loaded", "A table of one row loads as empty.", ("KV-053",), "load", _empty_skipped),
     exported(
         "tables_silently_left_out",
         "Tables that only the file has are left out in silence.",

@@ -74,7 +74,25 @@ def _one_each(original: Any, memory: Any, bundles: Any, chunk_bytes: int, engine
     return original(memory, bundles, 1, engine)
 
 
+def _keeps_a_slot(original: Any, offloader: Any, *arguments: Any) -> None:
+    slots = offloader._slots[:1]
+    original(offloader, *arguments)
+    offloader.__dict__.setdefault("_kept", []).extend(slots)
+
+
 PLANTED = (
+    _bug(
+        "cuda_waits_for_nothing",
+        "M2 on a GPU: streams do not wait for events.",
+        ("OPT-110",),
+        swap("fastimpl.streams:CudaEngine.wait", lambda engine, stream, event: None),
+    ),
+    _bug(
+        "a_slot_leaks_each_step",
+        "A staging slot stays allocated after each step.",
+        ("OPT-111",),
+        wrap(f"{OFFLOADER}._drop_fetched", _keeps_a_slot),
+    ),
     _bug(
         "no_wait_for_the_copy_in",
         "M2: the update does not wait for its chunk to arrive.",

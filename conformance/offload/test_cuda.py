@@ -1,0 +1,70 @@
+"""The same properties on a GPU, where timing is real: delays on every stream, and the memory that torch counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
+from conformance.offload.support import values
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: CUDA streams are unproven here")
+SHAPE, COUNT = (256, 1024), 16
+
+
+def _params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(values(SHAPE, i).cuda()) for i in range(COUNT)]
+
+
+def _delay(streams: list[Any]) -> None:
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+
+
+@requirement("OPT-110", "On a GPU every bit MUST be the plain optimizer's, with delays on every stream.")
+@on_gpu
+def test_bits_under_delays(offload: Any) -> None:
+    plain_params, params = _params(), _params()
+    plain, optimizer = (torch.optim.AdamW(some, lr=0.01) for some in (plain_params, params))
+    with offload.OptimizerStateOffloader(optimizer, chunk_bytes=2 << 20) as offloader:
+        own = [value for value in vars(offloader).values() if isinstance(value, torch.cuda.Stream)]
+        streams = [torch.cuda.current_stream(), *own]
+        for step in range(6):
+            for i, (a, b) in enumerate(zip(plain_params, params, strict=True)):
+                a.grad = b.grad = values(SHAPE, 100 * step + i).cuda()
+            plain.step()
+            _delay(streams[step % len(streams) :][:1])
+            offloader.prefetch()
+            optimizer.step()
+            _delay(streams)
+        got = offloader.snapshot()
+        for number, state in plain.state_dict()["state"].items():
+            for name, value in state.items():
+                assert_same_tensor(got["state"][number][name].cpu(), value.cpu(), where=f"{name} of {number}")
+        for a, b in zip(plain_params, params, strict=True):
+            assert_same_tensor(b.detach().cpu(), a.detach().cpu(), where="parameter")
+
+
+@requirement("OPT-111", "On a GPU nothing of the state MUST stay between steps, and a step MUST NOT exceed its slots.")
+@on_gpu
+def test_memory(offload: Any) -> None:
+    params = _params()
+    optimizer = torch.optim.SGD(params, lr=0.01, momentum=0.9, foreach=False)
+    tensor_bytes = params[0].nbytes
+    with offload.OptimizerStateOffloader(optimizer, chunk_bytes=2 * tensor_bytes) as offloader:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
+        optimizer.step()
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        assert_equal(stats["active_bytes.all.current"] - before, 0, where="active bytes after a step")
+        # Two slots, and one temporary of the optimizer's own arithmetic.
+        assert_le(stats["active_bytes.all.peak"] - before, 5 * tensor_bytes + (2 << 20), where="peak of a step")
+        assert_equal(offloader.residency().device_bytes, 0, where="residency")
