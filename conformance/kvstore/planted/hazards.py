@@ -129,8 +129,8 @@ def _zeros_are_missing(original: Any, store: Any, table: str, ids: torch.Tensor)
     found: torch.Tensor = original(store, table, ids)
     layout = store.layout(table)
     weights = store._read(table, ids, layout.header_bytes, layout.header_bytes + layout.weight_bytes)
-    nonzero: torch.Tensor = (weights != 0).any(dim=1)
-    return found & nonzero
+    found &= (weights != 0).any(dim=1)
+    return found
 
 
 def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:

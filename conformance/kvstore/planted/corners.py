@@ -1,0 +1,159 @@
+"""Faults in corners: empty batches, narrow ids, refusals that do not come, the schema of the file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import swap, wrap
+from conformance.kvstore.planted.planting import in_store, shared
+from refimpl.errors import ConfigError, ShapeError
+
+
+def _first_row_wins(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    original(store, table, ids.flip(0), rows.flip(0))
+
+
+def _untyped_when_empty(original: Any, store: Any, table: str, begin: int, last: int) -> torch.Tensor:
+    found: torch.Tensor = original(store, table, begin, last)
+    return found if found.numel() else torch.tensor([])
+
+
+def _first_id_counted_again(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    original(store, table, ids, values, begin, now, visit=visit)
+    if ids.numel():
+        original(store, table, ids[:1], values[:1], begin, now, visit=visit)
+
+
+def _in_the_weights_dtype(original: Any, source: Any, table: str, name: str, ids: Any) -> torch.Tensor:
+    state: torch.Tensor = original(source, table, name, ids)
+    weight = source.layout(table).weight_dtype
+    return state.view(weight) if weight.itemsize == state.dtype.itemsize else state
+
+
+def _unsigned(original: Any, ids: Any, *where: Any) -> torch.Tensor:
+    checked: torch.Tensor = original(ids, *where)
+    return checked & 0xFFFFFFFF if ids.dtype == torch.int32 else checked
+
+
+def _local(original: Any, saved: Any, table: str, begin: int, last: int) -> torch.Tensor:
+    found: torch.Tensor = original(saved, table, begin, last)
+    return found - found[:1]
+
+
+def _live_state_dict(original: Any, store: Any, **options: Any) -> Any:
+    return original(store, **(options | {"snapshot": False}))
+
+
+def _tolerant(original: Any, row_layout: Any) -> None:
+    try:
+        original(row_layout)
+    except ConfigError:
+        object.__setattr__(row_layout, "state_dtypes", {})
+
+
+def _first_table(original: Any, cls: Any, source: Any, *arguments: Any, **options: Any) -> Any:
+    if options.get("table") is None:
+        options["table"] = source.tables[0]
+    return original(cls, source, *arguments, **options)
+
+
+def _unchecked_offsets(original: Any, module: Any, input: Any, offsets: Any) -> torch.Tensor:
+    try:
+        bags: torch.Tensor = original(module, input, offsets)
+    except ShapeError:
+        return torch.zeros(input.numel(), dtype=torch.int64)
+    return bags
+
+
+def _as_columns(original: Any, rows: torch.Tensor, *chunk_rows: Any) -> Any:
+    return original(rows.reshape(-1, 1), *chunk_rows)
+
+
+PLANTED = (
+    shared(
+        "weight_padded_to_eight",
+        "The weight is padded to eight elements instead of four.",
+        ("KV-004", "KV-005"),
+        swap("refimpl.kvstore.layout:_PAD_ELEMENTS", 8),
+    ),
+    in_store(
+        "first_duplicate_row_wins",
+        "Of whole rows with one key in a batch the first is kept.",
+        ("KV-016",),
+        "_write_rows",
+        _first_row_wins,
+    ),
+    in_store(
+        "ids_of_an_empty_table_are_floats",
+        "The id list of an empty table has another dtype.",
+        ("KV-018",),
+        "_ids",
+        _untyped_when_empty,
+    ),
+    in_store(
+        "first_id_of_a_batch_counted_twice",
+        "The place in the batch reaches the row.",
+        ("KV-019",),
+        "_write",
+        _first_id_counted_again,
+    ),
+    shared(
+        "state_in_the_weights_dtype",
+        "An optimizer state is shown in the dtype of the weights (facts 1.7).",
+        ("KV-026",),
+        wrap("refimpl.kvstore.reading:RowSource.get_state", _in_the_weights_dtype),
+    ),
+    shared(
+        "narrow_ids_without_sign",
+        "Negative int32 ids are widened without their sign.",
+        ("KV-027",),
+        wrap("refimpl.kvstore.base:check_ids", _unsigned),
+    ),
+    shared(
+        "saved_ids_are_local",
+        "Saved rows list ids that count from the first one (FBGEMM 4739).",
+        ("KV-035",),
+        wrap("refimpl.kvstore.saved:SavedRows._ids", _local),
+    ),
+    shared(
+        "timestamps_in_minutes",
+        "Timestamps are stored in another unit than seconds.",
+        ("KV-055",),
+        wrap("refimpl.kvstore.base:KVStoreBase._now", lambda original, store: original(store) // 60),
+    ),
+    in_store(
+        "state_dict_of_live_rows",
+        "Weight and state are read at different moments (DeepRec 1023).",
+        ("KV-077",),
+        "state_dict",
+        _live_state_dict,
+    ),
+    shared(
+        "impossible_layouts_accepted",
+        "A layout that cannot be honoured is taken.",
+        ("KV-080",),
+        wrap("refimpl.kvstore.layout:RowLayout.__post_init__", _tolerant),
+    ),
+    shared(
+        "first_of_several_tables",
+        "A view that does not say its table shows the first one.",
+        ("KV-087",),
+        wrap("refimpl.kvstore.views:KVTensor.__new__", _first_table),
+    ),
+    shared(
+        "offsets_not_checked",
+        "Offsets that do not cut the ids are taken.",
+        ("KV-094",),
+        wrap("refimpl.kvstore.modules:KVEmbeddingBag._bags", _unchecked_offsets),
+    ),
+    shared(
+        "ids_saved_as_a_column",
+        "Ids are saved as [N, 1] instead of [N].",
+        ("KV-100",),
+        wrap("refimpl.kvstore.files:dense_rows", _as_columns),
+    ),
+)
