@@ -50,12 +50,7 @@ class Run:
         from transformers import AutoModel, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        how: dict[str, Any] = {
-            "padding": "max_length",
-            "truncation": True,
-            "max_length": TOKENS,
-            "return_tensors": "pt",
-        }
+        how: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": TOKENS}
         self.batches = [
             [tokenizer([pair[side] for pair in pairs], return_tensors="pt", **how) for side in (0, 1)]
             for pairs in _in_batches(_texts(STEPS * BATCH))
