@@ -9,6 +9,7 @@ from refimpl.kvstore.config import EvictionPolicy, EvictionStats, Initializer, S
 from refimpl.kvstore.files import LoadReport, SaveReport, load, save
 from refimpl.kvstore.layout import Header, RowLayout, StateSlot, pack_header, unpack_header
 from refimpl.kvstore.modules import KVEmbedding, KVEmbeddingBag
+from refimpl.kvstore.planners import KVLoadPlanner
 from refimpl.kvstore.saved import SavedRows
 from refimpl.kvstore.store import KVStore
 from refimpl.kvstore.views import KVTensor
@@ -24,6 +25,7 @@ __all__ = [
     "Initializer",
     "KVEmbedding",
     "KVEmbeddingBag",
+    "KVLoadPlanner",
     "KVStore",
     "KVTensor",
     "LoadReport",

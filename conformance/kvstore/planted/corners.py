@@ -73,6 +73,11 @@ def _as_columns(original: Any, rows: torch.Tensor, *chunk_rows: Any) -> Any:
     return original(rows.reshape(-1, 1), *chunk_rows)
 
 
+def _place_forgotten(original: Any, planner: Any, read_item: Any, tensor: torch.Tensor) -> None:
+    if int((read_item.dest_index.offset or (0,))[0]) == 0:
+        original(planner, read_item, tensor)
+
+
 PLANTED = (
     shared(
         "weight_padded_to_eight",
@@ -155,5 +160,11 @@ PLANTED = (
         "Ids are saved as [N, 1] instead of [N].",
         ("KV-100",),
         wrap("refimpl.kvstore.files:dense_rows", _as_columns),
+    ),
+    shared(
+        "only_the_first_chunk_committed",
+        "Torch's load writes the first chunk of each view alone.",
+        ("KV-103",),
+        wrap("refimpl.kvstore.planners:KVLoadPlanner.commit_tensor", _place_forgotten),
     ),
 )

@@ -1,0 +1,220 @@
+"""E. Files: the documented schema, the same bytes every time, old versions, and nothing from a torn one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.kvstore import strategies
+from conformance.kvstore.folders import FILE, filled, fresh, layouts_of, save
+from conformance.kvstore.support import (
+    assert_contents,
+    contents,
+    ids_of,
+    random_rows,
+    store_of,
+    weights_of,
+)
+from refimpl.errors import ConfigError, MissingKeyError, TwinproofError
+
+
+def torn_files(path: Path) -> dict[str, Any]:
+    """Ways to ruin a checkpoint, by name."""
+    raw = (path / FILE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+
+    def rewritten(change: Any) -> bytes:
+        copy = json.loads(json.dumps(header))
+        change(copy)
+        text = json.dumps(copy).encode()
+        return len(text).to_bytes(8, "little") + text + raw[8 + length :]
+
+    def content(name: str, value: Any) -> Any:
+        def change(copy: Any) -> None:
+            inner = json.loads(copy["__metadata__"]["kvstore.content"])
+            inner[name] = value
+            copy["__metadata__"]["kvstore.content"] = json.dumps(inner)
+
+        return change
+
+    rows_at = 8 + length + header["a.rows"]["data_offsets"][0]
+    ids_at = 8 + length + header["a.ids"]["data_offsets"][0]
+    counts_at = 8 + length + header["a.bucket_counts"]["data_offsets"][0]
+    last = 8 + length + header["b.rows"]["data_offsets"][1] - header["b.rows"]["shape"][1]
+    return {
+        "truncated": raw[:-5],
+        "truncated header": raw[:60],
+        "empty": b"",
+        "no metadata": rewritten(lambda copy: copy.pop("__metadata__")),
+        "no version": rewritten(lambda copy: copy["__metadata__"].pop("kvstore.version")),
+        "version zero": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.version": "0"})),
+        "newer version": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.version": "3"})),
+        "no JSON": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.content": "{"})),
+        "another kind": rewritten(content("kind", "half")),
+        "no layouts": rewritten(content("layouts", {})),
+        "too many buckets": rewritten(content("buckets", [7, "interleave", None])),
+        "rows as floats": rewritten(lambda copy: copy["a.rows"].update({"dtype": "I8"})),
+        "another id": raw[:ids_at] + b"\x55" + raw[ids_at + 1 :],
+        "another key": raw[:rows_at] + b"\x55" + raw[rows_at + 1 :],
+        "an unused last row": raw[: last + 15] + b"\x00" + raw[last + 16 :],
+        "wrong counts": raw[:counts_at] + b"\x00" + raw[counts_at + 1 :],
+    }
+
+
+@requirement(
+    "KV-048",
+    "A torn, foreign, contradictory or newer file MUST be a named error, and leave the store as it was.",
+)
+def test_torn_files(kvstore: Any, tmp_path: Path) -> None:
+    save(kvstore, filled(kvstore, range(20)), tmp_path / "ck", buckets=kvstore.Buckets(2))
+    other = filled(kvstore, [1, 2, 3])
+    before = contents(other)
+    for name, raw in torn_files(tmp_path / "ck").items():
+        (tmp_path / "ck" / FILE).write_bytes(raw)
+        with raises(TwinproofError, where=name):
+            kvstore.load(other, tmp_path / "ck", chunk_rows=4)
+        assert_contents(other, before, where=name)
+    with raises(FileNotFoundError, where="nothing there"):
+        kvstore.load(other, tmp_path / "none")
+    assert_contents(other, before, where="nothing there")
+
+
+@requirement(
+    "KV-052", "Equal contents MUST be saved as equal bytes, whatever the order of insertion, shards and chunks were."
+)
+@examples(15)
+@given(st.lists(strategies.ids, max_size=20, unique=True), st.randoms(use_true_random=False), st.integers(1, 9))
+def test_deterministic(kvstore: Any, tmp_path_factory: Any, keys: list[int], random: Any, shards: int) -> None:
+    folder, buckets = tmp_path_factory.mktemp("kv"), kvstore.Buckets(4)
+    save(kvstore, filled(kvstore, keys), folder / "one", buckets=buckets)
+    store, mixed = fresh(kvstore, num_shards=shards), list(keys)
+    random.shuffle(mixed)
+    source = filled(kvstore, keys)
+    for key in [*mixed, *mixed[:3]]:
+        for table in "ab":
+            if key in source.ids(table).tolist():
+                store.set_rows(table, source.get_rows(table, ids_of([key])))
+    store.set("a", ids_of([77777]), weights_of(store, 1, 1, "a"))
+    store.delete("a", ids_of([] if 77777 in keys else [77777]))
+    save(kvstore, store, folder / "two", buckets=buckets, chunk_rows=3)
+    assert_same_bytes(folder / "two" / FILE, folder / "one" / FILE, where="file")
+
+
+@requirement("KV-053", "An empty store, a single row, and a store that was evicted empty MUST save and load.")
+def test_small_stores(kvstore: Any, tmp_path: Path) -> None:
+    evicted = filled(kvstore)
+    evicted.evict(policy=kvstore.EvictionPolicy.count(2**31 - 1))
+    stores = {"empty": fresh(kvstore), "single": filled(kvstore, [-5]), "evicted": evicted}
+    for name, store in stores.items():
+        for form in ("rows", "separate"):
+            for buckets in (1, 6):
+                path = tmp_path / f"{name}-{form}-{buckets}"
+                save(kvstore, store, path, form=form, buckets=kvstore.Buckets(buckets))
+                other = fresh(kvstore)
+                kvstore.load(other, path)
+                assert_contents(other, contents(store), where=path.name)
+
+
+@requirement(
+    "KV-098",
+    "A full save and the deltas after it, loaded in order, MUST give the store of the last one: changed rows, new rows "
+    "and removed rows; a delta MUST hold nothing else.",
+)
+@examples(20)
+@given(st.lists(st.tuples(strategies.close_batches, strategies.close_batches), min_size=1, max_size=3))
+def test_deltas(kvstore: Any, tmp_path_factory: Any, steps: list[tuple[list[int], list[int]]]) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    store = filled(kvstore, range(-4, 5), track_changes=True)
+    report = save(kvstore, store, folder / "full", buckets=kvstore.Buckets(3))
+    other = fresh(kvstore)
+    kvstore.load(other, folder / "full")
+    for number, (written, gone) in enumerate(steps):
+        store.set("a", ids_of(written), weights_of(store, len(written), number, "a"))
+        store.delete("a", ids_of(gone))
+        report = save(
+            kvstore,
+            store,
+            folder / f"{number}",
+            since=report.mark,
+            buckets=kvstore.Buckets(3),
+            form=["rows", "separate"][number % 2],
+        )
+        assert_equal(report.row_counts, {"a": len(set(written) - set(gone)), "b": 0}, where="rows of the delta")
+        kvstore.load(other, folder / f"{number}")
+        assert_contents(other, contents(store), where=f"after delta {number}")
+
+
+@requirement(
+    "KV-099",
+    "Files of the previous format version MUST load: version 1, one bucket, assembled here byte by byte.",
+)
+def test_version_one(kvstore: Any, tmp_path: Path) -> None:
+    rows = [
+        bytes.fromhex("feffffffffffffff 05000000 02000080 0000803f 00000040 00004040 00008040"),
+        bytes.fromhex("0700000000000000 06000000 01000080 000080bf 000000c0 000040c0 000080c0"),
+    ]
+    layout = '{\\"embedding_dim\\":4,\\"optimizer\\":\\"none\\",\\"state_dtypes\\":{},\\"weight_dtype\\":\\"float32\\"}'
+    text = (
+        '{"__metadata__":{"format":"pt","kvstore.content":"{\\"layouts\\":{\\"t\\":' + layout + '}}",'
+        '"kvstore.version":"1"},"t.ids":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
+        '"t.rows":{"dtype":"U8","shape":[2,32],"data_offsets":[16,80]}}'
+    )
+    text += " " * (-len(text) % 8)
+    ids = bytes.fromhex("feffffffffffffff 0700000000000000")
+    data = len(text).to_bytes(8, "little") + text.encode() + ids + b"".join(rows)
+    (tmp_path / "v1.safetensors").write_bytes(data)
+    store = kvstore.KVStore({"t": kvstore.RowLayout(4)})
+    kvstore.load(store, tmp_path / "v1.safetensors")
+    assert_contents(store, {"t": {-2: rows[0], 7: rows[1]}}, where="version 1")
+
+
+@requirement(
+    "KV-100",
+    "The schema on disk MUST be the documented one: rows in bucket order, ids ascending inside, counts by bucket.",
+)
+def test_schema(kvstore: Any, tmp_path: Path) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4))
+    keys = [5, -3, 8, 2, 0, 7]
+    store.set_rows("t", random_rows(store, keys, 1))
+    save(kvstore, store, tmp_path / "ck", buckets=kvstore.Buckets(3))
+    raw = (tmp_path / "ck" / FILE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    assert_equal(metadata["kvstore.version"], "2", where="version")
+    shapes = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    assert_equal(shapes, {"t.rows": ("U8", [6, 32]), "t.ids": ("I64", [6]), "t.bucket_counts": ("I64", [3])})
+
+    def data(name: str) -> bytes:
+        begin, end = header[name]["data_offsets"]
+        return raw[8 + length + begin : 8 + length + end]
+
+    order = [-3, 0, 7, 2, 5, 8]
+    assert_same_bytes(data("t.ids"), b"".join(k.to_bytes(8, "little", signed=True) for k in order), where="ids")
+    assert_same_bytes(data("t.bucket_counts"), b"".join(k.to_bytes(8, "little") for k in (2, 1, 3)), where="counts")
+    assert_same_bytes(data("t.rows"), b"".join(contents(store)["t"][k] for k in order), where="rows")
+
+
+@requirement("KV-101", "Tables that file and store do not share MUST be refused, unless they are named.")
+def test_tables(kvstore: Any, tmp_path: Path) -> None:
+    store = filled(kvstore)
+    save(kvstore, store, tmp_path / "ck")
+    part = store_of(kvstore, {"a": layouts_of(kvstore)["a"]})
+    with raises(ConfigError, where="a table too many in the file"):
+        kvstore.load(part, tmp_path / "ck")
+    kvstore.load(part, tmp_path / "ck", tables=("a",))
+    assert_contents(part, {"a": contents(store)["a"]}, where="one table")
+    other = store_of(kvstore, layouts_of(kvstore) | {"c": kvstore.RowLayout(4)})
+    with raises((ConfigError, MissingKeyError), where="a table that is not in the file"):
+        kvstore.load(other, tmp_path / "ck", tables=("a", "c"))
+    assert_equal(contents(other), {"a": {}, "b": {}, "c": {}}, where="nothing is loaded")
+    narrow = store_of(kvstore, layouts_of(kvstore) | {"a": kvstore.RowLayout(7, torch.float16)})
+    with raises(ConfigError, where="another width"):
+        kvstore.load(narrow, tmp_path / "ck", weights_only=True)

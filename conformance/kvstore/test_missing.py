@@ -1,0 +1,126 @@
+"""B. Missing ids: they read as documented, the same every time, and stay missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_same_bytes, examples, requirement
+from conformance.kvstore import strategies
+from conformance.kvstore.support import (
+    EXTREMES,
+    WEIGHTS,
+    assert_bits,
+    assert_contents,
+    contents,
+    header,
+    ids_of,
+    random_rows,
+    store_of,
+    weights_of,
+)
+
+
+@requirement("KV-010", "Reading MUST NOT insert: ids, size and every row stay as they are after any read.")
+@examples(40)
+@given(strategies.batches)
+def test_reading_never_inserts(kvstore: Any, asked: list[int]) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2, 3], 1))
+    before = contents(store)
+    ids = ids_of(asked)
+    store.get("t", ids)
+    store.get_rows("t", ids)
+    store.get_state("t", "momentum1", ids)
+    store.metadata("t", ids)
+    store.contains("t", ids)
+    assert_contents(store, before, where="after reads")
+    assert_equal(store.stats().row_count, 3, where="row_count")
+
+
+@requirement(
+    "KV-011",
+    "A missing id MUST read as its initial row: its key, the initial weight, and zeros in timestamp, count, used, "
+    "state and padding.",
+)
+@examples(40)
+@given(strategies.layouts(), strategies.ids)
+def test_missing_row(kvstore: Any, arguments: tuple[int, torch.dtype, str, dict[str, torch.dtype]], key: int) -> None:
+    layout = kvstore.RowLayout(*arguments)
+    store = store_of(kvstore, layout)
+    # Neighbours, so that a wrong row would have something to show.
+    store.set_rows("t", random_rows(store, [k for k in (7, -7, 2**40) if k != key], 2))
+    weight = store.get("t", ids_of([key])).contiguous().view(torch.uint8).numpy().tobytes()
+    expected = header(key, 0, 0, used=False) + weight
+    expected += bytes(layout.row_bytes - len(expected))
+    assert_same_bytes(store.get_rows("t", ids_of([key]))[0].numpy().tobytes(), expected, where=f"missing {key}")
+
+
+def uniform(seed: int, table: int, key: int, element: int, low: float, high: float) -> float:
+    """The initializer's definition in plain integers, before the rounding to float32."""
+    word = (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
+        return z ^ (z >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    row = mix(mix((seed + golden * (table + 1)) & word) ^ (key & word))
+    return low + (high - low) * ((mix((row + golden * (element + 1)) & word) >> 40) * 2.0**-24)
+
+
+@requirement(
+    "KV-012",
+    "The initial weight MUST be the documented function of seed, table, id and element: the same in any batch, after "
+    "any writes, in any store of that seed.",
+)
+@examples(40)
+@given(
+    st.sampled_from(WEIGHTS),
+    st.lists(strategies.ids, min_size=1, max_size=6),
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 9),
+)
+def test_initializer(kvstore: Any, dtype: torch.dtype, keys: list[int], seed: int, shards: int) -> None:
+    bounds = kvstore.Initializer.uniform(-0.25, 0.5)
+    layouts = {"a": kvstore.RowLayout(5, dtype), "b": kvstore.RowLayout(3, dtype)}
+    store = store_of(kvstore, layouts, initializer=bounds, seed=seed, num_shards=shards)
+    for number, (table, layout) in enumerate(layouts.items()):
+        width = layout.embedding_dim
+        exact = [[uniform(seed, number, key, e, -0.25, 0.5) for e in range(width)] for key in keys]
+        expected = torch.tensor(exact, dtype=torch.float64).to(torch.float32).to(dtype)
+        assert_bits(store.get(table, ids_of(keys)), expected, where=table)
+        store.set(table, ids_of([keys[0] ^ 1]), weights_of(store, 1, 1, table))
+        for position, key in enumerate(keys):
+            if key != keys[0] ^ 1:
+                assert_bits(store.get(table, ids_of([key]))[0], expected[position], where=f"{table} {key} alone")
+
+
+@requirement("KV-013", "With the zeros initializer every missing weight MUST be zero, per table.")
+def test_zeros_initializer(kvstore: Any) -> None:
+    layouts = {"a": kvstore.RowLayout(4), "b": kvstore.RowLayout(4)}
+    kinds = {"a": kvstore.Initializer.zeros(), "b": kvstore.Initializer.uniform(1.0, 2.0)}
+    store = store_of(kvstore, layouts, initializer=kinds)
+    assert_bits(store.get("a", ids_of(EXTREMES)), torch.zeros(len(EXTREMES), 4), where="a")
+    found = store.get("b", ids_of(EXTREMES))
+    assert_equal(bool(((found >= 1) & (found <= 2)).all()), True, where="b within its bounds")
+
+
+@requirement(
+    "KV-102", "A row whose values are all zero, or -0.0, MUST be a row: found, listed, and read as it was set."
+)
+def test_zero_rows(kvstore: Any) -> None:
+    store = store_of(kvstore, initializer=kvstore.Initializer.uniform(1, 2))
+    weights = torch.zeros(2, 6)
+    weights[1] = -0.0
+    store.set("t", ids_of([4, 5]), weights)
+    assert_bits(store.get("t", ids_of([4, 5])), weights, where="weights")
+    assert_equal(store.contains("t", ids_of([4, 5, 6])).tolist(), [True, True, False], where="contains")
+    assert_equal(store.ids("t").tolist(), [4, 5], where="ids")
+    row = torch.zeros(1, store.layout("t").row_bytes, dtype=torch.uint8)
+    store.set_rows("t", row)
+    assert_equal(store.contains("t", ids_of([0])).tolist(), [True], where="a row of zero bytes")
