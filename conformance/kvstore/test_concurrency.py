@@ -199,3 +199,24 @@ def test_eviction_beside_writes(kvstore: Any) -> None:
     together(write, round_.run)
     assert_equal(store.ids("t").tolist(), kept.tolist(), where="kept")
     assert_equal(round_.stats.evicted_count, 2000 - kept.numel(), where="evicted")
+
+
+@requirement(
+    "KV-104",
+    "A background evictor MUST evict exactly what a round does once a write has passed its threshold, do nothing below "
+    "it, hold no row back that was written meanwhile, and end when it is closed.",
+)
+def test_background(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4))
+    store.set("t", ids_of(range(100)), torch.zeros(100, 4))
+    policy = kvstore.EvictionPolicy.count(2)
+    with kvstore.BackgroundEvictor(store, "t", trigger_rows=150, policy=policy, slice_rows=8) as evictor:
+        store.set("t", ids_of(range(50)), torch.ones(50, 4))
+        assert_equal((evictor.wait(), store.size("t")), ([], 100), where="below the threshold")
+        store.set("t", ids_of([*range(200, 230), *range(200, 260)]), torch.ones(90, 4))
+        rounds = evictor.wait()
+        assert_equal(store.ids("t").tolist(), [*range(50), *range(200, 230)], where="kept")
+        assert_equal([(r.processed_count, r.evicted_count) for r in rounds], [(160, 80)], where="rounds")
+    store.set("t", ids_of(range(1000, 1300)), torch.ones(300, 4))
+    assert_equal(store.size("t"), 380, where="after close")
+    evictor.close()

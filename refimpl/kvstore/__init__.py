@@ -4,6 +4,7 @@ The meaning of ``fastimpl.kvstore``: the same names, the same bytes. Layout, con
 views, checkpoint policy and modules live here once and are shared.
 """
 
+from refimpl.kvstore.background import BackgroundEvictor
 from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket
 from refimpl.kvstore.config import EvictionPolicy, EvictionStats, Initializer, StoreStats
 from refimpl.kvstore.files import LoadReport, SaveReport, load, save
@@ -18,6 +19,7 @@ from refimpl.kvstore.views import KVTensor
 CAPABILITIES: frozenset[str] = frozenset()
 
 __all__ = [
+    "BackgroundEvictor",
     "Buckets",
     "EvictionPolicy",
     "EvictionStats",

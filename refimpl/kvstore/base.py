@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -83,7 +83,20 @@ class KVStoreBase(RowStore):
         )
         self.return_whole_row = False
         self.set_return_whole_row(return_whole_row)
+        self._listeners: tuple[Callable[[str], None], ...] = ()
         self._open()
+
+    def add_listener(self, listener: Callable[[str], None]) -> None:
+        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread."""
+        self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
+        """Undo ``add_listener``; one that is not there is passed over."""
+        self._listeners = tuple(known for known in self._listeners if known != listener)
+
+    def _written(self, table: str) -> None:
+        for listener in self._listeners:
+            listener(table)
 
     def _now(self) -> int:
         return int(self.options.clock()) & TIMESTAMP_MAX
@@ -108,6 +121,7 @@ class KVStoreBase(RowStore):
         values = check_matrix(weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights")
         used = check_count(count, checked.numel())
         self._write(table, checked[:used], as_bytes(values[:used]), HEADER_BYTES, self._now(), visit=True)
+        self._written(table)
 
     def set_rows(self, table: str, rows: torch.Tensor) -> None:
         """Write whole rows, uint8 [n, row_bytes]. The id is the key in each row's header.
@@ -119,6 +133,7 @@ class KVStoreBase(RowStore):
         """
         checked = check_rows(rows, self.layout(table).row_bytes)
         self._write_rows(table, unpack_header(checked).ids, checked)
+        self._written(table)
 
     def set_state(self, table: str, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Write one optimizer state, [n, count] in its dtype. Headers of rows that exist stay; of duplicates the last
@@ -130,6 +145,7 @@ class KVStoreBase(RowStore):
         slot, checked = self.slot(table, name), check_ids(ids)
         raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
         self._write(table, checked, raw, slot.offset_bytes, self._now(), visit=False)
+        self._written(table)
 
     def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
         """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
@@ -137,6 +153,7 @@ class KVStoreBase(RowStore):
         if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
             raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
         self._write(table, checked, raw, begin, self._now(), visit=False)
+        self._written(table)
 
     def set_scores(self, table: str, ids: torch.Tensor, scores: torch.Tensor) -> None:
         """Set the scores of rows that exist, float32 [n]; signs are dropped, missing ids are passed over.
@@ -184,6 +201,7 @@ class KVStoreBase(RowStore):
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads")
         hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
         self._update(table, checked, values.to(torch.float32), hyper, self._now())
+        self._written(table)
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; returns how many there were. Missing ids are passed over."""

@@ -78,6 +78,14 @@ def _place_forgotten(original: Any, planner: Any, read_item: Any, tensor: torch.
         original(planner, read_item, tensor)
 
 
+def _always_due(original: Any, evictor: Any, table: str) -> None:
+    trigger, evictor._trigger_rows = evictor._trigger_rows, 1
+    try:
+        original(evictor, table)
+    finally:
+        evictor._trigger_rows = trigger
+
+
 PLANTED = (
     shared(
         "weight_padded_to_eight",
@@ -166,5 +174,11 @@ PLANTED = (
         "Torch's load writes the first chunk of each view alone.",
         ("KV-103",),
         wrap("refimpl.kvstore.planners:KVLoadPlanner.commit_tensor", _place_forgotten),
+    ),
+    shared(
+        "background_threshold_ignored",
+        "The background evictor starts a round after every write.",
+        ("KV-104",),
+        wrap("refimpl.kvstore.background:BackgroundEvictor._written", _always_due),
     ),
 )
