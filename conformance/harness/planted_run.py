@@ -15,7 +15,7 @@ import pytest
 
 from conformance.harness.outcomes import CaseResult
 from conformance.harness.planted import PlantedBug, activate, bugs_beside, is_kill
-from conformance.harness.profiles import generate_only
+from conformance.harness.profiles import expecting_failure, generate_only
 from conformance.harness.requirements import requirement_of
 from conformance.harness.suite import Suite, parameters_of
 
@@ -93,15 +93,17 @@ def budget(item: pytest.Item) -> Iterator[None]:
     """Where a failure is expected, let Hypothesis stop at the first one: shrinking it would be thrown away."""
     test = getattr(item, "obj", None)
     settings = getattr(test, _SETTINGS, None)
-    expected = _planted_of(item) is not None or item.get_closest_marker("xfail") is not None
-    if settings is None or not expected:
+    if _planted_of(item) is None and item.get_closest_marker("xfail") is None:
         yield
         return
-    setattr(test, _SETTINGS, generate_only(settings))
-    try:
-        yield
-    finally:
-        setattr(test, _SETTINGS, settings)
+    with expecting_failure():
+        if settings is not None:
+            setattr(test, _SETTINGS, generate_only(settings))
+        try:
+            yield
+        finally:
+            if settings is not None:
+                setattr(test, _SETTINGS, settings)
 
 
 def judge(group: Group, case: CaseResult, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hypothesis import settings
 
-__all__ = ["PROFILES", "examples", "generate_only", "run_machine", "using_profile"]
+__all__ = ["PROFILES", "examples", "expecting_failure", "generate_only", "run_machine", "using_profile"]
 
 PROFILES = ("dev", "ci", "nightly")
 _CI_EXAMPLES = 100
+_FAILURE_EXPECTED: ContextVar[bool] = ContextVar("failure expected", default=False)
 
 
 def _register() -> None:
@@ -74,11 +76,19 @@ def generate_only(parent: Any) -> Any:
     )
 
 
+@contextmanager
+def expecting_failure() -> Iterator[None]:
+    """While entered, the first failure of a state machine ends it."""
+    token = _FAILURE_EXPECTED.set(True)
+    try:
+        yield
+    finally:
+        _FAILURE_EXPECTED.reset(token)
+
+
 def run_machine(machine: Any, *, settings: Any = None) -> None:
-    """Run a rule-based state machine inside a requirement test, with the short budget of planted runs if it is one."""
+    """Run a rule-based state machine inside a requirement test, on a short budget where a failure is expected."""
     from hypothesis.stateful import run_state_machine_as_test
 
-    from conformance.harness.planted import active_bug
-
     chosen = settings if settings is not None else machine.TestCase.settings
-    run_state_machine_as_test(machine, settings=generate_only(chosen) if active_bug() is not None else chosen)
+    run_state_machine_as_test(machine, settings=generate_only(chosen) if _FAILURE_EXPECTED.get() else chosen)

@@ -1,7 +1,8 @@
 """Torch's own HF checkpoint behind our names: ``--impl conformance.peers.torch_checkpoint``.
 
 Adds what the contract has and upstream lacks a spelling for (``close``, ``strict``), and nothing that upstream cannot
-do: options it does not know stay a TypeError, and what it gets wrong stays wrong.
+do: options it does not know stay a TypeError, and what it gets wrong stays wrong. Only options that say how to write,
+and nothing about what, are taken and left unused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class _Writer(hf_storage.HuggingFaceStorageWriter):
         save_distributed: bool = True,
         enable_consolidation: bool = True,
         thread_count_consolidation: int = 1,
+        *,
+        block_bytes: int = 0,
+        write_mode: str = "auto",
     ) -> None:
         mapping = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
         rest = save_distributed, enable_consolidation, thread_count_consolidation
