@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from conformance.checkpoint.support import (
     INDEX,
     assert_folder,
+    assert_parts,
     cut,
     load_ranks,
     random_bits,
@@ -69,9 +70,7 @@ def load_on(rank: Rank, path: str, specs: dict[str, Spec], dim: int, threads: in
         if value.dim() == 0:
             assert_same_tensor(targets[name], value, where=name)
             continue
-        for offsets, part in targets[name].parts.items():
-            expected = value[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))]
-            assert_same_tensor(part, expected, where=f"{name} at {offsets} on rank {rank.rank}")
+        assert_parts(targets[name], value, where=f"{name} on rank {rank.rank}")
 
 
 def consolidate_on(rank: Rank, source: str, target: str, mapping: dict[str, int]) -> None:

@@ -25,8 +25,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.checkpoint.support import PT, Tiled, assert_loads, cut, load_ranks, mesh_of, oracle, save_ranks, tiled
-from conformance.harness import Mismatch, Rank, RankPool, assert_equal, assert_same_bytes, assert_same_tensor
+from conformance.checkpoint.support import (
+    PT,
+    Tiled,
+    assert_loads,
+    assert_parts,
+    cut,
+    load_ranks,
+    mesh_of,
+    oracle,
+    save_ranks,
+    tiled,
+)
+from conformance.harness import Mismatch, Rank, RankPool, assert_equal, assert_same_bytes
 
 State = dict[str, torch.Tensor]
 FILE_COUNT = 3
@@ -67,9 +78,7 @@ def load_model(rank: Rank, model: str, path: str) -> int:
     targets = _shards(state, rank, fill=False)
     load_ranks(rank, targets, Path(path))
     for name, target in targets.items():
-        for offsets, part in target.parts.items():
-            expected = state[name][tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))]
-            assert_same_tensor(part, expected, where=f"{name} at {offsets} on rank {rank.rank}")
+        assert_parts(target, state[name], where=f"{name} on rank {rank.rank}")
     return sum(len(target.parts) for target in targets.values())
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensors
+from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, assert_same_tensors
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -95,18 +96,24 @@ def assert_same_json(got: Any, expected: Any) -> None:
     assert_same_bytes(dump[0], dump[1], where="JSON")
 
 
-def save_with(writer: Any, state: Mapping[str, Any], planner: Any = None) -> None:
-    """Save through a writer, from this process alone."""
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's warning that one process saves or loads, which is what is meant here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def save_with(writer: Any, state: Mapping[str, Any], planner: Any = None) -> None:
+    """Save through a writer, from this process alone."""
+    with _alone():
         dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
     writer.close()
 
 
 def load_with(reader: Any, targets: Mapping[str, Any], planner: Any = None) -> None:
     """Load through a reader, into this process alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with _alone():
         dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
 
 
@@ -182,6 +189,11 @@ def cut(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[tuple[tuple
     return unique + [(o, s) for o, s in dict(boxes).items() if 0 in s and o not in filled]
 
 
+def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The rectangle of a tensor, as a view."""
+    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+
+
 def tiled(
     tensor: torch.Tensor,
     boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
@@ -193,8 +205,7 @@ def tiled(
     """The boxes that round-robin gives this rank, with the tensor's values or as empty targets."""
     parts = {}
     for offsets, sizes in boxes[rank::world_size]:
-        part = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-        dense = bits(part).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+        dense = bits(part_of(tensor, offsets, sizes)).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
         parts[offsets] = dense if fill else zeros_like(dense)
     return Tiled.of(tensor.shape, parts, tensor.dtype)
 
@@ -203,6 +214,12 @@ def own_count(table: str, key: str) -> int:
     """A number that the kernel keeps of this process: ``rchar`` of ``io`` in bytes, ``VmHWM`` of ``status`` in KiB."""
     lines = Path(f"/proc/self/{table}").read_text().split("\n")
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
+
+
+def assert_parts(target: Tiled, value: torch.Tensor, *, where: str) -> None:
+    """Every rectangle of the target holds what the tensor has there."""
+    for offsets, part in target.parts.items():
+        assert_same_tensor(part, part_of(value, offsets, part.shape), where=f"{where} at {offsets}")
 
 
 def mesh_of(rank: Rank, shape: Sequence[int] | None = None) -> DeviceMesh:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from conformance.checkpoint.hostile import pack
 from conformance.checkpoint.support import (
     DTYPES,
     FILE,
@@ -147,7 +148,7 @@ def test_unrequested(checkpoint: Any, tmp_path: Path) -> None:
     six = b'"six":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[8,11]}'
     text = b"{" + six + b',"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2) + b"abc")
+    path.write_bytes(pack(text, struct.pack("<2f", 1, 2) + b"abc"))
     target = torch.zeros(2)
     load(checkpoint, {"w": target}, path)
     assert_same_tensor(target, torch.tensor([1.0, 2.0]), where="w")

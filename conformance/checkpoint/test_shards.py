@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 
+from conformance.checkpoint.hostile import pack
 from conformance.checkpoint.support import (
     FILE,
     INDEX,
@@ -59,8 +59,8 @@ def _shard_file(path: Path, name: str, dtype: str, shape: list[int], offsets: li
             "__metadata__": {"DCP_SHARDING_INFO": info},
             name: {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]},
         }
-    ).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+    )
+    path.write_bytes(pack(header, data))
 
 
 def _torch_shards(folder: Path, rows: list[tuple[int, int]], dtypes: list[str]) -> None:

@@ -10,12 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.checkpoint.hostile import pack
 from conformance.checkpoint.support import (
     DTYPES,
     FILE,
     PT,
+    Tiled,
     assert_folder,
     assert_loads,
+    bits,
     load,
     oracle,
     random_bits,
@@ -115,8 +118,6 @@ def test_strided_inputs(
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    from conformance.checkpoint.support import bits
-
     return bits(value).contiguous().view(value.dtype)
 
 
@@ -136,11 +137,9 @@ def test_beyond_4_gib(checkpoint: Any, tmp_path: Path) -> None:
     header += b" " * (-len(header) % 8)
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(pack(header))
         file.seek(8 + len(header) + rows * columns - 5)
         file.write(b"\x01\x02\x03\x04\x05")
-    from conformance.checkpoint.support import Tiled
-
     target = Tiled.of((rows, columns), {(rows - 1, columns - 8): torch.zeros(1, 8, dtype=torch.uint8)}, torch.uint8)
     load(checkpoint, {"big": target}, path)
     got = bytes(target.parts[rows - 1, columns - 8].flatten().tolist())
