@@ -57,10 +57,10 @@ def sizes(files: list[Path]) -> Iterator[str]:
 
 
 def rooms() -> Iterator[str]:
-    """A component that is alive has its reference, its fast version, its proof and its price."""
+    """A component with a fast version has its reference, its proof and its price; the reference comes first."""
     for stem in STEMS:
-        alive = (ROOT / "refimpl" / stem).is_dir() or (ROOT / "refimpl" / f"{stem}.py").exists()
-        wanted = [(ROOT / "fastimpl" / stem, ROOT / "fastimpl" / f"{stem}.py"), (ROOT / "perf" / f"bench_{stem}.py",)]
+        alive = (ROOT / "fastimpl" / stem).is_dir() or (ROOT / "fastimpl" / f"{stem}.py").exists()
+        wanted = [(ROOT / "refimpl" / stem, ROOT / "refimpl" / f"{stem}.py"), (ROOT / "perf" / f"bench_{stem}.py",)]
         wanted += [
             (ROOT / "conformance" / stem / "planted.py", ROOT / "conformance" / stem / "planted" / "__init__.py")
         ]
