@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from conformance.harness import PlantedBug, swap, wrap
@@ -72,6 +73,19 @@ def _not_moved(original: Any, offloader: Any, arithmetic: Any) -> None:
 
 def _one_each(original: Any, memory: Any, bundles: Any, chunk_bytes: int, engine: Any) -> Any:
     return original(memory, bundles, 1, engine)
+
+
+def _fetched_anyway(original: Any, offloader: Any) -> None:
+    slots, fetched = offloader._slots, offloader._fetched
+    original(offloader)
+    offloader._slots, offloader._fetched = slots, fetched
+
+
+@contextmanager
+def _trusts_what_was_fetched() -> Iterator[None]:
+    only_once = wrap(f"{OFFLOADER}._fetch_first", lambda original, own: None if own._slots else original(own))
+    with only_once(), wrap(f"{OFFLOADER}.settle_for_writing", _fetched_anyway)():
+        yield
 
 
 def _keeps_a_slot(original: Any, offloader: Any, *arguments: Any) -> None:
@@ -199,9 +213,6 @@ PLANTED = (
         "prefetched_values_trusted",
         "What was written to host memory after a prefetch is lost.",
         ("OPT-072",),
-        wrap(
-            f"{OFFLOADER}._fetch_first",
-            lambda original, offloader: None if offloader._slots else original(offloader),
-        ),
+        _trusts_what_was_fetched,
     ),
 )
