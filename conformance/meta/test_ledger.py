@@ -127,6 +127,38 @@ def test_an_entry_that_matches_nothing(
     result.stderr.fnmatch_lines(["*deviation 1 (CKPT-0?[19]): matches no test*"])
 
 
+_MACHINE = """
+from pathlib import Path
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+@requirement("CKPT-001", "MUST agree after any program")
+def test_programs(impl):
+    class Machine(RuleBasedStateMachine):
+        failures = 0
+
+        @rule(x=st.integers())
+        def step(self, x):
+            Machine.failures += 1
+            assert_equal(impl.checkpoint.double(x), None)
+
+    try:
+        run_machine(Machine)
+    finally:
+        Path("failures").write_text(str(Machine.failures))
+"""
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_a_machine_that_is_expected_to_fail_ends_at_its_first_failure(
+    toy: Callable[..., pytest.RunResult], pytester: pytest.Pytester, tmp_path: Path, expected: bool
+) -> None:
+    ledger = _write(tmp_path / "l.toml", *([_ENTRY] if expected else []))
+    result = toy(_MACHINE, "--ledger", str(ledger))
+    result.assert_outcomes(**{"xfailed" if expected else "failed": 1})
+    # Once to find it and once to report it; otherwise also to shrink it.
+    assert (int((pytester.path / "failures").read_text()) <= 2) == expected
+
+
 def test_a_malformed_ledger_stops_the_run(toy: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
     result = toy(_TESTS, "--ledger", str(_write(tmp_path / "l.toml", version="")))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
