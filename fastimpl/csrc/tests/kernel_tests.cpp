@@ -9,6 +9,7 @@
 
 #include "kernels/rect_read.h"
 #include "kernels/strided.h"
+#include "kv_tests.h"
 
 namespace {
 
@@ -180,5 +181,6 @@ int main() {
   strided_matches_its_definition<uint32_t>();
   strided_matches_its_definition<uint64_t>();
   disjoint_rectangles_may_be_placed_at_once();
+  kv_tests();
   std::puts("kernel_tests: all properties hold");
 }

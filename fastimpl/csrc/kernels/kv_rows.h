@@ -1,0 +1,61 @@
+// Rows that are found by key: a pool and one map for each shard. The live rows of a table are such a set, and so is
+// what a snapshot keeps of rows that changed after it.
+#pragma once
+
+#include <memory>
+
+#include "kv_row.h"
+
+namespace fastimpl::kv {
+
+class RowSet {
+ public:
+  RowSet(Memory& memory, int64_t row_bytes, int64_t shard_count) : pool(memory, row_bytes) {
+    shards_.reserve(static_cast<size_t>(shard_count));
+    for (int64_t i = 0; i < shard_count; ++i) shards_.push_back(std::make_unique<ShardMap>(memory, pool));
+  }
+
+  RowPool pool;
+
+  int64_t shard_count() const { return static_cast<int64_t>(shards_.size()); }
+  int64_t shard_index(uint64_t hash) const { return shard_of(hash, shard_count()); }
+  ShardMap& shard(uint64_t hash) const { return *shards_[static_cast<size_t>(shard_index(hash))]; }
+  ShardMap& shard_at(int64_t index) const { return *shards_[static_cast<size_t>(index)]; }
+
+  // The row of a key, or null.
+  uint8_t* find(uint64_t hash, int64_t key) const {
+    const uint32_t slot = shard(hash).find(hash, key);
+    return slot == kAbsent ? nullptr : pool.at(slot);
+  }
+
+  // A new row whose key and metadata are written, and nothing else; the key has none yet. Threads may insert at once,
+  // each into shards of its own, after `pool.prepare`. Throws std::bad_alloc.
+  int64_t insert(uint64_t hash, int64_t key) {
+    const int64_t slot = pool.push();
+    std::memcpy(pool.at(slot), &key, sizeof key);
+    shard(hash).insert(hash, static_cast<uint32_t>(slot));
+    return slot;
+  }
+
+  int64_t map_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& shard : shards_) bytes += shard->held_bytes() + static_cast<int64_t>(sizeof(ShardMap) + sizeof(void*));
+    return bytes;
+  }
+
+  void reserve(int64_t row_count) {
+    pool.reserve(row_count);
+    const double mean = static_cast<double>(row_count) / static_cast<double>(shard_count());
+    for (const auto& shard : shards_) shard->reserve(static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1);
+  }
+
+  void trim() noexcept {
+    pool.trim();
+    for (const auto& shard : shards_) shard->trim();
+  }
+
+ private:
+  std::vector<std::unique_ptr<ShardMap>> shards_;
+};
+
+}  // namespace fastimpl::kv
