@@ -48,6 +48,8 @@ struct RowFormat {
   uint64_t table_word;             // mix(seed + golden * (table index + 1)).
   bool counts_visits;              // Under the score policy the count's bits are the score.
   bool logs_removals;
+  int64_t capacity;                // Rows at most; -1 is any number.
+  bool ranks_by_count;             // Who makes room for others: the lowest count, else the oldest.
 
   int64_t weight_bytes() const { return dim * float_bytes(weight_type); }
   int64_t weight_end() const { return kHeaderBytes + weight_bytes(); }

@@ -150,6 +150,16 @@ class Table {
     return index;
   }
 
+  // Takes back what `find` inserted.
+  void undo(const Found& found, const int64_t* ids) noexcept {
+    for (size_t i = 0; i < found.slots.size(); ++i) {
+      if (found.slots[i] == kAbsent || found.slots[i] < found.row_count_before) continue;
+      const uint64_t hash = hash_key(ids[found.grouped.position(static_cast<int64_t>(i))]);
+      rows.shard(hash).erase(hash, found.slots[i]);
+    }
+    rows.pool.truncate(found.row_count_before);
+  }
+
  private:
   void find_group(Found& found, int64_t group, const int64_t* ids, Missing missing, Range fetched, Range skip, uint64_t now) {
     const auto id_at = [&](int64_t index) { return ids[found.grouped.position(index)]; };
@@ -163,15 +173,6 @@ class Table {
                  }
                  found.slots[static_cast<size_t>(index)] = slot;
                });
-  }
-
-  void undo(const Found& found, const int64_t* ids) noexcept {
-    for (size_t i = 0; i < found.slots.size(); ++i) {
-      if (found.slots[i] == kAbsent || found.slots[i] < found.row_count_before) continue;
-      const uint64_t hash = hash_key(ids[found.grouped.position(static_cast<int64_t>(i))]);
-      rows.shard(hash).erase(hash, found.slots[i]);
-    }
-    rows.pool.truncate(found.row_count_before);
   }
 };
 

@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "kernels/kv_write.h"
+#include "kernels/kv_update.h"
 
 namespace {
 
@@ -56,6 +56,7 @@ RowFormat format_of(int64_t dim, bool adam) {
   format.table_word = 12345;
   format.counts_visits = true;
   format.logs_removals = true;
+  format.capacity = -1;
   return format;
 }
 
