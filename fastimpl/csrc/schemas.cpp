@@ -8,4 +8,26 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("rect_read(int file, Tensor(a!) dense, Tensor(b!) window, Tensor descriptor) -> Tensor");
   m.def("strided_gather(Tensor source, int start, Tensor(a!) dense) -> ()");
   m.def("strided_scatter(Tensor(a!) target, int start, Tensor dense) -> ()");
+  // Row store. A handle is immutable: it names a store or a snapshot; ids are int64, rows and values uint8.
+  m.def("kv_create(Tensor formats, int shard_count) -> Tensor");
+  m.def("kv_close(Tensor handle) -> ()");
+  m.def("kv_read(Tensor handle, int table, Tensor ids, int begin, int end, Tensor(a!) out) -> ()");
+  m.def("kv_contains(Tensor handle, int table, Tensor ids) -> Tensor");
+  m.def("kv_ids(Tensor handle, int table, int first, int last) -> Tensor");
+  m.def("kv_size(Tensor handle, int table) -> int");
+  m.def("kv_changes(Tensor handle, int table, int since) -> (Tensor, Tensor)");
+  m.def("kv_mark(Tensor handle) -> int");
+  m.def("kv_write(Tensor handle, int table, Tensor ids, Tensor values, int begin, int now, bool visit) -> int");
+  m.def("kv_write_rows(Tensor handle, int table, Tensor ids, Tensor rows) -> int");
+  m.def("kv_write_metadata(Tensor handle, int table, Tensor ids, Tensor words, int mask) -> int");
+  m.def("kv_update(Tensor handle, int table, Tensor ids, Tensor grads, Tensor hyper, int now) -> int");
+  m.def("kv_delete(Tensor handle, int table, Tensor ids) -> Tensor");
+  m.def("kv_clear(Tensor handle, int table) -> int");
+  m.def("kv_begin_round(Tensor handle, int table, int keep_count) -> (Tensor, Tensor)");
+  m.def("kv_evict(Tensor handle, int table, Tensor ids, Tensor plan) -> Tensor");
+  m.def("kv_reserve(Tensor handle, int table, int row_count) -> int");
+  m.def("kv_stats(Tensor handle) -> (Tensor, int)");
+  m.def("kv_snapshot(Tensor handle) -> Tensor");
+  m.def("kv_fail_after(Tensor handle, int table, int allocation_count) -> ()");
+  m.def("kv_sort_ids(Tensor ids, int total_count, int bucket_size, int begin, int end) -> (Tensor, Tensor, int)");
 }

@@ -39,6 +39,7 @@ class Table {
   RowSet rows;
   std::vector<std::unique_ptr<Overlay>> overlays;  // Ascending versions; the last is the only one that still grows.
   std::shared_ptr<Removals> removals = std::make_shared<Removals>();  // In the order of time, where they are logged.
+  size_t compacted_count = 0;  // Removals left by the last compaction of their log.
   int64_t evicted_count = 0;
 
   // The rows of a batch: the slot of position `grouped.position(i)` is `slots[i]`.

@@ -1,0 +1,59 @@
+// Which ids a table holds, and which changed or went since some version. Under the shared lock.
+#pragma once
+
+#include "kv_evict.h"
+
+namespace fastimpl::kv {
+
+// Ids in [first, last], ascending.
+inline std::vector<int64_t> list_ids(const Table& table, const Parallel& parallel, int64_t first, int64_t last, const Overlay* snapshot) {
+  std::vector<int64_t> ids;
+  ids.reserve(static_cast<size_t>(table.rows.pool.size()));
+  for_each_key(table, snapshot, [&](int64_t key, uint64_t) {
+    if (first <= key && key <= last) ids.push_back(key);
+  });
+  sort_keys(parallel, ids.data(), static_cast<int64_t>(ids.size()));
+  return ids;
+}
+
+inline std::vector<int64_t> list_changed(const Table& table, const Parallel& parallel, uint64_t since, const Overlay* snapshot) {
+  std::vector<int64_t> ids;
+  for_each_key(table, snapshot, [&](int64_t key, uint64_t version) {
+    if (version > since) ids.push_back(key);
+  });
+  sort_keys(parallel, ids.data(), static_cast<int64_t>(ids.size()));
+  return ids;
+}
+
+// A removal counts while no row has followed it.
+inline std::vector<int64_t> list_removed(const Table& table, const Parallel& parallel, uint64_t since, const Overlay* snapshot) {
+  const Removals& log = snapshot == nullptr ? *table.removals : *snapshot->removals;
+  const size_t count = snapshot == nullptr ? log.size() : snapshot->removal_count;
+  std::vector<int64_t> ids;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = hash_key(log[i].key);
+    if (log[i].version > since && table.as_of(snapshot, hash, log[i].key, table.rows.find(hash, log[i].key)) == nullptr) ids.push_back(log[i].key);
+  }
+  sort_keys(parallel, ids.data(), static_cast<int64_t>(ids.size()));
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return ids;
+}
+
+// Drops removals that a row or a later removal of the same id has followed. Under the exclusive lock; snapshots keep
+// the log they saw. Throws std::bad_alloc, and then the log is as it was.
+inline void compact_removals(Table& table) {
+  const Removals& log = *table.removals;
+  std::vector<std::pair<int64_t, size_t>> last;
+  for (size_t i = 0; i < log.size(); ++i) {
+    if (table.rows.find(hash_key(log[i].key), log[i].key) == nullptr) last.emplace_back(log[i].key, i);
+  }
+  std::sort(last.begin(), last.end());
+  auto kept = std::make_shared<Removals>();
+  for (size_t i = 0; i < last.size(); ++i) {
+    if (i + 1 == last.size() || last[i + 1].first != last[i].first) kept->push_back(log[last[i].second]);
+  }
+  table.compacted_count = kept->size();
+  table.removals = std::move(kept);
+}
+
+}  // namespace fastimpl::kv

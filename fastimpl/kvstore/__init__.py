@@ -1,0 +1,62 @@
+"""Key -> whole row in C++: sharded maps with SIMD probing over a dense pool of 64-byte aligned rows.
+
+Meaning: ``refimpl.kvstore``, whose layout, checks, views, checkpoint policy and modules are used as they are.
+"""
+
+from typing import TYPE_CHECKING
+
+from fastimpl import ops
+from refimpl.kvstore import (
+    Buckets,
+    EvictionPolicy,
+    EvictionStats,
+    Header,
+    Initializer,
+    KVEmbedding,
+    KVEmbeddingBag,
+    KVTensor,
+    LoadReport,
+    RowLayout,
+    SavedRows,
+    SaveReport,
+    StateSlot,
+    StoreStats,
+    bucket_of,
+    pack_header,
+    rank_buckets,
+    unpack_header,
+)
+
+if TYPE_CHECKING or ops.available():
+    from fastimpl.kvstore.buckets import sort_ids_by_bucket
+    from fastimpl.kvstore.files import load, save
+    from fastimpl.kvstore.store import KVStore
+else:
+    from refimpl.kvstore import KVStore, load, save, sort_ids_by_bucket
+
+CAPABILITIES: frozenset[str] = frozenset()
+
+__all__ = [
+    "Buckets",
+    "EvictionPolicy",
+    "EvictionStats",
+    "Header",
+    "Initializer",
+    "KVEmbedding",
+    "KVEmbeddingBag",
+    "KVStore",
+    "KVTensor",
+    "LoadReport",
+    "RowLayout",
+    "SaveReport",
+    "SavedRows",
+    "StateSlot",
+    "StoreStats",
+    "bucket_of",
+    "load",
+    "pack_header",
+    "rank_buckets",
+    "save",
+    "sort_ids_by_bucket",
+    "unpack_header",
+]
