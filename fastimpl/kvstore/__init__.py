@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastimpl import ops
 from refimpl.kvstore import (
+    BackgroundEvictor,
     Buckets,
     EvictionPolicy,
     EvictionStats,
@@ -14,6 +15,7 @@ from refimpl.kvstore import (
     Initializer,
     KVEmbedding,
     KVEmbeddingBag,
+    KVLoadPlanner,
     KVTensor,
     LoadReport,
     RowLayout,
@@ -37,6 +39,7 @@ else:
 CAPABILITIES: frozenset[str] = frozenset()
 
 __all__ = [
+    "BackgroundEvictor",
     "Buckets",
     "EvictionPolicy",
     "EvictionStats",
@@ -44,6 +47,7 @@ __all__ = [
     "Initializer",
     "KVEmbedding",
     "KVEmbeddingBag",
+    "KVLoadPlanner",
     "KVStore",
     "KVTensor",
     "LoadReport",
