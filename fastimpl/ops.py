@@ -71,7 +71,9 @@ def _register_kv_fakes() -> None:
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
-    torch.library.register_fake("twinproof::kv_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool))
+    torch.library.register_fake(
+        "twinproof::kv_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
+    )
     for name in ("kv_delete", "kv_evict"):
         torch.library.register_fake(f"twinproof::{name}", lambda handle, *args: handle.new_empty(2))
 

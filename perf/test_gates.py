@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perf import checkpoint, offload
+from perf import checkpoint, kvstore, offload
 from perf.harness.bench import Bench
 from perf.harness.cli import main
 from perf.harness.comparison import judge_regression
@@ -207,7 +207,8 @@ def test_every_shape_is_used_and_every_job_exists() -> None:
     gates = read_gates(workloads)
     used = {name for gate in gates for name in [*gate.workloads.values(), *(gate.against or {}).values()]}
     assert used == set(workloads)
-    jobs = {(name, job) for name, room in (("checkpoint", checkpoint), ("offload", offload)) for job in room.JOBS}
+    rooms = {"checkpoint": checkpoint, "kvstore": kvstore, "offload": offload}
+    jobs = {(name, job) for name, room in rooms.items() for job in room.JOBS}
     assert {(workload.component, workload.job) for workload in workloads.values()} == jobs
     assert {gate.kind for gate in gates} == set(Kind)
 

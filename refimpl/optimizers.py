@@ -91,7 +91,7 @@ def sgd(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) 
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:
-    # Correctly rounded, as IEEE 754 asks and processors do: torch's own float32 sqrt is an ulp off for every fifth value.
+    # Correctly rounded, as IEEE 754 asks and processors do; torch's float32 sqrt is an ulp off for a fifth of values.
     return values.double().sqrt().float()
 
 

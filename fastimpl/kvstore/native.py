@@ -49,7 +49,13 @@ def format_words(options: StoreOptions) -> torch.Tensor:
             slot = layout.state_slots.get(name)
             slots += [0, 0, 0] if slot is None else [slot.offset_bytes, slot.count, _FLOATS[slot.dtype]]
         capacity, kind = options.capacities[table], policy.kind if policy else ""
-        row = [layout.row_bytes, layout.embedding_dim, _FLOATS[layout.weight_dtype], _OPTIMIZERS[layout.optimizer], *slots]
+        row = [
+            layout.row_bytes,
+            layout.embedding_dim,
+            _FLOATS[layout.weight_dtype],
+            _OPTIMIZERS[layout.optimizer],
+            *slots,
+        ]
         row += [initializer.kind == "uniform", _word("<f", initializer.low), _word("<f", initializer.span)]
         row += [_signed(options.seed), index, kind != "score", options.track_changes]
         row += [-1 if capacity is None else capacity, kind in ("score", "count", "ttl_count")]

@@ -14,10 +14,8 @@ from fastimpl.kvstore.native import check_status, format_words, hyper_values, pl
 from fastimpl.ops import KVHandle
 from refimpl.errors import ConfigError, StoreClosedError
 from refimpl.kvstore.base import KVStoreBase
-from refimpl.kvstore.checks import check_count, check_ids, check_matrix
 from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
 from refimpl.kvstore.eviction import RoundPlan
-from refimpl.kvstore.layout import HEADER_BYTES
 from refimpl.kvstore.reading import SnapshotBase, TrackedSource
 from refimpl.optimizers import Hyper
 
@@ -41,26 +39,10 @@ class _NativeSource(TrackedSource):
         try:
             return verb(self._indices[table], *arguments)
         except RuntimeError as error:
-            # Another thread closed it meanwhile.
-            if self._closed and "handle: dead" in str(error):
+            # A handle dies when another thread closes it meanwhile.
+            if "handle: dead" in str(error):
                 raise StoreClosedError("the store or snapshot was closed", where=table) from None
             raise
-
-    def get(
-        self, table: str, ids: torch.Tensor, *, out: torch.Tensor | None = None, count: int | None = None
-    ) -> torch.Tensor:
-        layout, checked = self.layout(table), check_ids(ids)
-        used, dim = check_count(count, checked.numel()), layout.embedding_dim
-        if out is not None:
-            check_matrix(out, checked.numel(), dim, layout.weight_dtype, "out")
-        fresh = torch.empty if used == checked.numel() else torch.zeros
-        result = fresh(checked.numel(), dim, dtype=layout.weight_dtype) if out is None else out
-        end = HEADER_BYTES + layout.weight_bytes
-        part = (checked, result) if used == checked.numel() else (checked[:used], result.detach()[:used])
-        self._call(table, self._handle.read, part[0], HEADER_BYTES, end, part[1])
-        return result
-
-    get.__doc__ = TrackedSource.get.__doc__
 
     def _read(self, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         result = torch.empty(ids.numel(), end - begin, dtype=torch.uint8)
