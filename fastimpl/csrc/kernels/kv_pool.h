@@ -50,7 +50,7 @@ class RowPool {
 
   // Room for the pointers of every chunk that `row_count` more rows can need. One thread; before `push`. Throws.
   void prepare(int64_t row_count) {
-    const int64_t chunk_count = ((size() + row_count) >> shift_) + 1;
+    const int64_t chunk_count = (step_up(size() + row_count) >> shift_) + 1;
     if (chunk_count <= chunk_limit_) return;
     const int64_t limit = std::max(chunk_count, 2 * chunk_limit_);
     auto longer = std::make_unique<uint8_t*[]>(static_cast<size_t>(limit));

@@ -259,6 +259,34 @@ void large_tables_grow_and_shrink() {
   }
 }
 
+// Wide rows: growth, removal and what is given back cross several chunks.
+void rows_cross_chunks() {
+  Table table(format_of(1000, false), 3);
+  const int64_t count = 14000;
+  std::vector<int64_t> keys(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) keys[static_cast<size_t>(i)] = i * i;
+  const auto write = [&](int64_t first, int64_t part, float value) {
+    const std::vector<float> values(static_cast<size_t>(part * 1000), value);
+    write_values(table, threads(2), keys.data() + first, part, reinterpret_cast<const uint8_t*>(values.data()), {kHeaderBytes, 4016}, true, {1, 1});
+  };
+  for (int64_t first = 0; first < count; first += 2000) write(first, 2000, static_cast<float>(first));
+  const auto check = [&](int64_t begin) {
+    std::vector<float> got(static_cast<size_t>(1000 * (count - begin)));
+    read_rows(table, threads(2), keys.data() + begin, count - begin, {kHeaderBytes, 4016}, reinterpret_cast<uint8_t*>(got.data()), nullptr);
+    for (int64_t i = begin; i < count; ++i) {
+      const float* const row = got.data() + 1000 * (i - begin);
+      require(row[0] == static_cast<float>(i / 2000 * 2000) && row[999] == row[0], "a row in another chunk");
+    }
+  };
+  check(0);
+  const int64_t held_bytes = table.memory.held_bytes();
+  require(remove_rows(table, threads(2), keys.data(), 12000, {2, 2}) == 12000, "removed rows");
+  check(12000);
+  require(table.memory.held_bytes() <= held_bytes / 3, "chunks were not given back");
+  for (int64_t first = 0; first < 12000; first += 2000) write(first, 2000, static_cast<float>(first));
+  check(0);
+}
+
 void reserved_tables_do_not_allocate() {
   Table table(format_of(4, false), 8);
   const int64_t count = 30000;
@@ -359,6 +387,7 @@ void kv_tests() {
   halves_round_to_nearest_even();
   tables_match_a_dictionary();
   large_tables_grow_and_shrink();
+  rows_cross_chunks();
   reserved_tables_do_not_allocate();
   readers_beside_writers_see_whole_rows();
 }
