@@ -183,8 +183,14 @@ class CudaEngine:
             from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
             pin_memory(memory.data_ptr(), size_bytes)
-            # Memory that is freed while it is registered would stay pinned under somebody else's data.
-            weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
+            device = self.device
+
+            def release(pointer: int) -> None:
+                # Copies may still run to it; and memory freed while registered stays pinned under somebody else's data.
+                torch.cuda.synchronize(device)
+                unpin_memory(pointer)
+
+            weakref.finalize(memory.untyped_storage(), release, memory.data_ptr())
         return memory
 
     def is_capturing(self) -> bool:

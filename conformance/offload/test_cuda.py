@@ -57,14 +57,16 @@ def test_memory(offload: Any) -> None:
     with offload.OptimizerStateOffloader(optimizer, chunk_bytes=2 * tensor_bytes) as offloader:
         for param in params:
             param.grad = torch.ones_like(param)
+        before = torch.cuda.memory_allocated()
         optimizer.step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["active_bytes.all.current"]
+        moved = offloader.stats().d2h_bytes
         optimizer.step()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
-        assert_equal(stats["active_bytes.all.current"] - before, 0, where="active bytes after a step")
+        assert_equal(torch.cuda.memory_allocated() - before, 0, where="bytes allocated after a step")
+        assert_equal(offloader.stats().d2h_bytes - moved, COUNT * tensor_bytes, where="bytes moved out")
         # Two slots, and one temporary of the optimizer's own arithmetic.
         assert_le(stats["active_bytes.all.peak"] - before, 5 * tensor_bytes + (2 << 20), where="peak of a step")
         assert_equal(offloader.residency().device_bytes, 0, where="residency")

@@ -75,8 +75,9 @@ def test_added_group(offload: Any) -> None:
     with proven() as device:
         twins = Twins(offload, device)
         twins.step()
+        twins.offloader.prefetch()
         for arm, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
-            arm.append(torch.nn.Parameter(values((7, 5), 99)))
+            arm.append(torch.nn.Parameter(values((70, 50), 99)))
             optimizer.add_param_group({"params": [arm[-1]], "lr": 0.5})
         for _ in range(2):
             twins.step()

@@ -53,6 +53,8 @@ def _step_dtensors(rank: Rank) -> None:
             plain.step()
             optimizer.step()
         got = offloader.snapshot()
+        offloader.load_state_dict(got)
+        got = offloader.snapshot()
         residency = offloader.residency()
     device.check()
     assert_equal(residency.device_bytes, 0, where="residency")

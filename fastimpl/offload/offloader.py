@@ -31,15 +31,17 @@ class OptimizerStateOffloader(OffloaderBase):
 
     def place(self, bundles: list[Bundle]) -> list[Bundle]:
         """One block of host memory of exactly their size, made once."""
-        if not self.__dict__.get("_chunks"):
+        if "_chunks" not in self.__dict__:
             self._chunks: list[Chunk] = []
             self._in, self._out = self.engine.stream("offload-h2d"), self.engine.stream("offload-d2h")
             self._edge = self.engine.event()
             self._slots: list[torch.Tensor] = []
             self._fetched = 0
             self._hosts: set[int] = set()
+            self._strangers: set[tuple[int, str]] = set()
         if bundles:
-            memory = self.engine.host_empty(sum(bundle.span_bytes for bundle in bundles))
+            self._drop_fetched()  # Slots are as large as the largest chunk was.
+            memory = self.host_empty(sum(bundle.span_bytes for bundle in bundles))
             self._chunks += cut(memory, bundles, self.chunk_bytes, self.engine)
             self._hosts.add(memory.untyped_storage().data_ptr())
             self.counts.host_bytes += memory.numel()
@@ -49,7 +51,8 @@ class OptimizerStateOffloader(OffloaderBase):
     def unplace(self, bundle: Bundle) -> None:
         """Forget a bundle; a block of memory goes when nothing of it is left."""
         self.settle_for_writing()
-        self._drop_fetched()
+        # What lies there and fits, a master for instance, has to leave the block with the rest.
+        self.to_device([bundle])
         for chunk in self._chunks:
             chunk.bundles = [other for other in chunk.bundles if other is not bundle]
         blocks = {chunk.memory.untyped_storage().data_ptr(): chunk.memory for chunk in self._chunks}
@@ -75,6 +78,13 @@ class OptimizerStateOffloader(OffloaderBase):
                     self._fetch(number + len(self._slots))
         finally:
             self._drop_fetched()
+        if self._strangers:
+            self._strangers.clear()
+            self.offload()
+
+    def release(self) -> None:
+        """Let all host memory go."""
+        self._chunks, self._hosts = [], set()
 
     def _update(self, params: set[torch.Tensor], arithmetic: Callable[[], None]) -> None:
         """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups."""
@@ -112,6 +122,10 @@ class OptimizerStateOffloader(OffloaderBase):
         for bundle in chunk.bundles:
             for name, tensor in list(bindings(self.optimizer, bundle)):
                 if tensor.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
+                    if not bundle.places[name].fits(tensor):
+                        # Of another dtype or shape than was foreseen: it stays until it has a place.
+                        self._strangers.add((id(bundle), name))
+                        continue
                     engine.copy(view_of(slot, bundle.places[name], bundle.offset_bytes - chunk.begin), tensor)
         engine.record(self._edge, compute)
         engine.wait(self._out, self._edge)
@@ -122,7 +136,8 @@ class OptimizerStateOffloader(OffloaderBase):
         self.counts.d2h_bytes += chunk.size_bytes
         for bundle in chunk.bundles:
             for name, _ in list(bindings(self.optimizer, bundle)):
-                self._bind(bundle, name, chunk.memory, 0)
+                if (id(bundle), name) not in self._strangers:
+                    self._bind(bundle, name, chunk.memory, 0)
 
     def _bind(self, bundle: Bundle, name: str, memory: torch.Tensor, shift: int) -> None:
         rebind(self.optimizer, bundle, name, view_of(memory, bundle.places[name], bundle.offset_bytes + shift))

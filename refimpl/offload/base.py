@@ -70,6 +70,8 @@ class OffloaderBase(MegatronVerbs):
             raise ConfigError("updates run on the device", got=step_device, expected="device", where="step_device")
         self.optimizer, self.fraction, self.chunk_bytes, self.slots = optimizer, fraction, chunk_bytes, slots
         self.masters, self.pin_memory = master_weights, pin_memory
+        self._foreseen: dict[torch.Tensor, dict[str, tuple[int, ...]]] = {}
+        self._check_masters()
         self.engine = self._engine_of(engine)
         self.counts = OffloadStats()
         self.bundles: list[Bundle] = []
@@ -149,7 +151,7 @@ class OffloaderBase(MegatronVerbs):
         names = [name for group in saved for name in group["params"]]
         pairs = {param: state_dict["state"].get(name, {}) for param, name in zip(params, names, strict=True)}
         for number, (param, state) in enumerate(pairs.items()):
-            wrong = [k for k, v in state.items() if is_movable(v) and v.numel() not in self._sizes(param, k)]
+            wrong = [k for k, v in state.items() if is_movable(v) and tuple(local_of(v).shape) != self._shape(param, k)]
             if wrong:
                 raise PlanError("a state of another shape", got=wrong, where=f"parameter {number}")
         for group, other in zip(groups, saved, strict=True):
@@ -197,12 +199,15 @@ class OffloaderBase(MegatronVerbs):
         """Bring everything back and leave a plain optimizer. Safe to call twice."""
         if not self._driver.attached:
             return
-        self.settle()
+        self.settle_for_writing()
         self.to_device(self.bundles)
         self._driver.detach()
         for handle in self._handles:
             handle.remove()
         self.bundles = []
+        self.release()
+        if self.masters is not None:
+            self.masters.attach(self.optimizer)
 
     def __enter__(self) -> OffloaderBase:
         return self
@@ -234,24 +239,39 @@ class OffloaderBase(MegatronVerbs):
     def _adopt_params(self) -> None:
         """Plan for parameters that were not there before: at attachment, and after ``add_param_group``."""
         new: list[Bundle] = []
+        found: list[torch.Tensor] = []
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                if param not in self._known:
-                    self._known.add(param)
-                    tensors = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
-                    if self.masters is not None and self._is_master(param):
-                        tensors = {MASTER: local_of(param.detach()), **tensors}
-                    if tensors:
-                        new.append(make_bundle(param, tensors))
+                if param in self._known:
+                    continue
+                found.append(param)
+                tensors = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
+                self._foreseen[param] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                if self.masters is not None and self._is_master(param):
+                    tensors = {MASTER: local_of(param.detach()), **tensors}
+                if tensors:
+                    new.append(make_bundle(param, tensors))
         self.bundles += self.place(select(new, self.fraction))
+        self._known.update(found)
 
     def place(self, bundles: list[Bundle]) -> list[Bundle]:
         """Give bundles their host memory."""
         raise NotImplementedError
 
     def unplace(self, bundle: Bundle) -> None:
-        """Forget a bundle's host memory; what is still bound to it keeps it alive."""
+        """Bring a bundle to the device and forget its host memory."""
         raise NotImplementedError
+
+    def release(self) -> None:
+        """Let all host memory go; nothing is bound to it any more."""
+        raise NotImplementedError
+
+    def host_empty(self, size_bytes: int) -> torch.Tensor:
+        """Host memory as the options want it."""
+        memory: torch.Tensor = (
+            self.engine.host_empty(size_bytes) if self.pin_memory else torch.empty(size_bytes, dtype=torch.uint8)
+        )
+        return memory
 
     def _refit(self) -> None:
         """Make new places for states that a load gave another dtype, shape or name than was foreseen."""
@@ -272,11 +292,21 @@ class OffloaderBase(MegatronVerbs):
     def _is_master(self, param: torch.Tensor) -> bool:
         return self.masters is not None and self.masters.pairs.get(param, param) is not param
 
-    def _sizes(self, param: torch.Tensor, name: str) -> set[int]:
-        found = [
-            bundle.places[name].shape for bundle in self.bundles if bundle.param is param and name in bundle.places
-        ]
-        return {torch.Size(shape).numel() for shape in found} or {param.numel(), local_of(param).numel()}
+    def _check_masters(self) -> None:
+        if self.masters is None:
+            return
+        stepped = {param for group in self.optimizer.param_groups for param in group["params"]}
+        if stepped != set(self.masters.pairs):
+            raise ConfigError(
+                "the optimizer has to step the masters, and nothing else",
+                got=f"{len(stepped - set(self.masters.pairs))} other parameters",
+                expected="optimizer(master_weights.parameters())",
+                where="master_weights",
+            )
+
+    def _shape(self, param: torch.Tensor, name: str) -> tuple[int, ...]:
+        # A state that was not foreseen, another variant's moment, has the form of its parameter.
+        return self._foreseen[param].get(name, tuple(local_of(param).shape))
 
     def _run(self, arithmetic: Callable[[], None]) -> None:
         if self.engine.is_capturing():
@@ -284,6 +314,8 @@ class OffloaderBase(MegatronVerbs):
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
         self._adopt_params()
+        if self.masters is not None:
+            self.masters.check(self.masters.pairs)
         self.counts.step_count += 1
         self.step(arithmetic)
 

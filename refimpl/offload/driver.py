@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from refimpl.errors import OffloadConflictError, UnsupportedError
 
-__all__ = ["StepDriver", "check_optimizer"]
+__all__ = ["StepDriver", "arithmetic_of", "check_optimizer"]
 
 # Whole parameters can be stepped in any partition, bit for bit (facts/offload.md 6.1). LBFGS couples them.
 SUPPORTED = (
@@ -62,7 +62,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _arithmetic(kind: type[Optimizer]) -> Callable[..., Any]:
+def arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
     """The optimizer's own step, without torch's wrapper that runs hooks and the profiler."""
     step: Any = kind.step
     while getattr(step, "hooked", False):
@@ -83,7 +83,7 @@ class StepDriver:
     def __init__(self, optimizer: Optimizer, owner: Any, run: Callable[[Callable[[], None]], None]) -> None:
         self.optimizer, self.run = optimizer, run
         self.attached = True
-        self._arithmetic = _arithmetic(type(optimizer))
+        self._arithmetic = arithmetic_of(type(optimizer))
         self._before: Any = optimizer.__dict__.get("step")
         self._after = self._make()
         optimizer.step = self._after  # type: ignore[method-assign]

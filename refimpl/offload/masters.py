@@ -37,8 +37,12 @@ class MasterWeights:
         self._versions: dict[torch.Tensor, int] = {}
         seen: set[torch.Tensor] = set()
         for param in params:
-            if not param.is_floating_point() or param in seen:
-                raise ConfigError("masters need distinct floating-point parameters", got=param.dtype, where="params")
+            if not param.is_floating_point() or param.dtype.itemsize > 4 or param in seen:
+                raise ConfigError(
+                    "masters need distinct floating-point parameters of at most 32 bits",
+                    got=param.dtype,
+                    where="params",
+                )
             seen.add(param)
             master = param if param.dtype is torch.float32 else torch.nn.Parameter(param.detach().float())
             self.pairs[master] = param
@@ -50,27 +54,37 @@ class MasterWeights:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Run before and after every step of a plain optimizer. Not with an offloader, which does it chunk by chunk."""
-        optimizer.register_step_pre_hook(lambda *_: self.begin(self.pairs))
+        optimizer.register_step_pre_hook(lambda *_: self.start(self.pairs))
         optimizer.register_step_post_hook(lambda *_: self.end(self.pairs))
 
-    def begin(self, masters: Iterable[torch.Tensor]) -> None:
-        """Give these masters the gradients of their parameters, in float32.
+    def start(self, masters: Iterable[torch.Tensor]) -> None:
+        """``check``, then ``begin``."""
+        self.check(masters)
+        self.begin(masters)
+
+    def check(self, masters: Iterable[torch.Tensor]) -> None:
+        """Before anything of a step happens.
 
         Raises:
-            StaleMasterError: a parameter was written since its last rounding, by a loaded model for instance.
+            StaleMasterError: a parameter was written in place since its last rounding, by a loaded model for instance.
+                Writes through ``.data`` are not seen.
         """
         for master in masters:
             param = self.pairs[master]
-            if param is master:
-                continue
-            if local_of(param)._version != self._versions[master]:
+            if param is not master and local_of(param)._version != self._versions[master]:
                 raise StaleMasterError(
                     "a parameter changed behind its master's back: call refresh_masters()",
                     got=f"version {local_of(param)._version}",
                     expected=f"version {self._versions[master]}",
                     where=f"parameter of shape {tuple(param.shape)}",
                 )
-            master.grad = None if param.grad is None else param.grad.to(torch.float32)
+
+    def begin(self, masters: Iterable[torch.Tensor]) -> None:
+        """Give these masters the gradients of their parameters, in float32."""
+        for master in masters:
+            param = self.pairs[master]
+            if param is not master:
+                master.grad = None if param.grad is None else param.grad.to(torch.float32)
 
     @torch.no_grad()
     def end(self, masters: Iterable[torch.Tensor]) -> None:

@@ -43,14 +43,19 @@ class OptimizerStateOffloader(OffloaderBase):
     def place(self, bundles: list[Bundle]) -> list[Bundle]:
         """One piece of host memory for each bundle."""
         for bundle in bundles:
-            self._memory[bundle.param] = self.engine.host_empty(bundle.span_bytes)
+            self._memory[bundle.param] = self.host_empty(bundle.span_bytes)
             self.counts.host_bytes += bundle.span_bytes
         self.counts.chunk_count = 1
         return bundles
 
     def unplace(self, bundle: Bundle) -> None:
         """Forget one piece."""
+        self.to_device([bundle])
         self.counts.host_bytes -= self._memory.pop(bundle.param).numel()
+
+    def release(self) -> None:
+        """Let every piece go."""
+        self._memory.clear()
 
     @property
     def _memory(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -91,6 +96,7 @@ class OptimizerStateOffloader(OffloaderBase):
                     self.engine.copy(here, tensor)
                     rebind(self.optimizer, bundle, name, here)
                     self.counts.h2d_bytes += bundle.places[name].size_bytes
+        self.settle()
 
     def settle(self) -> None:
         """Wait for the copies, where the engine does not."""

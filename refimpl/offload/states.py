@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from refimpl.errors import UnsupportedError
+from refimpl.offload.driver import arithmetic_of
 
 __all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "local_of", "view_of"]
 
@@ -95,7 +96,7 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
     kind: Any = type(optimizer)
     try:
         copy = kind([{**options, "params": [probe]}])
-        copy.step()
+        arithmetic_of(kind)(copy)
     except Exception as error:
         raise UnsupportedError(
             "the states of this parameter cannot be foreseen",

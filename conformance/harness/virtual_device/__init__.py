@@ -5,8 +5,8 @@ a program, keeps a vector clock for each stream, each event and the host, and re
 edge orders, whatever order they happened in here. The *demonstration* runs the copies that the engine queues as late
 as the edges allow, on memory that is poisoned when it is handed out, so that a missing edge becomes wrong bytes.
 
-The proof is of the program as it was traced: host control flow that depends on device values is reported as not
-covered. Memory is of the device unless it came from ``host_empty`` or was computed from such memory alone.
+The proof is of the program as it was traced: another branch of host control flow is another program. Memory is of the
+device unless it came from ``host_empty`` or was computed from such memory alone.
 """
 
 from conformance.harness.virtual_device.device import VirtualDevice

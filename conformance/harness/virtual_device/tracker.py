@@ -56,7 +56,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Two program points that nothing orders. ``kind``: race, host-read, released, unordered-free, not-covered."""
+    """Two program points that nothing orders. ``kind``: race, host-read or released."""
 
     kind: str
     first: str

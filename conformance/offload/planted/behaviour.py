@@ -223,7 +223,7 @@ PLANTED = (
         "hooks_for_each_chunk",
         "M11: step hooks run for each chunk.",
         ("OPT-027",),
-        swap("refimpl.offload.driver:_arithmetic", _hooked_arithmetic),
+        swap("refimpl.offload.driver:arithmetic_of", _hooked_arithmetic),
     ),
     _bug(
         "closure_for_each_chunk",

@@ -88,11 +88,10 @@ def _masters_only(original: Any, masters: Any, values: Any) -> None:
         masters._note(master)
 
 
-def _unchecked(original: Any, masters: Any, some: Any) -> None:
-    some = list(some)
-    for master in some:
-        masters._note(master)
-    original(masters, some)
+def _forgets_the_place(offloader: Any, bundle: Any) -> None:
+    for chunk in offloader._chunks:
+        chunk.bundles = [other for other in chunk.bundles if other is not bundle]
+    offloader._chunks = [chunk for chunk in offloader._chunks if chunk.bundles]
 
 
 def _scalars_forgotten(original: Any, offloader: Any, state_dict: dict[str, Any]) -> Any:
@@ -108,6 +107,13 @@ def _without_state(original: Any, optimizer: Any) -> Any:
 
 
 PLANTED = (
+    _bug(
+        "masters_left_in_a_forgotten_block",
+        "What a bundle still has in its old block counts as moved.",
+        ("OPT-049",),
+        swap("fastimpl.offload.offloader:OptimizerStateOffloader.unplace", _forgets_the_place),
+        "fastimpl",
+    ),
     _bug(
         "masters_loaded_without_parameters",
         "Loaded masters do not reach the parameters before the next step.",
@@ -164,7 +170,7 @@ PLANTED = (
         "stale_masters_unnoticed",
         "M15: a loaded model is overwritten by old masters.",
         ("OPT-041",),
-        wrap("refimpl.offload.masters:MasterWeights.begin", _unchecked),
+        swap("refimpl.offload.masters:MasterWeights.check", lambda masters, some: None),
     ),
     _bug(
         "counts_forgotten_on_load",
