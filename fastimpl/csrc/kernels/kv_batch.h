@@ -1,4 +1,4 @@
-// A batch of ids on its way through the map: windows of ids whose cache lines are fetched ahead, and the positions of
+// A batch of ids on its way through the map: ids whose cache lines are fetched ahead, and the positions of
 // a batch grouped by shard, so that threads which write never meet.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastimpl::kv {
 
-constexpr int kWindow = 16;
+constexpr int64_t kDistance = 15, kRing = 32;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kSerialIds = 512;
 
@@ -53,46 +53,46 @@ inline void prefetch_lines(const uint8_t* begin, const uint8_t* end) {
   for (const uint8_t* line = begin; line < end; line += kLineBytes) __builtin_prefetch(line);
 }
 
-// Three stages, each a window behind the one before: the group's line is fetched, then the lines of the row that its
+// Three stages, each some ids behind the one before: the group's line is fetched, then the lines of the row that its
 // tags point at, then `visit(index, hash, id, slot or kAbsent)` is called in ascending order. `visit` may insert: a row
 // that was looked up too early is looked up again.
-template <typename IdAt, typename Visit>
+template <bool kInserts, typename IdAt, typename Visit>
 void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, IdAt&& id_at, Visit&& visit) {
   struct Lookup {
     uint64_t hash;
     int64_t id;
     const Group* home;
-    uint32_t guess;
+    const uint8_t* row;
+    uint32_t slot;
   };
-  Lookup ring[3][kWindow];
-  const int64_t window_count = (end - begin + kWindow - 1) / kWindow;
-  const auto each = [&](int64_t window, auto&& body) {
-    if (window < 0 || window >= window_count) return;
-    const int64_t first = begin + window * kWindow, last = std::min(end, first + kWindow);
-    for (int64_t index = first; index < last; ++index) body(ring[window % 3][index - first], index);
+  Lookup ring[kRing];
+  const int64_t first_line = fetched.begin / kLineBytes * kLineBytes;
+  const auto fetch_group = [&](Lookup& lookup, int64_t index) {
+    lookup.id = id_at(index);
+    lookup.hash = hash_key(lookup.id);
+    lookup.home = rows.shard(lookup.hash).home(lookup.hash);
+    __builtin_prefetch(lookup.home);
   };
-  for (int64_t window = 0; window < window_count + 2; ++window) {
-    each(window, [&](Lookup& lookup, int64_t index) {
-      lookup.id = id_at(index);
-      lookup.hash = hash_key(lookup.id);
-      lookup.home = rows.shard(lookup.hash).home(lookup.hash);
-      if (lookup.home != nullptr) __builtin_prefetch(lookup.home);
-    });
-    each(window - 1, [&](Lookup& lookup, int64_t) {
-      // The home group may have been given back since it was noted; it is found anew.
-      const Group* const home = rows.shard(lookup.hash).home(lookup.hash);
-      const unsigned bits = home == nullptr ? 0 : home->match(tag_of(lookup.hash));
-      lookup.guess = bits == 0 ? kAbsent : home->slots[__builtin_ctz(bits)];
-      if (lookup.guess == kAbsent) return;
-      const uint8_t* const row = rows.pool.at(lookup.guess);
-      __builtin_prefetch(row);
-      prefetch_lines(row + fetched.begin / kLineBytes * kLineBytes, row + fetched.end);
-    });
-    each(window - 2, [&](Lookup& lookup, int64_t index) {
-      uint32_t slot = lookup.guess;
-      if (slot == kAbsent || RowPool::key(rows.pool.at(slot)) != lookup.id) slot = rows.shard(lookup.hash).find(lookup.hash, lookup.id);
-      visit(index, lookup.hash, lookup.id, slot);
-    });
+  const auto fetch_row = [&](Lookup& lookup) {
+    // Where rows are inserted, the home group may have been given back since it was noted; it is found anew.
+    const Group* const home = kInserts ? rows.shard(lookup.hash).home(lookup.hash) : lookup.home;
+    const unsigned bits = home == nullptr ? 0 : home->match(tag_of(lookup.hash));
+    lookup.slot = kAbsent;
+    if (bits == 0) return;
+    lookup.slot = home->slots[__builtin_ctz(bits)];
+    lookup.row = rows.pool.at(lookup.slot);
+    if (first_line > 0) __builtin_prefetch(lookup.row);
+    prefetch_lines(lookup.row + first_line, lookup.row + fetched.end);
+  };
+  const auto finish = [&](const Lookup& lookup, int64_t index) {
+    uint32_t slot = lookup.slot;
+    if (slot == kAbsent || RowPool::key(lookup.row) != lookup.id) slot = rows.shard(lookup.hash).find(lookup.hash, lookup.id);
+    visit(index, lookup.hash, lookup.id, slot);
+  };
+  for (int64_t index = begin; index < end + 2 * kDistance; ++index) {
+    if (index - 2 * kDistance >= begin) finish(ring[(index - 2 * kDistance) % kRing], index - 2 * kDistance);
+    if (index - kDistance >= begin && index - kDistance < end) fetch_row(ring[(index - kDistance) % kRing]);
+    if (index < end) fetch_group(ring[index % kRing], index);
   }
 }
 

@@ -49,6 +49,7 @@ inline int64_t shard_of(uint64_t hash, int64_t shard_count) { return static_cast
 class ShardMap {
  public:
   ShardMap(Memory& memory, const RowPool& pool) : memory_(memory), pool_(pool) {}
+  ShardMap(ShardMap&& other) noexcept : memory_(other.memory_), pool_(other.pool_) { swap(other); }
   ShardMap(const ShardMap&) = delete;
   ShardMap& operator=(const ShardMap&) = delete;
   ~ShardMap() { clear(); }

@@ -8,6 +8,9 @@ namespace fastimpl::kv {
 // Output beyond what stays in a cache is written past it.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
+// Ids that are worth another thread.
+constexpr int64_t kReadGrain = 192;
+
 // Both 16-byte aligned, `bytes` a multiple of 16.
 inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 16) {
@@ -32,9 +35,9 @@ inline void read_rows(const Table& table, const Parallel& parallel, const int64_
   const int64_t width = range.end - range.begin;
   const bool aligned = width % 16 == 0 && range.begin % 16 == 0 && reinterpret_cast<size_t>(out) % 16 == 0;
   const bool streams = aligned && width * count >= kStreamBytes;
-  parallel.run_ranges(count, kSerialIds, [&](int64_t begin, int64_t end) {
+  parallel.run_ranges(count, kReadGrain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> scratch(static_cast<size_t>(table.format.row_bytes));
-    visit_rows(table.rows, begin, end, range, [&](int64_t index) { return ids[index]; },
+    visit_rows<false>(table.rows, begin, end, range, [&](int64_t index) { return ids[index]; },
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  const uint8_t* const row = table.as_of(snapshot, hash, id, slot == kAbsent ? nullptr : table.rows.pool.at(slot));
                  uint8_t* const to = out + index * width;
@@ -53,7 +56,7 @@ inline void read_rows(const Table& table, const Parallel& parallel, const int64_
 
 inline void contains_rows(const Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, bool* out, const Overlay* snapshot) {
   parallel.run_ranges(count, kSerialIds, [&](int64_t begin, int64_t end) {
-    visit_rows(table.rows, begin, end, {0, kHeaderBytes}, [&](int64_t index) { return ids[index]; },
+    visit_rows<false>(table.rows, begin, end, {0, kHeaderBytes}, [&](int64_t index) { return ids[index]; },
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  out[index] = table.as_of(snapshot, hash, id, slot == kAbsent ? nullptr : table.rows.pool.at(slot)) != nullptr;
                });

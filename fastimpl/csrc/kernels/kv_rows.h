@@ -12,15 +12,16 @@ class RowSet {
  public:
   RowSet(Memory& memory, int64_t row_bytes, int64_t shard_count) : pool(memory, row_bytes) {
     shards_.reserve(static_cast<size_t>(shard_count));
-    for (int64_t i = 0; i < shard_count; ++i) shards_.push_back(std::make_unique<ShardMap>(memory, pool));
+    for (int64_t i = 0; i < shard_count; ++i) shards_.emplace_back(memory, pool);
   }
 
   RowPool pool;
 
   int64_t shard_count() const { return static_cast<int64_t>(shards_.size()); }
   int64_t shard_index(uint64_t hash) const { return shard_of(hash, shard_count()); }
-  ShardMap& shard(uint64_t hash) const { return *shards_[static_cast<size_t>(shard_index(hash))]; }
-  ShardMap& shard_at(int64_t index) const { return *shards_[static_cast<size_t>(index)]; }
+  const ShardMap& shard(uint64_t hash) const { return shards_[static_cast<size_t>(shard_index(hash))]; }
+  ShardMap& shard(uint64_t hash) { return shards_[static_cast<size_t>(shard_index(hash))]; }
+  const ShardMap& shard_at(int64_t index) const { return shards_[static_cast<size_t>(index)]; }
 
   // The row of a key, or null.
   uint8_t* find(uint64_t hash, int64_t key) const {
@@ -39,23 +40,23 @@ class RowSet {
 
   int64_t map_bytes() const {
     int64_t bytes = 0;
-    for (const auto& shard : shards_) bytes += shard->held_bytes() + static_cast<int64_t>(sizeof(ShardMap) + sizeof(void*));
+    for (const ShardMap& shard : shards_) bytes += shard.held_bytes() + static_cast<int64_t>(sizeof(ShardMap));
     return bytes;
   }
 
   void reserve(int64_t row_count) {
     pool.reserve(row_count);
     const double mean = static_cast<double>(row_count) / static_cast<double>(shard_count());
-    for (const auto& shard : shards_) shard->reserve(static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1);
+    for (ShardMap& shard : shards_) shard.reserve(static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1);
   }
 
   void trim() noexcept {
     pool.trim();
-    for (const auto& shard : shards_) shard->trim();
+    for (ShardMap& shard : shards_) shard.trim();
   }
 
  private:
-  std::vector<std::unique_ptr<ShardMap>> shards_;
+  std::vector<ShardMap> shards_;
 };
 
 }  // namespace fastimpl::kv

@@ -164,7 +164,7 @@ class Table {
  private:
   void find_group(Found& found, int64_t group, const int64_t* ids, Missing missing, Range fetched, Range skip, uint64_t now) {
     const auto id_at = [&](int64_t index) { return ids[found.grouped.position(index)]; };
-    visit_rows(rows, found.grouped.begins[static_cast<size_t>(group)], found.grouped.begins[static_cast<size_t>(group + 1)], fetched, id_at,
+    visit_rows<true>(rows, found.grouped.begins[static_cast<size_t>(group)], found.grouped.begins[static_cast<size_t>(group + 1)], fetched, id_at,
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  if (slot == kAbsent && missing == Missing::kSkip) return;
                  keep(hash, id, slot == kAbsent ? nullptr : rows.pool.at(slot));
