@@ -2,6 +2,8 @@
 //
 // Operators that may run out of memory or capacity return a status, of which the caller, who knows the table's name,
 // makes the error: 0, kOutOfMemory, or the number of distinct ids that were too many.
+#include <unistd.h>
+
 #include "kv_handles.h"
 
 namespace {
@@ -264,7 +266,12 @@ Tensor kv_evict(Tensor handle, int64_t table_index, Tensor ids, Tensor plan) {
 
 int64_t kv_reserve(Tensor handle, int64_t table_index, int64_t row_count) {
   STD_TORCH_CHECK(row_count >= 0, "row_count: got ", row_count);
-  return change_table(handle, table_index, 0, [&](Table& table, Change) { table.rows.reserve(row_count); });
+  return change_table(handle, table_index, 0, [&](Table& table, Change) {
+    // More than the machine has would not fail here but kill the process when it is touched.
+    const int64_t machine_bytes = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (row_count > kSlotsMax || row_count > machine_bytes / table.rows.pool.stride()) throw std::bad_alloc();
+    table.rows.reserve(parallel_of(), row_count);
+  });
 }
 
 // Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of maps, evicted], and snapshots alive.

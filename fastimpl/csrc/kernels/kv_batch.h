@@ -2,7 +2,6 @@
 // a batch grouped by shard, so that threads which write never meet.
 #pragma once
 
-#include "kv_parallel.h"
 #include "kv_rows.h"
 
 namespace fastimpl::kv {

@@ -72,13 +72,12 @@ class RowPool {
   // Undoes all pushes since there were `row_count` rows; nothing is given back.
   void truncate(int64_t row_count) noexcept { size_.store(row_count, std::memory_order_relaxed); }
 
-  // Allocates and touches memory for this many rows. Throws.
-  void reserve(int64_t row_count) {
+  // Memory for this many rows, not yet touched; returns how many had theirs before. Throws.
+  int64_t allocate(int64_t row_count) {
     prepare(std::max<int64_t>(0, row_count - size()));
     const int64_t before = held_rows_.load();
-    if (row_count <= before) return;
-    hold(row_count);
-    for (int64_t slot = before; slot < row_count; ++slot) *static_cast<volatile uint8_t*>(at(slot)) = 0;
+    if (row_count > before) hold(row_count);
+    return before;
   }
 
   // Gives memory back when the rows need less than half of it.

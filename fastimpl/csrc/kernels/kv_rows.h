@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "kv_parallel.h"
 #include "kv_row.h"
 
 namespace fastimpl::kv {
@@ -44,8 +45,12 @@ class RowSet {
     return bytes;
   }
 
-  void reserve(int64_t row_count) {
-    pool.reserve(row_count);
+  // Makes room for this many rows, and touches it. Throws std::bad_alloc.
+  void reserve(const Parallel& parallel, int64_t row_count) {
+    const int64_t touched = pool.allocate(row_count);
+    parallel.run_ranges(std::max<int64_t>(0, row_count - touched), 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t slot = touched + begin; slot < touched + end; ++slot) *static_cast<volatile uint8_t*>(pool.at(slot)) = 0;
+    });
     const double mean = static_cast<double>(row_count) / static_cast<double>(shard_count());
     for (ShardMap& shard : shards_) shard.reserve(static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1);
   }

@@ -290,7 +290,7 @@ void rows_cross_chunks() {
 void reserved_tables_do_not_allocate() {
   Table table(format_of(4, false), 8);
   const int64_t count = 30000;
-  table.rows.reserve(count);
+  table.rows.reserve(threads(2), count);
   table.memory.fail_after(0);
   std::vector<int64_t> keys(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) keys[static_cast<size_t>(i)] = i * 1000003;
