@@ -66,13 +66,20 @@ def available() -> bool:
 
 
 def _register_kv_fakes() -> None:
-    """Fake kernels of what a traced model may call: lookups and fused steps. A store is made outside of it."""
+    """Fake kernels of what a traced model may call: lookups and fused steps. A store is made outside of it.
+
+    opcheck cannot run operators that take a handle: it clones its arguments, and a cloned handle is refused.
+    """
     for name in ("kv_read", "kv_fail_after", "kv_close"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kv_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
+    )
+    torch.library.register_fake(
+        "twinproof::kv_sort_ids",
+        lambda ids, total, size, begin, end: (ids.new_empty(ids.numel(), 1), ids.new_empty(end - begin, 1), 0),
     )
     for name in ("kv_delete", "kv_evict"):
         torch.library.register_fake(f"twinproof::{name}", lambda handle, *args: handle.new_empty(2))
