@@ -15,9 +15,12 @@ __all__ = ["measure_gets", "measure_sets"]
 
 
 def _readers(filled: Filled) -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    words = filled.matrix.view(torch.int64)
+    weights = filled.weights()
+    words = weights.view(torch.int64)
     keys, order = filled.ids.sort()
+    # Everybody fills the same memory: fresh pages would cost more than the rows.
     out = torch.empty(filled.batch, words.shape[1], dtype=torch.int64)
+    floats = out.view(torch.float32)
 
     def torch_store(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # The best plain-torch formulation: sorted keys, searchsorted, index_select.
@@ -29,7 +32,7 @@ def _readers(filled: Filled) -> dict[str, Callable[[torch.Tensor, torch.Tensor],
         return out.copy_(words[start : start + filled.batch])
 
     return {
-        "ours": lambda places, ids: filled.store.get_rows(TABLE, ids),
+        "ours": lambda places, ids: filled.store.get(TABLE, ids, out=floats),
         "gather": lambda places, ids: torch.index_select(words, 0, places, out=out),
         "torch": torch_store,
         "copy": copy,
@@ -37,7 +40,7 @@ def _readers(filled: Filled) -> dict[str, Callable[[torch.Tensor, torch.Tensor],
 
 
 def measure_gets(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """Whole rows of a batch of ids, all of them present; ``gather`` knows their positions."""
+    """Weights of a batch of ids, all of them present; ``gather`` knows their positions."""
     filled = fill(rank, workload)
     readers = _readers(filled)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -48,7 +51,7 @@ def measure_gets(rank: Rank, workload: Workload, folder: str, round_count: int, 
             ids, found = filled.ids[places], []
             sample = seconds_of(lambda: found.append(readers[who](places, ids)))()
             if who != "copy":
-                filled.check(places, found[0], who)
+                filled.check_weights(places, found[0], who)
             return sample
 
         return run

@@ -30,6 +30,16 @@ class Filled:
         """Positions of a batch, uniform over the store."""
         return torch.randint(0, self.ids.numel(), (self.batch,), generator=generator)
 
+    def weights(self) -> torch.Tensor:
+        """The weights of all rows, float32 [n, D], in memory of their own."""
+        return self.matrix.view(torch.float32)[:, 4:-4].contiguous()
+
+    def check_weights(self, places: torch.Tensor, got: torch.Tensor, who: str) -> None:
+        """The weights are right, bit for bit. Raises Mismatch."""
+        expected = self.matrix[places].view(torch.int32)[:, 4:-4]
+        if not torch.equal(got.view(torch.int32).reshape(expected.shape), expected):
+            raise Mismatch(f"{who} read other weights than were written")
+
     def check(self, places: torch.Tensor, got: torch.Tensor, who: str) -> None:
         """The rows are right, bit for bit. Raises Mismatch."""
         if not torch.equal(got.view(torch.uint8).reshape(places.numel(), -1), self.matrix[places]):
