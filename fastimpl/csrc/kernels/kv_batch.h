@@ -10,7 +10,8 @@ constexpr int64_t kDistance = 15, kRing = 32;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kSerialIds = 512;
 
-// The positions of a batch, those of one shard together and in ascending order.
+// The positions of a batch in groups, one for each thread, each of whole shards, its positions in ascending order: so few
+// groups that what belongs to the positions is still read almost in order.
 struct Grouped {
   std::vector<uint32_t> positions;  // Empty: every position, in order, is in the only group.
   std::vector<int64_t> begins;      // Of each group, and the end.
@@ -19,30 +20,31 @@ struct Grouped {
   int64_t position(int64_t index) const { return positions.empty() ? index : positions[static_cast<size_t>(index)]; }
 };
 
-inline Grouped group_by_shard(const Parallel& parallel, const int64_t* ids, int64_t count, int64_t shard_count) {
+inline Grouped group_by_shards(const Parallel& parallel, const int64_t* ids, int64_t count, int64_t shard_count) {
   Grouped grouped;
   if (parallel.thread_count <= 1 || shard_count == 1 || count < kSerialIds) {
     grouped.begins = {0, count};
     return grouped;
   }
-  const int64_t part_count = parallel.thread_count;
+  const int64_t part_count = parallel.thread_count, group_count = std::min(shard_count, parallel.thread_count);
+  const auto group_of = [&](int64_t id) { return shard_of(hash_key(id), shard_count) * group_count / shard_count; };
   grouped.positions.resize(static_cast<size_t>(count));
-  std::vector<int64_t> next(static_cast<size_t>(part_count * shard_count));
+  std::vector<int64_t> next(static_cast<size_t>(part_count * group_count));
   const auto range_of = [&](int64_t part) { return Range{count * part / part_count, count * (part + 1) / part_count}; };
   parallel.run(part_count, [&](int64_t part) {
-    int64_t* const counts = next.data() + part * shard_count;
-    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) ++counts[shard_of(hash_key(ids[i]), shard_count)];
+    int64_t* const counts = next.data() + part * group_count;
+    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) ++counts[group_of(ids[i])];
   });
   int64_t total = 0;
-  for (int64_t shard = 0; shard < shard_count; ++shard) {
+  for (int64_t group = 0; group < group_count; ++group) {
     grouped.begins.push_back(total);
-    for (int64_t part = 0; part < part_count; ++part) total += std::exchange(next[static_cast<size_t>(part * shard_count + shard)], total);
+    for (int64_t part = 0; part < part_count; ++part) total += std::exchange(next[static_cast<size_t>(part * group_count + group)], total);
   }
   grouped.begins.push_back(total);
   parallel.run(part_count, [&](int64_t part) {
-    int64_t* const places = next.data() + part * shard_count;
+    int64_t* const places = next.data() + part * group_count;
     for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) {
-      grouped.positions[static_cast<size_t>(places[shard_of(hash_key(ids[i]), shard_count)]++)] = static_cast<uint32_t>(i);
+      grouped.positions[static_cast<size_t>(places[group_of(ids[i])]++)] = static_cast<uint32_t>(i);
     }
   });
   return grouped;

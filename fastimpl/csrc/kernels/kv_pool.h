@@ -137,7 +137,9 @@ class RowPool {
   int64_t shift_ = 0, mask_ = 0;
   std::unique_ptr<uint8_t*[]> chunks_;
   int64_t chunk_limit_ = 0, chunk_count_ = 0;
-  std::atomic<int64_t> size_{0}, held_rows_{0};
+  // Threads that insert write here all the time; what `at` reads must not lie in the same cache line.
+  alignas(64) std::atomic<int64_t> size_{0};
+  alignas(64) std::atomic<int64_t> held_rows_{0};
   std::mutex growth_;
 };
 

@@ -54,7 +54,7 @@ class Table {
   // The first step: finds the batch's rows. A missing id gets a row, opened but for the bytes `skip`, or kAbsent.
   // Throws std::bad_alloc, and then the table is as it was.
   Found find(const Parallel& parallel, const int64_t* ids, int64_t count, Missing missing, Range fetched, Range skip, uint64_t now) {
-    Found found{group_by_shard(parallel, ids, count, rows.shard_count()), {}, rows.pool.size()};
+    Found found{group_by_shards(parallel, ids, count, rows.shard_count()), {}, rows.pool.size()};
     found.slots.assign(static_cast<size_t>(count), kAbsent);
     const int64_t added = missing == Missing::kInsert ? count : 0;
     if (rows.pool.size() + added > kSlotsMax) throw std::bad_alloc();
