@@ -181,6 +181,7 @@ int main() {
   strided_matches_its_definition<uint32_t>();
   strided_matches_its_definition<uint64_t>();
   disjoint_rectangles_may_be_placed_at_once();
-  kv_tests();
+  kv_algorithm_tests();
+  kv_table_tests();
   std::puts("kernel_tests: all properties hold");
 }

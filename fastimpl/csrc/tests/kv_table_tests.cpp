@@ -1,65 +1,12 @@
-// The row store's kernels against a dictionary, with snapshots, failing allocations and threads.
+// The row store's tables against a dictionary, with snapshots, growth, failing allocations and threads.
 #include "kv_tests.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
-#include <map>
-#include <random>
-#include <thread>
-
-#include <cmath>
-
-#include "kernels/kv_changes.h"
-#include "kernels/kv_update.h"
 
 namespace {
 
-using namespace fastimpl::kv;
-using Bytes = std::vector<uint8_t>;
+using namespace kv_tests;
 using Model = std::map<int64_t, Bytes>;
-
-std::mt19937_64 random_bits(20251122);
-
-int64_t uniform(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_bits); }
-
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "kv_tests: %s\n", what);
-  std::exit(1);
-}
-
-Parallel threads(int64_t count) {
-  return {count, [](int64_t worker_count, const std::function<void(int64_t)>& work) {
-            std::vector<std::thread> workers;
-            for (int64_t i = 1; i < worker_count; ++i) workers.emplace_back(work, i);
-            work(0);
-            for (auto& worker : workers) worker.join();
-          }};
-}
-
-// D elements of float32, then momentum1 and momentum2 as Adam has them; or no state, and then padding.
-RowFormat format_of(int64_t dim, bool adam) {
-  RowFormat format{};
-  const int64_t begin = kHeaderBytes + (dim + 3) / 4 * 16;
-  format.dim = dim;
-  format.weight_type = Float::kFloat32;
-  format.row_bytes = begin;
-  if (adam) {
-    format.optimizer = Optimizer::kAdam;
-    format.momentum1 = {begin, dim, Float::kFloat32};
-    format.momentum2 = {begin + 4 * dim, dim, Float::kFloat32};
-    format.row_bytes = begin + (2 * dim + 3) / 4 * 16;
-  }
-  format.uniform = true;
-  format.low = -1.0F;
-  format.span = 2.0F;
-  format.table_word = 12345;
-  format.counts_visits = true;
-  format.logs_removals = true;
-  format.capacity = -1;
-  return format;
-}
 
 Bytes initial_row(const RowFormat& format, int64_t key) {
   Bytes row(static_cast<size_t>(format.row_bytes));
@@ -365,139 +312,9 @@ void readers_beside_writers_see_whole_rows() {
   for (auto& other : others) other.join();
 }
 
-void sorting_matches_the_library() {
-  for (const int64_t count : {0, 1, 2, 511, 513, 70000, 300000}) {
-    for (const int bits : {1, 9, 33, 64}) {
-      std::vector<int64_t> ids(static_cast<size_t>(count));
-      for (auto& id : ids) id = static_cast<int64_t>(random_bits() << (64 - bits)) >> (bits == 64 ? 0 : uniform(0, 3));
-      std::vector<int64_t> sorted = ids, expected = ids;
-      sort_keys(threads(3), sorted.data(), count);
-      std::sort(expected.begin(), expected.end());
-      require(sorted == expected, "sort_keys");
-      const BucketRule rule{uniform(1, 300), 0};
-      std::vector<int64_t> counts(static_cast<size_t>(rule.total_count)), expected_counts(counts.size());
-      require(sort_by_bucket(threads(3), ids.data(), count, rule, 0, rule.total_count, sorted.data(), counts.data()) == 0, "ids outside all buckets");
-      std::sort(expected.begin(), expected.end(), [&](int64_t a, int64_t b) { return std::pair(rule(a), a) < std::pair(rule(b), b); });
-      for (const int64_t id : ids) ++expected_counts[static_cast<size_t>(rule(id))];
-      require(sorted == expected && counts == expected_counts, "sort_by_bucket");
-    }
-  }
-  const BucketRule chunks{4, 10};
-  require(chunks(-1) == -1 && chunks(-10) == -1 && chunks(-11) == -2 && chunks(39) == 3 && BucketRule{7, 0}(-1) == 6, "bucket rules floor");
-  const std::vector<int64_t> ids{0, 39, 40, -1};
-  int64_t sorted[4], counts[4];
-  require(sort_by_bucket(threads(1), ids.data(), 4, chunks, 0, 4, sorted, counts) == 2, "ids outside are counted");
-}
-
-Bytes row_of(const Table& table, int64_t key) {
-  Bytes row(static_cast<size_t>(table.format.row_bytes));
-  read_rows(table, threads(1), &key, 1, {0, table.format.row_bytes}, row.data(), nullptr);
-  return row;
-}
-
-// Every step of every optimizer: many threads give what one gives, and a batch with duplicates what their sum gives.
-void steps_do_not_depend_on_threads() {
-  const Hyper hyper{0.1F, 1e-8F, 0.9F, 0.1F, 0.999F, 0.001F, 0.1F, 0.0316F};
-  for (const Optimizer optimizer : {Optimizer::kSgd, Optimizer::kAdagrad, Optimizer::kRowwiseAdagrad, Optimizer::kAdam, Optimizer::kPartialRowwiseAdam}) {
-    RowFormat format = format_of(13, true);
-    format.optimizer = optimizer;
-    if (optimizer == Optimizer::kRowwiseAdagrad) format.momentum1.count = 1;
-    if (optimizer == Optimizer::kPartialRowwiseAdam) format.momentum2.count = 1;
-    Table one(format, 1), many(format, 8), reduced(format, 3);
-    for (uint64_t step = 1; step < 4; ++step) {
-      std::vector<int64_t> keys(3000);
-      for (auto& key : keys) key = uniform(-200, 200);
-      std::vector<float> grads(keys.size() * 13);
-      for (auto& grad : grads) grad = static_cast<float>(uniform(-100, 100)) / 64.0F;
-      update_rows(one, threads(1), keys.data(), 3000, grads.data(), hyper, {step, step});
-      update_rows(many, threads(4), keys.data(), 3000, grads.data(), hyper, {step, step});
-      std::map<int64_t, std::vector<float>> sums;
-      for (size_t i = 0; i < keys.size(); ++i) {
-        auto& sum = sums.try_emplace(keys[i], std::vector<float>(13)).first->second;
-        for (size_t e = 0; e < 13; ++e) sum[e] += grads[i * 13 + e];
-      }
-      for (const auto& [key, sum] : sums) update_rows(reduced, threads(1), &key, 1, sum.data(), hyper, {step, step});
-    }
-    for (int64_t key = -200; key <= 200; ++key) {
-      const Bytes row = row_of(one, key), same = row_of(many, key), values = row_of(reduced, key);
-      require(row == same, "a step depends on threads or shards");
-      require(std::equal(row.begin() + kHeaderBytes, row.end(), values.begin() + kHeaderBytes), "duplicates were not summed first");
-    }
-  }
-}
-
-void evictions_remove_what_the_policy_condemns() {
-  Table table(format_of(4, false), 4);
-  std::vector<int64_t> keys(1000);
-  for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i);
-  const Bytes values(16 * keys.size(), 0);
-  for (uint64_t now = 1; now <= 10; ++now) {
-    // The rows from 100 * now on are written: row k has the timestamp and count k / 100.
-    const int64_t first = 100 * static_cast<int64_t>(now - 1);
-    write_values(table, threads(2), keys.data() + first, 1000 - first, values.data(), {kHeaderBytes, 32}, true, {now, now});
-  }
-  const auto* const held = table.take_snapshot(10);
-  EvictionPlan plan{Policy::kTtl, 5, 0, 0, 1.0, 0.0, 11, 9, false, 0, 0};
-  // Rows 0 to 499 are older than 5; rows from 900 on changed after the mark.
-  require(evict_rows(table, threads(2), keys.data(), 1000, plan, {11, 11}) == 500, "ttl");
-  plan = {Policy::kCount, 0, 4, 0, 0.5, 0.0, 11, 11, false, 0, 0};
-  require(evict_rows(table, threads(2), keys.data(), 1000, plan, {12, 12}) == 200, "halved counts below 4");
-  require(count_of(metadata(row_of(table, 750).data())) == 4 && count_of(metadata(row_of(table, 999).data())) == 5, "decayed counts");
-  require(list_ids(table, threads(1), 0, 999, nullptr).front() == 700 && list_ids(table, threads(1), 0, 999, held).size() == 1000, "who is left");
-  require(list_removed(table, threads(1), 11, nullptr).size() == 200 && list_removed(table, threads(1), 0, held).empty(), "logged removals");
-  compact_removals(table);
-  require(list_removed(table, threads(1), 0, nullptr).size() == 700, "compacted removals");
-  table.release_snapshot(held);
-  const Ranked cutoff = score_cutoff(table, 50);
-  require(cutoff.rank == 5 && cutoff.key == 950, "the lowest score of the best 50");
-}
-
-// The oldest rows make room, and no row of the batch; too large a batch changes nothing.
-void capacity_is_kept() {
-  RowFormat format = format_of(4, false);
-  format.capacity = 100;
-  Table table(format, 3);
-  std::vector<int64_t> keys(160);
-  for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i);
-  const Bytes values(16 * keys.size(), 0);
-  write_values(table, threads(2), keys.data(), 80, values.data(), {kHeaderBytes, 32}, true, {1, 1});
-  write_values(table, threads(2), keys.data(), 10, values.data(), {kHeaderBytes, 32}, true, {2, 2});
-  write_values(table, threads(2), keys.data() + 100, 50, values.data(), {kHeaderBytes, 32}, true, {3, 3});
-  const auto ids = list_ids(table, threads(1), 0, 999, nullptr);
-  require(ids.size() == 100 && ids[9] == 9 && ids[10] == 40 && table.evicted_count == 30, "the oldest rows made room");
-  try {
-    write_values(table, threads(2), keys.data(), 101, values.data(), {kHeaderBytes, 32}, true, {4, 4});
-    require(false, "too large a batch was accepted");
-  } catch (const CapacityExceeded& exceeded) {
-    require(exceeded.distinct_count == 101 && list_ids(table, threads(1), 0, 999, nullptr) == ids, "too large a batch changed the table");
-  }
-}
-
-void halves_round_to_nearest_even() {
-  for (uint32_t half = 0; half < 65536; ++half) {
-    const auto bits = static_cast<uint16_t>(half);
-    const float wide = from_float16(bits), wide_b = from_bfloat16(bits);
-    require(wide != wide || to_float16(wide) == bits, "float16 there and back");
-    require(wide_b != wide_b || to_bfloat16(wide_b) == bits, "bfloat16 there and back");
-    const float next = from_float16(static_cast<uint16_t>(bits + 1));
-    if ((half & 0x7FFF) >= 0x7BFF) continue;
-    // Half-way between neighbours goes to the even one; just beside it to the nearer one.
-    const float middle = wide + (next - wide) / 2;
-    require(to_float16(middle) == ((half & 1) ? half + 1 : half), "float16 half-way");
-    require(to_float16(std::nextafterf(middle, next)) == half + 1, "float16 above half-way");
-  }
-  require(to_float16(65520.0F) == 0x7C00 && to_float16(65519.0F) == 0x7BFF, "float16 at its end");
-  require(to_bfloat16(float_of(0x3F808000)) == 0x3F80 && to_bfloat16(float_of(0x3F818000)) == 0x3F82, "bfloat16 half-way");
-}
-
 }  // namespace
 
-void kv_tests() {
-  halves_round_to_nearest_even();
-  sorting_matches_the_library();
-  steps_do_not_depend_on_threads();
-  evictions_remove_what_the_policy_condemns();
-  capacity_is_kept();
+void kv_table_tests() {
   tables_match_a_dictionary();
   large_tables_grow_and_shrink();
   rows_cross_chunks();
