@@ -6,18 +6,42 @@
 
 namespace fastimpl::kv {
 
-constexpr int64_t kDistance = 15, kRing = 32;
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kSerialIds = 512;
+constexpr int64_t kWindow = 1024, kGroupDistance = 24;
+
+// What is too large to stay in a cache is written past it.
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
+
+// Both 16-byte aligned, `bytes` a multiple of 16.
+inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_load_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+}
+
+// Any multiple of 16 without a call; the last copy of an odd width overlaps the one before.
+inline void short_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  const auto copy16 = [&](int64_t at) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at))); };
+  if (bytes < 16) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    return;
+  }
+  for (int64_t at = 0; at + 16 <= bytes; at += 16) copy16(at);
+  if (bytes % 16 != 0) copy16(bytes - 16);
+}
+
+// How many rows are fetched ahead when each has this many bytes: as many as a core has lines on their way.
+inline int64_t row_distance(int64_t bytes) { return std::max<int64_t>(2, std::min<int64_t>(24, 48 * kLineBytes / (bytes + kLineBytes))); }
+constexpr int64_t kSerialIds = 512, kGroupsMax = 256;
 
 // The positions of a batch in groups, one for each thread, each of whole shards, its positions in ascending order: so few
 // groups that what belongs to the positions is still read almost in order.
 struct Grouped {
-  std::vector<uint32_t> positions;  // Empty: every position, in order, is in the only group.
-  std::vector<int64_t> begins;      // Of each group, and the end.
+  Scratch<uint32_t> positions{0};  // Empty: every position, in order, is in the only group.
+  std::vector<int64_t> begins;     // Of each group, and the end.
 
   int64_t group_count() const { return static_cast<int64_t>(begins.size()) - 1; }
-  int64_t position(int64_t index) const { return positions.empty() ? index : positions[static_cast<size_t>(index)]; }
+  int64_t position(int64_t index) const { return positions.size() == 0 ? index : positions[index]; }
 };
 
 inline Grouped group_by_shards(const Parallel& parallel, const int64_t* ids, int64_t count, int64_t shard_count) {
@@ -26,14 +50,19 @@ inline Grouped group_by_shards(const Parallel& parallel, const int64_t* ids, int
     grouped.begins = {0, count};
     return grouped;
   }
-  const int64_t part_count = parallel.thread_count, group_count = std::min(shard_count, parallel.thread_count);
-  const auto group_of = [&](int64_t id) { return shard_of(hash_key(id), shard_count) * group_count / shard_count; };
-  grouped.positions.resize(static_cast<size_t>(count));
+  const int64_t part_count = parallel.thread_count, group_count = std::min({shard_count, parallel.thread_count, kGroupsMax});
+  grouped.positions = Scratch<uint32_t>(count);
+  Scratch<uint8_t> groups(count);
   std::vector<int64_t> next(static_cast<size_t>(part_count * group_count));
   const auto range_of = [&](int64_t part) { return Range{count * part / part_count, count * (part + 1) / part_count}; };
   parallel.run(part_count, [&](int64_t part) {
-    int64_t* const counts = next.data() + part * group_count;
-    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) ++counts[group_of(ids[i])];
+    std::vector<int64_t> counts(static_cast<size_t>(group_count));
+    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) {
+      const int64_t group = shard_of(hash_key(ids[i]), shard_count) * group_count / shard_count;
+      groups[i] = static_cast<uint8_t>(group);
+      ++counts[static_cast<size_t>(group)];
+    }
+    std::copy(counts.begin(), counts.end(), next.begin() + part * group_count);
   });
   int64_t total = 0;
   for (int64_t group = 0; group < group_count; ++group) {
@@ -42,58 +71,53 @@ inline Grouped group_by_shards(const Parallel& parallel, const int64_t* ids, int
   }
   grouped.begins.push_back(total);
   parallel.run(part_count, [&](int64_t part) {
-    int64_t* const places = next.data() + part * group_count;
-    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) {
-      grouped.positions[static_cast<size_t>(places[group_of(ids[i])]++)] = static_cast<uint32_t>(i);
-    }
+    std::vector<int64_t> places(next.begin() + part * group_count, next.begin() + (part + 1) * group_count);
+    uint32_t* const positions = grouped.positions.data();
+    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) positions[places[groups[i]]++] = static_cast<uint32_t>(i);
   });
   return grouped;
 }
 
 inline void prefetch_lines(const uint8_t* begin, const uint8_t* end) {
-  for (const uint8_t* line = begin; line < end; line += kLineBytes) __builtin_prefetch(line);
+  for (const uint8_t* line = begin; line < end; line += kLineBytes) fetch_line(line);
 }
 
-// Three stages, each some ids behind the one before: the group's line is fetched, then the lines of the row that its
-// tags point at, then `visit(index, hash, id, slot or kAbsent)` is called in ascending order. `visit` may insert: a row
-// that was looked up too early is looked up again.
+// Windows of ids, each in two passes of which either is simple enough to keep many lines on their way: the first finds
+// the slot that an id's tag points at, the second fetches rows ahead and calls `visit(index, hash, id, slot or kAbsent)`,
+// in ascending order. `visit` may insert: what was not there at first is looked up again.
 template <bool kInserts, typename IdAt, typename Visit>
 void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, IdAt&& id_at, Visit&& visit) {
-  struct Lookup {
-    uint64_t hash;
-    int64_t id;
-    const Group* home;
-    const uint8_t* row;
-    uint32_t slot;
-  };
-  Lookup ring[kRing];
+  int64_t ids[kWindow];
+  uint64_t hashes[kWindow];
+  uint32_t slots[kWindow];
   const int64_t first_line = fetched.begin / kLineBytes * kLineBytes;
-  const auto fetch_group = [&](Lookup& lookup, int64_t index) {
-    lookup.id = id_at(index);
-    lookup.hash = hash_key(lookup.id);
-    lookup.home = rows.shard(lookup.hash).home(lookup.hash);
-    __builtin_prefetch(lookup.home);
+  const int64_t distance = row_distance(fetched.end - first_line);
+  const auto fetch_group = [&](int64_t at, int64_t index) {
+    ids[at] = id_at(index);
+    hashes[at] = hash_key(ids[at]);
+    fetch_line(rows.shard(hashes[at]).home(hashes[at]));
   };
-  const auto fetch_row = [&](Lookup& lookup) {
-    // Where rows are inserted, the home group may have been given back since it was noted; it is found anew.
-    const Group* const home = kInserts ? rows.shard(lookup.hash).home(lookup.hash) : lookup.home;
-    const unsigned bits = home == nullptr ? 0 : home->match(tag_of(lookup.hash));
-    lookup.slot = kAbsent;
-    if (bits == 0) return;
-    lookup.slot = home->slots[__builtin_ctz(bits)];
-    lookup.row = rows.pool.at(lookup.slot);
-    if (first_line > 0) __builtin_prefetch(lookup.row);
-    prefetch_lines(lookup.row + first_line, lookup.row + fetched.end);
+  const auto fetch_row = [&](int64_t at) {
+    if (slots[at] == kAbsent) return;
+    const uint8_t* const row = rows.pool.at(slots[at]);
+    if (first_line > 0) fetch_line(row);
+    prefetch_lines(row + first_line, row + fetched.end);
   };
-  const auto finish = [&](const Lookup& lookup, int64_t index) {
-    uint32_t slot = lookup.slot;
-    if (slot == kAbsent || RowPool::key(lookup.row) != lookup.id) slot = rows.shard(lookup.hash).find(lookup.hash, lookup.id);
-    visit(index, lookup.hash, lookup.id, slot);
-  };
-  for (int64_t index = begin; index < end + 2 * kDistance; ++index) {
-    if (index - 2 * kDistance >= begin) finish(ring[(index - 2 * kDistance) % kRing], index - 2 * kDistance);
-    if (index - kDistance >= begin && index - kDistance < end) fetch_row(ring[(index - kDistance) % kRing]);
-    if (index < end) fetch_group(ring[index % kRing], index);
+  for (int64_t start = begin; start < end; start += kWindow) {
+    const int64_t size = std::min(kWindow, end - start);
+    for (int64_t at = 0; at < std::min(kGroupDistance, size); ++at) fetch_group(at, start + at);
+    for (int64_t at = 0; at < size; ++at) {
+      if (at + kGroupDistance < size) fetch_group(at + kGroupDistance, start + at + kGroupDistance);
+      slots[at] = rows.shard(hashes[at]).candidate(hashes[at]);
+    }
+    for (int64_t at = 0; at < std::min(distance, size); ++at) fetch_row(at);
+    for (int64_t at = 0; at < size; ++at) {
+      if (at + distance < size) fetch_row(at + distance);
+      uint32_t slot = slots[at];
+      const bool is_it = slot == kAbsent ? !kInserts : RowPool::key(rows.pool.at(slot)) == ids[at];
+      if (!is_it) slot = rows.shard(hashes[at]).find(hashes[at], ids[at]);
+      visit(start + at, hashes[at], ids[at], slot);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// From a key to the slot of its row: one shard of the map, 64 bytes (a cache line) for every 12 entries.
+// From a key to the slot of its row: one shard of the map, 64 bytes (a cache line) for every 10 entries.
 //
 // Keys are not stored here but compared with those in the rows, which a reader needs anyway; so every int64 is a key and
 // no value is reserved. Extendible hashing: a directory of segments of bounded size, of which one splits when it is
@@ -14,22 +14,24 @@
 
 namespace fastimpl::kv {
 
-constexpr int kGroupSlots = 12;
+constexpr int kGroupSlots = 10;
 constexpr uint32_t kAbsent = 0xFFFFFFFF;
 constexpr int64_t kSegmentGroups = 1024;
 constexpr int64_t kFirstGroups = 8;
-constexpr int kTagBits = 8, kGroupBits = 10;
+constexpr int kTagBits = 16, kGroupBits = 10;
 constexpr int64_t kDepthMax = 26;
 
 struct alignas(64) Group {
-  uint8_t tags[kGroupSlots];  // 0 is empty.
-  uint32_t turned_away;       // Entries whose search passes through this group.
+  uint16_t tags[kGroupSlots];  // 0 is empty.
+  uint32_t turned_away;        // Entries whose search passes through this group.
   uint32_t slots[kGroupSlots];
 
   // A bit for every entry with this tag.
-  unsigned match(uint8_t tag) const {
-    const __m128i found = _mm_load_si128(reinterpret_cast<const __m128i*>(tags));
-    return static_cast<unsigned>(_mm_movemask_epi8(_mm_cmpeq_epi8(found, _mm_set1_epi8(static_cast<char>(tag))))) & 0xFFF;
+  unsigned match(uint16_t tag) const {
+    const __m128i wanted = _mm_set1_epi16(static_cast<int16_t>(tag));
+    const __m128i* const words = reinterpret_cast<const __m128i*>(tags);
+    const __m128i found = _mm_packs_epi16(_mm_cmpeq_epi16(_mm_load_si128(words), wanted), _mm_cmpeq_epi16(_mm_load_si128(words + 1), wanted));
+    return static_cast<unsigned>(_mm_movemask_epi8(found)) & ((1U << kGroupSlots) - 1);
   }
 };
 static_assert(sizeof(Group) == 64);
@@ -41,9 +43,9 @@ inline uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// Which bits of a hash decide what: 0-7 the tag, 8-17 the group, 18 and on the segment, the highest ones the shard.
+// Which bits of a hash decide what: 0-15 the tag, 16-25 the group, 26-51 the segment, the highest 12 the shard.
 inline uint64_t hash_key(int64_t key) { return mix(static_cast<uint64_t>(key) + 0x9E3779B97F4A7C15u); }
-inline uint8_t tag_of(uint64_t hash) { return static_cast<uint8_t>((hash & 0xFF) + ((hash & 0xFF) == 0)); }
+inline uint16_t tag_of(uint64_t hash) { return static_cast<uint16_t>((hash & 0xFFFF) + ((hash & 0xFFFF) == 0)); }
 inline int64_t shard_of(uint64_t hash, int64_t shard_count) { return static_cast<int64_t>(((hash >> 32) * static_cast<uint64_t>(shard_count)) >> 32); }
 
 class ShardMap {
@@ -60,6 +62,14 @@ class ShardMap {
   // The first group that a search for this hash looks at; null in an empty map.
   const Group* home(uint64_t hash) const {
     return directory_.empty() ? nullptr : segment(hash)->groups() + (static_cast<int64_t>(hash >> kTagBits) & group_mask_);
+  }
+
+  // The first entry whose tag is this hash's, whoever's it is; kAbsent where there is none, and then no key of this hash
+  // has an entry. No row is looked at.
+  uint32_t candidate(uint64_t hash) const {
+    const Group* group = nullptr;
+    const int at = locate(hash, [](uint32_t) { return true; }, &group);
+    return at < 0 ? kAbsent : group->slots[at];
   }
 
   // kAbsent where the key has no entry.
@@ -140,7 +150,7 @@ class ShardMap {
   int locate(uint64_t hash, IsIt&& is_it, const Group** found) const {
     if (directory_.empty()) return -1;
     const Group* const groups = segment(hash)->groups();
-    const uint8_t tag = tag_of(hash);
+    const uint16_t tag = tag_of(hash);
     int64_t index = static_cast<int64_t>(hash >> kTagBits) & group_mask_;
     // The step is odd, so that a search meets every group once.
     for (int64_t tries = 0; tries <= group_mask_; ++tries, index = (index + step(hash)) & group_mask_) {
@@ -193,7 +203,7 @@ class ShardMap {
       if (index < group_count()) {
         const Group& next = from->groups()[index];
         for (int at = 0; at < kGroupSlots; ++at) {
-          if (next.tags[at] != 0) __builtin_prefetch(pool_.at(next.slots[at]));
+          if (next.tags[at] != 0) fetch_line(pool_.at(next.slots[at]));
         }
       }
       if (index < kAhead) continue;

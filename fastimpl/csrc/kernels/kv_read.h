@@ -5,29 +5,8 @@
 
 namespace fastimpl::kv {
 
-// Output beyond what stays in a cache is written past it.
-constexpr int64_t kStreamBytes = int64_t{4} << 20;
-
 // Ids that are worth another thread.
 constexpr int64_t kReadGrain = 192;
-
-// Both 16-byte aligned, `bytes` a multiple of 16.
-inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 16) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_load_si128(reinterpret_cast<const __m128i*>(from + i)));
-  }
-}
-
-// Any multiple of 16 without a call; the last copy of an odd width overlaps the one before.
-inline void short_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  const auto copy16 = [&](int64_t at) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at))); };
-  if (bytes < 16) {
-    std::memcpy(to, from, static_cast<size_t>(bytes));
-    return;
-  }
-  for (int64_t at = 0; at + 16 <= bytes; at += 16) copy16(at);
-  if (bytes % 16 != 0) copy16(bytes - 16);
-}
 
 // Ids that are missing, now or in the snapshot, read as their initial row.
 inline void read_rows(const Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, Range range, uint8_t* out,

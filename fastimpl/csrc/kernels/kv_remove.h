@@ -53,7 +53,7 @@ inline void remove_slots(Table& table, Removing& removing, Change change) noexce
 inline int64_t remove_rows(Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, Change change) {
   auto found = table.find(parallel, ids, count, Table::Missing::kSkip, {0, kHeaderBytes}, {0, 0}, change.now);
   Removing removing;
-  removing.slots = std::move(found.slots);
+  removing.slots.assign(found.slots.begin(), found.slots.end());
   std::sort(removing.slots.begin(), removing.slots.end());
   removing.slots.erase(std::unique(removing.slots.begin(), removing.slots.end()), removing.slots.end());
   if (!removing.slots.empty() && removing.slots.back() == kAbsent) removing.slots.pop_back();

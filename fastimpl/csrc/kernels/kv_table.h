@@ -45,7 +45,7 @@ class Table {
   // The rows of a batch: the slot of position `grouped.position(i)` is `slots[i]`.
   struct Found {
     Grouped grouped;
-    std::vector<uint32_t> slots;
+    Scratch<uint32_t> slots;
     int64_t row_count_before;
   };
 
@@ -54,8 +54,7 @@ class Table {
   // The first step: finds the batch's rows. A missing id gets a row, opened but for the bytes `skip`, or kAbsent.
   // Throws std::bad_alloc, and then the table is as it was.
   Found find(const Parallel& parallel, const int64_t* ids, int64_t count, Missing missing, Range fetched, Range skip, uint64_t now) {
-    Found found{group_by_shards(parallel, ids, count, rows.shard_count()), {}, rows.pool.size()};
-    found.slots.assign(static_cast<size_t>(count), kAbsent);
+    Found found{group_by_shards(parallel, ids, count, rows.shard_count()), Scratch<uint32_t>(count), rows.pool.size()};
     const int64_t added = missing == Missing::kInsert ? count : 0;
     if (rows.pool.size() + added > kSlotsMax) throw std::bad_alloc();
     rows.pool.prepare(added);
@@ -69,22 +68,38 @@ class Table {
     return found;
   }
 
+  // What `for_found` fetches ahead: bytes of the rows, none where whole lines are written past the caches; and of what
+  // belongs to each position, since a thread that passes over those of others defeats the machine's own prefetching.
+  struct Ahead {
+    Range row;
+    const uint8_t* values;
+    int64_t width;
+  };
+
   // The second step: `body(position, row)` for every row that was found, ascending within a shard.
   template <typename Body>
-  void for_found(const Parallel& parallel, const Found& found, Range fetched, Body&& body) {
-    constexpr int64_t kAhead = 12;
+  void for_found(const Parallel& parallel, const Found& found, Ahead ahead, Body&& body) {
+    const Range fetched = ahead.row;
+    const int64_t first_line = fetched.begin / kLineBytes * kLineBytes, distance = row_distance(fetched.end - first_line + ahead.width + 2 * kLineBytes);
+    const auto fetch = [&](int64_t index) {
+      const uint8_t* const values = ahead.values + found.grouped.position(index) * ahead.width;
+      prefetch_lines(values, values + ahead.width);
+      const uint32_t slot = found.slots[index];
+      if (slot == kAbsent || fetched.begin == fetched.end) return;
+      const uint8_t* const next = rows.pool.at(slot);
+      fetch_line(next);
+      prefetch_lines(next + first_line, next + fetched.end);
+      fetch_line(next + rows.pool.stride() - kVersionBytes);
+    };
     parallel.run(found.grouped.group_count(), [&](int64_t group) {
       const int64_t end = found.grouped.begins[static_cast<size_t>(group + 1)];
       for (int64_t i = found.grouped.begins[static_cast<size_t>(group)]; i < end; ++i) {
-        if (i + kAhead < end && found.slots[static_cast<size_t>(i + kAhead)] != kAbsent) {
-          const uint8_t* const next = rows.pool.at(found.slots[static_cast<size_t>(i + kAhead)]);
-          __builtin_prefetch(next, 1);
-          prefetch_lines(next + fetched.begin / kLineBytes * kLineBytes, next + fetched.end);
-          __builtin_prefetch(next + rows.pool.stride() - kVersionBytes, 1);
-        }
-        const uint32_t slot = found.slots[static_cast<size_t>(i)];
+        if (i + distance < end) fetch(i + distance);
+        const uint32_t slot = found.slots[i];
         if (slot != kAbsent) body(found.grouped.position(i), rows.pool.at(slot));
       }
+      // Streamed bytes become visible to other threads before this one says that it has ended.
+      _mm_sfence();
     });
   }
 
@@ -153,9 +168,9 @@ class Table {
 
   // Takes back what `find` inserted.
   void undo(const Found& found, const int64_t* ids) noexcept {
-    for (size_t i = 0; i < found.slots.size(); ++i) {
+    for (int64_t i = 0; i < found.slots.size(); ++i) {
       if (found.slots[i] == kAbsent || found.slots[i] < found.row_count_before) continue;
-      const uint64_t hash = hash_key(ids[found.grouped.position(static_cast<int64_t>(i))]);
+      const uint64_t hash = hash_key(ids[found.grouped.position(i)]);
       rows.shard(hash).erase(hash, found.slots[i]);
     }
     rows.pool.truncate(found.row_count_before);
@@ -163,8 +178,10 @@ class Table {
 
  private:
   void find_group(Found& found, int64_t group, const int64_t* ids, Missing missing, Range fetched, Range skip, uint64_t now) {
-    const auto id_at = [&](int64_t index) { return ids[found.grouped.position(index)]; };
-    visit_rows<true>(rows, found.grouped.begins[static_cast<size_t>(group)], found.grouped.begins[static_cast<size_t>(group + 1)], fetched, id_at,
+    const int64_t begin = found.grouped.begins[static_cast<size_t>(group)], end = found.grouped.begins[static_cast<size_t>(group + 1)];
+    // All groups get here, even where one of them runs out of memory: what is undone later is what was found.
+    std::fill(found.slots.begin() + begin, found.slots.begin() + end, kAbsent);
+    visit_rows<true>(rows, begin, end, fetched, [&](int64_t index) { return ids[found.grouped.position(index)]; },
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  if (slot == kAbsent && missing == Missing::kSkip) return;
                  keep(hash, id, slot == kAbsent ? nullptr : rows.pool.at(slot));
@@ -172,7 +189,7 @@ class Table {
                    slot = static_cast<uint32_t>(rows.insert(hash, id));
                    format.open(id, word_of(now, 0), skip, rows.pool.at(slot), rows.pool.stride());
                  }
-                 found.slots[static_cast<size_t>(index)] = slot;
+                 found.slots[index] = slot;
                });
   }
 };

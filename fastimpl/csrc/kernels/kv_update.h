@@ -91,7 +91,7 @@ inline void update_rows(Table& table, const Parallel& parallel, const int64_t* i
   const auto body = [&, &grouped = grouped, &slots = slots](int64_t group) {
     const int64_t begin = grouped.begins[static_cast<size_t>(group)], size = grouped.begins[static_cast<size_t>(group + 1)] - begin;
     uint64_t* const words = order.data() + begin;
-    for (int64_t i = 0; i < size; ++i) words[i] = static_cast<uint64_t>(slots[static_cast<size_t>(begin + i)]) << 32 | static_cast<uint64_t>(grouped.position(begin + i));
+    for (int64_t i = 0; i < size; ++i) words[i] = static_cast<uint64_t>(slots[begin + i]) << 32 | static_cast<uint64_t>(grouped.position(begin + i));
     sort_large(words, spare.data() + begin, size);
     float* const floats = scratch.data() + 4 * format.dim * group;
     const RowValues values{floats, floats + format.dim, floats + 2 * format.dim, floats + 3 * format.dim};
