@@ -90,6 +90,7 @@ def misuses(store: Any) -> dict[str, Any]:
         "scores too few": lambda: store.set_scores("t", ids, torch.zeros(1)),
         "integer scores": lambda: store.set_scores("t", ids, ids),
         "out of another width": lambda: store.get("t", ids, out=torch.zeros(2, 5)),
+        "rows into floats": lambda: store.get_rows("t", ids, out=torch.zeros(2, 5)),
         "deleting by floats": lambda: store.delete("t", ids.double()),
     }
 

@@ -131,6 +131,21 @@ def test_count(kvstore: Any, keys: list[int], data: st.DataObject) -> None:
     assert_bits(out[count:], torch.full((len(keys) - count, 6), 9.0), where="past count")
 
 
+@requirement("KV-111", "Rows and ranges of rows MUST be read into out, which is returned, as they are read without it.")
+def test_out(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [4, 5, -9], 1))
+    ids, row_bytes = ids_of([-9, 77, 4, 4]), store.layout("t").row_bytes
+    for begin, width in ((0, row_bytes), (8, 16)):
+        for wide in (torch.full((4, width), 9, dtype=torch.uint8), torch.full((4, 2 * width), 9, dtype=torch.uint8)):
+            # The second is no contiguous memory.
+            out = wide[:, :width]
+            returned = store.get_rows("t", ids, offset_bytes=begin, width_bytes=width, out=out)
+            assert_equal(returned is out, True, where="out is returned")
+            assert_bits(out, store.get_rows("t", ids, offset_bytes=begin, width_bytes=width), where="read")
+            assert_bits(wide[:, width:], torch.full_like(wide[:, width:], 9), where="beside out")
+
+
 @requirement("KV-018", "An empty batch MUST change nothing and give results of the right shape and dtype.")
 def test_empty_batch(kvstore: Any) -> None:
     store = store_of(kvstore)

@@ -14,10 +14,8 @@ from fastimpl.kvstore.native import check_status, format_words, hyper_values, pl
 from fastimpl.ops import KVHandle
 from refimpl.errors import ConfigError, StoreClosedError
 from refimpl.kvstore.base import KVStoreBase
-from refimpl.kvstore.checks import check_ids, check_matrix
 from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
 from refimpl.kvstore.eviction import RoundPlan
-from refimpl.kvstore.layout import HEADER_BYTES
 from refimpl.kvstore.reading import SnapshotBase, TrackedSource
 from refimpl.optimizers import Hyper
 
@@ -46,24 +44,16 @@ class _NativeSource(TrackedSource):
                 raise StoreClosedError("the store or snapshot was closed", where=table) from None
             raise
 
-    def get(
-        self, table: str, ids: torch.Tensor, *, out: torch.Tensor | None = None, count: int | None = None
-    ) -> torch.Tensor:
-        if out is None or count is not None:
-            return super().get(table, ids, out=out, count=count)
-        # Straight into the caller's memory.
-        layout, checked = self.layout(table), check_ids(ids)
-        check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out")
-        end = HEADER_BYTES + layout.weight_bytes
-        self._call(table, self._handle.read, checked, HEADER_BYTES, end, out)
-        return out
-
-    get.__doc__ = TrackedSource.get.__doc__
-
     def _read(self, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         result = torch.empty(ids.numel(), end - begin, dtype=torch.uint8)
         self._call(table, self._handle.read, ids, begin, end, result)
         return result
+
+    def _read_into(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
+        if not out.is_contiguous():
+            return super()._read_into(table, ids, begin, end, out)
+        self._call(table, self._handle.read, ids, begin, end, out)
+        return out
 
     def _find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         return self._call(table, self._handle.contains, ids)

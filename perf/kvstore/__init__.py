@@ -8,15 +8,22 @@ from collections.abc import Callable
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
-from perf.kvstore.batches import measure_gets, measure_sets
-from perf.kvstore.saving import measure_saves, measure_sorts
+from perf.kvstore.batches import measure_fresh_sets, measure_gets, measure_sets, measure_zipf_gets
+from perf.kvstore.maps import measure_overhead, measure_sorts
+from perf.kvstore.readers import measure_readers
+from perf.kvstore.saving import measure_loads, measure_saves
 
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
 JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "get": measure_gets,
+    "get-zipf": measure_zipf_gets,
     "set": measure_sets,
+    "set-fresh": measure_fresh_sets,
+    "read-together": measure_readers,
     "save": measure_saves,
+    "load": measure_loads,
     "sort": measure_sorts,
+    "overhead": measure_overhead,
 }
 
 __all__ = ["JOBS"]

@@ -10,11 +10,16 @@ import torch
 from conformance.harness import Mismatch, Rank
 from perf.harness.workloads import Workload
 
-__all__ = ["Filled", "fill"]
+__all__ = ["TABLE", "THREADS", "Filled", "clock", "fill", "row_layout"]
 
 TABLE = "t"
 THREADS = 2
 _WORDS_BESIDE_WEIGHT = 8  # The metaheader, and row-wise Adagrad's state with its padding.
+
+
+def clock() -> int:
+    """The time of every row."""
+    return 1_700_000_000
 
 
 @dataclass(frozen=True)
@@ -30,37 +35,33 @@ class Filled:
         """Positions of a batch, uniform over the store."""
         return torch.randint(0, self.ids.numel(), (self.batch,), generator=generator)
 
-    def weights(self) -> torch.Tensor:
-        """The weights of all rows, float32 [n, D], in memory of their own."""
-        return self.matrix.view(torch.float32)[:, 4:-4].contiguous()
-
-    def check_weights(self, places: torch.Tensor, got: torch.Tensor, who: str) -> None:
-        """The weights are right, bit for bit. Raises Mismatch."""
-        expected = self.matrix[places].view(torch.int32)[:, 4:-4]
-        if not torch.equal(got.view(torch.int32).reshape(expected.shape), expected):
-            raise Mismatch(f"{who} read other weights than were written")
-
     def check(self, places: torch.Tensor, got: torch.Tensor, who: str) -> None:
         """The rows are right, bit for bit. Raises Mismatch."""
         if not torch.equal(got.view(torch.uint8).reshape(places.numel(), -1), self.matrix[places]):
             raise Mismatch(f"{who} read other rows than were written")
 
 
+def row_layout(kvstore: Any, workload: Workload) -> Any:
+    """Rows of as many bytes as the workload says, with row-wise Adagrad's state. Raises Mismatch."""
+    layout = kvstore.RowLayout(workload.shape[1] - _WORDS_BESIDE_WEIGHT, optimizer="rowwise_adagrad")
+    if layout.row_bytes != 4 * workload.shape[1]:
+        raise Mismatch("not as long as the workload says", got=layout.row_bytes, expected=4 * workload.shape[1])
+    return layout
+
+
 def fill(rank: Rank, workload: Workload) -> Filled:
     """A store with every row written once, its memory touched."""
     torch.set_num_threads(THREADS)
     kvstore = rank.component("kvstore")
-    batch, words = workload.shape
-    layout = kvstore.RowLayout(words - _WORDS_BESIDE_WEIGHT, optimizer="rowwise_adagrad")
-    store = kvstore.KVStore({TABLE: layout}, optimizer_in_row=True, clock=lambda: 1_700_000_000)
-    if layout.row_bytes != 4 * words:
-        raise Mismatch("the row is not as long as the workload says", got=layout.row_bytes, expected=4 * words)
+    batch, layout = workload.shape[0], row_layout(kvstore, workload)
+    store = kvstore.KVStore({TABLE: layout}, optimizer_in_row=True, clock=clock)
     count = batch * workload.tensor_count
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(count, generator=generator) * 0x9E3779B1 - 2**40
     store.reserve(TABLE, count)
-    parts = []
-    for some in ids.split(batch):  # type: ignore[no-untyped-call]
+    matrix = torch.empty(count, layout.row_bytes, dtype=torch.uint8)
+    for start in range(0, count, batch):
+        some = ids[start : start + batch]
         store.set(TABLE, some, torch.rand(some.numel(), layout.embedding_dim, generator=generator))
-        parts.append(store.get_rows(TABLE, some))
-    return Filled(store, ids, torch.cat(parts), batch)
+        store.get_rows(TABLE, some, out=matrix[start : start + batch])
+    return Filled(store, ids, matrix, batch)

@@ -85,8 +85,11 @@ class RowSource(ABC):
         used = check_count(count, checked.numel())
         if out is not None:
             check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out")
-        raw = self._read(table, checked[:used], HEADER_BYTES, HEADER_BYTES + layout.weight_bytes)
-        weights = from_bytes(raw, layout.weight_dtype)
+        end = HEADER_BYTES + layout.weight_bytes
+        if out is not None and used == checked.numel() and out.is_contiguous():
+            self._read_into(table, checked, HEADER_BYTES, end, out.view(torch.uint8))
+            return out
+        weights = from_bytes(self._read(table, checked[:used], HEADER_BYTES, end), layout.weight_dtype)
         if out is None and used == checked.numel():
             return weights
         result = torch.zeros(checked.numel(), layout.embedding_dim, dtype=layout.weight_dtype) if out is None else out
@@ -94,9 +97,15 @@ class RowSource(ABC):
         return result
 
     def get_rows(
-        self, table: str, ids: torch.Tensor, *, offset_bytes: int = 0, width_bytes: int | None = None
+        self,
+        table: str,
+        ids: torch.Tensor,
+        *,
+        offset_bytes: int = 0,
+        width_bytes: int | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Whole rows, uint8 [n, row_bytes]; or ``width_bytes`` of each from ``offset_bytes``.
+        """Whole rows, uint8 [n, row_bytes]; or ``width_bytes`` of each from ``offset_bytes``; into ``out`` if given.
 
         A missing id reads as an unused row: its key, timestamp, count and used bit 0, the initial weight, zero state.
 
@@ -107,7 +116,14 @@ class RowSource(ABC):
         end = row_bytes if width_bytes is None else offset_bytes + width_bytes
         if not 0 <= offset_bytes <= end <= row_bytes:
             raise ShapeError("not a range of the row", got=(offset_bytes, end), expected=f"within {row_bytes} bytes")
-        return self._read(table, checked, offset_bytes, end)
+        if out is None:
+            return self._read(table, checked, offset_bytes, end)
+        check_matrix(out, checked.numel(), end - offset_bytes, torch.uint8, "out")
+        return self._read_into(table, checked, offset_bytes, end, out)
+
+    def _read_into(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
+        """``_read`` into memory of the caller, which is returned."""
+        return out.copy_(self._read(table, ids, begin, end))
 
     def get_state(self, table: str, name: str, ids: torch.Tensor) -> torch.Tensor:
         """One optimizer state of ids [n], [n, count] in its own dtype; zeros where an id is missing.

@@ -1,23 +1,17 @@
-"""Compiles the shim and the tracer with the system's C compiler, once per content, so that no binary is shipped.
-
-Prevents a stale or foreign binary from judging: the file name is a digest of sources, flags and compiler, and the
-folder belongs to this user alone.
-"""
+"""Compiles the shim and the tracer, once per content, so that no binary is shipped."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
-import stat
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
 from conformance.harness.faults.model import FaultError
+from conformance.harness.native import CompileError, compile_once
 
 __all__ = ["BUILD_FLAGS", "build_shim", "build_tracer", "why_no_shim", "why_no_tracer"]
 
@@ -29,40 +23,11 @@ _SHIM_FLAGS = ("-fPIC", "-shared")
 _TIMEOUT_S = 120
 
 
-def _compiler() -> str:
-    for name in ("cc", "gcc", "clang"):
-        found = shutil.which(name)
-        if found:
-            return found
-    raise FaultError("no C compiler: neither cc, gcc nor clang is on PATH")
-
-
-def _cache_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"twinproof-faults-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise FaultError(f"{folder} is not a folder that only this user can write to")
-    return folder
-
-
 def _build(name: str, sources: tuple[str, ...], flags: tuple[str, ...], libraries: tuple[str, ...]) -> Path:
-    compiler = _compiler()
-    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *flags, *libraries)).encode())
-    for path in sorted(_HERE.glob("*.[ch]")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    target = _cache_folder() / f"{name}-{digest.hexdigest()[:24]}"
-    if target.exists():
-        return target
-    # Several processes may build at once; the rename makes a finished file appear at one instant.
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        output = Path(folder) / name
-        command = [compiler, *flags, *(str(_HERE / source) for source in sources), "-o", str(output), *libraries]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            raise FaultError(f"{' '.join(command)} failed:\n{done.stderr}")
-        output.replace(target)
-    return target
+    try:
+        return compile_once(name, _HERE, sources, flags, libraries)
+    except CompileError as error:
+        raise FaultError(str(error)) from error
 
 
 @cache

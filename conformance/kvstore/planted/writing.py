@@ -92,6 +92,10 @@ def _past_count(original: Any, source: Any, table: str, ids: Any, *, out: Any = 
     return original(source, table, ids, out=out, count=None if out is not None else count)
 
 
+def _out_beside(original: Any, source: Any, table: str, ids: Any, begin: int, end: int, out: Any) -> Any:
+    return original(source, table, ids, begin, end, out.clone())
+
+
 def _fixed_seed(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
     return original(cls, layouts, **(options | {"seed": 0}))
 
@@ -239,6 +243,7 @@ PLANTED = (
         ("KV-017",),
         wrap("refimpl.kvstore.reading:RowSource.get", _past_count),
     ),
+    in_store("rows_beside_out", "Rows are read into a copy of out.", ("KV-111",), "_read_into", _out_beside),
     shared("seed_not_used", "The seed is stored and never used (facts 1.6).", ("KV-012",), wrap(MAKE, _fixed_seed)),
     shared(
         "initializer_of_the_first_table",
