@@ -1,0 +1,49 @@
+"""The real job in small: the code that ``ci/verify`` runs on the whole standard library, on one of its modules."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from conformance.harness import RankPool, assert_equal, requirement
+from conformance.kvstore.real_corpus import Corpus, hashed
+from conformance.kvstore.real_job import Plan
+from conformance.kvstore.real_stream import RealStream
+
+
+@requirement(
+    "KV-110",
+    "A training that is saved, killed and resumed on more ranks MUST end with the same rows, bit for bit, as one that "
+    "was never killed, as one of a single rank, and as the reference's; eviction included.",
+)
+def test_killed_and_resumed(impl: ModuleType, rank_pool: RankPool, tmp_path: Path) -> None:
+    plan = Plan.of(12, batch=40)
+    corpus = Corpus.of([Path(textwrap.__file__).read_bytes()], plan.sample_count)
+    assert_equal(corpus.sample_count, plan.sample_count, where="samples")
+    job = RealStream(rank_pool, plan, corpus, tmp_path)
+    job.run_single()
+    job.run_prefix(impl.__name__, plan)
+    job.run_killed()
+    job.check_saved()
+    job.run_resumed()
+    job.run_recut()
+    evicted = [job.facts[name]["evicted"] > 0 for name in ("one rank", "resumed", "never killed")]
+    assert_equal(evicted, [True] * 3, where="rows were evicted")
+
+
+def test_samples_are_a_function_of_the_text() -> None:
+    corpus = Corpus.of([b"a b, c", b"a d"], 10)
+    words = [hashed(b"word", word) for word in (b"a", b"b", b"c", b"a", b"d")]
+    assert corpus.words.tolist() == words
+    assert corpus.sample_count == 2
+    assert corpus.bags[:, 0].tolist() == words[2:4]
+    pair = b"".join(word.to_bytes(8, "little", signed=True) for word in (words[0], words[2]))
+    assert corpus.bags[0, 2].item() == hashed(b"pair2", pair)
+    assert torch.unique(corpus.bags).numel() == 6
+    contexts = corpus.contexts(torch.tensor([0, 1]))
+    assert contexts[:, 0].tolist() == words[3:]
+    assert torch.isin(contexts, corpus.words).all()
+    assert torch.equal(corpus.contexts(torch.tensor([1])), contexts[1:])
