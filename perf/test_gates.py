@@ -94,6 +94,14 @@ def test_what_was_not_measured_is_undecided() -> None:
     assert _judge(replace(COUNTER, control=Control("plain")), _rounds(1.0, 30.0)).result is Result.UNDECIDED
 
 
+def test_a_peer_that_is_absent_is_named_and_not_waited_for() -> None:
+    rounds = [{"ours": found["ours"]} for found in _rounds(1.0, 3.0)]
+    outcome = _judge(CLAIM, rounds)
+    assert outcome.result is Result.UNDECIDED
+    assert "torch was not measured" in outcome.reason
+    assert not needs_more_samples(outcome, CLAIM, MACHINE)
+
+
 def test_counts_are_judged_by_their_worst_round() -> None:
     assert _judge(COUNTER, _rounds(10.0, 30.0)).result is Result.PASS
     assert _judge(COUNTER, [*_rounds(1.0, 30.0), *_rounds(11.0, 30.0, count=1)]).result is Result.FAIL

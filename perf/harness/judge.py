@@ -98,6 +98,9 @@ def judge(
         if gate.kind.is_paired:
             assert who.peer is not None
             assert floor is not None
+            absent = [name for name in (who.subject, who.peer) if rounds and not any(name in found for found in rounds)]
+            if absent:
+                return Ruling(Result.UNDECIDED, f"{absent[0]} was not measured here: is it installed?")
             found = interval_of(ratios(rounds, who.peer, who.subject, key=gate.metric))
             return judge_ratio(found, floor, ceiling)
         subtracted = None if gate.against is None else measured.get(gate.against[form], ())
@@ -179,4 +182,5 @@ def _settle(gate: Gate, machine: Machine, subject: Ruling, control: Ruling) -> t
 def needs_more_samples(outcome: Outcome, gate: Gate, machine: Machine) -> bool:
     """Whether noise, and not the machine or a missing count, left it undecided."""
     settled = _settle(gate, machine, Ruling(Result.PASS, ""), Ruling(Result.FAIL, ""))[0] is Result.PASS
-    return outcome.result is Result.UNDECIDED and settled and gate.kind in (Kind.CLAIM, Kind.LIMIT)
+    noisy = outcome.result is Result.UNDECIDED and outcome.subject.value is not None
+    return noisy and settled and gate.kind in (Kind.CLAIM, Kind.LIMIT)

@@ -9,6 +9,7 @@ from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.kvstore.batches import measure_fresh_sets, measure_gets, measure_sets, measure_zipf_gets
+from perf.kvstore.databases import measure_database_gets, measure_database_sets
 from perf.kvstore.maps import measure_overhead, measure_sorts
 from perf.kvstore.readers import measure_readers
 from perf.kvstore.saving import measure_loads, measure_saves
@@ -24,6 +25,8 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "load": measure_loads,
     "sort": measure_sorts,
     "overhead": measure_overhead,
+    "get-databases": measure_database_gets,
+    "set-databases": measure_database_sets,
 }
 
 __all__ = ["JOBS"]
