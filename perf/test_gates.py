@@ -19,6 +19,7 @@ from perf.harness.gates import GATES, Control, Gate, Kind, read_gates
 from perf.harness.judge import Machine, Outcome, Result, judge, needs_more_samples
 from perf.harness.paired import Round
 from perf.harness.results import Evidence, read_evidence, write_evidence
+from perf.harness.table import workload_lines
 from perf.harness.workloads import Workload, read_workloads
 from refimpl.errors import FormatError
 
@@ -100,6 +101,8 @@ def test_a_peer_that_is_absent_is_named_and_not_waited_for() -> None:
     assert outcome.result is Result.UNDECIDED
     assert "torch was not measured" in outcome.reason
     assert not needs_more_samples(outcome, CLAIM, MACHINE)
+    lines = "\n".join(workload_lines(read_workloads()[NAME], rounds))
+    assert "torch            was not measured" in lines
 
 
 def test_counts_are_judged_by_their_worst_round() -> None:

@@ -100,7 +100,7 @@ def judge(
             assert floor is not None
             absent = [name for name in (who.subject, who.peer) if rounds and not any(name in found for found in rounds)]
             if absent:
-                return Ruling(Result.UNDECIDED, f"{absent[0]} was not measured here: is it installed?")
+                return Ruling(Result.UNDECIDED, f"{absent[0]} was not measured here; it may not be installed")
             found = interval_of(ratios(rounds, who.peer, who.subject, key=gate.metric))
             return judge_ratio(found, floor, ceiling)
         subtracted = None if gate.against is None else measured.get(gate.against[form], ())

@@ -21,7 +21,10 @@ def workload_lines(workload: Workload, rounds: Sequence[Round]) -> list[str]:
     """Median seconds of each contender, how many times our time it takes, and what it counted."""
     lines = [f"{workload}  ({len(rounds)} rounds)"]
     for who in workload.contenders:
-        samples = [found[who] for found in rounds]
+        samples = [found[who] for found in rounds if who in found]
+        if not samples:
+            lines.append(f"  {who:16} was not measured here; it may not be installed")
+            continue
         seconds = statistics.median(sample["seconds"] for sample in samples)
         ours = _ours_for(who, workload)
         against = "" if ours is None or who == ours else _ratio(rounds, who, ours)
