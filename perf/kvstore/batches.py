@@ -71,7 +71,7 @@ def measure_gets(rank: Rank, workload: Workload, folder: str, round_count: int, 
 
 
 def measure_zipf_gets(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """The same with ids whose frequencies follow Zipf's law, exponent 1.05: duplicates, and rows that stay in caches."""
+    """The same with ids whose frequencies follow Zipf's law, exponent 1.05: duplicates, and rows in caches."""
     filled, generator = fill(rank, workload), torch.Generator().manual_seed(seed + 1)
     share = torch.arange(1, filled.ids.numel() + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
 
@@ -118,8 +118,9 @@ def fresh_memory(like: torch.Tensor) -> torch.Tensor:
 
 
 def measure_fresh_sets(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """Every row set for the first time, a batch at a time: ``ours`` after ``reserve``, ``unreserved`` without; a copy of
-    the same rows into memory that was ``touched``, and into ``fresh`` memory.
+    """Every row set for the first time, a batch at a time: ``ours`` after ``reserve``, ``unreserved`` without.
+
+    ``touched`` and ``fresh`` copy the same rows into memory that was touched before, or that was not.
     """
     filled, kvstore = fill(rank, workload), rank.component("kvstore")
     filled.store.close()
