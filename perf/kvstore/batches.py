@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from functools import partial
 
@@ -11,10 +10,10 @@ import torch
 from conformance.harness import Rank
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
-from perf.kvstore.rows import TABLE, THREADS, Filled, clock, fill, row_layout
+from perf.kvstore.rows import TABLE, THREADS, Filled, clock, fill, fresh_memory, row_layout
 from perf.peers.plain_rows import copy_bytes, gather_rows
 
-__all__ = ["fresh_memory", "measure_fresh_sets", "measure_gets", "measure_sets", "measure_zipf_gets"]
+__all__ = ["measure_fresh_sets", "measure_gets", "measure_sets", "measure_zipf_gets"]
 
 Reader = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -35,10 +34,16 @@ def _readers(filled: Filled) -> dict[str, Reader]:
         start = int(places[0]) % (rows.shape[0] - filled.batch + 1)
         return rows[start : start + filled.batch]
 
+    def one_by_one(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for place, key in enumerate(ids.split(1)):  # type: ignore[no-untyped-call]
+            filled.store.get_rows(TABLE, key, out=out[place : place + 1])
+        return out
+
     return {
         "ours": lambda places, ids: filled.store.get_rows(TABLE, ids, out=out),
         "gather": lambda places, ids: gather_rows(rows, places, out, THREADS),
         "torch": torch_store,
+        "one-by-one": one_by_one,
         "copy": lambda places, ids: out.copy_(some(places)),
         "memcpy": lambda places, ids: copy_bytes(some(places), out, THREADS),
     }
@@ -86,7 +91,7 @@ def measure_sets(rank: Rank, workload: Workload, folder: str, round_count: int, 
     """Whole rows written over rows that are there: by the store, by torch alone, and copied to one random place."""
     filled = fill(rank, workload)
     generator = torch.Generator().manual_seed(seed + 1)
-    pool = filled.matrix.clone()
+    pool = fresh_memory(filled.matrix.shape).copy_(filled.matrix)
     words, (keys, order) = pool.view(torch.int64), filled.ids.sort()
     rows = torch.empty(filled.batch, pool.shape[1], dtype=torch.uint8)
 
@@ -110,13 +115,6 @@ def measure_sets(rank: Rank, workload: Workload, folder: str, round_count: int, 
     return rounds
 
 
-def fresh_memory(like: torch.Tensor) -> torch.Tensor:
-    """As many bytes that no one has touched, in huge pages as the store's own."""
-    memory = mmap.mmap(-1, like.nbytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(like.shape)
-
-
 def measure_fresh_sets(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
     """Every row set for the first time, a batch at a time: ``ours`` after ``reserve``, ``unreserved`` without.
 
@@ -124,7 +122,7 @@ def measure_fresh_sets(rank: Rank, workload: Workload, folder: str, round_count:
     """
     filled, kvstore = fill(rank, workload), rank.component("kvstore")
     filled.store.close()
-    count, touched = filled.ids.numel(), torch.zeros_like(filled.matrix)
+    count, touched = filled.ids.numel(), fresh_memory(filled.matrix.shape).zero_()
     layout = row_layout(kvstore, workload)
 
     def set_rows(reserved: bool) -> Sample:
@@ -143,7 +141,7 @@ def measure_fresh_sets(rank: Rank, workload: Workload, folder: str, round_count:
         "ours": lambda: set_rows(True),
         "unreserved": lambda: set_rows(False),
         "touched": lambda: copied(touched),
-        "fresh": lambda: copied(fresh_memory(filled.matrix)),
+        "fresh": lambda: copied(fresh_memory(filled.matrix.shape)),
         "torch": lambda: seconds_of(lambda: torch.cat([filled.matrix])[filled.ids.argsort()])(),
     }
     return interleave({who: contenders[who] for who in workload.contenders}, round_count=round_count, seed=seed)

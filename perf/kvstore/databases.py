@@ -41,16 +41,16 @@ def _present(workload: Workload, databases: dict[str, Database]) -> list[str]:
 
 
 def measure_database_gets(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """A batch of ids, all of them present: ``ours`` the weights into the caller's memory, the others whole rows."""
+    """A batch of ids, all of them present: ``ours`` into the caller's memory."""
     with _opened(rank, workload, folder) as (filled, databases):
         generator = torch.Generator().manual_seed(seed + 1)
-        out = torch.empty(filled.batch, filled.store.layout(TABLE).embedding_dim)
+        out = torch.empty(filled.batch, filled.matrix.shape[1], dtype=torch.uint8)
 
         def run_ours() -> Sample:
             places = filled.places(generator)
             ids = filled.ids[places]
-            sample = seconds_of(lambda: filled.store.get(TABLE, ids, out=out))()
-            filled.check_weights(places, out, "ours")
+            sample = seconds_of(lambda: filled.store.get_rows(TABLE, ids, out=out))()
+            filled.check(places, out, "ours")
             return sample
 
         def run_of(who: str) -> Callable[[], Sample]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from conformance.harness import Mismatch, Rank
 from perf.harness.workloads import Workload
 
-__all__ = ["TABLE", "THREADS", "Filled", "clock", "fill", "row_layout"]
+__all__ = ["TABLE", "THREADS", "Filled", "clock", "fill", "fresh_memory", "row_layout"]
 
 TABLE = "t"
 THREADS = 2
@@ -41,6 +44,13 @@ class Filled:
             raise Mismatch(f"{who} read other rows than were written")
 
 
+def fresh_memory(shape: Sequence[int]) -> torch.Tensor:
+    """Uint8 memory that no one has touched, in huge pages as the store's own."""
+    memory = mmap.mmap(-1, math.prod(shape))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(*shape)
+
+
 def row_layout(kvstore: Any, workload: Workload) -> Any:
     """Rows of as many bytes as the workload says, with row-wise Adagrad's state. Raises Mismatch."""
     layout = kvstore.RowLayout(workload.shape[1] - _WORDS_BESIDE_WEIGHT, optimizer="rowwise_adagrad")
@@ -59,7 +69,7 @@ def fill(rank: Rank, workload: Workload) -> Filled:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(count, generator=generator) * 0x9E3779B1 - 2**40
     store.reserve(TABLE, count)
-    matrix = torch.empty(count, layout.row_bytes, dtype=torch.uint8)
+    matrix = fresh_memory((count, layout.row_bytes))
     for start in range(0, count, batch):
         some = ids[start : start + batch]
         store.set(TABLE, some, torch.rand(some.numel(), layout.embedding_dim, generator=generator))

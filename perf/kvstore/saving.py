@@ -14,8 +14,7 @@ from conformance.harness import Rank
 from perf.harness.counters import Counters
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
-from perf.kvstore.batches import fresh_memory
-from perf.kvstore.rows import TABLE, THREADS, Filled, fill
+from perf.kvstore.rows import TABLE, THREADS, Filled, fill, fresh_memory
 from perf.peers.plain_rows import copy_bytes
 from refimpl.checkpoint.memory import buffer_of
 
@@ -97,7 +96,7 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
     def run_of(who: str) -> Callable[[], Sample]:
         def run() -> Sample:
             if who == "fresh":
-                return _counted(lambda: copy_bytes(filled.matrix, fresh_memory(filled.matrix), THREADS))
+                return _counted(lambda: copy_bytes(filled.matrix, fresh_memory(filled.matrix.shape), THREADS))
             with kvstore.KVStore(layouts, optimizer_in_row=True) as store:
                 sample = _counted(
                     lambda: kvstore.load(store, Path(folder) / "rows") if who == "ours" else applied(store)
