@@ -120,7 +120,8 @@ class ShardMap {
   }
 
   void clear() noexcept {
-    for (size_t i = 0; i < directory_.size(); ++i) {
+    // Downwards: the first of the entries that show a segment is the last to be asked for its depth.
+    for (size_t i = directory_.size(); i-- > 0;) {
       if (is_first(i)) release(directory_[i]);
     }
     directory_ = {};
