@@ -1,6 +1,6 @@
 """A real stream of ids: words and pairs of words of the standard library's own source text, hashed to 64 bits.
 
-Sample i is a position in the text. Its bag is the word there and its pairs with the two words before it; its contexts
+Sample i is a position in the text. Its bag is the word there and its pairs with the three words before it; its contexts
 are the word that follows and two more, drawn from the text by a counter-based generator. All of it is a pure function
 of the text and the position, so that any process makes any sample.
 """
@@ -20,11 +20,10 @@ import torch
 from conformance.harness import Mismatch
 from refimpl.kvstore.initial import GOLDEN, mix
 
-__all__ = ["BAG", "CONTEXTS", "Corpus", "standard_library"]
+__all__ = ["CONTEXTS", "Corpus", "standard_library"]
 
-BAG = 3
 CONTEXTS = 3
-_BEFORE, _BEHIND = 2, 1
+_BEFORE, _BEHIND = 3, 1
 
 
 def standard_library() -> Iterator[bytes]:
@@ -42,7 +41,7 @@ def hashed(kind: bytes, data: bytes) -> int:
 
 @dataclass(frozen=True)
 class Corpus:
-    """``words``: int64 [n + 3], the id of each word of the text. ``bags``: int64 [n, 3], see the module."""
+    """``words``: int64 [n + 4], the id of each word of the text. ``bags``: int64 [n, 4], see the module."""
 
     words: torch.Tensor
     bags: torch.Tensor

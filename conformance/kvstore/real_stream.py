@@ -197,7 +197,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--impl", default="fastimpl")
-    parser.add_argument("--steps", type=int, default=10_000, help="at most; the text has some 170, of 20000 words each")
+    parser.add_argument("--steps", type=int, default=120, help="at most, of 20000 samples each")
     parser.add_argument("--report", type=Path)
     options = parser.parse_args(words)
     options.work.mkdir(parents=True, exist_ok=True)

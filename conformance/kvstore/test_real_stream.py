@@ -35,15 +35,15 @@ def test_killed_and_resumed(impl: ModuleType, rank_pool: RankPool, tmp_path: Pat
 
 
 def test_samples_are_a_function_of_the_text() -> None:
-    corpus = Corpus.of([b"a b, c", b"a d"], 10)
-    words = [hashed(b"word", word) for word in (b"a", b"b", b"c", b"a", b"d")]
+    corpus = Corpus.of([b"a b, c", b"a d e"], 10)
+    words = [hashed(b"word", word) for word in (b"a", b"b", b"c", b"a", b"d", b"e")]
     assert corpus.words.tolist() == words
     assert corpus.sample_count == 2
-    assert corpus.bags[:, 0].tolist() == words[2:4]
-    pair = b"".join(word.to_bytes(8, "little", signed=True) for word in (words[0], words[2]))
+    assert corpus.bags[:, 0].tolist() == words[3:5]
+    pair = b"".join(word.to_bytes(8, "little", signed=True) for word in (words[1], words[3]))
     assert corpus.bags[0, 2].item() == hashed(b"pair2", pair)
-    assert torch.unique(corpus.bags).numel() == 6
+    assert torch.unique(corpus.bags).numel() == 8
     contexts = corpus.contexts(torch.tensor([0, 1]))
-    assert contexts[:, 0].tolist() == words[3:]
+    assert contexts[:, 0].tolist() == words[4:]
     assert torch.isin(contexts, corpus.words).all()
     assert torch.equal(corpus.contexts(torch.tensor([1])), contexts[1:])
