@@ -6,12 +6,28 @@ a save never holds a second copy of a tensor.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 import torch
 
 from fastimpl import ops
 from refimpl.checkpoint.memory import as_bits
+from refimpl.errors import PlanError
 
-__all__ = ["Source"]
+__all__ = ["LazySource", "RowReader", "Source"]
+
+
+@runtime_checkable
+class RowReader(Protocol):
+    """A tensor that is not in memory: whoever plans a save of it knows its shape, and asks for rows when they are due."""
+
+    row_offset: int
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        """Rows [start, start + length) of this rank, from ``row_offset`` of the global tensor on."""
+        ...
 
 
 class Source:
@@ -54,3 +70,38 @@ class Source:
         dense = torch.empty((last - first) * source.element_size(), dtype=torch.uint8, device=source.device)
         ops.strided_gather(as_bits(source), first, dense)
         return dense.view(source.dtype)
+
+
+class LazySource(Source):
+    """Byte ranges of rows that are read when they are asked for, and forgotten.
+
+    Args:
+        reader: where the rows come from.
+        offsets, sizes: of the chunk in the global tensor: whole rows.
+        stored: dtype of the rows as read.
+        dtype: dtype in the file.
+    """
+
+    is_view = True  # What is read is contiguous memory of its own.
+
+    def __init__(
+        self, reader: RowReader, offsets: Sequence[int], sizes: Sequence[int], stored: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        self.dtype, self.device = dtype, torch.device("cpu")
+        self._reader, self._stored = reader, stored
+        self._first, self._row_shape = offsets[0] - reader.row_offset, tuple(sizes[1:])
+        self._row_bytes = math.prod(self._row_shape) * dtype.itemsize
+        self.size_bytes = sizes[0] * self._row_bytes
+
+    def dense(self, begin: int, end: int) -> torch.Tensor:
+        """The bytes; the reader's rows must be what was planned, else PlanError."""
+        first, last = begin // self._row_bytes, -(-end // self._row_bytes)
+        rows = self._reader.read_rows(self._first + first, last - first)
+        if tuple(rows.shape) != (last - first, *self._row_shape) or rows.dtype != self._stored:
+            raise PlanError(
+                "the rows are not what was planned",
+                got=f"{rows.dtype} {list(rows.shape)}",
+                expected=f"{self._stored} {[last - first, *self._row_shape]}",
+            )
+        flat = as_bits(rows.to(self.dtype).contiguous()).view(-1).view(torch.uint8)
+        return flat[begin - first * self._row_bytes : end - first * self._row_bytes]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -28,7 +29,7 @@ from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import BlockRules, plan_blocks
 from fastimpl.checkpoint.replicas import chunk_key, find_holders
 from fastimpl.checkpoint.run import FileSet, Runner, SaveStats
-from fastimpl.checkpoint.source import Source
+from fastimpl.checkpoint.source import LazySource, RowReader, Source
 from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
 from refimpl.checkpoint.arrange import exported_dtype
@@ -176,11 +177,16 @@ class HuggingFaceStorageWriter(WriterBase):
         return [(part, folder, names, sequential) for part in packed]
 
     def _source(self, item: WriteItem, planner: SavePlanner) -> Source:
+        data = item.tensor_data
+        assert data is not None
+        reader = _reader_of(item, planner)
+        if reader is not None:
+            stored = data.properties.dtype
+            target = exported_dtype(item.index.fqn, stored, self.options)
+            return LazySource(reader, data.chunk.offsets, data.chunk.sizes, stored, target)
         value = planner.resolve_data(item)
         assert isinstance(value, torch.Tensor)
-        assert item.tensor_data is not None
         check_storable(value, item.index.fqn)
-        data = item.tensor_data
         if tuple(value.shape) != tuple(data.chunk.sizes) or value.dtype != data.properties.dtype:
             got = f"{value.dtype} {list(value.shape)}"
             raise PlanError(
@@ -207,6 +213,14 @@ class HuggingFaceStorageWriter(WriterBase):
             count = geo.held_before(block.end - piece.begin) - skip
             parts[piece.block].append(LocalPart(sources.get(piece.item), geo, piece.begin, skip, count))
         return parts
+
+
+def _reader_of(item: WriteItem, planner: SavePlanner) -> RowReader | None:
+    # A planner that looks data up in its own way is asked, and may hand out whole chunks.
+    if not isinstance(planner, DefaultSavePlanner) or type(planner).resolve_data is not DefaultSavePlanner.resolve_data:
+        return None
+    value = planner.state_dict.get(item.index.fqn)
+    return value if isinstance(value, torch.Tensor) and isinstance(value, RowReader) else None
 
 
 def _item_key(item: WriteItem) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from fastimpl.checkpoint import HuggingFaceStorageWriter
 from fastimpl.checkpoint.readio import read_exactly
+from fastimpl.kvstore.buckets import sort_ids_by_bucket
 from refimpl.checkpoint.catalog import Catalog
 from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.memory import buffer_of
@@ -26,7 +27,7 @@ PART_BYTES = 1 << 20  # Less is not worth another thread.
 def save(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> SaveReport:
     # One thread gathers rows while another writes.
     options.setdefault("thread_count", min(2, torch.get_num_threads()))
-    return reference.save_with(HuggingFaceStorageWriter, store, path, **options)
+    return reference.save_with(HuggingFaceStorageWriter, store, path, sort_ids=sort_ids_by_bucket, **options)
 
 
 def load(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> LoadReport:

@@ -104,16 +104,17 @@ def save_with(
     form: str = "rows",
     process_group: Any = None,
     chunk_rows: int | None = None,
+    sort_ids: Any = sort_ids_by_bucket,
     **writer_options: Any,
 ) -> SaveReport:
-    """``save`` through another writer class."""
+    """``save`` through another writer class and another ``sort_ids_by_bucket``."""
     if form not in ("rows", "separate"):
         raise ConfigError("not a form", got=form, expected=("rows", "separate"), where="form")
     chosen = Buckets() if buckets is None else buckets
     started = time.perf_counter()
     with store.snapshot() as source:
         mark = source.mark()
-        state, counts, deleted = _planned(store, source, chosen, since, form, process_group, chunk_rows)
+        state, counts, deleted = _planned(store, source, chosen, since, form, process_group, chunk_rows, sort_ids)
         planned = time.perf_counter()
         kind = "full" if since is None else "delta"
         metadata = content_metadata(store.options.rows, chosen, kind, form)
@@ -134,6 +135,7 @@ def _planned(
     form: str,
     process_group: Any,
     chunk_rows: int | None,
+    sort_ids: Any,
 ) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
@@ -144,7 +146,7 @@ def _planned(
         for table in store.tables:
             ids, gone = (source.ids(table), None) if since is None else source.changes(table, since)
             total, mode, size = buckets.total_count, buckets.hash_mode, buckets.bucket_size
-            sorted_ids[table] = sort_ids_by_bucket(ids, begin, end, total, hash_mode=mode, bucket_size=size)
+            sorted_ids[table] = sort_ids(ids, begin, end, total, hash_mode=mode, bucket_size=size)
             if gone is not None:
                 deleted[table] = gone
         return {t: (ids.shape[0], deleted[t].numel() if deleted else 0) for t, (ids, _) in sorted_ids.items()}

@@ -151,7 +151,8 @@ inline int64_t sort_by_bucket(const Parallel& parallel, const int64_t* ids, int6
     for (int64_t i = first; i < first + size; ++i) words[i] ^= uint64_t{1} << 63;
     if (bucket_count == 1) {
       sort_all(parallel, words, spare.data(), size);
-    } else {
+    } else if (!std::is_sorted(words + first, words + first + size)) {
+      // Ids that come sorted, as a store lists them, are left so: nothing is touched that would have to be there.
       sort_large(words + first, spare.data() + first, size);
     }
     for (int64_t i = first; i < first + size; ++i) words[i] ^= uint64_t{1} << 63;
