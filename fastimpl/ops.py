@@ -13,20 +13,26 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from refimpl.offload.adam import AdamHyper
+
 __all__ = [
     "KVHandle",
+    "adam_step",
     "available",
     "library_path",
+    "pack",
     "rect_place",
     "rect_read",
     "rect_take",
     "sort_ids",
     "strided_gather",
     "strided_scatter",
+    "unpack",
 ]
 
 _LIBRARY = "libfastimpl_ops.so"
@@ -57,7 +63,7 @@ def available() -> bool:
         return False
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     _warn_if_untested()
-    for name in ("rect_place", "rect_take", "strided_gather", "strided_scatter"):
+    for name in ("rect_place", "rect_take", "strided_gather", "strided_scatter", "adam_step", "pack", "unpack"):
         # These return nothing: under fake tensors there is nothing to make.
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     torch.library.register_fake("twinproof::rect_read", lambda file, dense, window, words: words.new_empty(3))
@@ -140,6 +146,61 @@ def strided_scatter(target: torch.Tensor, start: int, dense: torch.Tensor) -> No
     """The inverse of ``strided_gather``: ``target`` is written."""
     torch.ops.twinproof.strided_scatter(target, start, dense)
     torch.autograd.graph.increment_version(target)
+
+
+def adam_step(
+    hyper: AdamHyper,
+    grads: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    max_exp_avg_sqs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    *,
+    isa: int = -1,
+) -> None:
+    """One step of Adam or AdamW in one pass over host memory, to the bit that of ``refimpl.offload.adam``.
+
+    Args:
+        hyper: the same for all of them.
+        grads: of the masters' shapes and strides, all float32, all bfloat16 or all float16, CPU.
+        masters: float32, dense. Written.
+        exp_avgs: float32. Written.
+        exp_avg_sqs: float32. Written.
+        max_exp_avg_sqs: float32, with amsgrad; else empty. Written.
+        weights: of one dtype as the gradients are; get the masters, rounded to nearest even. Or empty. Written.
+        isa: 0 plain, 1 AVX2, 2 AVX-512, -1 the best that this machine has; changes no bit.
+
+    Raises:
+        RuntimeError: lists that do not fit each other, or an ``isa`` that this machine lacks; nothing is written then.
+    """
+    if not masters:
+        return
+    lists = (masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, weights)
+    torch.ops.twinproof.adam_step(grads, *lists, hyper.values, hyper.maximize, hyper.coupled, isa)
+    for written in lists:
+        torch.autograd.graph.increment_version(written)
+
+
+def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Copy the bytes of many tensors into one slab: one call, on CUDA a launch for each 160 of them.
+
+    Args:
+        sources: dense, of any dtypes, CPU or one CUDA device.
+        slab: uint8 [n], same device. Written.
+        offsets: first byte of each tensor in the slab; ascending, apart.
+
+    Raises:
+        RuntimeError: tensors with gaps, on another device, or places that do not fit; nothing is written then.
+    """
+    torch.ops.twinproof.pack(sources, slab, offsets)
+    torch.autograd.graph.increment_version(slab)
+
+
+def unpack(targets: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
+    """The inverse of ``pack``: ``targets`` are written."""
+    torch.ops.twinproof.unpack(targets, slab, offsets)
+    torch.autograd.graph.increment_version(targets)
 
 
 class KVHandle:

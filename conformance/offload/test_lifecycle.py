@@ -181,7 +181,7 @@ def test_capture(offload: Any) -> None:
 def test_options(offload: Any) -> None:
     wrong: list[tuple[str, Any]] = [
         ("fraction", -0.1), ("fraction", 1.5), ("fraction", float("nan")), ("chunk_bytes", -1), ("chunk_bytes", 1.5),
-        ("slots", 0), ("step_device", "cpu"),
+        ("slots", 0), ("step_device", "gpu"),
     ]  # fmt: skip
     with proven() as device:
         optimizer = torch.optim.SGD([torch.nn.Parameter(values((3,), 0))], lr=0.1)

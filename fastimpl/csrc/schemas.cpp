@@ -8,6 +8,12 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("rect_read(int file, Tensor(a!) dense, Tensor(b!) window, Tensor descriptor) -> Tensor");
   m.def("strided_gather(Tensor source, int start, Tensor(a!) dense) -> ()");
   m.def("strided_scatter(Tensor(a!) target, int start, Tensor dense) -> ()");
+  // Offload. Lists belong together by index; an empty list: there is none of this kind.
+  m.def(
+      "adam_step(Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
+      "Tensor(e!)[] weights, float[] hyper, bool maximize, bool coupled, int isa) -> ()");
+  m.def("pack(Tensor[] sources, Tensor(a!) slab, int[] offsets) -> ()");
+  m.def("unpack(Tensor(a!)[] targets, Tensor slab, int[] offsets) -> ()");
   // Row store. A handle is immutable: it names a store or a snapshot; ids are int64, rows and values uint8.
   m.def("kv_create(Tensor formats, int shard_count) -> Tensor");
   m.def("kv_close(Tensor handle) -> ()");

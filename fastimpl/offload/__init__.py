@@ -6,6 +6,15 @@ Drop-in for Megatron's state offloader and for hand-written ``.to("cpu")`` loops
 from fastimpl.offload.offloader import OptimizerStateOffloader
 from refimpl.offload import MasterWeights, OffloadStats, Residency
 
-CAPABILITIES = frozenset({"bounded_window", "coalesced_copies", "overlapped_transfers", "prefetched_chunks"})
+CAPABILITIES = frozenset(
+    {
+        "bounded_window",
+        "coalesced_copies",
+        "fused_cpu_adam",
+        "overlapped_transfers",
+        "packed_tensors",
+        "prefetched_chunks",
+    }
+)
 
 __all__ = ["MasterWeights", "OffloadStats", "OptimizerStateOffloader", "Residency"]

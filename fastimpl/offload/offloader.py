@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastimpl.offload.chunks import Chunk, cut
+from fastimpl.offload.cpu_step import HostStep
 from fastimpl.streams import engine_for
 from refimpl.offload.base import OffloaderBase
 from refimpl.offload.rebind import rebind
@@ -39,6 +40,7 @@ class OptimizerStateOffloader(OffloaderBase):
             self._fetched = 0
             self._hosts: set[int] = set()
             self._strangers: set[tuple[int, str]] = set()
+            self._host_step = HostStep(self)
         if bundles:
             self._drop_fetched()  # Slots are as large as the largest chunk was.
             memory = self.host_empty(sum(bundle.span_bytes for bundle in bundles))
@@ -66,10 +68,13 @@ class OptimizerStateOffloader(OffloaderBase):
 
     def step(self, arithmetic: Callable[[], None]) -> None:
         """Chunk by chunk; what was not selected is stepped while the first chunks arrive."""
-        self._fetch_first()
         groups = self.optimizer.param_groups
         moving = {bundle.param for chunk in self._chunks for bundle in chunk.bundles}
         resident = {param for group in groups for param in group["params"]} - moving
+        if self.step_device == "cpu":
+            self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
+            return
+        self._fetch_first()
         try:
             self._update(resident, arithmetic)
             for number, chunk in enumerate(self._chunks):
@@ -152,7 +157,7 @@ class OptimizerStateOffloader(OffloaderBase):
     def _fetch_first(self) -> None:
         if self._fetched and any(c.version != c.memory._version for c in self._chunks[: self._fetched]):
             self._drop_fetched()
-        if self._slots or not self._chunks:
+        if self._slots or not self._chunks or self.step_device == "cpu":
             return
         engine, compute = self.engine, self.engine.current()
         slot_bytes = max(chunk.size_bytes for chunk in self._chunks)

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from refimpl.errors import ConfigError, OffloadConflictError, PlanError
+from refimpl.offload.cpu_step import check_cpu_step
 from refimpl.offload.driver import StepDriver, check_optimizer
 from refimpl.offload.masters import MasterWeights
 from refimpl.offload.reports import OffloadStats, Residency
@@ -39,7 +40,8 @@ class OffloaderBase(MegatronVerbs):
         chunk_bytes: how much is on the device at a time during a step, by whole parameters; 0: all of it.
         slots: chunks that may be on the device at once.
         master_weights: the masters that the optimizer steps; they move as its states do.
-        step_device: ``device``, the only place where an update runs here.
+        step_device: ``device``, or ``cpu``: Adam and AdamW are stepped in host memory (``refimpl.offload.adam``),
+            gradients come down and weights go up.
         pin_memory: host memory that copies can run to at full speed.
         engine: streams, copies and memory, see ``fastimpl.streams``; None: that of the parameters' device.
 
@@ -66,10 +68,12 @@ class OffloaderBase(MegatronVerbs):
         for name, value, least in (("chunk_bytes", chunk_bytes, 0), ("slots", slots, 1)):
             if type(value) is not int or value < least:
                 raise ConfigError("not a count", got=value, expected=f"an int >= {least}", where=name)
-        if step_device != "device":
-            raise ConfigError("updates run on the device", got=step_device, expected="device", where="step_device")
+        if step_device not in ("device", "cpu"):
+            raise ConfigError("no place to step", got=step_device, expected="device or cpu", where="step_device")
+        if step_device == "cpu":
+            check_cpu_step(optimizer)
         self.optimizer, self.fraction, self.chunk_bytes, self.slots = optimizer, fraction, chunk_bytes, slots
-        self.masters, self.pin_memory = master_weights, pin_memory
+        self.masters, self.pin_memory, self.step_device = master_weights, pin_memory, step_device
         self._foreseen: dict[torch.Tensor, dict[str, tuple[int, ...]]] = {}
         self._check_masters()
         self.engine = self._engine_of(engine)
@@ -225,7 +229,7 @@ class OffloaderBase(MegatronVerbs):
 
     def _engine_of(self, engine: Any) -> Any:
         devices = {local_of(p).device for group in self.optimizer.param_groups for p in group["params"]}
-        if engine is None and all(device.type == "cpu" for device in devices):
+        if engine is None and self.step_device == "device" and all(device.type == "cpu" for device in devices):
             raise OffloadConflictError(
                 "the parameters are on the CPU, where their state is already: nothing to offload",
                 got="parameters on cpu",

@@ -93,8 +93,12 @@ class MasterWeights:
             param = self.pairs[master]
             if param is not master and master.grad is not None:
                 param.copy_(master)
-                master.grad = param.grad = None
-                self._note(master)
+                self.took(master)
+
+    def took(self, master: torch.Tensor) -> None:
+        """A stepped master was rounded into its parameter: both gradients are done with."""
+        master.grad = self.pairs[master].grad = None
+        self._note(master)
 
     @torch.no_grad()
     def refresh(self) -> None:

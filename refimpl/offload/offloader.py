@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from refimpl.offload.adam import adam_step
 from refimpl.offload.base import OffloaderBase
+from refimpl.offload.cpu_step import Update, narrowed, prepare_states, updates_of
 from refimpl.offload.rebind import rebind
-from refimpl.offload.states import Bundle, bindings, view_of
+from refimpl.offload.states import Bundle, Place, bindings, local_of, view_of
 
 __all__ = ["OptimizerStateOffloader"]
 
@@ -64,6 +66,9 @@ class OptimizerStateOffloader(OffloaderBase):
 
     def step(self, arithmetic: Callable[[], None]) -> None:
         """All of it at once."""
+        if self.step_device == "cpu":
+            self._step_on_host(arithmetic)
+            return
         self.to_device(self.bundles)
         try:
             masters = self.masters.pairs if self.masters is not None else {}
@@ -74,6 +79,48 @@ class OptimizerStateOffloader(OffloaderBase):
                 self.masters.end(masters)
         finally:
             self.to_host(self.bundles)
+
+    def _step_on_host(self, arithmetic: Callable[[], None]) -> None:
+        """What was not selected is stepped where it is; the rest by the host, parameter by parameter."""
+        updates = updates_of(self.optimizer, self.bundles, self.masters)
+        moving = {bundle.param for bundle in self.bundles}
+        rest = {param for group in self.optimizer.param_groups for param in group["params"]} - moving
+        if rest:
+            masters = [param for param in rest if self._is_master(param)]
+            if self.masters is not None:
+                self.masters.begin(masters)
+            with narrowed(self.optimizer, rest):
+                arithmetic()
+            if self.masters is not None:
+                self.masters.end(masters)
+        for update in updates:
+            self._update_on_host(update)
+
+    def _update_on_host(self, update: Update) -> None:
+        """The gradient comes down, and the weight where there is no master; the new weight goes up."""
+        bundle, places = update.bundle, update.bundle.places
+        memory = self._memory[bundle.param]
+        prepare_states(self.optimizer, update, lambda n: view_of(memory, places[n], 0) if n in places else None)
+        grad, weight = self._beside(update.grad), self._beside(update.weight)
+        self.engine.copy(grad, update.grad)
+        self.counts.d2h_bytes += grad.nbytes
+        if not update.has_master:
+            self.engine.copy(weight, update.weight)
+            self.counts.d2h_bytes += weight.nbytes
+        self.settle()
+        states = update.states(self.optimizer)
+        master, rounded = (local_of(bundle.param.detach()), weight) if update.has_master else (weight, None)
+        adam_step(update.advance(self.optimizer), grad, master, *states, rounded)
+        self.engine.copy(update.weight, weight)
+        self.counts.h2d_bytes += weight.nbytes
+        self.settle()
+        if self.masters is not None and update.has_master:
+            self.masters.took(bundle.param)
+
+    def _beside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for a tensor of the device."""
+        form = Place(0, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        return view_of(self.host_empty(form.size_bytes), form, 0)
 
     def to_host(self, bundles: Iterable[Bundle]) -> None:
         """Copy and bind, tensor by tensor."""

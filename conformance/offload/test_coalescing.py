@@ -1,0 +1,70 @@
+"""Many small tensors as one: packing, and how few copies moving them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_same_tensor, examples, raises, requirement
+from conformance.offload.support import values
+
+PACK = ("packed_tensors",)
+
+
+@requirement(
+    "OPT-221",
+    "Packing MUST write the bytes of every tensor to its place and no other; unpacking the inverse.",
+    needs=PACK,
+)
+@examples(60)
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9), st.sampled_from([1, 2, 4, 8])), max_size=40))
+def test_packing(offload: Any, items: list[tuple[int, int, int]]) -> None:
+    from fastimpl.offload.coalesce import pack, unpack
+
+    kinds = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
+    tensors, offsets, at = [], [], 0
+    for number, (count, gap, width) in enumerate(items):
+        tensors.append((values((count,), number) * 100).to(kinds[width]))
+        offsets.append(at + gap)
+        at += gap + count * width
+    slab, expected = torch.full((2, at + 5), 0xEE, dtype=torch.uint8)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        expected[offset : offset + tensor.nbytes] = tensor.view(torch.uint8)
+    pack(tensors, slab, offsets)
+    assert_same_tensor(slab, expected, where="slab")
+    back = [torch.empty_like(tensor) for tensor in tensors]
+    unpack(back, slab, offsets)
+    for number, (got, tensor) in enumerate(zip(back, tensors, strict=True)):
+        assert_same_tensor(got, tensor, where=f"tensor {number}")
+
+
+@requirement(
+    "OPT-222",
+    "Packing MUST refuse tensors with gaps and places that overlap or lie outside; nothing is written.",
+    needs=PACK,
+)
+def test_packing_misuse(offload: Any) -> None:
+    from fastimpl.offload.coalesce import pack, unpack
+
+    some = [values((8,), 0), values((8,), 1)]
+    wrong: list[tuple[list[torch.Tensor], list[int]]] = [
+        (some, [0]),
+        (some, [0, 31]),
+        (some, [40, 0]),
+        (some, [0, 70]),
+        (some, [-1, 40]),
+        ([some[0], values((8, 2), 1)[:, 0]], [0, 32]),
+        ([some[0], torch.zeros(1).expand(8)], [0, 32]),
+    ]
+    for tensors, offsets in wrong:
+        for move in (pack, unpack):
+            slab = torch.full((100,), 0xEE, dtype=torch.uint8)
+            before = [tensor.clone() for tensor in tensors]
+            with raises(RuntimeError, where=f"{move.__name__} at {offsets}"):
+                move(tensors, slab, offsets)
+            assert_same_tensor(slab, torch.full_like(slab, 0xEE), where="slab")
+            for got, expected in zip(tensors, before, strict=True):
+                assert_same_tensor(got, expected, where="tensor")

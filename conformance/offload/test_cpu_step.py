@@ -1,0 +1,301 @@
+"""Steps on the CPU: the formula's bits, torch's accuracy, what moves, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement
+from conformance.harness.virtual_device import VirtualDevice
+from conformance.offload.support import SHAPES, Twins, assert_same_state, proven, values
+from refimpl.errors import ConfigError, OffloadConflictError, UnsupportedError
+from refimpl.offload.adam import AdamHyper, adam_step
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "adam": ("Adam", {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "eps": 1e-4}),
+    "maximize": ("Adam", {"maximize": True}),
+    "tensor": ("AdamW", {"lr": torch.tensor(0.01), "weight_decay": 0.0}),
+}
+
+
+class Arm:
+    """Parameters whose optimizer steps on the CPU, and beside them the formula on plain tensors.
+
+    Args:
+        halves: the parameters are bfloat16, with masters; else float32, without.
+        shapes: of the parameters.
+    """
+
+    def __init__(
+        self,
+        offload: Any,
+        device: VirtualDevice,
+        options: str = "adamw",
+        *,
+        halves: bool = False,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        **offloading: Any,
+    ) -> None:
+        kind, self.options = OPTIONS[options]
+        self.decoupled = kind == "AdamW"
+        dtype = torch.bfloat16 if halves else torch.float32
+        self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(shapes)]
+        self.masters = offload.MasterWeights(self.params) if halves else None
+        stepped = self.params if self.masters is None else self.masters.parameters()
+        self.optimizer = getattr(torch.optim, kind)(stepped, **self.options)
+        self.offloader = offload.OptimizerStateOffloader(
+            self.optimizer,
+            engine=device.engine,
+            master_weights=self.masters,
+            **{"chunk_bytes": 4096, "step_device": "cpu", **offloading},
+        )
+        with _disable_current_modes():
+            self.weights = [param.detach().float().clone() for param in self.params]
+            self.moments = [[torch.zeros_like(w) for _ in range(3)] for w in self.weights]
+        self.counts = [0] * len(self.params)
+        self.step_count = 0
+
+    def step(self, skip: Sequence[int] = ()) -> None:
+        """One step of both, without a gradient where ``skip`` says so."""
+        self.step_count += 1
+        for i, param in enumerate(self.params):
+            param.grad = None if i in skip else values(param.shape, 1000 * self.step_count + i, param.dtype)
+        grads = [None if param.grad is None else param.grad.detach() for param in self.params]
+        self.optimizer.step()
+        with _disable_current_modes():
+            for i, grad in enumerate(grads):
+                if grad is not None:
+                    self._expect(i, grad)
+
+    def _expect(self, i: int, grad: torch.Tensor) -> None:
+        group = self.optimizer.param_groups[0]
+        self.counts[i] += 1
+        hyper = AdamHyper.of(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=self.counts[i],
+            decoupled=self.decoupled,
+            maximize=group["maximize"],
+        )
+        first, second, largest = self.moments[i]
+        adam_step(hyper, grad, self.weights[i], first, second, largest if group["amsgrad"] else None)
+
+    def check(self) -> None:
+        """Parameters, masters and states are the formula's, bit for bit."""
+        state = self.offloader.snapshot()["state"]
+        stepped = self.params if self.masters is None else list(self.masters.parameters())
+        with _disable_current_modes():
+            for i, (weight, param) in enumerate(zip(self.weights, self.params, strict=True)):
+                where = f"parameter {i} after {self.step_count} steps"
+                assert_same_tensor(stepped[i].detach(), weight, where=f"weights of {where}")
+                assert_same_tensor(param.detach(), weight.to(param.dtype), where=where)
+                if self.counts[i]:
+                    assert_equal(float(state[i]["step"]), float(self.counts[i]), where=f"step of {where}")
+                    assert_same_tensor(state[i]["exp_avg"], self.moments[i][0], where=f"exp_avg of {where}")
+                    assert_same_tensor(state[i]["exp_avg_sq"], self.moments[i][1], where=f"exp_avg_sq of {where}")
+
+
+@requirement("OPT-201", "A step on the CPU MUST have the bits of the formula, in masters, states and parameters.")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
+def test_bits(offload: Any, options: str, halves: bool) -> None:
+    for chunk_bytes, slots in ((4096, 2), (1, 3), (0, 1)):
+        with proven(late=True) as device:
+            arm = Arm(offload, device, options, halves=halves, chunk_bytes=chunk_bytes, slots=slots)
+            for number in range(3):
+                arm.step(skip=(1,) if number == 1 else ())
+                arm.check()
+            if not isinstance(arm.options.get("lr"), torch.Tensor):
+                arm.optimizer.param_groups[0]["lr"] = 0.5
+            arm.step()
+            arm.check()
+            arm.offloader.close()
+
+
+@requirement("OPT-202", "Steps on the CPU MUST err at most twice as much as torch's AdamW, against float64.")
+@pytest.mark.parametrize("options", ["adamw", "adam", "amsgrad"])
+def test_accuracy(offload: Any, options: str) -> None:
+    kind, chosen = OPTIONS[options]
+    with proven() as device:
+        twins = Twins(offload, device, kind, options=chosen, step_device="cpu")
+        wide = [torch.nn.Parameter(param.detach().double()) for param in twins.plain_params]
+        exact = getattr(torch.optim, kind)(wide, foreach=False, **chosen)
+        for _ in range(8):
+            twins.set_gradients()
+            for param, plain in zip(wide, twins.plain_params, strict=True):
+                assert plain.grad is not None
+                param.grad = plain.grad.double()
+            for optimizer in (twins.plain, twins.optimizer, exact):
+                optimizer.step()
+        twins.offloader.settle()
+        with _disable_current_modes():
+            for i, (param, plain, true) in enumerate(zip(twins.params, twins.plain_params, wide, strict=True)):
+                assert_within_derived(param.detach(), plain.detach(), true.detach(), where=f"parameter {i}")
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-203", "A step on the CPU MUST move each gradient down and each weight up, and no state; states stay there."
+)
+def test_bytes(offload: Any) -> None:
+    # Multiples of the alignment, so that no padding is counted.
+    shapes = ((16, 16), (128,), (8, 64))
+    for halves in (False, True):
+        with proven() as device:
+            arm = Arm(offload, device, halves=halves, shapes=shapes, chunk_bytes=0)
+            arm.step()
+            before = dict(device.engine.moved_bytes)
+            arm.step()
+            moved = {way: device.engine.moved_bytes[way] - before[way] for way in ("d2h", "h2d")}
+            elements = sum(param.numel() for param in arm.params)
+            # bfloat16: a gradient down, a weight up. float32 without masters: the weight comes down as well.
+            expected = {"d2h": elements * (2 if halves else 8), "h2d": elements * (2 if halves else 4)}
+            assert_equal(moved, expected, where=f"bytes moved, masters {halves}")
+            residency = arm.offloader.residency()
+            states = elements * (12 if halves else 8)
+            assert_equal((residency.device_bytes, residency.host_bytes), (0, states), where="residency")
+            arm.offloader.close()
+
+
+@requirement("OPT-204", "What a step on the CPU cannot do MUST be refused at attachment, with what is wrong named.")
+def test_refusals(offload: Any) -> None:
+    def attach(optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        offload.OptimizerStateOffloader(optimizer, engine=device.engine, step_device="cpu", **options)
+
+    with proven() as device:
+        params = [torch.nn.Parameter(values((4, 4), 0))]
+        halves = [torch.nn.Parameter(values((4, 4), 0, torch.bfloat16))]
+        with raises(UnsupportedError, mentions=("SGD", "step_device")):
+            attach(torch.optim.SGD(params, lr=0.1))
+        for option in ("capturable", "differentiable", "fused"):
+            optimizer = torch.optim.AdamW(params, foreach=False)
+            optimizer.param_groups[0][option] = True
+            with raises(ConfigError, mentions=(option, "step_device")):
+                attach(optimizer)
+            assert_equal("step" in vars(optimizer), False, where="step taken over")
+        with raises(ConfigError, mentions=("bfloat16", "master_weights")):
+            attach(torch.optim.AdamW(halves))
+        optimizer = torch.optim.AdamW(params)
+        attach(optimizer)
+        with raises(OffloadConflictError, mentions=("AdamW", "OptimizerStateOffloader")):
+            attach(optimizer)
+
+
+@requirement("OPT-205", "A gradient that the CPU cannot step with MUST be refused before anything of the step changes.")
+def test_refused_gradients(offload: Any) -> None:
+    with proven() as device:
+        arm = Arm(offload, device)
+        arm.step()
+        before = arm.offloader.snapshot()
+        for i, param in enumerate(arm.params):
+            param.grad = values(param.shape, i)
+        with _disable_current_modes():
+            arm.params[3].grad = values(SHAPES[3], 3).to_sparse()
+        with raises(UnsupportedError, mentions=("gradient",)):
+            arm.optimizer.step()
+        after = arm.offloader.snapshot()
+        with _disable_current_modes():
+            assert_same_state(after, before)
+        arm.check()
+        arm.step()
+        arm.check()
+        arm.offloader.close()
+
+
+@requirement(
+    "OPT-206",
+    "States of steps on the CPU MUST be those of the plain optimizer: it goes on after close, or from a load.",
+)
+def test_exchange(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, step_device="cpu")
+        twins.set_gradients()
+        twins.optimizer.step()
+        state = twins.offloader.snapshot()
+        with torch.no_grad():
+            for plain, param in zip(twins.plain_params, twins.params, strict=True):
+                plain.copy_(param)
+        twins.plain.load_state_dict(state)
+        twins.offloader.close()
+        # Both are plain now.
+        twins.step()
+        got = twins.optimizer.state_dict()
+        with _disable_current_modes():
+            assert_same_state(got, twins.plain.state_dict())
+            for i, (plain, param) in enumerate(zip(twins.plain_params, twins.params, strict=True)):
+                assert_same_tensor(param.detach(), plain.detach(), where=f"parameter {i}")
+    with proven() as device:
+        arm, other = Arm(offload, device), Arm(offload, device)
+        arm.step()
+        state = arm.offloader.snapshot()
+        other.offloader.load_state_dict(state)
+        with torch.no_grad():
+            for mine, theirs in zip(other.params, arm.params, strict=True):
+                mine.copy_(theirs)
+        other.weights, other.moments, other.counts = arm.weights, arm.moments, arm.counts
+        other.step_count = 1
+        other.step()
+        other.check()
+        other.offloader.close()
+        arm.offloader.close()
+
+
+@requirement("OPT-207", "A float32 parameter that was written between steps MUST be stepped from what was written.")
+def test_written_parameters(offload: Any) -> None:
+    with proven() as device:
+        arm = Arm(offload, device)
+        arm.step()
+        written = values(SHAPES[2], 55)
+        with torch.no_grad():
+            arm.params[2].copy_(written)
+        arm.params[0].data = values(SHAPES[0], 56)
+        with _disable_current_modes():
+            arm.weights[2].copy_(written)
+            arm.weights[0].copy_(values(SHAPES[0], 56))
+        arm.step()
+        arm.check()
+        arm.offloader.close()
+
+
+@requirement("OPT-208", "With a fraction, what is not selected MUST be stepped on the device by the plain optimizer.")
+def test_fraction(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, options={"lr": 0.01}, step_device="cpu", fraction=0.4)
+        chosen = {id(bundle.param) for bundle in twins.offloader.bundles}
+        rest = [i for i, param in enumerate(twins.params) if id(param) not in chosen]
+        assert_equal(0 < len(rest) < len(twins.params), True, where="some are selected")
+        for _ in range(2):
+            twins.step()
+        twins.offloader.settle()
+        with _disable_current_modes():
+            for i in rest:
+                assert_same_tensor(twins.params[i].detach(), twins.plain_params[i].detach(), where=f"parameter {i}")
+            for i, (param, plain) in enumerate(zip(twins.params, twins.plain_params, strict=True)):
+                torch_moved = (plain.detach() - values(SHAPES[i], i)).abs().max()
+                moved = (param.detach() - values(SHAPES[i], i)).abs().max()
+                assert_equal(bool(moved > torch_moved / 2), True, where=f"parameter {i} was stepped")
+        twins.offloader.close()
+
+
+@requirement("OPT-209", "On parameters that are on the CPU, step_device='cpu' MUST work without an engine.")
+def test_cpu_parameters(offload: Any) -> None:
+    param = torch.nn.Parameter(values((33, 7), 1))
+    weight, first, second = param.detach().clone(), torch.zeros(33, 7), torch.zeros(33, 7)
+    optimizer = torch.optim.AdamW([param], lr=0.1)
+    with offload.OptimizerStateOffloader(optimizer, step_device="cpu"):
+        for number in range(1, 4):
+            param.grad = values((33, 7), number + 10)
+            optimizer.step()
+            hyper = AdamHyper.of(
+                lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=number, decoupled=True
+            )  # fmt: skip
+            adam_step(hyper, param.grad, weight, first, second)
+            assert_same_tensor(param.detach(), weight, where=f"after {number} steps")

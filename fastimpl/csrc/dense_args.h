@@ -1,0 +1,60 @@
+// Checks that the launchers of the offload operators share.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/off_pack.h"
+
+namespace fastimpl::offload {
+
+// Whether the elements fill their memory without gaps, in any order of dimensions. Quadratic in the rank, which is small.
+inline bool is_dense(const torch::stable::Tensor& t) {
+  int64_t expected = 1;
+  for (int64_t done = 0; done < t.dim(); ++done) {
+    bool found = false;
+    for (int64_t d = 0; d < t.dim() && !found; ++d) {
+      if (t.size(d) > 1 && t.stride(d) == expected) {
+        expected *= t.size(d);
+        found = true;
+      }
+    }
+    if (!found) break;
+  }
+  return t.numel() <= 1 || expected == t.numel();
+}
+
+inline bool have_same_order(const torch::stable::Tensor& a, const torch::stable::Tensor& b) {
+  if (a.dim() != b.dim()) return false;
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) != b.size(d) || (a.size(d) > 1 && a.stride(d) != b.stride(d))) return false;
+  }
+  return true;
+}
+
+// Tensors and their places in a slab, which have to be in order and apart: then any split between threads is right.
+inline std::vector<PackEntry> pack_entries(const std::vector<torch::stable::Tensor>& tensors, const torch::stable::Tensor& slab,
+                                           const std::vector<int64_t>& offsets) {
+  STD_TORCH_CHECK(slab.scalar_type() == torch::headeronly::ScalarType::Byte && slab.is_contiguous() && slab.dim() == 1, "slab: not a contiguous 1-D uint8 tensor");
+  STD_TORCH_CHECK(tensors.size() == offsets.size(), "offsets: got ", offsets.size(), " for ", tensors.size(), " tensors");
+  std::vector<PackEntry> entries;
+  entries.reserve(tensors.size());
+  int64_t end = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const torch::stable::Tensor& t = tensors[i];
+    const int64_t size = t.numel() * static_cast<int64_t>(t.element_size());
+    STD_TORCH_CHECK(t.is_cuda() == slab.is_cuda() && t.get_device_index() == slab.get_device_index(), "tensor ", i, ": not on the device of the slab");
+    STD_TORCH_CHECK(is_dense(t), "tensor ", i, ": has gaps");
+    STD_TORCH_CHECK(offsets[i] >= end && offsets[i] <= slab.numel() - size, "tensor ", i, ": bytes ", offsets[i], " + ", size, " of a slab of ", slab.numel(),
+                    ", of which ", end, " are taken");
+    entries.push_back({static_cast<uint8_t*>(t.data_ptr()), offsets[i], size});
+    end = offsets[i] + size;
+  }
+  return entries;
+}
+
+}  // namespace fastimpl::offload

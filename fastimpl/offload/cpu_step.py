@@ -1,0 +1,171 @@
+"""Steps on the CPU: gradients of the next chunk come down and weights of the last go up while this one is stepped.
+
+Edges, each an event: a chunk's gradients leave when the compute stream has packed them; the host steps when they are
+home; weights go up when the host has stepped; the compute stream unpacks them when they have arrived, and with that
+the chunk's slot, on both sides, is free for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastimpl import ops
+from fastimpl.offload.chunks import Chunk
+from fastimpl.offload.coalesce import Layout, pack, unpack, view_like
+from refimpl.offload.adam import AdamHyper, adam_step
+from refimpl.offload.cpu_step import Update, prepare_states, updates_of
+from refimpl.offload.states import local_of, view_of
+
+if TYPE_CHECKING:
+    from fastimpl.offload.offloader import OptimizerStateOffloader
+
+__all__ = ["HostStep"]
+
+
+@dataclass
+class _Work:
+    """One chunk of a step: what moves, and where it lies in a slot.
+
+    The slot holds gradients, then weights. ``down_bytes`` of it come down: the weights without a master are first.
+    """
+
+    chunk: Chunk
+    updates: list[Update]
+    layout: Layout = field(default_factory=Layout)
+    up_begin: int = 0
+    down_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.updates = sorted(self.updates, key=lambda update: update.has_master)
+        for update in self.updates:
+            self.layout.add(update.grad)
+        self.up_begin = self.down_bytes = self.layout.size_bytes
+        for update in self.updates:
+            self.layout.add(update.weight)
+            if not update.has_master:
+                self.down_bytes = self.layout.size_bytes
+
+    @property
+    def weight_offsets(self) -> list[int]:
+        return self.layout.offsets[len(self.updates) :]
+
+    def views(self, slab: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradient and weight of each update in a slab."""
+        pairs = zip(self.updates, self.layout.offsets, self.weight_offsets, strict=False)
+        return [
+            (view_like(slab, update.grad, at), view_like(slab, update.weight, there)) for update, at, there in pairs
+        ]
+
+
+class HostStep:
+    """The steps of one offloader on the CPU; host slots and events are made once and kept."""
+
+    def __init__(self, owner: OptimizerStateOffloader) -> None:
+        self.owner, self.engine = owner, owner.engine
+        self._host: list[torch.Tensor] = []
+        self._sent = self.engine.event()
+        self._packed: list[Any] = [self.engine.event() for _ in range(owner.slots)]
+        self._home: list[Any] = [self.engine.event() for _ in range(owner.slots)]
+        self._arrived: list[Any] = [self.engine.event() for _ in range(owner.slots)]
+
+    def run(self, chunks: Sequence[Chunk], step_rest: Callable[[], None]) -> None:
+        """One logical step; ``step_rest`` steps what was not selected, on the device.
+
+        Raises:
+            UnsupportedError: see ``refimpl.offload.cpu_step``; nothing has changed then.
+        """
+        owner = self.owner
+        updates = [updates_of(owner.optimizer, chunk.bundles, owner.masters) for chunk in chunks]
+        works = [_Work(chunk, some) for chunk, some in zip(chunks, updates, strict=True) if some]
+        step_rest()
+        # A load may still be on its way to the memory that is stepped now.
+        owner.settle()
+        device = self._make_slots(works)
+        count = len(device)
+        for number in range(min(count, len(works))):
+            self._send_down(works[number], number, device[number])
+        for number, work in enumerate(works):
+            slot = number % count
+            self.engine.synchronize(self._home[slot])
+            self._update(work, self._host[slot])
+            self._send_up(work, slot, device[slot])
+            if number + count < len(works):
+                self._send_down(works[number + count], slot, device[slot])
+
+    def _make_slots(self, works: Sequence[_Work]) -> list[torch.Tensor]:
+        """Device slots of this step, and host slots that are large enough for it."""
+        engine, owner = self.engine, self.owner
+        size_bytes = max((work.layout.size_bytes for work in works), default=0)
+        count = min(owner.slots, len(works))
+        if len(self._host) < count or any(slot.numel() < size_bytes for slot in self._host):
+            # The last step's weights may still be leaving the memory that goes now.
+            engine.synchronize(self._sent)
+            owner.counts.host_bytes -= sum(slot.numel() for slot in self._host)
+            self._host = []
+            self._host = [owner.host_empty(size_bytes) for _ in range(count)]
+            owner.counts.host_bytes += size_bytes * count
+        slots = [engine.device_empty(size_bytes) for _ in range(count)]
+        for slot in slots:
+            engine.keep(slot, owner._in)
+            engine.keep(slot, owner._out)
+        return slots
+
+    def _send_down(self, work: _Work, slot: int, device: torch.Tensor) -> None:
+        engine, owner = self.engine, self.owner
+        sources = [update.grad for update in work.updates]
+        sources += [update.weight for update in work.updates if not update.has_master]
+        pack(sources, device, work.layout.offsets[: len(sources)])
+        engine.record(self._packed[slot], engine.current())
+        engine.wait(owner._out, self._packed[slot])
+        with engine.on(owner._out):
+            engine.copy(self._host[slot][: work.down_bytes], device[: work.down_bytes])
+            engine.record(self._home[slot], owner._out)
+        owner.counts.d2h_bytes += work.down_bytes
+
+    def _send_up(self, work: _Work, slot: int, device: torch.Tensor) -> None:
+        engine, owner = self.engine, self.owner
+        begin, end = work.up_begin, work.layout.size_bytes
+        engine.wait(owner._in, self._home[slot])
+        with engine.on(owner._in):
+            engine.copy(device[begin:end], self._host[slot][begin:end])
+            engine.record(self._arrived[slot], owner._in)
+            engine.record(self._sent, owner._in)
+        owner.counts.h2d_bytes += end - begin
+        engine.wait(engine.current(), self._arrived[slot])
+        unpack([update.weight for update in work.updates], device, work.weight_offsets)
+        if owner.masters is not None:
+            for update in work.updates:
+                if update.has_master:
+                    owner.masters.took(update.bundle.param)
+
+    def _update(self, work: _Work, slab: torch.Tensor) -> None:
+        """The arithmetic of one chunk: one call for all parameters that share hyperparameters and dtypes."""
+        optimizer, memory = self.owner.optimizer, work.chunk.memory
+        calls: dict[Any, list[tuple[torch.Tensor | None, ...]]] = {}
+        for update, (grad, weight) in zip(work.updates, work.views(slab), strict=True):
+            bundle = update.bundle
+
+            def home(name: str, bundle: Any = bundle) -> torch.Tensor | None:
+                place = bundle.places.get(name)
+                return None if place is None else view_of(memory, place, bundle.offset_bytes)
+
+            prepare_states(optimizer, update, home)
+            master = local_of(bundle.param.detach()) if update.has_master else weight
+            rounded = weight if update.has_master else None
+            key = (update.advance(optimizer), grad.dtype, None if rounded is None else rounded.dtype)
+            calls.setdefault(key, []).append((grad, master, *update.states(optimizer), rounded))
+        for (hyper, *_), rows in calls.items():
+            _step_rows(hyper, rows)
+
+
+def _step_rows(hyper: AdamHyper, rows: list[tuple[torch.Tensor | None, ...]]) -> None:
+    if ops.available():
+        columns = [[tensor for tensor in column if tensor is not None] for column in zip(*rows, strict=True)]
+        ops.adam_step(hyper, *columns)
+        return
+    for row in rows:
+        adam_step(hyper, *row)  # type: ignore[arg-type]
