@@ -299,3 +299,14 @@ def test_cpu_parameters(offload: Any) -> None:
             )  # fmt: skip
             adam_step(hyper, param.grad, weight, first, second)
             assert_same_tensor(param.detach(), weight, where=f"after {number} steps")
+
+
+@requirement("OPT-210", "Steps on the CPU MUST be right in any order that their edges allow, with any number of slots.")
+def test_edges(offload: Any) -> None:
+    for halves, slots, seed in ((False, 1, None), (True, 2, 1), (False, 2, None), (True, 3, 2)):
+        with proven(late=True, seed=seed) as device:
+            arm = Arm(offload, device, halves=halves, chunk_bytes=1, slots=slots)
+            for _ in range(3):
+                arm.step()
+            arm.check()
+            arm.offloader.close()

@@ -90,7 +90,7 @@ class HostStep:
             self._send_down(works[number], number, device[number])
         for number, work in enumerate(works):
             slot = number % count
-            self.engine.synchronize(self._home[slot])
+            self._await(slot)
             self._update(work, self._host[slot])
             self._send_up(work, slot, device[slot])
             if number + count < len(works):
@@ -125,6 +125,9 @@ class HostStep:
             engine.copy(self._host[slot][: work.down_bytes], device[: work.down_bytes])
             engine.record(self._home[slot], owner._out)
         owner.counts.d2h_bytes += work.down_bytes
+
+    def _await(self, slot: int) -> None:
+        self.engine.synchronize(self._home[slot])
 
     def _send_up(self, work: _Work, slot: int, device: torch.Tensor) -> None:
         engine, owner = self.engine, self.owner
