@@ -84,6 +84,12 @@ class HostStep:
         step_rest()
         # A load may still be on its way to the memory that is stepped now.
         owner.settle()
+        if not self.engine.stands_for_device:
+            # Gradients and weights are in host memory as they are.
+            for work in works:
+                self._update(work, [(update.grad, update.weight) for update in work.updates])
+                self._took(work)
+            return
         device = self._make_slots(works)
         count = len(device)
         for number in range(min(count, len(works))):
@@ -91,7 +97,7 @@ class HostStep:
         for number, work in enumerate(works):
             slot = number % count
             self._await(slot)
-            self._update(work, self._host[slot])
+            self._update(work, work.views(self._host[slot]))
             self._send_up(work, slot, device[slot])
             if number + count < len(works):
                 self._send_down(works[number + count], slot, device[slot])
@@ -140,16 +146,19 @@ class HostStep:
         owner.counts.h2d_bytes += end - begin
         engine.wait(engine.current(), self._arrived[slot])
         unpack([update.weight for update in work.updates], device, work.weight_offsets)
-        if owner.masters is not None:
+        self._took(work)
+
+    def _took(self, work: _Work) -> None:
+        if self.owner.masters is not None:
             for update in work.updates:
                 if update.has_master:
-                    owner.masters.took(update.bundle.param)
+                    self.owner.masters.took(update.bundle.param)
 
-    def _update(self, work: _Work, slab: torch.Tensor) -> None:
+    def _update(self, work: _Work, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The arithmetic of one chunk: one call for all parameters that share hyperparameters and dtypes."""
         optimizer, memory = self.owner.optimizer, work.chunk.memory
-        calls: dict[Any, list[tuple[torch.Tensor | None, ...]]] = {}
-        for update, (grad, weight) in zip(work.updates, work.views(slab), strict=True):
+        calls: dict[Any, tuple[AdamHyper, list[tuple[torch.Tensor | None, ...]]]] = {}
+        for update, (grad, weight) in zip(work.updates, pairs, strict=True):
             bundle = update.bundle
 
             def home(name: str, bundle: Any = bundle) -> torch.Tensor | None:
@@ -159,9 +168,12 @@ class HostStep:
             prepare_states(optimizer, update, home)
             master = local_of(bundle.param.detach()) if update.has_master else weight
             rounded = weight if update.has_master else None
-            key = (update.advance(optimizer), grad.dtype, None if rounded is None else rounded.dtype)
-            calls.setdefault(key, []).append((grad, master, *update.states(optimizer), rounded))
-        for (hyper, *_), rows in calls.items():
+            hyper = update.advance(optimizer)
+            # By identity, which is cheap: equal ones that are not the same only make another call.
+            key = (id(hyper), grad.dtype, None if rounded is None else rounded.dtype)
+            _, rows = calls.setdefault(key, (hyper, []))
+            rows.append((grad, master, *update.states(optimizer), rounded))
+        for hyper, rows in calls.values():
             _step_rows(hyper, rows)
 
 

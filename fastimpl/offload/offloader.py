@@ -14,6 +14,7 @@ import torch
 
 from fastimpl.offload.chunks import Chunk, cut
 from fastimpl.offload.cpu_step import HostStep
+from fastimpl.offload.moves import Item, receive, send
 from fastimpl.streams import engine_for
 from refimpl.offload.base import OffloaderBase
 from refimpl.offload.rebind import rebind
@@ -201,34 +202,43 @@ class OptimizerStateOffloader(OffloaderBase):
         engine.record(self._edge, engine.current())
         engine.wait(self._out, self._edge)
         for chunk in self._chunks:
-            moved = False
+            moving = [
+                (bundle, name, tensor)
+                for bundle in chunk.bundles
+                if id(bundle) in wanted
+                for name, tensor in bindings(self.optimizer, bundle)
+                if not self.is_on_host(tensor)
+            ]
+            if not moving:
+                continue
+            with engine.on(self._out):
+                engine.wait(self._out, chunk.arrived)
+                send(engine, chunk.memory, [(b.places[name], b.offset_bytes, tensor) for b, name, tensor in moving])
+                for _, _, tensor in moving:
+                    engine.keep(tensor, self._out)
+            for bundle, name, _ in moving:
+                self._bind(bundle, name, chunk.memory, 0)
+                self.counts.d2h_bytes += bundle.places[name].size_bytes
+            engine.record(chunk.home, self._out)
+            chunk.is_leaving = True
+
+    def to_device(self, bundles: Iterable[Bundle]) -> None:
+        """Copy in on the current stream: nothing is left to overlap with."""
+        self._drop_fetched()
+        wanted = {id(bundle) for bundle in bundles}
+        for chunk in self._chunks:
+            items: list[Item] = []
             for bundle in chunk.bundles:
                 for name, tensor in list(bindings(self.optimizer, bundle)) if id(bundle) in wanted else []:
                     if self.is_on_host(tensor):
-                        continue
-                    home = view_of(chunk.memory, bundle.places[name], bundle.offset_bytes)
-                    with engine.on(self._out):
-                        engine.wait(self._out, chunk.arrived)
-                        engine.copy(home, tensor)
-                        engine.keep(tensor, self._out)
-                    rebind(self.optimizer, bundle, name, home)
-                    self.counts.d2h_bytes += bundle.places[name].size_bytes
-                    moved = True
-            if moved:
-                engine.record(chunk.home, self._out)
-                chunk.is_leaving = True
-
-    def to_device(self, bundles: Iterable[Bundle]) -> None:
-        """Copy in on the current stream, tensor by tensor: nothing is left to overlap with."""
-        self._drop_fetched()
-        for bundle in bundles:
-            for name, tensor in list(bindings(self.optimizer, bundle)):
-                if self.is_on_host(tensor):
-                    place = bundle.places[name]
-                    here = view_of(self.engine.device_empty(place.offset_bytes + place.size_bytes), place, 0)
-                    self.engine.copy(here, tensor)
-                    rebind(self.optimizer, bundle, name, here)
-                    self.counts.h2d_bytes += place.size_bytes
+                        place = bundle.places[name]
+                        here = torch.empty_strided(
+                            place.shape, place.strides, dtype=place.dtype, device=self.engine.device
+                        )
+                        items.append((place, bundle.offset_bytes, here))
+                        rebind(self.optimizer, bundle, name, here)
+                        self.counts.h2d_bytes += place.size_bytes
+            receive(self.engine, chunk.memory, items)
         # The host memory goes with this offloader, so its copies have to be over.
         self.engine.record(self._edge, self.engine.current())
         self.engine.synchronize(self._edge)

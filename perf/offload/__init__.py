@@ -5,12 +5,16 @@ from collections.abc import Callable
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
+from perf.offload.host import measure_adam_bf16, measure_adam_fp32, measure_small
 from perf.offload.steps import measure_snapshots, measure_steps
 
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
 JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "step": measure_steps,
     "snapshot": measure_snapshots,
+    "adam_bf16": measure_adam_bf16,
+    "adam_fp32": measure_adam_fp32,
+    "small": measure_small,
 }
 
 __all__ = ["JOBS"]

@@ -8,6 +8,7 @@ computes, in the order of ``refimpl.optimizers.adam``; torch's own paths differ 
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class AdamHyper:
     coupled: bool
 
     @classmethod
+    @functools.lru_cache(maxsize=64)  # Thousands of parameters share a few.
     def of(
         cls,
         *,

@@ -94,7 +94,7 @@ class Update:
         group = self.group
         return AdamHyper.of(
             lr=float(group["lr"]),
-            betas=group["betas"],
+            betas=tuple(group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=float(count),
@@ -107,8 +107,8 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
     """What a step has to do for these bundles; parameters without a gradient are left out.
 
     Raises:
-        UnsupportedError: a sparse gradient, one of another dtype, or loaded states that are not float32; nothing has
-            changed then.
+        UnsupportedError: a sparse gradient, one of another dtype, a parameter with gaps in its memory, or loaded
+            states that are not float32; nothing has changed then.
     """
     check_cpu_step(optimizer)
     group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
@@ -123,6 +123,8 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
             raise UnsupportedError(
                 "not a gradient that the CPU steps with", got=(grad.layout, grad.dtype), expected=GRADIENTS, where=where
             )
+        if not weight.is_contiguous() and torch.empty_like(weight, device="meta").stride() != weight.stride():
+            raise UnsupportedError("a parameter with gaps in its memory", got=weight.stride(), where=where)
         update = Update(bundle, group_of[bundle.param], weight, _in_order(grad, weight), MASTER in bundle.places)
         state = optimizer.state.get(bundle.param, {})
         wrong = [n for n in update.state_names if state and (n not in state or state[n].dtype is not torch.float32)]

@@ -7,6 +7,8 @@ lies in one block of exactly its size, whole parameters next to each other.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +44,10 @@ class Place:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Of the values."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def as_meta(self) -> torch.Tensor:
         """A tensor of this form, without memory."""

@@ -117,6 +117,10 @@ def _kept_in_slot(original: Any, targets: Any, slab: Any, offsets: Any) -> None:
         original(targets, slab, offsets)
 
 
+def _copied_weights(original: Any, step: Any, work: Any, pairs: Any) -> None:
+    original(step, work, [(grad, weight.clone()) for grad, weight in pairs])
+
+
 class _Deaf:
     """The engine without one kind of call."""
 
@@ -184,8 +188,10 @@ PLANTED = (
          wrap("refimpl.offload.base:select", _all_of_it), BOTH),
     _bug("cpu_rest_forgotten", "What was not selected is not stepped.", ("OPT-208",),
          wrap(f"{STEP}:HostStep.run", _rest_forgotten)),
-    _bug("cpu_weight_kept_in_slot", "A parameter that is alone in its chunk keeps its old weight.", ("OPT-209",),
+    _bug("cpu_weight_kept_in_slot", "A parameter that is alone in its chunk keeps its old weight.", ("OPT-201",),
          wrap(f"{STEP}:unpack", _kept_in_slot)),
+    _bug("cpu_weight_copied", "Without a device, a copy of the weight is stepped.", ("OPT-209",),
+         wrap(f"{STEP}:HostStep._update", _copied_weights)),
     _bug("cpu_gradient_read_early", "M5 on the CPU: the host steps with gradients on their way.", ("OPT-210",),
          wrap(f"{STEP}:HostStep._await", _without("synchronize"))),
     _bug("cpu_gradient_sent_early", "Gradients leave before they are packed.", ("OPT-210",),

@@ -45,7 +45,8 @@ struct Bf16 {
 struct Fp16 {
   using Bits = uint16_t;
   static float widen(Bits bits) { return kv::from_float16(bits); }
-  static Bits narrow(float value) { return kv::to_float16(value); }
+  // One NaN for all, as in bfloat16: which payload arrives here is up to the order of operands that a compiler chose.
+  static Bits narrow(float value) { return value != value ? Bits{0x7E00} : kv::to_float16(value); }
 };
 struct Fp32 {
   using Bits = float;

@@ -10,6 +10,7 @@
 #include "kernels/rect_read.h"
 #include "kernels/strided.h"
 #include "kv_tests.h"
+#include "offload_tests.h"
 
 namespace {
 
@@ -183,5 +184,6 @@ int main() {
   disjoint_rectangles_may_be_placed_at_once();
   kv_algorithm_tests();
   kv_table_tests();
+  offload_tests();
   std::puts("kernel_tests: all properties hold");
 }

@@ -1,0 +1,4 @@
+// Entry point of the tests of the offload kernels.
+#pragma once
+
+void offload_tests();
