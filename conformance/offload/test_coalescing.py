@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_same_tensor, examples, raises, requirement
-from conformance.offload.support import values
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, examples, raises, requirement
+from conformance.offload.support import Twins, proven, values
 
 PACK = ("packed_tensors",)
 
@@ -68,3 +68,24 @@ def test_packing_misuse(offload: Any) -> None:
             assert_same_tensor(slab, torch.full_like(slab, 0xEE), where="slab")
             for got, expected in zip(tensors, before, strict=True):
                 assert_same_tensor(got, expected, where="tensor")
+
+
+@requirement(
+    "OPT-223", "Small states that are moved between steps MUST take one copy for each chunk and direction.", needs=PACK
+)
+def test_copies(offload: Any) -> None:
+    with proven(late=True) as device:
+        params = [values((3, 5 + i % 7), i) for i in range(60)]
+        twins = Twins(offload, device, params=params, chunk_bytes=16_384)
+        twins.step()
+        twins.offloader.settle()
+        chunk_count = twins.offloader.stats().chunk_count
+        assert_le(2, chunk_count, where="chunks")
+        for move in (twins.offloader.to_device, twins.offloader.to_host):
+            before = device.engine.copy_count
+            move(twins.offloader.bundles)
+            assert_equal(device.engine.copy_count - before, chunk_count, where=f"copies of {move.__name__}")
+        twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()

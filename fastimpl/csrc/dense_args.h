@@ -14,6 +14,7 @@ namespace fastimpl::offload {
 
 // Whether the elements fill their memory without gaps, in any order of dimensions. Quadratic in the rank, which is small.
 inline bool is_dense(const torch::stable::Tensor& t) {
+  if (t.is_contiguous()) return true;
   int64_t expected = 1;
   for (int64_t done = 0; done < t.dim(); ++done) {
     bool found = false;
@@ -44,12 +45,14 @@ inline std::vector<PackEntry> pack_entries(const std::vector<torch::stable::Tens
   std::vector<PackEntry> entries;
   entries.reserve(tensors.size());
   int64_t end = 0;
+  const bool on_cpu = slab.is_cpu();
+  const int64_t room = slab.numel();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const torch::stable::Tensor& t = tensors[i];
     const int64_t size = t.numel() * static_cast<int64_t>(t.element_size());
-    STD_TORCH_CHECK(t.is_cuda() == slab.is_cuda() && t.get_device_index() == slab.get_device_index(), "tensor ", i, ": not on the device of the slab");
+    STD_TORCH_CHECK(on_cpu ? t.is_cpu() : (t.is_cuda() && t.get_device_index() == slab.get_device_index()), "tensor ", i, ": not on the device of the slab");
     STD_TORCH_CHECK(is_dense(t), "tensor ", i, ": has gaps");
-    STD_TORCH_CHECK(offsets[i] >= end && offsets[i] <= slab.numel() - size, "tensor ", i, ": bytes ", offsets[i], " + ", size, " of a slab of ", slab.numel(),
+    STD_TORCH_CHECK(offsets[i] >= end && offsets[i] <= room - size, "tensor ", i, ": bytes ", offsets[i], " + ", size, " of a slab of ", room,
                     ", of which ", end, " are taken");
     entries.push_back({static_cast<uint8_t*>(t.data_ptr()), offsets[i], size});
     end = offsets[i] + size;

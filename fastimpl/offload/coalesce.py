@@ -16,6 +16,10 @@ from refimpl.offload.states import ALIGN_BYTES
 __all__ = ["Layout", "pack", "unpack", "view_like"]
 
 
+# Tensors of one call: it passes over them several times, and so many stay in a cache meanwhile.
+_BATCH = 512
+
+
 class Layout:
     """Places of tensors in a slab, aligned, in the order in which they were added.
 
@@ -43,11 +47,12 @@ def view_like(slab: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tens
 
 
 def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Copy tensors into a slab of their device, uint8, at ascending offsets; see ``ops.pack``."""
+    """Copy tensors into a slab of their device, uint8, at ascending offsets; see ``ops.pack``, which is called for so many at a time."""
     if not sources:
         return
     if ops.available():
-        ops.pack(sources, slab, offsets)
+        for begin in range(0, len(sources), _BATCH):
+            ops.pack(sources[begin : begin + _BATCH], slab, offsets[begin : begin + _BATCH])
         return
     for source, offset in zip(sources, offsets, strict=True):
         view_like(slab, source, offset).copy_(source)
@@ -58,7 +63,8 @@ def unpack(targets: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequenc
     if not targets:
         return
     if ops.available():
-        ops.unpack(targets, slab, offsets)
+        for begin in range(0, len(targets), _BATCH):
+            ops.unpack(targets[begin : begin + _BATCH], slab, offsets[begin : begin + _BATCH])
         return
     for target, offset in zip(targets, offsets, strict=True):
         target.copy_(view_like(slab, target, offset))

@@ -39,7 +39,8 @@ class _Work:
     up_begin: int = 0
     down_bytes: int = 0
 
-    def __post_init__(self) -> None:
+    def lay_out(self) -> None:
+        """Give everything that moves its place in a slot."""
         self.updates = sorted(self.updates, key=lambda update: update.has_master)
         for update in self.updates:
             self.layout.add(update.grad)
@@ -90,6 +91,8 @@ class HostStep:
                 self._update(work, [(update.grad, update.weight) for update in work.updates])
                 self._took(work)
             return
+        for work in works:
+            work.lay_out()
         device = self._make_slots(works)
         count = len(device)
         for number in range(min(count, len(works))):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, Rank, assert_within_derived
+from fastimpl.offload.coalesce import Layout, pack, unpack
 from fastimpl.streams import InlineEngine
 from perf.harness.paired import Round, interleave, seconds_of
 from perf.harness.workloads import Workload
@@ -117,15 +118,25 @@ def _check(offload: Any, workload: Workload, dtype: torch.dtype) -> None:
 
 
 def measure_small(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """The offloader's own moves (``ours``), ``.to`` in a loop, and ``copy_`` in a loop into memory made before."""
+    """Packed and unpacked (``ours``), ``.to`` in a loop, ``copy_`` in a loop into memory made before, and ``verbs``.
+
+    ``verbs`` are an offloader's, which also makes new tensors and binds every state twice, tensor by tensor in Python.
+    """
     optimizer = torch.optim.AdamW(_with_gradients(_random(workload, 0), _random(workload, 1)), lr=1e-3)
     optimizer.step()
     tensors = _random(workload, 2) + _random(workload, 3)
-    homes = [tensor.clone() for tensor in tensors]
+    homes, start = [tensor.clone() for tensor in tensors], [tensor.clone() for tensor in tensors]
+    layout = Layout()
+    offsets = [layout.add(tensor) for tensor in tensors]
+    slab = torch.zeros(layout.size_bytes, dtype=torch.uint8)
     offloader = rank.component("offload").OptimizerStateOffloader(optimizer, engine=InlineEngine())
     before = offloader.snapshot()["state"]
 
     def ours() -> None:
+        pack(tensors, slab, offsets)
+        unpack(tensors, slab, offsets)
+
+    def verbs() -> None:
         offloader.to_device(offloader.bundles)
         offloader.offload()
 
@@ -140,7 +151,10 @@ def measure_small(rank: Rank, workload: Workload, folder: str, round_count: int,
         for home, tensor in zip(homes, tensors, strict=True):
             tensor.copy_(home)
 
-    rounds = _interleaved(workload, {"ours": ours, "loop": loop, "copies": copies}, round_count, seed)
+    jobs = {"ours": ours, "loop": loop, "copies": copies, "verbs": verbs}
+    rounds = _interleaved(workload, jobs, round_count, seed)
+    if not all(map(torch.equal, tensors, start)):
+        raise Mismatch("moving changed a tensor")
     after = offloader.snapshot()["state"]
     for number, state in before.items():
         for name in ("exp_avg", "exp_avg_sq"):

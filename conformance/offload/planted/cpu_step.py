@@ -158,6 +158,11 @@ def _packed_before_refusal(original: Any, sources: Any, slab: Any, offsets: Any)
     original(sources, slab, offsets)
 
 
+def _single_runs(original: Any, items: Any) -> Any:
+    for item in items:
+        yield from original([item])
+
+
 PLANTED = (
     _bug("cpu_rate_captured", "M14 on the CPU: the learning rate of the first step.", ("OPT-201",),
          wrap(f"{SHARED}:Update.advance", _first_rate), BOTH),
@@ -202,6 +207,8 @@ PLANTED = (
          wrap("fastimpl.offload.coalesce:pack", _last_forgotten)),
     _bug("packing_writes_behind", "A copy is one byte too long.", ("OPT-221",),
          wrap("fastimpl.offload.coalesce:pack", _one_more_byte)),
+    _bug("packing_for_each", "Every tensor is a run of its own.", ("OPT-223",),
+         wrap("fastimpl.offload.moves:_runs", _single_runs)),
     _bug("packing_before_checks", "A refused call has written.", ("OPT-222",),
          wrap("fastimpl.offload.coalesce:pack", _packed_before_refusal)),
 )  # fmt: skip

@@ -56,10 +56,14 @@ inline PackPlan plan_pack(const std::vector<PackEntry>& entries) {
 
 template <bool kGather>
 inline void run_task(const PackPlan& plan, const PackTask& task, uint8_t* slab) {
-  // Tensors lie anywhere: the first line of a later one is asked for while this one is copied.
-  constexpr int64_t kAhead = 4;
+  // Tensors lie anywhere: the first lines of a later one, which no hardware foresees, are asked for while this is copied.
+  constexpr int64_t kAhead = 2, kLine = 64, kFirstBytes = 16 * kLine;
   for (int64_t i = task.first; i < task.last; ++i) {
-    if (i + kAhead < task.last) __builtin_prefetch(plan.pieces[static_cast<size_t>(i + kAhead)].tensor, kGather ? 0 : 1);
+    if (i + kAhead < task.last) {
+      const PackEntry& later = plan.pieces[static_cast<size_t>(i + kAhead)];
+      const int64_t end = later.size < kFirstBytes ? later.size : kFirstBytes;
+      for (int64_t at = 0; at < end; at += kLine) __builtin_prefetch(later.tensor + at, kGather ? 0 : 1);
+    }
     const PackEntry& piece = plan.pieces[static_cast<size_t>(i)];
     if constexpr (kGather) {
       std::memcpy(slab + piece.offset, piece.tensor, static_cast<size_t>(piece.size));
