@@ -47,7 +47,10 @@ def view_like(slab: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tens
 
 
 def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Copy tensors into a slab of their device, uint8, at ascending offsets; see ``ops.pack``, which is called for so many at a time."""
+    """Copy tensors into a slab of their device, uint8, at ascending offsets.
+
+    See ``ops.pack``, which is called for so many tensors at a time: what it refuses among later ones comes too late.
+    """
     if not sources:
         return
     if ops.available():
