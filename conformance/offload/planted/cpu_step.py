@@ -121,6 +121,13 @@ def _copied_weights(original: Any, step: Any, work: Any, pairs: Any) -> None:
     original(step, work, [(grad, weight.clone()) for grad, weight in pairs])
 
 
+def _unwrapped(original: Any, optimizer: Any, update: Any, home: Any) -> None:
+    original(optimizer, update, home)
+    state = optimizer.state[update.bundle.param]
+    for name in update.state_names:
+        state[name] = getattr(state[name], "_local_tensor", state[name])
+
+
 class _Deaf:
     """The engine without one kind of call."""
 
@@ -197,6 +204,8 @@ PLANTED = (
          wrap(f"{STEP}:unpack", _kept_in_slot)),
     _bug("cpu_weight_copied", "Without a device, a copy of the weight is stepped.", ("OPT-209",),
          wrap(f"{STEP}:HostStep._update", _copied_weights)),
+    _bug("cpu_shard_unwrapped", "States of a first step are plain tensors, which no checkpoint reshards.", ("OPT-215",),
+         wrap(f"{STEP}:prepare_states", _unwrapped)),
     _bug("cpu_gradient_read_early", "M5 on the CPU: the host steps with gradients on their way.", ("OPT-210",),
          wrap(f"{STEP}:HostStep._await", _without("synchronize"))),
     _bug("cpu_gradient_sent_early", "Gradients leave before they are packed.", ("OPT-210",),
