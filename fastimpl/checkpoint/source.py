@@ -21,7 +21,7 @@ __all__ = ["LazySource", "RowReader", "Source"]
 
 @runtime_checkable
 class RowReader(Protocol):
-    """A tensor that is not in memory: whoever plans a save of it knows its shape, and asks for rows when they are due."""
+    """A tensor that is not in memory: a save is planned from its shape, and asks for rows when they are due."""
 
     row_offset: int
 
