@@ -17,10 +17,20 @@ from torch.optim import Optimizer
 from refimpl.errors import UnsupportedError
 from refimpl.offload.driver import arithmetic_of
 
-__all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "local_of", "view_of"]
+__all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "lies_on_device", "local_of", "view_of"]
 
 ALIGN_BYTES = 256
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
+
+
+# Scalars of these names stay on the host, where reading them is free, unless kernels read them (torch 2.13).
+_COUNTERS = ("step", "mu_product")
+
+
+def lies_on_device(optimizer: Optimizer, group: dict[str, Any], name: str) -> bool:
+    """Whether this optimizer makes a state of that name on the device of its parameter."""
+    kernels_read_it = isinstance(optimizer, torch.optim.ASGD) or group.get("fused") or group.get("capturable")
+    return name not in _COUNTERS or bool(kernels_read_it)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Planted bugs of offload; those that shipped upstream carry their number (facts/offload.md 7, M1-M24)."""
 
-from conformance.offload.planted import behaviour, keeping, ordering
+from conformance.offload.planted import behaviour, keeping, loading, ordering
 
-PLANTED = (*ordering.PLANTED, *behaviour.PLANTED, *keeping.PLANTED)
+PLANTED = (*ordering.PLANTED, *behaviour.PLANTED, *keeping.PLANTED, *loading.PLANTED)
 
 __all__ = ["PLANTED"]
