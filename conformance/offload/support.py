@@ -28,6 +28,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adafactor": {},
     "Muon": {},
 }
+# Sizes without padding, so that bytes moved are the payload; an optimizer that keeps no counter for the host to read.
+EVEN: list[tuple[int, ...]] = [(64, 16)] * 8
+EVEN_BYTES = 4 * 64 * 16
+PLAIN_SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
 
 
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -119,6 +123,12 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert_equal(got["state"][number][name].stride(), value.stride(), where=f"strides of {where}")
             else:
                 assert_equal(got["state"][number][name], value, where=where)
+
+
+def even(offload: Any, device: VirtualDevice, **options: Any) -> Twins:
+    """Twins of even sizes, a parameter for each chunk."""
+    params = [values(shape, i) for i, shape in enumerate(EVEN)]
+    return Twins(offload, device, "SGD", params, options=PLAIN_SGD, **{"chunk_bytes": EVEN_BYTES, **options})
 
 
 def reread(state: Any, *, fused: bool = False) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from refimpl.errors import ConfigError, OffloadConflictError
+from refimpl.errors import ConfigError, OffloadConflictError, UnsupportedError
 from refimpl.offload.driver import StepDriver, check_optimizer
 from refimpl.offload.loading import copied, load_states
 from refimpl.offload.masters import MasterWeights
@@ -314,12 +314,25 @@ class OffloaderBase(MegatronVerbs):
             self.engine.record(event, self.engine.current())
             self.engine.synchronize(event)
 
+    def _check_gradients(self) -> None:
+        for param in self._known:
+            source = param if self.masters is None else self.masters.pairs.get(param, param)
+            if source.grad is not None and source.grad.layout is not torch.strided:
+                # A momentum of sparse gradients is sparse itself, and has no place of a known size.
+                raise UnsupportedError(
+                    "sparse gradients are not supported",
+                    got=source.grad.layout,
+                    expected=torch.strided,
+                    where=f"gradient of shape {tuple(source.shape)}",
+                )
+
     def _run(self, arithmetic: Callable[[], None]) -> None:
         if self.engine.is_capturing():
             raise OffloadConflictError(
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
         self._adopt_params()
+        self._check_gradients()
         if self.masters is not None:
             self.masters.check(self.masters.pairs)
         self.counts.step_count += 1

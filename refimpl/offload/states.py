@@ -93,6 +93,9 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
         UnsupportedError: a parameter that this optimizer cannot step.
     """
     local = local_of(param)
+    if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
+        # Its factors are means over whole rows and columns, which no rank has.
+        raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
     probe = torch.empty_like(local, device="meta").requires_grad_()
     # These two look at values on the way to the step, which a meta tensor does not have.
     if isinstance(optimizer, torch.optim.ASGD):

@@ -209,7 +209,11 @@ class _Functions(TorchFunctionMode):
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        # A sparse tensor is two dense ones; other layouts have no storage that could be watched.
+        if value.layout is torch.sparse_coo:
+            yield from (value._indices(), value._values())
+        elif value.layout is torch.strided:
+            yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)

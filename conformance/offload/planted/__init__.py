@@ -1,7 +1,14 @@
 """Planted bugs of offload; those that shipped upstream carry their number (facts/offload.md 7, M1-M24)."""
 
-from conformance.offload.planted import behaviour, keeping, loading, ordering
+from conformance.offload.planted import behaviour, keeping, loading, numbers, ordering, refusals
 
-PLANTED = (*ordering.PLANTED, *behaviour.PLANTED, *keeping.PLANTED, *loading.PLANTED)
+PLANTED = (
+    *ordering.PLANTED,
+    *behaviour.PLANTED,
+    *keeping.PLANTED,
+    *loading.PLANTED,
+    *numbers.PLANTED,
+    *refusals.PLANTED,
+)
 
 __all__ = ["PLANTED"]
