@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # Sizes without padding, so that bytes moved are the payload; an optimizer that keeps no counter for the host to read.
 EVEN: list[tuple[int, ...]] = [(64, 16)] * 8
 EVEN_BYTES = 4 * 64 * 16
-PLAIN_SGD = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+PLAIN_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
 
 
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
