@@ -145,6 +145,18 @@ def reread(state: Any, *, fused: bool = False) -> Any:
     return copied if number is None else torch.tensor(number, dtype=copied.dtype)
 
 
+def in_host_memory(device: VirtualDevice, state: Any) -> Any:
+    """A state dict all of whose tensors lie in host memory, as they do when a file was read."""
+    if isinstance(state, dict):
+        return {key: in_host_memory(device, value) for key, value in state.items()}
+    if not isinstance(state, torch.Tensor):
+        return state
+    memory = device.engine.host_empty(state.nbytes).view(state.dtype).view(state.shape)
+    with _disable_current_modes():
+        memory.copy_(state)
+    return memory
+
+
 @contextmanager
 def proven(*, this_branch_only: bool = False, **options: Any) -> Iterator[VirtualDevice]:
     """A virtual device around a program that must have no hazard, and no other branch unless it is said."""

@@ -28,7 +28,9 @@ def test_sparse(offload: Any, kind: str, with_masters: bool) -> None:
         offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
         # The dense one comes first; it must not have been stepped when the other is refused.
         params[1].grad = torch.ones(5, dtype=dtype)
-        params[0].grad = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), values((2, 4), 2, dtype), (6, 4), check_invariants=True)
+        params[0].grad = torch.sparse_coo_tensor(
+            torch.tensor([[1, 3]]), values((2, 4), 2, dtype), (6, 4), check_invariants=True
+        )
         with raises(UnsupportedError, mentions=("sparse",)):
             optimizer.step()
         assert_equal(offloader.stats().step_count, 0, where="steps")

@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, raises, requirement
-from conformance.harness.virtual_device import VirtualDevice
-from conformance.offload.support import SHAPES, Twins, proven, reread, values
+from conformance.offload.support import SHAPES, Twins, in_host_memory, proven, reread, values
 from refimpl.errors import PlanError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -20,18 +19,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("AdamW", {"lr": 0.01, "fused": True}),
     "counters": ("NAdam", {"lr": 0.01}),
 }
-
-
-def _of_a_file(device: VirtualDevice, state: Any) -> Any:
-    """A state dict all of whose tensors lie in host memory, as they do when a file was read."""
-    if isinstance(state, dict):
-        return {key: _of_a_file(device, value) for key, value in state.items()}
-    if not isinstance(state, torch.Tensor):
-        return state
-    memory = device.engine.host_empty(state.nbytes).view(state.dtype).view(state.shape)
-    with _disable_current_modes():
-        memory.copy_(state)
-    return memory
 
 
 @requirement(
@@ -49,7 +36,7 @@ def test_places_after_a_load(offload: Any, variant: str, fraction: float) -> Non
             twins.step()
         state = twins.offloader.snapshot()
         twins.step()
-        twins.offloader.load_state_dict(_of_a_file(device, state))
+        twins.offloader.load_state_dict(in_host_memory(device, state))
         twins.plain.load_state_dict(reread(state, fused=variant == "fused"))
         for _ in range(2):
             twins.step()
@@ -145,3 +132,21 @@ def test_load_stays_on_host(offload: Any, how: str) -> None:
         assert_equal(device.engine.moved_bytes, moved, where="bytes moved")
         twins.offloader.close()
     assert_equal(grown, 0, where="device bytes")
+
+
+@requirement("OPT-088", "A load MUST leave the saved options and no other, as torch's load does.")
+def test_options_after_a_load(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "SGD", groups=[([0, 1], {"lr": 0.1}), ([2, 3], {"momentum": 0.5})])
+        twins.step()
+        state = twins.offloader.snapshot()
+        for optimizer in (twins.plain, twins.optimizer):
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            optimizer.param_groups[0].update(weight_decay=0.5, mine="a note")
+        twins.step()
+        twins.offloader.load_state_dict(state)
+        twins.plain.load_state_dict(reread(state))
+        twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()

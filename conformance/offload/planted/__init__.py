@@ -1,6 +1,6 @@
 """Planted bugs of offload; those that shipped upstream carry their number (facts/offload.md 7, M1-M24)."""
 
-from conformance.offload.planted import behaviour, keeping, loading, numbers, ordering, refusals
+from conformance.offload.planted import behaviour, keeping, loading, numbers, ordering, programs, refusals
 
 PLANTED = (
     *ordering.PLANTED,
@@ -8,6 +8,7 @@ PLANTED = (
     *keeping.PLANTED,
     *loading.PLANTED,
     *numbers.PLANTED,
+    *programs.PLANTED,
     *refusals.PLANTED,
 )
 
