@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from refimpl.errors import ConfigError, OffloadConflictError, UnsupportedError
-from refimpl.offload.driver import StepDriver, check_optimizer
+from refimpl.errors import ConfigError, OffloadConflictError
+from refimpl.offload.driver import StepDriver, check_gradients, check_optimizer
 from refimpl.offload.loading import copied, load_states
 from refimpl.offload.masters import MasterWeights
 from refimpl.offload.reports import OffloadStats, Residency
@@ -72,8 +72,10 @@ class OffloaderBase(MegatronVerbs):
             raise ConfigError("updates run on the device", got=step_device, expected="device", where="step_device")
         self.optimizer, self.fraction, self.chunk_bytes, self.slots = optimizer, fraction, chunk_bytes, slots
         self.masters, self.pin_memory = master_weights, pin_memory
-        self._foreseen: dict[torch.Tensor, dict[str, tuple[int, ...]]] = {}
-        self._check_masters()
+        self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._flags: dict[int, dict[str, bool]] = {}
+        if master_weights is not None:
+            master_weights.check_stepped_by(optimizer)
         self.engine = self._engine_of(engine)
         self.counts = OffloadStats()
         self.bundles: list[Bundle] = []
@@ -223,21 +225,30 @@ class OffloaderBase(MegatronVerbs):
         return engine if engine is not None else self.default_engine(devices.pop())
 
     def _adopt_params(self) -> None:
-        """Plan for parameters that were not there before: at attachment, and after ``add_param_group``."""
+        """Plan for parameters and options that were not there before: after ``add_param_group`` or a load."""
         new: list[Bundle] = []
         found: list[torch.Tensor] = []
-        for group in self.optimizer.param_groups:
+        turned = False
+        for number, group in enumerate(self.optimizer.param_groups):
+            # Which states there are depends on options that are on or off, never on how large one is.
+            flags = {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
+            is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
+            turned |= is_turned
             for param in group["params"]:
+                if param in self._known and not is_turned:
+                    continue
+                tensors = self.foresee(param, group)
                 if param in self._known:
                     continue
                 found.append(param)
-                tensors = self.foresee(param, group)
                 if self.masters is not None and self._is_master(param):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 if tensors:
                     new.append(make_bundle(param, tensors))
         self.bundles += self.place(select(new, self.fraction))
         self._known.update(found)
+        if turned:
+            self._refit()
 
     def place(self, bundles: list[Bundle]) -> list[Bundle]:
         """Give bundles their host memory."""
@@ -269,10 +280,11 @@ class OffloaderBase(MegatronVerbs):
                 for name, tensor in found.items()
                 if not self.is_on_host(tensor) and (name not in bundle.places or not bundle.places[name].fits(tensor))
             ]
-            kept = {MASTER, *self._foreseen[bundle.param], *found}
-            if strangers or not kept.issuperset(bundle.places):
-                foreseen = {name: place.as_meta() for name, place in bundle.places.items() if name in kept}
-                wrong[number] = make_bundle(bundle.param, {**foreseen, **found})
+            foreseen = self._foreseen[bundle.param]
+            kept = {name for name in bundle.places if name == MASTER or name in foreseen or name in found}
+            if strangers or len(kept) < len(bundle.places) or not foreseen.keys() <= kept:
+                placed = {name: bundle.places[name].as_meta() for name in bundle.places if name in kept}
+                wrong[number] = make_bundle(bundle.param, {**placed, **foreseen, **placed, **found})
         # As many at a time as a chunk holds: what lies there and stays, a master for instance, passes the device.
         for some in chunks_of(wrong.values(), self.chunk_bytes):
             ids = set(map(id, some))
@@ -285,27 +297,14 @@ class OffloaderBase(MegatronVerbs):
     def _is_master(self, param: torch.Tensor) -> bool:
         return self.masters is not None and self.masters.pairs.get(param, param) is not param
 
-    def _check_masters(self) -> None:
-        if self.masters is None:
-            return
-        stepped = {param for group in self.optimizer.param_groups for param in group["params"]}
-        if stepped != set(self.masters.pairs):
-            raise ConfigError(
-                "the optimizer has to step the masters, and nothing else",
-                got=f"{len(stepped - set(self.masters.pairs))} other parameters",
-                expected="optimizer(master_weights.parameters())",
-                where="master_weights",
-            )
-
     def foreseen(self, param: torch.Tensor) -> dict[str, tuple[int, ...]]:
         """The shapes of the states that a step makes for a parameter."""
-        return self._foreseen[param]
+        return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
 
     def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The states that a step will make for a parameter, as meta tensors, remembered."""
-        tensors = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
-        self._foreseen[param] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return tensors
+        self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
+        return self._foreseen[param]
 
     def wait_for_copy(self) -> None:
         """Wait for what was last copied on the current stream, where the engine does not."""
@@ -315,16 +314,7 @@ class OffloaderBase(MegatronVerbs):
             self.engine.synchronize(event)
 
     def _check_gradients(self) -> None:
-        for param in self._known:
-            source = param if self.masters is None else self.masters.pairs.get(param, param)
-            if source.grad is not None and source.grad.layout is not torch.strided:
-                # A momentum of sparse gradients is sparse itself, and has no place of a known size.
-                raise UnsupportedError(
-                    "sparse gradients are not supported",
-                    got=source.grad.layout,
-                    expected=torch.strided,
-                    where=f"gradient of shape {tuple(source.shape)}",
-                )
+        check_gradients(self._known if self.masters is None else self.masters.pairs.values())
 
     def _run(self, arithmetic: Callable[[], None]) -> None:
         if self.engine.is_capturing():

@@ -79,16 +79,11 @@ def load_states(offloader: Any, state_dict: dict[str, Any]) -> None:
     optimizer, selected = offloader.optimizer, {bundle.param for bundle in offloader.bundles}
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options = {key: copied(value) for key, value in other.items() if key != "params"}
-        # Which states there are depends on options that are on or off, never on how large one is.
-        flags = {key: value for key, value in options.items() if not isinstance(value, torch.Tensor)}
-        is_another = any(bool(group.get(key)) != bool(value) for key, value in flags.items())
         # As with torch's load, what the saved group does not have goes: a scheduler's initial_lr, for instance.
         for key in group.keys() - options.keys() - optimizer.defaults.keys() - {"params"}:
             del group[key]
         group.update(options)
         for param in group["params"]:
-            if is_another:
-                offloader.foresee(param, group)
             optimizer.state.pop(param, None)
             if states[param]:
                 optimizer.state[param] = {
