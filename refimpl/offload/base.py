@@ -227,7 +227,7 @@ class OffloaderBase(MegatronVerbs):
     def _adopt_params(self) -> None:
         """Plan for parameters and options that were not there before: after ``add_param_group`` or a load."""
         new: list[Bundle] = []
-        found: list[torch.Tensor] = []
+        found: set[torch.Tensor] = set()  # A parameter may be listed twice.
         turned = False
         for number, group in enumerate(self.optimizer.param_groups):
             # Which states there are depends on options that are on or off, never on how large one is.
@@ -235,12 +235,13 @@ class OffloaderBase(MegatronVerbs):
             is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
             turned |= is_turned
             for param in group["params"]:
-                if param in self._known and not is_turned:
+                is_known = param in self._known or param in found
+                if is_known and not is_turned:
                     continue
                 tensors = self.foresee(param, group)
-                if param in self._known:
+                if is_known:
                     continue
-                found.append(param)
+                found.add(param)
                 if self.masters is not None and self._is_master(param):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 if tensors:

@@ -1,6 +1,6 @@
 """Planted bugs of offload; those that shipped upstream carry their number (facts/offload.md 7, M1-M24)."""
 
-from conformance.offload.planted import behaviour, keeping, loading, numbers, ordering, programs, refusals
+from conformance.offload.planted import behaviour, keeping, loading, numbers, ordering, programs, refusals, variants
 
 PLANTED = (
     *ordering.PLANTED,
@@ -10,6 +10,7 @@ PLANTED = (
     *numbers.PLANTED,
     *programs.PLANTED,
     *refusals.PLANTED,
+    *variants.PLANTED,
 )
 
 __all__ = ["PLANTED"]
