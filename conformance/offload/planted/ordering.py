@@ -160,7 +160,7 @@ PLANTED = (
     _bug(
         "host_read_too_early",
         "M5, M6: host memory counts as filled as soon as the copy is queued.",
-        ("OPT-046", "OPT-047", "OPT-050"),
+        ("OPT-046", "OPT-050", "OPT-052"),
         swap(f"{OFFLOADER}.settle", lambda offloader: None),
     ),
     _bug(

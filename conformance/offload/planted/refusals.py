@@ -33,7 +33,17 @@ def _taken_over_first(original: Any, offloader: Any) -> None:
     original(offloader)
 
 
+def _first_device(original: Any, offloader: Any, engine: Any) -> Any:
+    return offloader.default_engine(torch.device("cpu")) if engine is None else original(offloader, engine)
+
+
 PLANTED = (
+    _bug(
+        "first_device_taken",
+        "Of several devices one is taken.",
+        ("OPT-089",),
+        wrap(f"{BASE}._engine_of", _first_device),
+    ),
     _bug(
         "taken_over_before_there_is_memory",
         "Attachment that fails leaves a step that is not the optimizer's own.",
