@@ -236,6 +236,9 @@ def _train(device: VirtualDevice, *, joined: bool) -> torch.Tensor:
             engine.wait(engine.current(), event)
         second(hidden).square().sum().backward()
         optimizer.step()
+        for param in first.parameters():
+            assert param.grad is not None
+            engine.keep(param.grad, engine.current())
         optimizer.zero_grad()
     return first.weight.detach().clone()
 

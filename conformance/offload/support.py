@@ -28,6 +28,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adafactor": {},
     "Muon": {},
 }
+# Sizes without padding, so that bytes moved are the payload; an optimizer that keeps no counter for the host to read.
+EVEN: list[tuple[int, ...]] = [(64, 16)] * 8
+EVEN_BYTES = 4 * 64 * 16
+PLAIN_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
 
 
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -121,9 +125,41 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert_equal(got["state"][number][name], value, where=where)
 
 
+def even(offload: Any, device: VirtualDevice, **options: Any) -> Twins:
+    """Twins of even sizes, a parameter for each chunk."""
+    params = [values(shape, i) for i, shape in enumerate(EVEN)]
+    return Twins(offload, device, "SGD", params, options=PLAIN_SGD, **{"chunk_bytes": EVEN_BYTES, **options})
+
+
+def reread(state: Any, *, fused: bool = False) -> Any:
+    """A state dict as torch's load gives it to a plain optimizer: on the device, but counters that no kernel reads."""
+    if isinstance(state, dict):
+        return {key: reread(value, fused=fused) for key, value in state.items()}
+    if isinstance(state, list):
+        return [reread(value, fused=fused) for value in state]
+    if not isinstance(state, torch.Tensor):
+        return state
+    with _disable_current_modes():
+        copied = state.detach().clone()
+        number = copied.item() if copied.dim() == 0 and not fused else None
+    return copied if number is None else torch.tensor(number, dtype=copied.dtype)
+
+
+def in_host_memory(device: VirtualDevice, state: Any) -> Any:
+    """A state dict all of whose tensors lie in host memory, as they do when a file was read."""
+    if isinstance(state, dict):
+        return {key: in_host_memory(device, value) for key, value in state.items()}
+    if not isinstance(state, torch.Tensor):
+        return state
+    memory = device.engine.host_empty(state.nbytes).view(state.dtype).view(state.shape)
+    with _disable_current_modes():
+        memory.copy_(state)
+    return memory
+
+
 @contextmanager
-def proven(**options: Any) -> Iterator[VirtualDevice]:
-    """A virtual device around a program that must have no hazard."""
+def proven(*, this_branch_only: bool = False, **options: Any) -> Iterator[VirtualDevice]:
+    """A virtual device around a program that must have no hazard, and no other branch unless it is said."""
     with VirtualDevice(**options) as device:
         yield device
-    device.check()
+    device.check(this_branch_only=this_branch_only)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import SHAPES, Twins, assert_same_state, proven, values
+from conformance.offload.support import SHAPES, Twins, assert_same_state, proven, reread, values
 from refimpl.errors import PlanError
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    with _disable_current_modes():
-        return copy.deepcopy(state)
 
 
 @requirement("OPT-046", "state_dict() MUST be the plain optimizer's whatever is in flight, without extra keys.")
@@ -58,8 +52,8 @@ def test_load_across(offload: Any) -> None:
                 with torch.no_grad():
                     mine.copy_(theirs)
             # Torch's load takes the tensors of the dict themselves, counters among them.
-            how(_copied(state))
-            other.plain.load_state_dict(_copied(state))
+            how(reread(state))
+            other.plain.load_state_dict(reread(state))
             assert_equal(other.offloader.residency().device_bytes, 0, where="residency after a load")
             for _ in range(2):
                 other.step()

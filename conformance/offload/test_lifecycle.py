@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import Twins, assert_same_state, proven, values
+from conformance.offload.support import Twins, assert_same_state, proven, reread, values
 from refimpl.errors import ConfigError, OffloadConflictError
 
 
@@ -61,7 +61,7 @@ def test_exception_in_step(offload: Any) -> None:
                 stepped = kept.clone().mul_(0.9).add_(twins.params[number].grad)
                 assert_equal(torch.equal(now, kept) or torch.equal(now, stepped), True, where=f"state {number}")
         # The retry: both arms go on from the same values.
-        twins.plain.load_state_dict(after)
+        twins.plain.load_state_dict(reread(after))
         for plain, param in zip(twins.plain_params, twins.params, strict=True):
             with torch.no_grad():
                 plain.copy_(param)

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import assert_same_state, values
+from refimpl.errors import UnsupportedError
 
 
 def _local(value: Any) -> Any:
@@ -110,3 +111,18 @@ def _train_fsdp(rank: Rank) -> None:
 @requirement("OPT-081", "A model under FSDP2 MUST train bit for bit as without offload.")
 def test_fsdp(rank_pool: Any) -> None:
     rank_pool.run(_train_fsdp, 2)
+
+
+def _refuse_adafactor(rank: Rank) -> None:
+    offload = rank.component("offload")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    param = torch.nn.Parameter(distribute_tensor(values((6, 4), 0), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = torch.optim.Adafactor([param])
+    with raises(UnsupportedError, mentions=("Adafactor",)):
+        offload.OptimizerStateOffloader(optimizer, engine=VirtualDevice().engine)
+    assert_equal("step" in vars(optimizer), False, where="step taken over")
+
+
+@requirement("OPT-086", "Adafactor on sharded parameters, whose factors span shards, MUST be refused at attachment.")
+def test_sharded_adafactor(rank_pool: Any) -> None:
+    rank_pool.run(_refuse_adafactor, 2)

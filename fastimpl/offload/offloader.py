@@ -39,6 +39,8 @@ class OptimizerStateOffloader(OffloaderBase):
             self._edge = self.engine.event()
             self._slots: list[torch.Tensor] = []
             self._fetched = 0
+            self._last_uses: dict[int, Any] = {}
+            self._draining: list[Any] = []
             self._hosts: set[int] = set()
             self._strangers: set[tuple[int, str]] = set()
             self._host_step = HostStep(self)
@@ -121,6 +123,7 @@ class OptimizerStateOffloader(OffloaderBase):
             self._update({bundle.param for bundle in chunk.bundles}, arithmetic)
         finally:
             self._send(chunk, slot, compute)
+            self._last_uses[number % len(self._slots)] = chunk.home
 
     def _send(self, chunk: Chunk, slot: torch.Tensor, compute: Any) -> None:
         """Copy a chunk out, states that are new among it, and bind everything to host memory."""
@@ -161,8 +164,15 @@ class OptimizerStateOffloader(OffloaderBase):
         if self._slots or not self._chunks or self.step_device == "cpu":
             return
         engine, compute = self.engine, self.engine.current()
-        slot_bytes = max(chunk.size_bytes for chunk in self._chunks)
-        self._slots = [engine.device_empty(slot_bytes) for _ in range(min(self.slots, len(self._chunks)))]
+        # The allocator hands slots out again once the copies from them are over. A host that is a step ahead waits for
+        # that here, or it would get new memory step after step.
+        for event in self._draining:
+            engine.synchronize(event)
+        self._draining = []
+        count = min(self.slots, len(self._chunks))
+        # Each as large as the largest of its own chunks, so that one huge parameter counts once.
+        sizes = [max(chunk.size_bytes for chunk in self._chunks[first::count]) for first in range(count)]
+        self._slots = [engine.device_empty(size_bytes) for size_bytes in sizes]
         for slot in self._slots:
             engine.keep(slot, self._in)
             engine.keep(slot, self._out)
@@ -183,6 +193,7 @@ class OptimizerStateOffloader(OffloaderBase):
                 engine.copy(self._slots[number % len(self._slots)][: chunk.size_bytes], chunk.host)
                 self.counts.h2d_bytes += chunk.size_bytes
             engine.record(chunk.arrived, self._in)
+        self._last_uses[number % len(self._slots)] = chunk.arrived
         chunk.is_arriving = True
         chunk.version = chunk.memory._version
 
@@ -191,7 +202,8 @@ class OptimizerStateOffloader(OffloaderBase):
         return any(True for bundle in chunk.bundles for _ in bindings(self.optimizer, bundle))
 
     def _drop_fetched(self) -> None:
-        self._slots, self._fetched = [], 0
+        self._draining += self._last_uses.values()
+        self._slots, self._fetched, self._last_uses = [], 0, {}
 
     # Moves outside of a step.
 

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from refimpl.errors import ConfigError, OffloadConflictError, PlanError
+from refimpl.errors import ConfigError, OffloadConflictError
 from refimpl.offload.cpu_step import check_cpu_step
-from refimpl.offload.driver import StepDriver, check_optimizer
+from refimpl.offload.driver import StepDriver, check_gradients, check_optimizer
+from refimpl.offload.loading import copied, load_states
 from refimpl.offload.masters import MasterWeights
 from refimpl.offload.reports import OffloadStats, Residency
 from refimpl.offload.states import (
     MASTER,
     Bundle,
     bindings,
+    chunks_of,
     expected_states,
     is_movable,
     local_of,
@@ -74,8 +76,10 @@ class OffloaderBase(MegatronVerbs):
             check_cpu_step(optimizer)
         self.optimizer, self.fraction, self.chunk_bytes, self.slots = optimizer, fraction, chunk_bytes, slots
         self.masters, self.pin_memory, self.step_device = master_weights, pin_memory, step_device
-        self._foreseen: dict[torch.Tensor, dict[str, tuple[int, ...]]] = {}
-        self._check_masters()
+        self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._flags: dict[int, dict[str, bool]] = {}
+        if master_weights is not None:
+            master_weights.check_stepped_by(optimizer)
         self.engine = self._engine_of(engine)
         self.counts = OffloadStats()
         self.bundles: list[Bundle] = []
@@ -84,7 +88,7 @@ class OffloaderBase(MegatronVerbs):
         self._driver = StepDriver(optimizer, self, self._run)
         self._handles: list[Any] = [
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing()),
             optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
         ]
         self.offload()
@@ -136,34 +140,18 @@ class OffloaderBase(MegatronVerbs):
     def snapshot(self) -> dict[str, Any]:
         """A state dict that no later step changes, taken from host memory."""
         self._check_open()
-        snapshot: dict[str, Any] = _copied(self.optimizer.state_dict())
+        snapshot: dict[str, Any] = copied(self.optimizer.state_dict())
         return snapshot
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take values over without a cast of dtype or device (facts/offload.md 3.11).
 
         Raises:
-            PlanError: other groups, parameters or shapes than the optimizer has; nothing has changed then.
+            PlanError: other groups, parameters, states or shapes than the optimizer has; nothing has changed then.
         """
         self._check_open()
-        self.settle()
-        groups, saved = self.optimizer.param_groups, state_dict["param_groups"]
-        ours, theirs = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
-        if ours != theirs:
-            raise PlanError("other parameter groups", got=theirs, expected=ours, where="param_groups")
-        params = [param for group in groups for param in group["params"]]
-        names = [name for group in saved for name in group["params"]]
-        pairs = {param: state_dict["state"].get(name, {}) for param, name in zip(params, names, strict=True)}
-        for number, (param, state) in enumerate(pairs.items()):
-            wrong = [k for k, v in state.items() if is_movable(v) and tuple(local_of(v).shape) != self._shape(param, k)]
-            if wrong:
-                raise PlanError("a state of another shape", got=wrong, where=f"parameter {number}")
-        for group, other in zip(groups, saved, strict=True):
-            group.update({key: _copied(value) for key, value in other.items() if key != "params"})
-        for param, state in pairs.items():
-            self.optimizer.state.pop(param, None)
-            if state:
-                self.optimizer.state[param] = _copied(state)
+        self.settle_for_writing()
+        load_states(self, state_dict)
         self.offload()
 
     def refresh_masters(self) -> None:
@@ -241,22 +229,31 @@ class OffloaderBase(MegatronVerbs):
         return engine if engine is not None else self.default_engine(devices.pop())
 
     def _adopt_params(self) -> None:
-        """Plan for parameters that were not there before: at attachment, and after ``add_param_group``."""
+        """Plan for parameters and options that were not there before: after ``add_param_group`` or a load."""
         new: list[Bundle] = []
-        found: list[torch.Tensor] = []
-        for group in self.optimizer.param_groups:
+        found: set[torch.Tensor] = set()  # A parameter may be listed twice.
+        turned = False
+        for number, group in enumerate(self.optimizer.param_groups):
+            # Which states there are depends on options that are on or off, never on how large one is.
+            flags = {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
+            is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
+            turned |= is_turned
             for param in group["params"]:
-                if param in self._known:
+                is_known = param in self._known or param in found
+                if is_known and not is_turned:
                     continue
-                found.append(param)
-                tensors = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
-                self._foreseen[param] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                tensors = self.foresee(param, group)
+                if is_known:
+                    continue
+                found.add(param)
                 if self.masters is not None and self._is_master(param):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 if tensors:
                     new.append(make_bundle(param, tensors))
         self.bundles += self.place(select(new, self.fraction))
         self._known.update(found)
+        if turned:
+            self._refit()
 
     def place(self, bundles: list[Bundle]) -> list[Bundle]:
         """Give bundles their host memory."""
@@ -278,7 +275,8 @@ class OffloaderBase(MegatronVerbs):
         return memory
 
     def _refit(self) -> None:
-        """Make new places for states that a load gave another dtype, shape or name than was foreseen."""
+        """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""
+        wrong: dict[int, Bundle] = {}
         for number, bundle in enumerate(self.bundles):
             state = self.optimizer.state.get(bundle.param, {})
             found = {name: local_of(value) for name, value in state.items() if is_movable(value)}
@@ -287,30 +285,41 @@ class OffloaderBase(MegatronVerbs):
                 for name, tensor in found.items()
                 if not self.is_on_host(tensor) and (name not in bundle.places or not bundle.places[name].fits(tensor))
             ]
-            if strangers:
-                foreseen = {name: place.as_meta() for name, place in bundle.places.items()}
-                self.bundles[number] = make_bundle(bundle.param, {**foreseen, **found})
-                self.unplace(bundle)
-                self.place([self.bundles[number]])
+            foreseen = self._foreseen[bundle.param]
+            kept = {name for name in bundle.places if name == MASTER or name in foreseen or name in found}
+            if strangers or len(kept) < len(bundle.places) or not foreseen.keys() <= kept:
+                placed = {name: bundle.places[name].as_meta() for name in bundle.places if name in kept}
+                wrong[number] = make_bundle(bundle.param, {**placed, **foreseen, **placed, **found})
+        # As many at a time as a chunk holds: what lies there and stays, a master for instance, passes the device.
+        for some in chunks_of(wrong.values(), self.chunk_bytes):
+            ids = set(map(id, some))
+            for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
+                self.unplace(self.bundles[number])
+                self.bundles[number] = wrong[number]
+            self.place(some)
+            self.to_host(some)
 
     def _is_master(self, param: torch.Tensor) -> bool:
         return self.masters is not None and self.masters.pairs.get(param, param) is not param
 
-    def _check_masters(self) -> None:
-        if self.masters is None:
-            return
-        stepped = {param for group in self.optimizer.param_groups for param in group["params"]}
-        if stepped != set(self.masters.pairs):
-            raise ConfigError(
-                "the optimizer has to step the masters, and nothing else",
-                got=f"{len(stepped - set(self.masters.pairs))} other parameters",
-                expected="optimizer(master_weights.parameters())",
-                where="master_weights",
-            )
+    def foreseen(self, param: torch.Tensor) -> dict[str, tuple[int, ...]]:
+        """The shapes of the states that a step makes for a parameter."""
+        return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
 
-    def _shape(self, param: torch.Tensor, name: str) -> tuple[int, ...]:
-        # A state that was not foreseen, another variant's moment, has the form of its parameter.
-        return self._foreseen[param].get(name, tuple(local_of(param).shape))
+    def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The states that a step will make for a parameter, as meta tensors, remembered."""
+        self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
+        return self._foreseen[param]
+
+    def wait_for_copy(self) -> None:
+        """Wait for what was last copied on the current stream, where the engine does not."""
+        if hasattr(self.engine, "synchronize"):
+            event = self.engine.event()
+            self.engine.record(event, self.engine.current())
+            self.engine.synchronize(event)
+
+    def _check_gradients(self) -> None:
+        check_gradients(self._known if self.masters is None else self.masters.pairs.values())
 
     def _run(self, arithmetic: Callable[[], None]) -> None:
         if self.engine.is_capturing():
@@ -318,16 +327,8 @@ class OffloaderBase(MegatronVerbs):
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
         self._adopt_params()
+        self._check_gradients()
         if self.masters is not None:
             self.masters.check(self.masters.pairs)
         self.counts.step_count += 1
         self.step(arithmetic)
-
-
-def _copied(value: Any) -> Any:
-    # deepcopy would copy the whole block of memory behind every view.
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)

@@ -7,7 +7,7 @@ as often as there are chunks. Where a call site is lost, nothing is offloaded, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from refimpl.errors import OffloadConflictError, UnsupportedError
 
-__all__ = ["StepDriver", "arithmetic_of", "check_optimizer"]
+__all__ = ["StepDriver", "arithmetic_of", "check_gradients", "check_optimizer"]
 
 # Whole parameters can be stepped in any partition, bit for bit (facts/offload.md 6.1). LBFGS couples them.
 SUPPORTED = (
@@ -60,6 +60,22 @@ def check_optimizer(optimizer: Any) -> None:
             expected=SUPPORTED,
             where="optimizer",
         )
+
+
+def check_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Refuse sparse ones: a momentum of them is sparse itself, and has no place of a known size.
+
+    Raises:
+        UnsupportedError: naming the gradient.
+    """
+    for param in params:
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                "sparse gradients are not supported",
+                got=param.grad.layout,
+                expected=torch.strided,
+                where=f"gradient of shape {tuple(param.shape)}",
+            )
 
 
 def arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:

@@ -57,6 +57,17 @@ class MasterWeights:
         optimizer.register_step_pre_hook(lambda *_: self.start(self.pairs))
         optimizer.register_step_post_hook(lambda *_: self.end(self.pairs))
 
+    def check_stepped_by(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError when the optimizer does not step these masters, and nothing else."""
+        stepped = {param for group in optimizer.param_groups for param in group["params"]}
+        if stepped != set(self.pairs):
+            raise ConfigError(
+                "the optimizer has to step the masters, and nothing else",
+                got=f"{len(stepped - set(self.pairs))} other parameters",
+                expected="optimizer(master_weights.parameters())",
+                where="master_weights",
+            )
+
     def start(self, masters: Iterable[torch.Tensor]) -> None:
         """``check``, then ``begin``."""
         self.check(masters)

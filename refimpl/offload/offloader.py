@@ -147,10 +147,7 @@ class OptimizerStateOffloader(OffloaderBase):
 
     def settle(self) -> None:
         """Wait for the copies, where the engine does not."""
-        if hasattr(self.engine, "synchronize"):
-            event = self.engine.event()
-            self.engine.record(event, self.engine.current())
-            self.engine.synchronize(event)
+        self.wait_for_copy()
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """By the memory it lies in."""

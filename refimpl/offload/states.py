@@ -19,10 +19,20 @@ from torch.optim import Optimizer
 from refimpl.errors import UnsupportedError
 from refimpl.offload.driver import arithmetic_of
 
-__all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "local_of", "view_of"]
+__all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "lies_on_device", "local_of", "view_of"]
 
 ALIGN_BYTES = 256
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
+
+
+# Scalars of these names stay on the host, where reading them is free, unless kernels read them (torch 2.13).
+_COUNTERS = ("step", "mu_product")
+
+
+def lies_on_device(optimizer: Optimizer, group: dict[str, Any], name: str) -> bool:
+    """Whether this optimizer makes a state of that name on the device of its parameter."""
+    kernels_read_it = isinstance(optimizer, torch.optim.ASGD) or group.get("fused") or group.get("capturable")
+    return name not in _COUNTERS or bool(kernels_read_it)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,6 +95,9 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
         UnsupportedError: a parameter that this optimizer cannot step.
     """
     local = local_of(param)
+    if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
+        # Its factors are means over whole rows and columns, which no rank has.
+        raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
     probe = torch.empty_like(local, device="meta").requires_grad_()
     # These two look at values on the way to the step, which a meta tensor does not have.
     if isinstance(optimizer, torch.optim.ASGD):

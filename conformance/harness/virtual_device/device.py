@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,15 @@ __all__ = ["VirtualDevice"]
 
 # What reads a tensor's values on the host. The value comes from the device: the host waits for the current stream.
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
-_HOST_VALUE_OPS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
+# The same below Python: values that the host branches on, and shapes that depend on values.
+_HOST_VALUE_OPS = {
+    "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select",
+    "aten::_unique2",
+}  # fmt: skip
+# A scalar made without a device, or on "cpu" in so many letters, lies on the host: an optimizer's step count.
+_FACTORIES = {"tensor", "scalar_tensor", "as_tensor", "zeros", "ones", "full", "empty"}
+# What may have operands in both places.
+_TRANSFERS = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 
 
 class VirtualDevice:
@@ -32,11 +40,14 @@ class VirtualDevice:
     Attributes:
         engine: hand it to the program in place of a real one.
         hazards: what was found.
+        not_covered: where the host looked at values of the device; with other values, another program may follow.
     """
 
     def __init__(self, *, late: bool = False, seed: int | None = None, costs: Costs | None = None) -> None:
         self.tracker = Tracker()
         self.engine = VirtualEngine(self.tracker, late=late, seed=seed, costs=costs or Costs())
+        self.not_covered: list[str] = []
+        self._makes_host_scalars = False
         self._stack = ExitStack()
         self._forward_streams: dict[int, str] = {}
         self._last_backward: str | None = None
@@ -59,10 +70,33 @@ class VirtualDevice:
         self.tracker.sweep()
         self.engine.settle_all()
 
-    def check(self) -> None:
-        """Raise Mismatch when there is any hazard."""
+    def check(self, *, this_branch_only: bool = False) -> None:
+        """Raise Mismatch when there is any hazard, or when host control flow may depend on values of the device.
+
+        Args:
+            this_branch_only: the latter is known, and the proof is wanted for the branch that was taken.
+        """
         if self.hazards:
             raise Mismatch("the program has hazards", got="\n".join(map(str, self.hazards)), expected="none")
+        if self.not_covered and not this_branch_only:
+            points = "\n".join(self.not_covered)
+            raise Mismatch("not covered: the host looks at values of the device", got=points, expected="nowhere")
+
+    def made_by_factory(self, make: Callable[[], Any]) -> Any:
+        """What a factory makes; a scalar lies on the host, wherever the parameters are."""
+        before, self._makes_host_scalars = self._makes_host_scalars, True
+        try:
+            made = make()
+        finally:
+            self._makes_host_scalars = before
+        for tensor in _tensors(made):
+            if tensor.dim() == 0:  # ``torch.tensor`` itself is not an op that a mode sees.
+                self.tracker.memory_of(tensor, stream=HOST, on_host=True)
+        return made
+
+    def _looks_at_values(self, what: str) -> None:
+        if what not in self.not_covered:
+            self.not_covered.append(what)
 
     def backward_ended(self) -> None:
         """``backward`` is over: the caller's stream joins every stream that gradients were computed on."""
@@ -99,6 +133,11 @@ class VirtualDevice:
             return result
         if name in _HOST_VALUE_OPS and not on_host:
             self.engine.synchronize_stream(stream)
+            self._looks_at_values(f"{name} at {here()}")
+        if not on_host and name not in _TRANSFERS:
+            self._check_places(known, name)
+        if self._makes_host_scalars and not known and all(made.dim() == 0 for made in _tensors(result)):
+            return result
         where, actor = f"{name} at {here()}", HOST if on_host else stream
         tick = self.tracker.clocks.advance(actor)
         made = [t for t in _tensors(result) if self.tracker.knows(t) is None]
@@ -121,6 +160,14 @@ class VirtualDevice:
             actor, tick = HOST, self.tracker.clocks.advance(HOST)
         self.tracker.access(tensor, memory, stream=actor, tick=tick, writes=is_write, what=where)
 
+    def _check_places(self, known: list[tuple[torch.Tensor, Memory | None]], name: str) -> None:
+        """Ops take scalars of the host by value, fused kernels do not; other memory of the host is a wrong pointer."""
+        least = 0 if name.startswith("aten::_fused") else 1
+        for tensor, memory in known:
+            if memory is not None and memory.on_host and tensor.dim() >= least and tensor.numel():
+                what = f"an operand of shape {tuple(tensor.shape)} in host memory"
+                self.tracker.report("misplaced", f"{name} at {here()}", what)
+
     def host_access(self, tensor: torch.Tensor, what: str) -> None:
         """The host looks at values: of device memory after waiting for the current stream, of its own at once."""
         memory = self.tracker.knows(tensor)
@@ -128,6 +175,7 @@ class VirtualDevice:
             return
         if not memory.on_host:
             self.engine.synchronize_stream(self.engine.current())
+            self._looks_at_values(f"{what} at {here()}")
         tick = self.tracker.clocks.advance(HOST)
         self.tracker.access(tensor, memory, stream=HOST, tick=tick, writes=False, what=f"{what} at {here()}")
 
@@ -150,7 +198,10 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS and args and isinstance(args[0], torch.Tensor):
             self.device.host_access(args[0], name)
-        result = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if name in _FACTORIES and options.get("device", "cpu") == "cpu":
+            return self.device.made_by_factory(lambda: func(*args, **options))
+        result = func(*args, **options)
         if name == "backward" or func is torch.autograd.grad:
             self.device.backward_ended()
         return result
@@ -158,7 +209,11 @@ class _Functions(TorchFunctionMode):
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        # A sparse tensor is two dense ones; other layouts have no storage that could be watched.
+        if value.layout is torch.sparse_coo:
+            yield from (value._indices(), value._values())
+        elif value.layout is torch.strided:
+            yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)

@@ -149,12 +149,19 @@ class VirtualEngine:
         stream, where = self.current(), f"copy at {here()}"
         self.tracker.sweep()
         to, of = (self.tracker.memory_of(side, stream=stream) for side in (target, source))
+        if to.on_host and of.on_host:
+            # No stream is asked: the host does it, now.
+            stream = HOST
         tick = self.tracker.clocks.advance(stream)
         self.tracker.access(source, of, stream=stream, tick=tick, writes=False, what=where)
         self.tracker.access(target, to, stream=stream, tick=tick, writes=True, what=where)
-        self._account(stream, to, of, target.numel() * target.element_size())
+        if stream != HOST:
+            self._account(stream, to, of, target.numel() * target.element_size())
         # The queue may outlive the caller's references, as a copy engine does: only keep() may rely on that.
         into, out = target.detach(), source.detach()
+        if stream == HOST:
+            _copy_bytes(into, out)
+            return
         self._enqueue(stream, lambda: _copy_bytes(into, out))
 
     def _account(self, stream: str, to: Memory, of: Memory, size_bytes: int) -> None:

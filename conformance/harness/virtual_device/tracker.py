@@ -56,7 +56,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Two program points that nothing orders. ``kind``: race, host-read or released."""
+    """Two program points that nothing orders (``kind`` race, host-read, released), or an op and a misplaced operand."""
 
     kind: str
     first: str
@@ -85,12 +85,16 @@ class Tracker:
     Attributes:
         hazards: in the order of discovery, each pair of program points once.
         live_bytes, peak_bytes: device memory of storages that were seen.
+        held_bytes, peak_held_bytes: the same, and what was given back while another stream still needed it. The
+            allocator hands such memory out again once the host knows of that stream's work, so a host that runs ahead
+            of the device holds more and more of it.
     """
 
     def __init__(self) -> None:
         self.clocks = Clocks()
         self.hazards: list[Hazard] = []
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.peak_held_bytes = 0
+        self._deferred: list[tuple[int, dict[str, int]]] = []
         self._memory: dict[int, Memory] = {}
         self._seen: set[tuple[str, str, str]] = set()
 
@@ -115,12 +119,22 @@ class Tracker:
             if not on_host:
                 self.live_bytes += found.size_bytes
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
         return found
 
     def knows(self, tensor: torch.Tensor) -> Memory | None:
         """What is known of a tensor's storage, if it was seen."""
         found = self._memory.get(tensor.untyped_storage()._cdata)
         return None if found is None or found.weak.expired() else found
+
+    @property
+    def held_bytes(self) -> int:
+        """See the class."""
+        known = self.clocks[HOST]
+        self._deferred = [
+            (size, needed) for size, needed in self._deferred if not all(known.covers(*one) for one in needed.items())
+        ]
+        return self.live_bytes + sum(size for size, _ in self._deferred)
 
     def sweep(self) -> None:
         """Look for storages that were released since the last op, and for work that still needs them."""
@@ -131,6 +145,9 @@ class Tracker:
         memory = self._memory.pop(key)
         if not memory.on_host:
             self.live_bytes -= memory.size_bytes
+            needed = {stream: access.tick for stream, access in memory.last.items() if stream in memory.kept_for}
+            if needed:
+                self._deferred.append((memory.size_bytes, needed))
         # The allocator hands the block to whoever asks next on the home stream, which begins after what the host knows.
         known = Clock(self.clocks[HOST])
         if not memory.on_host:

@@ -1,7 +1,27 @@
 """Planted bugs of offload; those that shipped upstream carry their number (facts/offload.md 7, M1-M24)."""
 
-from conformance.offload.planted import behaviour, cpu_step, keeping, ordering
+from conformance.offload.planted import (
+    behaviour,
+    cpu_step,
+    keeping,
+    loading,
+    numbers,
+    ordering,
+    programs,
+    refusals,
+    variants,
+)
 
-PLANTED = (*ordering.PLANTED, *behaviour.PLANTED, *keeping.PLANTED, *cpu_step.PLANTED)
+PLANTED = (
+    *ordering.PLANTED,
+    *behaviour.PLANTED,
+    *keeping.PLANTED,
+    *cpu_step.PLANTED,
+    *loading.PLANTED,
+    *numbers.PLANTED,
+    *programs.PLANTED,
+    *refusals.PLANTED,
+    *variants.PLANTED,
+)
 
 __all__ = ["PLANTED"]

@@ -140,7 +140,7 @@ PLANTED = (
         "values_quieted",
         "NaN payloads and signed zeros are lost in a load.",
         ("OPT-015",),
-        wrap("refimpl.offload.base:_copied", _quieted),
+        wrap("refimpl.offload.loading:copied", _quieted),
     ),
     _bug(
         "state_dict_brings_back",

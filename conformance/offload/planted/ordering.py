@@ -14,7 +14,7 @@ OFFLOADER = "fastimpl.offload.offloader:OptimizerStateOffloader"
 class _Altered:
     """The engine with one call left out, or changed: the ``nth`` of its kind during a method."""
 
-    def __init__(self, engine: Any, call: str, nth: int, instead: Callable[..., None] | None) -> None:
+    def __init__(self, engine: Any, call: str, nth: int, instead: Callable[..., Any] | None) -> None:
         self._engine, self._call, self._nth, self._instead = engine, call, nth, instead
 
     def __getattr__(self, name: str) -> Any:
@@ -31,7 +31,9 @@ class _Altered:
         return call
 
 
-def _altered(method: str, call: str, nth: int = 1, instead: Callable[..., None] | None = None) -> Any:
+def altered(method: str, call: str, nth: int = 1, instead: Callable[..., Any] | None = None) -> Any:
+    """Leave the ``nth`` call of an engine's verb out while a method of the offloader runs, or do something instead."""
+
     def around(original: Callable[..., Any], offloader: Any, *arguments: Any, **options: Any) -> Any:
         engine = offloader.engine
         offloader.engine = _Altered(engine, call, nth, instead)
@@ -111,31 +113,31 @@ PLANTED = (
         "no_wait_for_the_copy_in",
         "M2: the update does not wait for its chunk to arrive.",
         ("OPT-065", "OPT-066", "OPT-001"),
-        _altered("_update_chunk", "wait"),
+        altered("_update_chunk", "wait"),
     ),
     _bug(
         "copy_out_before_the_update",
         "M7: the copy out does not wait for the update.",
         ("OPT-066", "OPT-020", "OPT-042"),
-        _altered("_send", "wait"),
+        altered("_send", "wait"),
     ),
     _bug(
         "event_on_the_wrong_stream",
         "M1: the event behind the update is recorded on the copy stream.",
         ("OPT-066", "OPT-002"),
-        _altered("_send", "record", 1, lambda record, event, stream: record(event, "offload-d2h")),
+        altered("_send", "record", 1, lambda record, event, stream: record(event, "offload-d2h")),
     ),
     _bug(
         "slot_written_while_in_use",
         "A slot is filled before the copy out of the chunk that used it.",
         ("OPT-006", "OPT-007"),
-        _altered("_fetch", "wait", 2),
+        altered("_fetch", "wait", 2),
     ),
     _bug(
         "host_read_before_it_was_written",
-        "A copy in does not wait for the copy out of the step before.",
-        ("OPT-020",),
-        _altered("_fetch", "wait", 1),
+        "A copy in does not wait for the copy out of what was on the device.",
+        ("OPT-087",),
+        altered("_fetch", "wait", 1),
     ),
     _bug(
         "slots_not_kept",
@@ -147,18 +149,18 @@ PLANTED = (
         "slots_written_before_their_allocation",
         "M4: a copy in does not wait for the stream that allocated its slot.",
         ("OPT-031", "OPT-012"),
-        _altered("_fetch_first", "wait", 1),
+        altered("_fetch_first", "wait", 1),
     ),
     _bug(
         "state_left_without_being_kept",
         "M3: what a load left on the device is released while it is copied out.",
         ("OPT-048",),
-        _altered("to_host", "keep", 1),
+        altered("to_host", "keep", 1),
     ),
     _bug(
         "host_read_too_early",
         "M5, M6: host memory counts as filled as soon as the copy is queued.",
-        ("OPT-046", "OPT-047", "OPT-050"),
+        ("OPT-046", "OPT-050", "OPT-052"),
         swap(f"{OFFLOADER}.settle", lambda offloader: None),
     ),
     _bug(

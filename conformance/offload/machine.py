@@ -1,0 +1,322 @@
+"""The offloader's state machine: any program of a training loop and of the verbs, beside the plain optimizer.
+
+Both arms get the same gradients, options, loads and groups. After every rule the parameters are the same bits, nothing
+that was selected is on the device, and what is reported adds up; the states are compared in a rule of their own, or
+after every rule as well, because a comparison makes the host wait and may hide what a program without it would show.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises
+from conformance.harness.virtual_device import VirtualDevice
+from conformance.offload.support import assert_same_state, in_host_memory, reread, values
+from refimpl.errors import PlanError, StaleMasterError
+from refimpl.offload.states import is_movable
+
+SHAPES: tuple[tuple[int, ...], ...] = ((4, 3), (7,), (), (2, 5))
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "fused": ("Adam", {"lr": 0.01, "amsgrad": True, "fused": True}),
+    "nadam": ("NAdam", {"lr": 0.01, "foreach": False}),
+    "adagrad": ("Adagrad", {"lr": 0.1}),
+}
+forms = st.fixed_dictionaries(
+    {
+        "chunk_bytes": st.sampled_from([0, 1, 256, 600, 1 << 20]),
+        "slots": st.integers(1, 3),
+        "fraction": st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+    }
+)
+subsets = st.sets(st.integers(0, len(SHAPES) - 1))
+
+
+class OffloadMachine(RuleBasedStateMachine):
+    """See the module. ``offload`` is set by the test that runs it."""
+
+    offload: Any
+    device: VirtualDevice | None = None
+
+    @initialize(
+        kind=st.sampled_from(list(KINDS)),
+        form=forms,
+        with_masters=st.booleans(),
+        watched=st.booleans(),
+        seed=st.none() | st.integers(0, 99),
+    )
+    def start(self, kind: str, form: dict[str, Any], with_masters: bool, watched: bool, seed: int | None) -> None:
+        """Equal parameters in both arms."""
+        self.device = VirtualDevice(late=True, seed=seed)
+        self.device.__enter__()
+        self.kind, self.watched, self.form = kind, watched, form
+        self.count, self.looks = 0, False
+        self.snapshots: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.schedules: list[Any] = []
+        dtype = torch.bfloat16 if with_masters else torch.float32
+        self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(SHAPES)]
+        self.plain_params = [torch.nn.Parameter(param.detach().float().clone()) for param in self.params]
+        self.masters = self.offload.MasterWeights(self.params) if with_masters else None
+        name, options = KINDS[kind]
+        stepped = self.params if self.masters is None else list(self.masters.parameters())
+        self.plain = getattr(torch.optim, name)(self.plain_params, **options)
+        self.optimizer = getattr(torch.optim, name)(stepped, **options)
+        self.attach()
+        self.saved: dict[str, Any] = self.optimizer.state_dict()
+        self.scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+
+    def attach(self) -> None:
+        """A new offloader in the current form."""
+        assert self.device is not None
+        self.offloader = self.offload.OptimizerStateOffloader(
+            self.optimizer, engine=self.device.engine, master_weights=self.masters, **self.form
+        )
+
+    # The loop.
+
+    @rule(skip=subsets, adds=st.booleans())
+    def backward(self, skip: set[int], adds: bool) -> None:
+        """New gradients, or more of them; some parameters get none."""
+        self.count += 1
+        for i, (plain, param) in enumerate(zip(self.plain_params, self.params, strict=True)):
+            grad = None if i in skip else values(param.shape, 1000 * self.count + i, param.dtype)
+            if adds and grad is not None and param.grad is not None:
+                grad = param.grad + grad
+            if grad is not None or not adds:
+                param.grad = grad
+                plain.grad = None if grad is None else grad.to(torch.float32, copy=True)
+
+    @rule()
+    def step(self) -> None:
+        """One step of both, with whatever gradients there are."""
+        self.plain.step()
+        self.optimizer.step()
+        self.gradients_taken()
+
+    def gradients_taken(self) -> None:
+        """Masters clear gradients that they have used; the plain arm does as much."""
+        if self.masters is not None:
+            self.plain.zero_grad()
+
+    @rule(skip=subsets)
+    def whole_step(self, skip: set[int]) -> None:
+        """Gradients and a step, which a random program rarely does in this order."""
+        self.backward(skip, adds=False)
+        self.step()
+
+    @precondition(lambda self: self.masters is None)
+    @rule(overflow=st.booleans())
+    def scaled_step(self, overflow: bool) -> None:
+        """A step through a GradScaler, which skips it when a gradient is infinite."""
+        self.backward(set(), adds=False)
+        # A scaler asks the device whether to step, unless the optimizer's own kernel does.
+        self.looks |= self.kind != "fused"
+        arms = ((self.plain, self.plain_params), (self.optimizer, self.params))
+        for scaler, (optimizer, params) in zip(self.scalers, arms, strict=True):
+            if overflow:
+                assert params[1].grad is not None
+                params[1].grad[0] = float("inf")
+            scaler.scale(torch.ones(1))
+            scaler.step(optimizer)
+            scaler.update()
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Gradients go, or become zero."""
+        self.plain.zero_grad(set_to_none=set_to_none)
+        for param in self.params:
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.zero_()
+
+    @rule(lr=st.sampled_from([0.5, 0.03]), weight_decay=st.sampled_from([0.0, 0.1]))
+    def change_options(self, lr: float, weight_decay: float) -> None:
+        """As user code does, in place."""
+        for optimizer in (self.plain, self.optimizer):
+            optimizer.param_groups[-1].update(lr=lr, weight_decay=weight_decay)
+
+    @rule()
+    def step_scheduler(self) -> None:
+        """Both; a scheduler that is attached in the middle of the run wraps the step that it finds."""
+        if not self.schedules:
+            kind = torch.optim.lr_scheduler.ExponentialLR
+            self.schedules = [kind(optimizer, 0.5) for optimizer in (self.plain, self.optimizer)]
+            return
+        with warnings.catch_warnings():
+            # Torch warns where no step came before, in both arms.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for schedule in self.schedules:
+                schedule.step()
+
+    @precondition(lambda self: self.masters is None and not self.schedules and len(self.params) < 6)
+    @rule()
+    def add_group(self) -> None:
+        """A parameter that was not there at attachment; what is on its way stays right."""
+        self.offloader.prefetch()
+        for params, optimizer in ((self.plain_params, self.plain), (self.params, self.optimizer)):
+            params.append(torch.nn.Parameter(values((3, 3), 50 + len(params))))
+            optimizer.add_param_group({"params": [params[-1]], "lr": 0.2})
+
+    # The verbs.
+
+    @rule()
+    def prefetch(self) -> None:
+        """Copies are on their way from here on."""
+        self.offloader.prefetch()
+
+    @rule(verb=st.sampled_from(["offload", "reload", "settle", "sync_before_step", "release_gpu_memory"]))
+    def call(self, verb: str) -> None:
+        """A verb that changes no value."""
+        getattr(self.offloader, verb)()
+
+    @rule()
+    def compare(self) -> None:
+        """Everything, states included."""
+        got = self.offloader.snapshot()
+        with _disable_current_modes():
+            assert_same_state(got, self.plain.state_dict())
+
+    @precondition(lambda self: len(self.snapshots) < 2)
+    @rule()
+    def take_snapshot(self) -> None:
+        """Remembered with what the plain optimizer has now."""
+        taken = self.offloader.snapshot()
+        with _disable_current_modes():
+            expected = self.plain.state_dict()
+            expected = {**expected, "state": {n: _cloned(state) for n, state in expected["state"].items()}}
+            expected["param_groups"] = [dict(group) for group in expected["param_groups"]]
+        self.snapshots.append((taken, expected))
+
+    @precondition(lambda self: self.snapshots)
+    @rule()
+    def look_at_snapshot(self) -> None:
+        """No step since then has changed it."""
+        taken, expected = self.snapshots.pop(0)
+        with _disable_current_modes():
+            assert_same_state(taken, expected)
+
+    @rule(live=st.booleans(), prefetched=st.booleans())
+    def save(self, live: bool, prefetched: bool) -> None:
+        """A state dict, as a file would keep it; also while copies in are on their way."""
+        if prefetched:
+            self.offloader.prefetch()
+        state = self.optimizer.state_dict() if live else self.offloader.snapshot()
+        self.saved = reread(state, fused=self.kind == "fused")
+
+    @rule(through_torch=st.booleans(), other_variant=st.booleans())
+    def load(self, through_torch: bool, other_variant: bool) -> None:
+        """Into both; of another variant too, with one moment more or less."""
+        fused, state = self.kind == "fused", reread(self.saved, fused=self.kind == "fused")
+        self.offloader.prefetch()
+        if len(state["param_groups"]) != len(self.optimizer.param_groups):
+            with raises(PlanError):
+                self.offloader.load_state_dict(state)
+            return
+        if other_variant and "amsgrad" in state["param_groups"][0]:
+            _change_variant(state)
+        self.plain.load_state_dict(reread(state, fused=fused))
+        if through_torch:
+            self.optimizer.load_state_dict(reread(state, fused=fused))
+        else:
+            assert self.device is not None
+            self.offloader.load_state_dict(in_host_memory(self.device, state))
+
+    @precondition(lambda self: self.masters is not None)
+    @rule(number=st.integers(0, len(SHAPES) - 1), stepped=st.booleans())
+    def load_model(self, number: int, stepped: bool) -> None:
+        """A parameter is written; a step before the masters follow is refused, and changes nothing."""
+        assert self.masters is not None
+        loaded = values(self.params[number].shape, 7000 + self.count, torch.bfloat16)
+        with torch.no_grad():
+            self.params[number].copy_(loaded)
+        if stepped:
+            with raises(StaleMasterError, mentions=("refresh_masters",)):
+                self.optimizer.step()
+        self.offloader.refresh_masters()
+        with torch.no_grad():
+            for plain, param in zip(self.plain_params, self.params, strict=True):
+                plain.copy_(param)
+
+    @rule(form=forms)
+    def close_and_attach(self, form: dict[str, Any]) -> None:
+        """In between both optimizers are plain."""
+        self.offloader.close()
+        if self.masters is None:
+            self.whole_step(set())
+            self.form = form
+            self.attach()
+        else:
+            # Masters that were attached to the optimizer stay there; another pair of arms begins with what is there.
+            self.renew(form)
+
+    def renew(self, form: dict[str, Any]) -> None:
+        """A new optimizer on the same masters, with the state of the old one."""
+        assert self.masters is not None
+        name, options = KINDS[self.kind]
+        state = self.optimizer.state_dict()
+        self.optimizer = getattr(torch.optim, name)(self.masters.parameters(), **options)
+        self.optimizer.load_state_dict(reread(state, fused=self.kind == "fused"))
+        self.form, self.schedules = form, []
+        self.plain.load_state_dict(reread(self.plain.state_dict(), fused=self.kind == "fused"))
+        self.attach()
+
+    # What always holds.
+
+    @invariant()
+    def parameters_are_the_same(self) -> None:
+        """Bit for bit, without a wait; with masters, rounded to nearest even."""
+        if self.device is None:
+            return
+        with _disable_current_modes():
+            for i, (plain, param) in enumerate(zip(self.plain_params, self.params, strict=True)):
+                assert_same_tensor(param.detach(), plain.detach().to(param.dtype), where=f"parameter {i}")
+        if self.watched:
+            self.compare()
+
+    @invariant()
+    def bytes_add_up(self) -> None:
+        """Nothing that was selected is on the device; with everything selected, that is all states there are."""
+        if self.device is None:
+            return
+        residency, stats = self.offloader.residency(), self.offloader.stats()
+        assert_equal(residency.device_bytes, 0, where="selected bytes on the device")
+        assert_equal(residency.host_bytes + residency.in_flight_bytes, stats.payload_bytes, where="payload")
+        assert_le(stats.payload_bytes, stats.host_bytes, where="payload in host memory")
+        if self.form["fraction"] == 1.0:
+            masters = [param for param in self.plain_params if self.masters is not None and param.numel()]
+            moving = [s for state in self.plain.state.values() for s in state.values() if is_movable(s)]
+            assert_equal(stats.payload_bytes, sum(t.nbytes for t in masters + moving), where="all that can move")
+
+    def teardown(self) -> None:
+        """A last comparison, and the proof."""
+        if self.device is None:
+            return
+        device, self.device = self.device, None
+        try:
+            self.compare()
+            self.offloader.close()
+        finally:
+            device.__exit__(None, None, None)
+        device.check(this_branch_only=self.looks)
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _change_variant(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group["amsgrad"] = not group["amsgrad"]
+    for one in state["state"].values():
+        if "max_exp_avg_sq" in one:
+            del one["max_exp_avg_sq"]
+        elif "exp_avg_sq" in one:
+            one["max_exp_avg_sq"] = reread(one["exp_avg_sq"], fused=True)

@@ -1,0 +1,152 @@
+"""Where a load leaves each state, what it refuses, and what it must not hold on the device meanwhile."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_le, raises, requirement
+from conformance.offload.support import SHAPES, Twins, in_host_memory, proven, reread, values
+from refimpl.errors import PlanError
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "single": ("AdamW", {"lr": 0.01, "foreach": False}),
+    "foreach": ("Adam", {"lr": 0.01, "foreach": True, "amsgrad": True}),
+    "fused": ("AdamW", {"lr": 0.01, "fused": True}),
+    "counters": ("NAdam", {"lr": 0.01}),
+}
+
+
+@requirement(
+    "OPT-075",
+    "A loaded state MUST lie where the optimizer would have made it, so that no kernel is given host memory: the rest "
+    "of a fraction, and counters that kernels read, on the device.",
+)
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_places_after_a_load(offload: Any, variant: str, fraction: float) -> None:
+    kind, options = VARIANTS[variant]
+    with proven() as device:
+        twins = Twins(offload, device, kind, options=options, fraction=fraction)
+        for _ in range(2):
+            twins.step()
+        state = twins.offloader.snapshot()
+        twins.step()
+        twins.offloader.load_state_dict(in_host_memory(device, state))
+        twins.plain.load_state_dict(reread(state, fused=variant == "fused"))
+        for _ in range(2):
+            twins.step()
+            twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-054", "A load into another variant MUST free the places of states that it no longer has.")
+def test_other_variant(offload: Any) -> None:
+    with proven() as device:
+        with_it = Twins(offload, device, "Adam", options={"amsgrad": True})
+        without = Twins(offload, device, "Adam", options={"amsgrad": False})
+        for twins in (with_it, without):
+            for _ in range(2):
+                twins.step()
+        before = without.offloader.stats().host_bytes
+        given = [with_it.offloader.snapshot(), without.offloader.snapshot()]
+        for twins, state in ((without, given[0]), (with_it, given[1]), (without, given[1])):
+            twins.offloader.load_state_dict(state)
+            twins.plain.load_state_dict(reread(state))
+            twins.step()
+            twins.check()
+            assert_equal(twins.offloader.residency().device_bytes, 0, where="state left on the device")
+        payload = sum(2 * value.nbytes for value in without.params)
+        assert_equal(without.offloader.stats().payload_bytes, payload, where="payload after the way back")
+        assert_le(without.offloader.stats().host_bytes, before, where="host memory after the way back")
+        with_it.offloader.close()
+        without.offloader.close()
+
+
+@requirement("OPT-055", "A saved state dict MUST be readable with weights_only and hold nothing of the offloader.")
+def test_plain_data(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        for state in (twins.optimizer.state_dict(), twins.offloader.snapshot()):
+            twins.offloader.settle()
+            with _disable_current_modes():
+                file = io.BytesIO()
+                torch.save(state, file)
+                file.seek(0)
+                read = torch.load(file, weights_only=True)
+                assert_equal(sorted(read), ["param_groups", "state"], where="keys")
+                keys = {key for one in read["state"].values() for key in one}
+                assert_equal(keys, {"step", "exp_avg", "exp_avg_sq"}, where="states")
+                assert_equal(sorted(read["param_groups"][0]), sorted(twins.plain.state_dict()["param_groups"][0]))
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-051", "A state dict that lacks a state, or has one of no parameter, MUST be refused before anything changes."
+)
+def test_incomplete(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        for spoil in ("lacks", "stranger"):
+            state = twins.offloader.snapshot()
+            state["param_groups"][0]["lr"] = 77.0
+            if spoil == "lacks":
+                del state["state"][2]["exp_avg_sq"]
+            else:
+                state["state"][9] = state["state"][0]
+            with raises(PlanError):
+                twins.offloader.load_state_dict(state)
+            twins.check()
+        # No state at all is what a parameter without a gradient has.
+        state = twins.offloader.snapshot()
+        del state["state"][1]
+        twins.offloader.load_state_dict(state)
+        twins.plain.load_state_dict(reread(state))
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-082", "A load MUST NOT bring what it loads to the device, and neither may a first step but by slots.")
+@pytest.mark.parametrize("how", ["load_state_dict", "snapshot"])
+def test_load_stays_on_host(offload: Any, how: str) -> None:
+    params = [values(shape, i) for i, shape in enumerate(4 * SHAPES)]
+    with proven() as device:
+        twins = Twins(offload, device, "Adam", params, options={"amsgrad": True})
+        twins.step()
+        state = twins.offloader.snapshot()
+        device.tracker.sweep()
+        before = device.tracker.peak_bytes = device.tracker.live_bytes
+        moved = dict(device.engine.moved_bytes)
+        if how == "load_state_dict":
+            twins.offloader.load_state_dict(state)
+        else:
+            twins.offloader.snapshot()
+        grown = device.tracker.peak_bytes - before
+        assert_equal(device.engine.moved_bytes, moved, where="bytes moved")
+        twins.offloader.close()
+    assert_equal(grown, 0, where="device bytes")
+
+
+@requirement("OPT-088", "A load MUST leave the saved options and no other, as torch's load does.")
+def test_options_after_a_load(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "SGD", groups=[([0, 1], {"lr": 0.1}), ([2, 3], {"momentum": 0.5})])
+        twins.step()
+        state = twins.offloader.snapshot()
+        for optimizer in (twins.plain, twins.optimizer):
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            optimizer.param_groups[0].update(weight_decay=0.5, mine="a note")
+        twins.step()
+        twins.offloader.load_state_dict(state)
+        twins.plain.load_state_dict(reread(state))
+        twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()

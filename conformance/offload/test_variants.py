@@ -1,0 +1,128 @@
+"""Values once more: options that are tensors, mixed dtypes, complex and tied parameters, variants of the arithmetic."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_same_tensor, examples, requirement
+from conformance.offload.support import SHAPES, Twins, proven, values
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    ("SGD", {"lr": 0.1}),
+    ("Adam", {"amsgrad": True, "maximize": True, "weight_decay": 0.1}),
+    ("AdamW", {"amsgrad": True, "maximize": True}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("RAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1, "maximize": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    ("Adagrad", {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+]
+
+
+@requirement("OPT-028", "Every variant of an optimizer's arithmetic MUST give the plain one's bits.")
+@pytest.mark.parametrize(("kind", "options"), VARIANTS)
+def test_variants(offload: Any, kind: str, options: dict[str, Any]) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, kind, options=options)
+        for _ in range(3):
+            twins.step()
+            twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-004", "A learning rate that is a tensor MUST be the same object and its new value the next step's.")
+def test_tensor_learning_rate(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, options={"lr": 0.5, "fused": True})
+        rates = [torch.full((), 0.5, device=device.engine.device) for _ in range(2)]
+        for optimizer, rate in zip((twins.plain, twins.optimizer), rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+        for factor in (1.0, 0.5, 0.25):
+            for rate in rates:
+                rate.mul_(factor)
+            twins.offloader.prefetch()
+            twins.step()
+        assert_equal(twins.optimizer.param_groups[0]["lr"] is rates[1], True, where="identity of the learning rate")
+        for optimizer in (twins.plain, twins.optimizer):
+            optimizer.param_groups[0]["lr"] = 0.5
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-010", "Gradients clipped by value MUST give the plain loop's bits, and clipping by norm its norm.")
+def test_clipping(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        for _ in range(2):
+            twins.set_gradients()
+            norms = [torch.nn.utils.clip_grad_norm_(arm, 0.5) for arm in (twins.plain_params, twins.params)]
+            for arm in (twins.plain_params, twins.params):
+                torch.nn.utils.clip_grad_value_(arm, 0.01)
+            twins.plain.step()
+            twins.optimizer.step()
+            twins.check()
+        twins.offloader.close()
+    assert_same_tensor(norms[1], norms[0], where="norm")
+
+
+@requirement("OPT-013", "Parameters of several dtypes MUST be stepped together, each state keeping its dtype for ever.")
+def test_mixed_dtypes(offload: Any) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    params = [values(shape, i, dtype) for i, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))]
+    with proven() as device:
+        twins = Twins(offload, device, "AdamW", params, options={"lr": 0.01, "foreach": False}, chunk_bytes=1)
+        for _ in range(3):
+            twins.step()
+            twins.offloader.load_state_dict(twins.offloader.snapshot())
+            twins.check()
+        twins.offloader.close()
+
+
+@requirement("OPT-018", "A parameter listed twice in a group MUST be stepped as torch steps it, and moved once.")
+def test_tied(offload: Any) -> None:
+    with proven() as device, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate parameters")
+        twins = Twins(offload, device, "SGD", groups=[([0, 1, 0], {}), ([2, 3], {})])
+        for _ in range(3):
+            twins.step()
+            twins.check()
+        payload = twins.offloader.stats().payload_bytes
+        twins.offloader.close()
+    assert_equal(payload, sum(param.nbytes for param in twins.params), where="payload")
+
+
+@requirement("OPT-023", "Complex parameters and sizes around vector widths MUST be stepped like any other.")
+def test_complex_and_odd(offload: Any) -> None:
+    numbers = [1, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097]
+    complex_param = torch.complex(values((6,), 1), values((6,), 2))
+    with proven() as device:
+        for params in ([values((n,), n) for n in numbers], [complex_param, values((4,), 3)]):
+            twins = Twins(offload, device, "Adam", params, options={"foreach": False})
+            for _ in range(2):
+                twins.step()
+                twins.check()
+            twins.offloader.close()
+
+
+@requirement("OPT-022", "The order of parameters MUST NOT change a value, and the selection MUST be a function of it.")
+@given(order=st.permutations(range(len(SHAPES))), fraction=st.floats(0, 1))
+@examples(20)
+def test_order(offload: Any, order: list[int], fraction: float) -> None:
+    chosen = []
+    with proven() as device:
+        for _ in range(2):
+            params = [values(SHAPES[i], i) for i in order]
+            twins = Twins(offload, device, "AdamW", params, fraction=fraction)
+            for _ in range(2):
+                twins.step()
+            twins.check()
+            chosen.append([tuple(bundle.param.shape) for bundle in twins.offloader.bundles])
+            twins.offloader.close()
+    assert_equal(chosen[1], chosen[0], where="selected parameters")
+    assert_equal(chosen[0], [SHAPES[i] for i in order][: len(chosen[0])], where="in the order of the parameters")
