@@ -69,6 +69,9 @@ class Engine(Protocol):
     def host_empty(self, size_bytes: int) -> torch.Tensor:
         """Host memory, uint8, pinned at its exact size where that is possible, and not initialised."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the device's memory."""
+
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
 
@@ -120,6 +123,10 @@ class InlineEngine:
     def host_empty(self, size_bytes: int) -> torch.Tensor:
         """Ordinary memory."""
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Always: host and device are one."""
+        return True
 
     def is_capturing(self) -> bool:
         """Never."""
@@ -192,6 +199,10 @@ class CudaEngine:
 
             weakref.finalize(memory.untyped_storage(), release, memory.data_ptr())
         return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """As torch says."""
+        return tensor.is_cuda
 
     def is_capturing(self) -> bool:
         """As torch says."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement
 from conformance.harness.virtual_device import VirtualDevice
-from conformance.offload.support import SHAPES, Twins, assert_same_state, proven, values
+from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
 from refimpl.errors import ConfigError, OffloadConflictError, UnsupportedError
 from refimpl.offload.adam import AdamHyper, adam_step
 
@@ -42,7 +42,8 @@ class Arm:
         shapes: Sequence[tuple[int, ...]] = SHAPES,
         **offloading: Any,
     ) -> None:
-        kind, self.options = OPTIONS[options]
+        kind, chosen = OPTIONS[options]
+        self.options = in_host_memory(device, chosen)
         self.decoupled = kind == "AdamW"
         dtype = torch.bfloat16 if halves else torch.float32
         self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(shapes)]
@@ -223,7 +224,7 @@ def test_exchange(offload: Any) -> None:
         with torch.no_grad():
             for plain, param in zip(twins.plain_params, twins.params, strict=True):
                 plain.copy_(param)
-        twins.plain.load_state_dict(state)
+        twins.plain.load_state_dict(reread(state))
         twins.offloader.close()
         # Both are plain now.
         twins.step()

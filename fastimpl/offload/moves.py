@@ -41,7 +41,8 @@ def _runs(items: Sequence[Item]) -> Iterator[list[tuple[int, torch.Tensor]]]:
 def _split(engine: Any, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     """Items to be packed, and the others."""
     packed = [item for item in items if item[0].size_bytes <= PACKED_BYTES or not engine.stands_for_device]
-    fitting = [item for item in packed if item[0].fits(item[2])]
+    # What a load left in host memory goes from there to there.
+    fitting = [item for item in packed if item[0].fits(item[2]) and engine.holds(item[2])]
     chosen = {id(item[2]) for item in fitting}
     return fitting, [item for item in items if id(item[2]) not in chosen]
 

@@ -209,6 +209,11 @@ class VirtualEngine:
         self.tracker.access(memory, found, stream=home, tick=tick, writes=True, what=f"allocation at {here()}")
         return memory
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """All but what is known as host memory."""
+        memory = self.tracker.knows(tensor)
+        return memory is None or not memory.on_host
+
     def is_capturing(self) -> bool:
         """As the test sets it."""
         return self.capturing
