@@ -50,8 +50,6 @@ class _NativeSource(TrackedSource):
         return result
 
     def _read_into(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
-        if not out.is_contiguous():
-            return super()._read_into(table, ids, begin, end, out)
         self._call(table, self._handle.read, ids, begin, end, out)
         return out
 

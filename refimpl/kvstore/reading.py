@@ -86,7 +86,7 @@ class RowSource(ABC):
         if out is not None:
             check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out")
         end = HEADER_BYTES + layout.weight_bytes
-        if out is not None and used == checked.numel() and out.is_contiguous():
+        if out is not None and used == checked.numel():
             self._read_into(table, checked, HEADER_BYTES, end, out.view(torch.uint8))
             return out
         weights = from_bytes(self._read(table, checked[:used], HEADER_BYTES, end), layout.weight_dtype)
