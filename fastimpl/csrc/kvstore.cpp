@@ -33,7 +33,8 @@ const int64_t* ids_of(const Tensor& ids) {
   return static_cast<const int64_t*>(ids.data_ptr());
 }
 
-Tensor longs(const Tensor& like, const std::vector<int64_t>& values) {
+template <typename Values = std::vector<int64_t>>
+Tensor longs(const Tensor& like, const Values& values) {
   Tensor result = torch::stable::new_empty(like, {static_cast<int64_t>(values.size())}, ScalarType::Long);
   if (!values.empty()) std::copy(values.begin(), values.end(), static_cast<int64_t*>(result.data_ptr()));
   return result;

@@ -6,8 +6,8 @@
 namespace fastimpl::kv {
 
 // Ids in [first, last], ascending.
-inline std::vector<int64_t> list_ids(const Table& table, const Parallel& parallel, int64_t first, int64_t last, const Overlay* snapshot) {
-  std::vector<int64_t> ids;
+inline Ids list_ids(const Table& table, const Parallel& parallel, int64_t first, int64_t last, const Overlay* snapshot) {
+  Ids ids;
   ids.reserve(static_cast<size_t>(table.rows.pool.size()));
   for_each_key(table, snapshot, [&](int64_t key, uint64_t) {
     if (first <= key && key <= last) ids.push_back(key);
@@ -16,8 +16,8 @@ inline std::vector<int64_t> list_ids(const Table& table, const Parallel& paralle
   return ids;
 }
 
-inline std::vector<int64_t> list_changed(const Table& table, const Parallel& parallel, uint64_t since, const Overlay* snapshot) {
-  std::vector<int64_t> ids;
+inline Ids list_changed(const Table& table, const Parallel& parallel, uint64_t since, const Overlay* snapshot) {
+  Ids ids;
   for_each_key(table, snapshot, [&](int64_t key, uint64_t version) {
     if (version > since) ids.push_back(key);
   });
@@ -26,10 +26,10 @@ inline std::vector<int64_t> list_changed(const Table& table, const Parallel& par
 }
 
 // A removal counts while no row has followed it.
-inline std::vector<int64_t> list_removed(const Table& table, const Parallel& parallel, uint64_t since, const Overlay* snapshot) {
+inline Ids list_removed(const Table& table, const Parallel& parallel, uint64_t since, const Overlay* snapshot) {
   const Removals& log = snapshot == nullptr ? *table.removals : *snapshot->removals;
   const size_t count = snapshot == nullptr ? log.size() : snapshot->removal_count;
-  std::vector<int64_t> ids;
+  Ids ids;
   for (size_t i = 0; i < count; ++i) {
     const uint64_t hash = hash_key(log[i].key);
     if (log[i].version > since && table.as_of(snapshot, hash, log[i].key, table.rows.find(hash, log[i].key)) == nullptr) ids.push_back(log[i].key);

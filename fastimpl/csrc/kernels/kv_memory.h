@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <vector>
 
 namespace fastimpl::kv {
 
@@ -22,6 +23,26 @@ constexpr size_t kMapThresholdBytes = size_t{1} << 20;
 // effects, and GCC leaves calls of such out.
 inline void fetch_line(const void* address) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
 
+constexpr size_t kPageBytes = 4096;
+
+inline size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
+
+// Zeroed pages of their own, which unmapping gives back at once, aligned to huge pages: maps a huge page more than needed
+// and gives the unaligned ends back. Throws std::bad_alloc.
+inline uint8_t* map_pages(size_t bytes) {
+  const size_t wanted = round_up(bytes, kPageBytes), mapped = wanted + kHugePageBytes;
+  void* const found = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) throw std::bad_alloc();
+  auto* const begin = static_cast<uint8_t*>(found);
+  auto* const aligned = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<size_t>(begin), kHugePageBytes));
+  if (aligned > begin) munmap(begin, static_cast<size_t>(aligned - begin));
+  const size_t behind = static_cast<size_t>(begin + mapped - (aligned + wanted));
+  if (behind > 0) munmap(aligned + wanted, behind);
+  return aligned;
+}
+
+inline void unmap_pages(void* memory, size_t bytes) noexcept { munmap(memory, round_up(bytes, kPageBytes)); }
+
 class Memory {
  public:
   // Zeroed and aligned to 64 bytes, to huge pages where it is large. Throws std::bad_alloc.
@@ -31,7 +52,7 @@ class Memory {
       countdown_.store(0);
       throw std::bad_alloc();
     }
-    uint8_t* const memory = bytes < kMapThresholdBytes ? take_small(bytes) : take_mapped(bytes);
+    uint8_t* const memory = bytes < kMapThresholdBytes ? take_small(bytes) : map_pages(bytes);
     held_bytes_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
     return memory;
   }
@@ -41,7 +62,7 @@ class Memory {
     if (bytes < kMapThresholdBytes) {
       std::free(memory);
     } else {
-      munmap(memory, round_up(bytes, kPageBytes));
+      unmap_pages(memory, bytes);
     }
     held_bytes_.fetch_sub(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   }
@@ -51,10 +72,6 @@ class Memory {
   // For tests: -1 is never.
   void fail_after(int64_t allocation_count) { countdown_.store(allocation_count); }
 
-  static size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
-
-  static constexpr size_t kPageBytes = 4096;
-
  private:
   static uint8_t* take_small(size_t bytes) {
     void* const memory = std::aligned_alloc(64, round_up(bytes, 64));
@@ -62,34 +79,51 @@ class Memory {
     return static_cast<uint8_t*>(std::memset(memory, 0, bytes));
   }
 
-  // Maps a huge page more than needed and gives the unaligned ends back.
-  static uint8_t* take_mapped(size_t bytes) {
-    const size_t wanted = round_up(bytes, kPageBytes), mapped = wanted + kHugePageBytes;
-    void* const found = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (found == MAP_FAILED) throw std::bad_alloc();
-    auto* const begin = static_cast<uint8_t*>(found);
-    auto* const aligned = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<size_t>(begin), kHugePageBytes));
-    if (aligned > begin) munmap(begin, static_cast<size_t>(aligned - begin));
-    const size_t behind = static_cast<size_t>(begin + mapped - (aligned + wanted));
-    if (behind > 0) munmap(aligned + wanted, behind);
-    return aligned;
-  }
-
   std::atomic<int64_t> held_bytes_{0};
   std::atomic<int64_t> countdown_{-1};
 };
 
-// `count` values for the length of one call, not set: large ones come in huge pages, which costs a fraction of as many
-// small page faults. Throws std::bad_alloc.
+// For containers that live no longer than a call: large ones come in huge pages, which costs a fraction of as many small
+// page faults, and go back to the system as a whole.
+template <typename T>
+struct PageAllocator {
+  using value_type = T;
+  PageAllocator() = default;
+  template <typename U>
+  PageAllocator(const PageAllocator<U>&) {}
+
+  T* allocate(size_t count) {
+    const size_t bytes = count * sizeof(T);
+    if (bytes < kMapThresholdBytes) return static_cast<T*>(::operator new(bytes));
+    uint8_t* const memory = map_pages(bytes);
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    return reinterpret_cast<T*>(memory);
+  }
+  void deallocate(T* memory, size_t count) noexcept {
+    const size_t bytes = count * sizeof(T);
+    if (bytes < kMapThresholdBytes) {
+      ::operator delete(memory);
+    } else {
+      unmap_pages(memory, bytes);
+    }
+  }
+  template <typename U>
+  bool operator==(const PageAllocator<U>&) const {
+    return true;
+  }
+  template <typename U>
+  bool operator!=(const PageAllocator<U>&) const {
+    return false;
+  }
+};
+
+using Ids = std::vector<int64_t, PageAllocator<int64_t>>;
+
+// `count` values, not set. Throws std::bad_alloc.
 template <typename T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count) : size_(static_cast<size_t>(count)) {
-    const size_t bytes = size_ * sizeof(T), alignment = bytes < kMapThresholdBytes ? 64 : kHugePageBytes;
-    memory_.reset(static_cast<T*>(std::aligned_alloc(alignment, Memory::round_up(bytes, alignment))));
-    if (memory_ == nullptr && bytes > 0) throw std::bad_alloc();
-    if (alignment == kHugePageBytes) madvise(memory_.get(), bytes, MADV_HUGEPAGE);
-  }
+  explicit Scratch(int64_t count) : size_(static_cast<size_t>(count)), memory_(PageAllocator<T>().allocate(size_), Free{size_}) {}
 
   T* data() { return memory_.get(); }
   T* begin() { return memory_.get(); }
@@ -102,7 +136,8 @@ class Scratch {
 
  private:
   struct Free {
-    void operator()(T* memory) const noexcept { std::free(memory); }
+    size_t count;
+    void operator()(T* memory) const noexcept { PageAllocator<T>().deallocate(memory, count); }
   };
   size_t size_;
   std::unique_ptr<T, Free> memory_;

@@ -128,7 +128,7 @@ class RowPool {
   void drop_tail(int64_t chunk, int64_t row_count) noexcept {
     const auto chunk_bytes = static_cast<size_t>(stride_ << shift_);
     if (chunk_bytes < kMapThresholdBytes) return;
-    const auto used = Memory::round_up(static_cast<size_t>((row_count - (chunk << shift_)) * stride_), Memory::kPageBytes);
+    const auto used = round_up(static_cast<size_t>((row_count - (chunk << shift_)) * stride_), kPageBytes);
     if (used < chunk_bytes) madvise(chunks_[static_cast<size_t>(chunk)] + used, chunk_bytes - used, MADV_DONTNEED);
   }
 
