@@ -22,10 +22,12 @@ from refimpl.kvstore.files import LoadReport, SaveReport
 __all__ = ["load", "save"]
 
 PART_BYTES = 1 << 20  # Less is not worth another thread.
+BLOCK_BYTES = 4 << 20
 
 
 def save(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> SaveReport:
-    # One thread gathers rows while another writes.
+    # One thread gathers rows while another writes; blocks bound what is in flight.
+    options.setdefault("block_bytes", BLOCK_BYTES)
     options.setdefault("thread_count", min(2, torch.get_num_threads()))
     return reference.save_with(HuggingFaceStorageWriter, store, path, sort_ids=sort_ids_by_bucket, **options)
 

@@ -157,7 +157,7 @@ def _planned(
         views = ("row",) if form == "rows" else ("weight", "metadata", *source.layout(table).state_slots)
         names = {"row": "rows"}
         rows: dict[str, LazyRows] = {
-            f"{table}.{names.get(view, view)}": KVTensor(source, ids[:, 0], view, table=table, chunk_rows=chunk_rows)
+            f"{table}.{names.get(view, view)}": KVTensor.over(source, ids[:, 0], view, table=table, chunk_rows=chunk_rows)
             for view in views
         }
         rows[f"{table}.ids"] = dense_rows(ids[:, 0])

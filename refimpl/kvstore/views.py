@@ -78,7 +78,20 @@ class KVTensor(LazyRows):
         table: str | None = None,
         chunk_rows: int | None = None,
     ) -> KVTensor:
-        checked = check_ids(ids).clone()
+        return cls.over(source, check_ids(ids).clone(), view, read_only, table=table, chunk_rows=chunk_rows)
+
+    @classmethod
+    def over(
+        cls,
+        source: RowSource,
+        checked: torch.Tensor,
+        view: str = "row",
+        read_only: bool = False,
+        *,
+        table: str | None = None,
+        chunk_rows: int | None = None,
+    ) -> KVTensor:
+        """The same over int64 ids [N] that nobody writes any more: they are not copied."""
         if table is None and len(source.tables) > 1:
             raise ConfigError("the source has several tables", got=None, expected=source.tables, where="table")
         name = source.tables[0] if table is None else table
