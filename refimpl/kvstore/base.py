@@ -277,7 +277,8 @@ class KVStoreBase(RowStore):
 
         Raises:
             MissingKeyError: names that are not there. CorruptionError: keys and ids disagree, or an id stands twice.
-            ConfigError, ShapeError: other widths, numbers or optimizers.
+            ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
+            states or metadata. CapacityError: more rows than a table may hold.
         """
         return load_state_dict(self, state, weights_only=weights_only, tables=tables)
 

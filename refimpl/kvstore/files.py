@@ -21,6 +21,7 @@ from refimpl.kvstore.base import KVStoreBase
 from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket
 from refimpl.kvstore.convert import check_convertible, convert_rows
 from refimpl.kvstore.lazy import LazyRows, dense_rows
+from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.saved import SavedRows, content_metadata, read_range
 from refimpl.kvstore.state import gathered, place_rows, rank_and_world
 from refimpl.kvstore.views import KVTensor
@@ -184,7 +185,8 @@ def load(
 
     A delta replaces its rows and removes its deleted ids; apply deltas in the order in which they were saved.
     Timestamps and counts come from the file. The world may have another size than the one that saved. Every row is
-    checked before the first is written; values of other dtypes are rounded to nearest even.
+    checked before the first is written; values of other dtypes are rounded to nearest even. In a table with a capacity
+    the load is one batch: rows that it does not list make room for it.
 
     Args:
         store: the store; it must have the same tables, or a part of them named by ``tables``.
@@ -197,7 +199,8 @@ def load(
 
     Raises:
         FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting itself.
-        MissingKeyError: a table that is not there. ConfigError: other layouts. FileNotFoundError.
+        MissingKeyError: a table that is not there. ConfigError: other layouts. CapacityError: more rows than a table
+            may hold. FileNotFoundError.
     """
     return load_with(
         read_range,
@@ -234,7 +237,7 @@ def load_with(
     begin, end = rank_buckets(saved.buckets.total_count, world_size, rank) if owned is None else owned
     if not 0 <= begin <= end <= saved.buckets.total_count:
         raise ConfigError("not a range of buckets", got=(begin, end), expected=saved.buckets.total_count, where="owned")
-    gone = {}
+    gone, listed = {}, {}
     for table in names:
         check_convertible(
             saved.saved_table(table).layout, store.layout(table), weights_only=weights_only, where=f"{path}: {table}"
@@ -242,11 +245,16 @@ def load_with(
         removed = saved.deleted(table)
         found = bucket_of(removed, saved.buckets)
         gone[table] = removed[(found >= begin) & (found < end)]
-        for _ in saved.chunks(table, begin, end, chunk_rows):
-            pass
+        first, behind = saved.saved_table(table).rows_of(begin, end)
+        check_room(store, table, behind - first)
+        limited = store.options.capacities[table] is not None
+        listed[table] = [ids for ids, _ in saved.chunks(table, begin, end, chunk_rows) if limited]
     checked = time.perf_counter()
-    counts = {table: _apply(store, saved, table, begin, end, chunk_rows, weights_only) for table in names}
+    # What a delta removes goes first: it may be what makes room.
     deleted = {table: store.delete(table, ids) for table, ids in gone.items()}
+    for table, chunks in listed.items():
+        make_room(store, table, torch.cat([torch.zeros(0, dtype=torch.int64), *chunks]))
+    counts = {table: _apply(store, saved, table, begin, end, chunk_rows, weights_only) for table in names}
     return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
 
 

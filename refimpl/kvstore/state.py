@@ -21,6 +21,7 @@ from refimpl.kvstore.convert import assemble_rows, check_convertible, convert_ro
 from refimpl.kvstore.layout import RowLayout
 from refimpl.kvstore.lazy import LazyRows, dense_rows
 from refimpl.kvstore.reading import RowSource
+from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.views import KVTensor, check_keys
 
 if TYPE_CHECKING:
@@ -191,8 +192,10 @@ def load_state_dict(
     names = store.tables if tables is None else tables
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
+        check_room(store, table, incoming.ids.numel())
         _check(incoming, table)
     for table, incoming in found.items():
+        make_room(store, table, incoming.ids)
         for start, length in incoming.chunks():
             store._write_rows(
                 table,
