@@ -30,7 +30,28 @@ def _kept(gone: dict[str, Any]) -> Any:
     return around
 
 
+def _any_dtype(original: Any, value: Any, shape: Any, dtypes: Any, where: str) -> None:
+    original(value, shape, (*dtypes, getattr(value, "dtype", None)), where)
+
+
+def _rows_alone(original: Any, value: Any, shape: Any, dtypes: Any, where: str) -> None:
+    width = value.shape[1] if getattr(value, "dim", int)() == 2 else shape[1]
+    original(value, (shape[0], width), dtypes, where)
+
+
 PLANTED = (
+    shared(
+        "integers_taken_for_states",
+        "Values of any dtype are converted to the row's.",
+        ("KV-115",),
+        wrap("refimpl.kvstore.state:_check_values", _any_dtype),
+    ),
+    shared(
+        "only_rows_are_counted",
+        "Values of another width than the row's are found when they are written.",
+        ("KV-116",),
+        wrap("refimpl.kvstore.state:_check_values", _rows_alone),
+    ),
     shared(
         "capacity_met_on_the_way",
         "A load looks at the capacity chunk by chunk.",
