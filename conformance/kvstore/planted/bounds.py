@@ -45,7 +45,40 @@ def _one_piece(original: Any, saved: Any, table: str, begin: int, end: int, chun
     return original(saved, table, begin, end, 1 << 30)
 
 
+def _in_two_batches(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    half = ids.numel() // 2
+    original(store, table, ids[:half], values[:half].contiguous(), begin, now, visit=visit)
+    original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
+
+
+def _zeroed_by_failure(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    try:
+        original(store, table, ids, rows)
+    except MemoryError:
+        known = ids[store._find(table, ids)][:1]
+        blank = torch.zeros(known.numel(), rows.shape[1], dtype=torch.uint8)
+        blank[:, :8] = known.reshape(-1, 1).view(torch.uint8)
+        original(store, table, known, blank)
+        raise
+
+
 PLANTED = (
+    PlantedBug(
+        "half_a_batch_before_memory_ran_out",
+        "What was written before an allocation failed stays.",
+        ("KV-121",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore._write", _in_two_batches),
+    ),
+    PlantedBug(
+        "row_cleared_before_memory_ran_out",
+        "A row that a failing load was about to replace is left blank.",
+        ("KV-122",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore._write_rows", _zeroed_by_failure),
+    ),
     in_store(
         "probes_end_early",
         "Of ids that share their low bits only so many are found.",
