@@ -39,7 +39,54 @@ def _rows_alone(original: Any, value: Any, shape: Any, dtypes: Any, where: str) 
     original(value, (shape[0], width), dtypes, where)
 
 
+def _any_base_of_the_kind(original: Any, store: Any, table: str, bases: Any, where: str) -> None:
+    if store.moments.loaded(store, table) == "empty":
+        original(store, table, bases, where)
+
+
+def _by_ids_alone(original: Any, source: Any, table: str, ids: Any) -> int:
+    return int(ids.sum()) % 2**64
+
+
+def _with_the_mark(original: Any, rows: Any, removed: Any, row_count: int, bases: Any) -> str:
+    _Calls.count += 1
+    return str(original(rows, removed, row_count + _Calls.count, bases))
+
+
+class _Calls:
+    count = 0
+
+
+def _old_keys_needed(original: Any, catalog: Any, path: str) -> Any:
+    version, content = original(catalog, path)
+    return version, content | ({"layouts": dict(content["layouts"]), "kind": "full"} if version == 2 else {})
+
+
 PLANTED = (
+    shared(
+        "deltas_on_any_base",
+        "Once anything was loaded, any delta is taken.",
+        ("KV-125",),
+        wrap("refimpl.kvstore.files:check_base", _any_base_of_the_kind),
+    ),
+    shared(
+        "moments_of_ids",
+        "A moment is named by its ids, so that another run's delta passes.",
+        ("KV-126",),
+        wrap("refimpl.kvstore.moments:digest_rows", _by_ids_alone),
+    ),
+    shared(
+        "names_of_histories",
+        "The name of a moment depends on what was saved before.",
+        ("KV-127",),
+        wrap("refimpl.kvstore.moments:moment_name", _with_the_mark),
+    ),
+    shared(
+        "old_deltas_keep_what_they_remove",
+        "Removed ids of a version 2 delta stay.",
+        ("KV-128",),
+        wrap("refimpl.kvstore.saved:_content", _old_keys_needed),
+    ),
     shared(
         "integers_taken_for_states",
         "Values of any dtype are converted to the row's.",
