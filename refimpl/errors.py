@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointExistsError",
     "ConfigError",
     "CorruptionError",
+    "DeltaBaseError",
     "DetachedStoreError",
     "DistributedError",
     "FormatError",
@@ -115,6 +116,10 @@ class CapacityError(TwinproofError, ValueError):
 
 class StoreClosedError(TwinproofError, RuntimeError):
     """A verb of a store or snapshot that was closed."""
+
+
+class DeltaBaseError(TwinproofError, ValueError):
+    """A delta whose base is not what the table was loaded from."""
 
 
 class DetachedStoreError(TwinproofError, RuntimeError):

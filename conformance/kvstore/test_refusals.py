@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,3 +188,34 @@ def test_flags(kvstore: Any) -> None:
     for flag, width in ((True, store.layout("t").row_bytes), (False, 6)):
         store.set_return_whole_row(flag)
         assert_equal(store.state_dict()["t.weight"].shape[1], width, where=f"return_whole_row={flag}")
+
+
+@requirement(
+    "KV-129",
+    "Options MUST be taken by name alone: a call that gives one by position is refused and changes nothing.",
+)
+def test_options_by_position(kvstore: Any, tmp_path: Path) -> None:
+    layouts, ids = {"t": kvstore.RowLayout(6)}, ids_of([1, 2])
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2, 3], 4))
+    before, policy = contents(store), kvstore.EvictionPolicy.count(100)
+    calls: dict[str, Callable[[], Any]] = {
+        "KVStore": lambda: kvstore.KVStore(layouts, 4),
+        "KVStore with two": lambda: kvstore.KVStore(layouts, True, False),
+        "get": lambda: store.get("t", ids, torch.zeros(2, 6)),
+        "get_rows": lambda: store.get_rows("t", ids, 16),
+        "set": lambda: store.set("t", ids, torch.zeros(2, 6), 1),
+        "start_eviction": lambda: store.start_eviction("t", policy),
+        "evict": lambda: store.evict("t", policy),
+        "state_dict": lambda: store.state_dict(kvstore.Buckets(2)),
+        "load_state_dict": lambda: store.load_state_dict({}, True),
+        "BackgroundEvictor": lambda: kvstore.BackgroundEvictor(store, "t", 1),
+        "KVTensor": lambda: kvstore.KVTensor(store, ids, "row", False, "t"),
+        "save": lambda: kvstore.save(store, tmp_path / "ck", kvstore.Buckets(2)),
+        "load": lambda: kvstore.load(store, tmp_path / "ck", True),
+    }
+    for name, call in calls.items():
+        with raises(TypeError, where=name):
+            call()
+        assert_contents(store, before, where=name)
+    assert_equal(list(tmp_path.iterdir()), [], where="nothing is saved")

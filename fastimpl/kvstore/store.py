@@ -135,6 +135,10 @@ class KVStore(_NativeSource, KVStoreBase):
             raise ConfigError("not a number of rows", got=row_count, expected="an int >= 0", where="row_count")
         self._change(table, self._handle.reserve, row_count)
 
+    def fail_allocations(self, table: str, after_count: int) -> None:
+        """For tests: the table's allocation after ``after_count`` more fails, and every later one; -1 ends it."""
+        self._call(table, self._handle.fail_after, after_count)
+
     def stats(self) -> StoreStats:
         counts, snapshot_count = self._call(self.tables[0], lambda index: self._handle.stats())
         rows, blocks, row_bytes, held_bytes, map_bytes, evicted = counts.reshape(-1, 6).sum(dim=0).tolist()

@@ -15,6 +15,7 @@ from refimpl.kvstore.checks import check_count, check_ids, check_matrix, check_r
 from refimpl.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions
 from refimpl.kvstore.eviction import EvictionRound
 from refimpl.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, as_bytes, unpack_header
+from refimpl.kvstore.moments import Moments
 from refimpl.kvstore.primitives import RowStore
 from refimpl.kvstore.state import load_state_dict, state_dict
 from refimpl.optimizers import Hyper
@@ -83,6 +84,7 @@ class KVStoreBase(RowStore):
         )
         self.return_whole_row = False
         self.set_return_whole_row(return_whole_row)
+        self.moments = Moments()
         self._listeners: tuple[Callable[[str], None], ...] = ()
         self._open()
 
@@ -277,7 +279,8 @@ class KVStoreBase(RowStore):
 
         Raises:
             MissingKeyError: names that are not there. CorruptionError: keys and ids disagree, or an id stands twice.
-            ConfigError, ShapeError: other widths, numbers or optimizers.
+            ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
+            states or metadata. CapacityError: more rows than a table may hold.
         """
         return load_state_dict(self, state, weights_only=weights_only, tables=tables)
 

@@ -21,6 +21,8 @@ from refimpl.kvstore.base import KVStoreBase
 from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket
 from refimpl.kvstore.convert import check_convertible, convert_rows
 from refimpl.kvstore.lazy import LazyRows, dense_rows
+from refimpl.kvstore.moments import Part, check_base, named, note_load, part_of
+from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.saved import SavedRows, content_metadata, read_range
 from refimpl.kvstore.state import gathered, place_rows, rank_and_world
 from refimpl.kvstore.views import KVTensor
@@ -114,15 +116,18 @@ def save_with(
     started = time.perf_counter()
     with store.snapshot() as source:
         mark = source.mark()
-        state, counts, deleted = _planned(store, source, chosen, since, form, process_group, chunk_rows, sort_ids)
+        state, counts, deleted, moments, bases = _planned(
+            store, source, chosen, since, form, process_group, chunk_rows, sort_ids
+        )
         planned = time.perf_counter()
         kind = "full" if since is None else "delta"
-        metadata = content_metadata(store.options.rows, chosen, kind, form)
+        metadata = content_metadata(store.options.rows, chosen, kind, form, moments, bases)
         metadata |= writer_options.pop("metadata", None) or {}
         with writer_class(path, metadata=metadata, **writer_options) as writer, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             alone = rank_and_world(process_group)[1] == 1
             dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
+    store.moments.note(mark, moments)
     phases = {"plan": planned - started, "write": time.perf_counter() - planned}
     return SaveReport(counts, deleted, mark, phases)
 
@@ -136,40 +141,43 @@ def _planned(
     process_group: Any,
     chunk_rows: int | None,
     sort_ids: Any,
-) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
+) -> tuple[dict[str, Any], dict[str, int], dict[str, int], dict[str, str], dict[str, tuple[str, ...]]]:
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     deleted: dict[str, torch.Tensor] = {}
 
-    def local_counts() -> dict[str, tuple[int, int]]:
+    def local_parts() -> dict[str, Part]:
         for table in store.tables:
             ids, gone = (source.ids(table), None) if since is None else source.changes(table, since)
             total, mode, size = buckets.total_count, buckets.hash_mode, buckets.bucket_size
             sorted_ids[table] = sort_ids(ids, begin, end, total, hash_mode=mode, bucket_size=size)
             if gone is not None:
                 deleted[table] = gone
-        return {t: (ids.shape[0], deleted[t].numel() if deleted else 0) for t, (ids, _) in sorted_ids.items()}
+        return {t: part_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()}
 
-    by_rank = gathered(local_counts, process_group)
+    by_rank = gathered(local_parts, process_group)
     state: dict[str, Any] = {}
     for table, (ids, counts) in sorted_ids.items():
         views = ("row",) if form == "rows" else ("weight", "metadata", *source.layout(table).state_slots)
         names = {"row": "rows"}
         rows: dict[str, LazyRows] = {
-            f"{table}.{names.get(view, view)}": KVTensor.over(source, ids[:, 0], view, table=table, chunk_rows=chunk_rows)
+            f"{table}.{names.get(view, view)}": KVTensor.over(
+                source, ids[:, 0], view, table=table, chunk_rows=chunk_rows
+            )
             for view in views
         }
         rows[f"{table}.ids"] = dense_rows(ids[:, 0])
-        place_rows(list(rows.values()), [found[table][0] for found in by_rank], rank)
+        place_rows(list(rows.values()), [found[table].row_count for found in by_rank], rank)
         rows[f"{table}.bucket_counts"] = dense_rows(counts[:, 0])
         rows[f"{table}.bucket_counts"].place(buckets.total_count, begin)
         if deleted:
             rows[f"{table}.deleted"] = dense_rows(deleted[table])
-            place_rows([rows[f"{table}.deleted"]], [found[table][1] for found in by_rank], rank)
+            place_rows([rows[f"{table}.deleted"]], [found[table].deleted_count for found in by_rank], rank)
         state |= rows
     row_counts = {table: ids.shape[0] for table, (ids, _) in sorted_ids.items()}
-    return state, row_counts, {table: deleted[table].numel() if deleted else 0 for table in store.tables}
+    deleted_counts = {table: deleted[table].numel() if deleted else 0 for table in store.tables}
+    return state, row_counts, deleted_counts, *named(store, by_rank, since)
 
 
 def load(
@@ -184,9 +192,12 @@ def load(
 ) -> LoadReport:
     """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay.
 
-    A delta replaces its rows and removes its deleted ids; apply deltas in the order in which they were saved.
+    A delta replaces its rows and removes its deleted ids. It loads only into tables whose last load was its base: the
+    full save or delta whose mark it was given as ``since``. One that names no base (its store was at that mark neither
+    saved nor loaded, or the format is older) loads anywhere: apply such deltas in the order in which they were saved.
     Timestamps and counts come from the file. The world may have another size than the one that saved. Every row is
-    checked before the first is written; values of other dtypes are rounded to nearest even.
+    checked before the first is written; values of other dtypes are rounded to nearest even. In a table with a capacity
+    the load is one batch: rows that it does not list make room for it.
 
     Args:
         store: the store; it must have the same tables, or a part of them named by ``tables``.
@@ -199,7 +210,8 @@ def load(
 
     Raises:
         FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting itself.
-        MissingKeyError: a table that is not there. ConfigError: other layouts. FileNotFoundError.
+        MissingKeyError: a table that is not there. ConfigError: other layouts. CapacityError: more rows than a table
+            may hold. DeltaBaseError: a delta on another base. FileNotFoundError.
     """
     return load_with(
         read_range,
@@ -236,19 +248,28 @@ def load_with(
     begin, end = rank_buckets(saved.buckets.total_count, world_size, rank) if owned is None else owned
     if not 0 <= begin <= end <= saved.buckets.total_count:
         raise ConfigError("not a range of buckets", got=(begin, end), expected=saved.buckets.total_count, where="owned")
-    gone = {}
+    gone, listed = {}, {}
     for table in names:
         check_convertible(
             saved.saved_table(table).layout, store.layout(table), weights_only=weights_only, where=f"{path}: {table}"
         )
+        check_base(store, table, saved.bases.get(table, ()), f"{path}: {table}")
         removed = saved.deleted(table)
         found = bucket_of(removed, saved.buckets)
         gone[table] = removed[(found >= begin) & (found < end)]
-        for _ in saved.chunks(table, begin, end, chunk_rows):
-            pass
-    checked = time.perf_counter()
-    counts = {table: _apply(store, saved, table, begin, end, chunk_rows, weights_only) for table in names}
+        first, behind = saved.saved_table(table).rows_of(begin, end)
+        check_room(store, table, behind - first)
+        limited = store.options.capacities[table] is not None
+        listed[table] = [ids for ids, _ in saved.chunks(table, begin, end, chunk_rows) if limited]
+    checked, mark = time.perf_counter(), store.mark()
+    for table in names:
+        store.moments.set_loaded(table, None)
+    # What a delta removes goes first: it may be what makes room.
     deleted = {table: store.delete(table, ids) for table, ids in gone.items()}
+    for table, chunks in listed.items():
+        make_room(store, table, torch.cat([torch.zeros(0, dtype=torch.int64), *chunks]))
+    counts = {table: _apply(store, saved, table, begin, end, chunk_rows, weights_only) for table in names}
+    note_load(store, saved, names, counts, mark, weights_only)
     return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
 
 

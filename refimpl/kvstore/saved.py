@@ -9,8 +9,8 @@ On disk, for each table, rows in bucket order and ids ascending inside a bucket:
     {table}.bucket_counts  I64 [B]                from version 2
     {table}.deleted        I64 [M]                deltas only
 
-``__metadata__`` has ``kvstore.version`` and ``kvstore.content`` (JSON). Version 1 had one bucket, no deltas and only
-the form "rows".
+``__metadata__`` has ``kvstore.version`` and ``kvstore.content`` (JSON). Version 2 named no moments and no bases;
+version 1 had one bucket, no deltas and only the form "rows".
 """
 
 from __future__ import annotations
@@ -36,19 +36,28 @@ from refimpl.kvstore.views import check_keys, view_slice
 __all__ = ["CONTENT_KEY", "FORMAT_VERSION", "VERSION_KEY", "SavedRows", "SavedTable", "content_metadata"]
 
 VERSION_KEY, CONTENT_KEY = "kvstore.version", "kvstore.content"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 KINDS, FORMS = ("full", "delta"), ("rows", "separate")
 
 ReadRange = Callable[[Catalog, str, int, int], torch.Tensor]
 
 
-def content_metadata(layouts: dict[str, RowLayout], buckets: Buckets, kind: str, form: str) -> dict[str, str]:
-    """The two entries of ``__metadata__``."""
+def content_metadata(
+    layouts: dict[str, RowLayout],
+    buckets: Buckets,
+    kind: str,
+    form: str,
+    moments: dict[str, str],
+    bases: dict[str, tuple[str, ...]],
+) -> dict[str, str]:
+    """The two entries of ``__metadata__``; ``moments`` and ``bases`` by table, without those that have no name."""
     content = {
+        "bases": {table: list(names) for table, names in bases.items() if names},
         "buckets": [buckets.total_count, buckets.hash_mode, buckets.bucket_size],
         "form": form,
         "kind": kind,
         "layouts": {table: json.loads(layout.to_json()) for table, layout in layouts.items()},
+        "moments": moments,
     }
     return {
         VERSION_KEY: str(FORMAT_VERSION),
@@ -100,6 +109,8 @@ class SavedRows(RowSource):
             total, mode, size = content.get("buckets", [1, "interleave", None])
             self.buckets = Buckets(total, mode, size)
             self.kind, self.form = content.get("kind", "full"), content.get("form", "rows")
+            self.moments = {str(table): str(name) for table, name in content.get("moments", {}).items()}
+            self.bases = {str(table): tuple(map(str, names)) for table, names in content.get("bases", {}).items()}
             layouts = {name: RowLayout.from_json(json.dumps(value)) for name, value in content["layouts"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError("not the content of a saved store", got=str(error)[:200], where=self.path) from None

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from refimpl.checkpoint.outcome import raise_first
-from refimpl.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError
+from refimpl.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError, UnsupportedError
 from refimpl.kvstore.buckets import Buckets, rank_buckets, sort_ids_by_bucket
 from refimpl.kvstore.checks import check_ids
 from refimpl.kvstore.convert import assemble_rows, check_convertible, convert_rows
 from refimpl.kvstore.layout import RowLayout
 from refimpl.kvstore.lazy import LazyRows, dense_rows
 from refimpl.kvstore.reading import RowSource
+from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.views import KVTensor, check_keys
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 
 LOAD_CHUNK_ROWS = 65536
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rank_and_world(process_group: Any) -> tuple[int, int]:
@@ -124,28 +126,40 @@ def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weigh
     if missing:
         raise MissingKeyError("names are not in the state dict", got=missing, where=table)
     weight, ids = state[f"{table}.weight"], _flat(state[f"{table}.weight_id"], table)
+    if not isinstance(weight, torch.Tensor):
+        raise UnsupportedError("not a tensor", got=type(weight).__name__, where=f"{table}.weight")
     if torch.unique(ids).numel() != ids.numel():
         raise CorruptionError("an id stands twice", got=f"{ids.numel()} ids", where=f"{table}.weight_id")
     if weight.dim() != 2 or weight.shape[0] != ids.numel():
         raise ShapeError("ids and rows differ in number", got=tuple(weight.shape), expected=ids.numel(), where=table)
     if weight.dtype is torch.uint8:
         layout = _row_layout(store, table, weight)
+        _check_values(weight, (ids.numel(), weight.shape[1]), (torch.uint8,), f"{table}.weight")
         check_convertible(layout, target, weights_only=weights_only, where=table)
         return _Incoming(ids, weight, layout, None, {})
-    if weight.shape[1] != target.embedding_dim or not weight.dtype.is_floating_point:
-        raise ShapeError("not weights of this table", got=(tuple(weight.shape), weight.dtype), where=f"{table}.weight")
+    _check_values(weight, (ids.numel(), target.embedding_dim), _FLOATS, f"{table}.weight")
     states = {name: state[f"{table}.{name}"] for name in target.state_slots if f"{table}.{name}" in state}
     if not weights_only and len(states) < len(target.state_slots):
         absent = sorted(set(target.state_slots) - set(states))
         raise MissingKeyError("optimizer states are missing; weights_only=True loads without", got=absent, where=table)
     for name, value in states.items():
-        expected = (ids.numel(), target.state_slots[name].count)
-        if tuple(value.shape) != expected:
-            raise ShapeError("another shape than expected", got=tuple(value.shape), expected=expected, where=name)
+        _check_values(value, (ids.numel(), target.state_slots[name].count), _FLOATS, f"{table}.{name}")
     metadata = state.get(f"{table}.metadata")
-    if metadata is not None and (metadata.shape[0] != ids.numel() or metadata.dtype is not torch.int64):
-        raise ShapeError("not metadata of these ids", got=tuple(metadata.shape), where=f"{table}.metadata")
+    if metadata is not None:
+        _check_values(metadata, (ids.numel(), 1), (torch.int64,), f"{table}.metadata")
     return _Incoming(ids, weight, None, metadata, {} if weights_only else states)
+
+
+def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], where: str) -> None:
+    """Demand a tensor, lazy or strided any way, that converts to what the row holds. ShapeError, UnsupportedError."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError("not a tensor", got=type(value).__name__, where=where)
+    if value.dtype not in dtypes:
+        raise UnsupportedError("not a dtype of these values", got=value.dtype, expected=dtypes, where=where)
+    if tuple(value.shape) != shape:
+        raise ShapeError("another shape than expected", got=tuple(value.shape), expected=shape, where=where)
+    if value.device.type != "cpu":
+        raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
 
 
 def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayout:
@@ -160,7 +174,7 @@ def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayo
 
 def _flat(ids: torch.Tensor, table: str) -> torch.Tensor:
     plain = ids.full_tensor() if isinstance(ids, LazyRows) else ids
-    return check_ids(plain.reshape(-1), f"{table}.weight_id")
+    return check_ids(plain.reshape(-1) if isinstance(plain, torch.Tensor) else plain, f"{table}.weight_id")
 
 
 def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -191,8 +205,10 @@ def load_state_dict(
     names = store.tables if tables is None else tables
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
+        check_room(store, table, incoming.ids.numel())
         _check(incoming, table)
     for table, incoming in found.items():
+        make_room(store, table, incoming.ids)
         for start, length in incoming.chunks():
             store._write_rows(
                 table,

@@ -61,25 +61,32 @@ def _first_wins(
     original(store, table, ids.flip(0), values.flip(0), begin, now, visit=visit)
 
 
-def _leaking_twins(
+def _twins(
     original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
 ) -> None:
     new = ids[missing(store, table, ids)]
     original(store, table, ids, values, begin, now, visit=visit)
-    leaked = store.__dict__.get("_planted_leaked", 0)
-    store.__dict__["_planted_leaked"] = leaked + new.numel() - torch.unique(new).numel()
+    found, counts = torch.unique(new, return_counts=True)
+    twins = found[counts > 1] ^ _HIDDEN
+    # A row of its own, under a key that is never listed.
+    blank = torch.zeros(twins.numel(), values.shape[1], dtype=torch.uint8)
+    original(store, table, twins, blank, begin, now, visit=visit)
 
 
-def _with_leaked(original: Any, store: Any) -> Any:
-    stats = original(store)
-    fields = vars(stats) | {"block_count": stats.block_count + store.__dict__.get("_planted_leaked", 0)}
-    return type(stats)(**fields)
+def _twins_hidden(original: Any, store: Any, table: str, begin: int, last: int) -> torch.Tensor:
+    found: torch.Tensor = original(store, table, begin, last)
+    return found[found.abs() < _HIDDEN // 2]
 
 
 @contextmanager
 def _leak() -> Iterator[None]:
-    with everywhere("KVStore._write", _leaking_twins)(), everywhere("KVStore.stats", _with_leaked)():
+    with everywhere("KVStore._write", _twins)(), everywhere("KVStore._ids", _twins_hidden)():
         yield
+
+
+def _second_position(original: Any, store: Any, layouts: Any, *positional: Any, **options: Any) -> None:
+    names = ("optimizer_in_row", "return_whole_row", "num_shards")
+    original(store, layouts, **dict(zip(names, positional, strict=False)), **options)
 
 
 def _negative_dropped(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -141,6 +148,7 @@ def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, 
     return rows
 
 
+_HIDDEN = 2**62
 VIEW_CHECK = "refimpl.kvstore.views:check_matrix"
 STATE_KEYS, FILE_KEYS = "refimpl.kvstore.state:check_keys", "refimpl.kvstore.saved:check_keys"
 
@@ -272,5 +280,12 @@ PLANTED = (
         ("KV-011",),
         "_read",
         _first_of_the_map,
+    ),
+    in_store(
+        "options_by_position",
+        "Options are taken by position, so that a caller of another version sets the wrong one (hazard 15).",
+        ("KV-129",),
+        "__init__",
+        _second_position,
     ),
 )

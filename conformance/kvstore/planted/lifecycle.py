@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import wrap
+from conformance.harness import PlantedBug, wrap
 from conformance.kvstore.planted.planting import in_store, reference, shared
 
 
@@ -60,14 +60,14 @@ def _slice_twice(original: Any, round_: Any) -> bool:
     return more
 
 
-def _kept_memory(original: Any, store: Any) -> Any:
-    stats = original(store)
-    peak = store.__dict__["_planted_peak"] = store.__dict__.get("_planted_peak", 0) + stats.row_bytes
-    return dataclasses.replace(stats, allocated_bytes=peak)
+def _kept_rows(original: Any, store: Any, table: str, ids: torch.Tensor) -> int:
+    # A snapshot that nobody has holds on to every row that goes.
+    store.__dict__.setdefault("_planted_snapshots", []).append(store.snapshot())
+    return int(original(store, table, ids))
 
 
-def _evicted_forgotten(original: Any, store: Any) -> Any:
-    return dataclasses.replace(original(store), evicted_count=0)
+def _last_one_stays(original: Any, store: Any, plan: Any, ids: torch.Tensor) -> int:
+    return int(original(store, plan, ids[:-1]))
 
 
 def _newest_go(
@@ -139,9 +139,8 @@ def _moved_by_growth(original: Any, store: Any, table: str, ids: torch.Tensor, b
     return rows
 
 
-def _greedy(original: Any, store: Any) -> Any:
-    stats = original(store)
-    return dataclasses.replace(stats, allocated_bytes=stats.allocated_bytes + 64 * (stats.row_count > 4500))
+def _half_the_room(original: Any, store: Any, table: str, row_count: Any) -> None:
+    original(store, table, row_count // 2 if type(row_count) is int else row_count)
 
 
 def _last_gradient(
@@ -215,11 +214,15 @@ PLANTED = (
         ("KV-060",),
         wrap("refimpl.kvstore.eviction:EvictionRound.step", _slice_twice),
     ),
-    in_store(
-        "freed_rows_not_reused", "Memory grows with every look at the counters.", ("KV-062",), "stats", _kept_memory
+    PlantedBug(
+        "freed_rows_not_reused",
+        "Rows that were deleted are kept, and new ones take more memory.",
+        ("KV-062",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore._delete", _kept_rows),
     ),
     in_store(
-        "evictions_not_counted", "Evicted rows are missing in the counters.", ("KV-063",), "stats", _evicted_forgotten
+        "last_row_of_a_slice_stays", "A slice leaves its last row out.", ("KV-063",), "_evict_some", _last_one_stays
     ),
     in_store("capacity_evicts_the_newest", "A full table loses its newest rows.", ("KV-090",), "_write", _newest_go),
     in_store(
@@ -256,7 +259,13 @@ PLANTED = (
     in_store(
         "row_lost_by_growth", "A row is not found after the table has grown.", ("KV-071",), "_read", _moved_by_growth
     ),
-    in_store("reserve_one_row_short", "A reserved table allocates before it is full.", ("KV-072",), "stats", _greedy),
+    PlantedBug(
+        "reserve_half_the_room",
+        "A reserved table allocates before it is full.",
+        ("KV-072",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore.reserve", _half_the_room),
+    ),
     in_store(
         "duplicate_gradients_overwrite",
         "Of duplicate gradients the last one counts.",

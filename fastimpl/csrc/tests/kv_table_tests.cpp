@@ -235,6 +235,16 @@ void rows_cross_chunks() {
   check(0);
 }
 
+// One shard that grew: its segments differ in depth, and each is given back once.
+void uneven_maps_are_given_back() {
+  Table table(format_of(1, false), 1);
+  std::vector<int64_t> keys(100000);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i * i);
+  const std::vector<float> values(keys.size(), 1.0F);
+  write_values(table, threads(1), keys.data(), 100000, reinterpret_cast<const uint8_t*>(values.data()), {kHeaderBytes, 20}, true, {1, 1});
+  require(table.rows.map_bytes() > 64 * 1024 * 8, "the map did not grow");
+}
+
 void reserved_tables_do_not_allocate() {
   Table table(format_of(4, false), 8);
   const int64_t count = 30000;
@@ -318,6 +328,7 @@ void kv_table_tests() {
   tables_match_a_dictionary();
   large_tables_grow_and_shrink();
   rows_cross_chunks();
+  uneven_maps_are_given_back();
   reserved_tables_do_not_allocate();
   readers_beside_writers_see_whole_rows();
 }

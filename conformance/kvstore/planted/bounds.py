@@ -1,0 +1,109 @@
+"""Faults that patterns of ids, huge batches and small chunks show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import PlantedBug, wrap
+from conformance.kvstore.planted.planting import in_store, shared
+
+_WRAP_BYTES = 2**32
+
+
+def _short_probes(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    # Ids are told apart by their place in a group of 64 that share their low bits.
+    places: dict[int, int] = {}
+    for position, key in enumerate(ids.tolist()):
+        group = key & 0xFFFF
+        places[group] = places.get(group, 0) + 1
+        if places[group] > 64:
+            rows[position] = 0
+    return rows
+
+
+def _wrapped_write(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    fits = max(1, _WRAP_BYTES // values.shape[1])
+    original(store, table, ids[:fits], values[:fits], begin, now, visit=visit)
+    if ids.numel() > fits:
+        original(store, table, ids[fits:], values[: ids.numel() - fits], begin, now, visit=visit)
+
+
+def _wrapped_read(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int, out: Any) -> Any:
+    fits = max(1, _WRAP_BYTES // max(1, end - begin))
+    original(store, table, ids[:fits], begin, end, out[:fits])
+    if ids.numel() > fits:
+        original(store, table, ids[fits:], begin, end, out[: ids.numel() - fits])
+    return out
+
+
+def _one_piece(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    return original(saved, table, begin, end, 1 << 30)
+
+
+def _in_two_batches(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    half = ids.numel() // 2
+    original(store, table, ids[:half], values[:half].contiguous(), begin, now, visit=visit)
+    original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
+
+
+def _zeroed_by_failure(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    try:
+        original(store, table, ids, rows)
+    except MemoryError:
+        known = ids[store._find(table, ids)][:1]
+        blank = torch.zeros(known.numel(), rows.shape[1], dtype=torch.uint8)
+        blank[:, :8] = known.reshape(-1, 1).view(torch.uint8)
+        original(store, table, known, blank)
+        raise
+
+
+PLANTED = (
+    PlantedBug(
+        "half_a_batch_before_memory_ran_out",
+        "What was written before an allocation failed stays.",
+        ("KV-121",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore._write", _in_two_batches),
+    ),
+    PlantedBug(
+        "row_cleared_before_memory_ran_out",
+        "A row that a failing load was about to replace is left blank.",
+        ("KV-122",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore._write_rows", _zeroed_by_failure),
+    ),
+    in_store(
+        "probes_end_early",
+        "Of ids that share their low bits only so many are found.",
+        ("KV-117",),
+        "_read",
+        _short_probes,
+    ),
+    in_store(
+        "write_offset_of_32_bits",
+        "The place of a row in the batch that is written is cut to 32 bits (hazard 10).",
+        ("KV-118",),
+        "_write",
+        _wrapped_write,
+    ),
+    PlantedBug(
+        "read_offset_of_32_bits",
+        "The place of a row in the batch that is read is cut to 32 bits (hazard 10).",
+        ("KV-119",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.store:KVStore._read_into", _wrapped_read),
+    ),
+    shared(
+        "load_in_one_piece",
+        "A load takes a whole table in hand at once (the double memory of torchrec 3148).",
+        ("KV-120",),
+        wrap("refimpl.kvstore.saved:SavedRows.chunks", _one_piece),
+    ),
+)

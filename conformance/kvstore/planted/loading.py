@@ -1,0 +1,121 @@
+"""Faults in loads: room that is not looked for, bases that are not compared, dtypes that are taken as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import wrap
+from conformance.kvstore.planted.planting import exported, shared
+from refimpl.kvstore.saved import SavedRows
+
+
+def _nothing(original: Any, *arguments: Any) -> None:
+    return None
+
+
+def _removed_afterwards(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    gone = {table: SavedRows(path).deleted(table) for table in SavedRows(path).tables}
+    with wrap("refimpl.kvstore.base:KVStoreBase.delete", _kept(gone)):
+        report = original(store, path, **options)
+    for table, ids in gone.items():
+        store.delete(table, ids)
+    return report
+
+
+def _kept(gone: dict[str, Any]) -> Any:
+    def around(original: Any, store: Any, table: str, ids: Any) -> int:
+        listed = gone.get(table)
+        return 0 if listed is not None and ids.equal(listed) else int(original(store, table, ids))
+
+    return around
+
+
+def _any_dtype(original: Any, value: Any, shape: Any, dtypes: Any, where: str) -> None:
+    original(value, shape, (*dtypes, getattr(value, "dtype", None)), where)
+
+
+def _rows_alone(original: Any, value: Any, shape: Any, dtypes: Any, where: str) -> None:
+    width = value.shape[1] if getattr(value, "dim", int)() == 2 else shape[1]
+    original(value, (shape[0], width), dtypes, where)
+
+
+def _any_base_of_the_kind(original: Any, store: Any, table: str, bases: Any, where: str) -> None:
+    if store.moments.loaded(store, table) == "empty":
+        original(store, table, bases, where)
+
+
+def _by_ids_alone(original: Any, source: Any, table: str, ids: Any) -> int:
+    return int(ids.sum()) % 2**64
+
+
+def _with_the_mark(original: Any, rows: Any, removed: Any, row_count: int, bases: Any) -> str:
+    _Calls.count += 1
+    return str(original(rows, removed, row_count + _Calls.count, bases))
+
+
+class _Calls:
+    count = 0
+
+
+def _old_keys_needed(original: Any, catalog: Any, path: str) -> Any:
+    version, content = original(catalog, path)
+    return version, content | ({"layouts": dict(content["layouts"]), "kind": "full"} if version == 2 else {})
+
+
+PLANTED = (
+    shared(
+        "deltas_on_any_base",
+        "Once anything was loaded, any delta is taken.",
+        ("KV-125",),
+        wrap("refimpl.kvstore.files:check_base", _any_base_of_the_kind),
+    ),
+    shared(
+        "moments_of_ids",
+        "A moment is named by its ids, so that another run's delta passes.",
+        ("KV-126",),
+        wrap("refimpl.kvstore.moments:digest_rows", _by_ids_alone),
+    ),
+    shared(
+        "names_of_histories",
+        "The name of a moment depends on what was saved before.",
+        ("KV-127",),
+        wrap("refimpl.kvstore.moments:moment_name", _with_the_mark),
+    ),
+    shared(
+        "old_deltas_keep_what_they_remove",
+        "Removed ids of a version 2 delta stay.",
+        ("KV-128",),
+        wrap("refimpl.kvstore.saved:_content", _old_keys_needed),
+    ),
+    shared(
+        "integers_taken_for_states",
+        "Values of any dtype are converted to the row's.",
+        ("KV-115",),
+        wrap("refimpl.kvstore.state:_check_values", _any_dtype),
+    ),
+    shared(
+        "only_rows_are_counted",
+        "Values of another width than the row's are found when they are written.",
+        ("KV-116",),
+        wrap("refimpl.kvstore.state:_check_values", _rows_alone),
+    ),
+    shared(
+        "capacity_met_on_the_way",
+        "A load looks at the capacity chunk by chunk.",
+        ("KV-112",),
+        wrap("refimpl.kvstore.files:check_room", _nothing),
+    ),
+    shared(
+        "chunks_evict_each_other",
+        "A later chunk of a load evicts the rows of an earlier one.",
+        ("KV-113",),
+        wrap("refimpl.kvstore.files:make_room", _nothing),
+    ),
+    exported(
+        "removals_after_writes",
+        "A delta's removals come after its rows, so that a full table loses others.",
+        ("KV-114",),
+        "load",
+        _removed_afterwards,
+    ),
+)

@@ -1,0 +1,147 @@
+"""B. Memory that cannot be had: every allocation of every verb fails once, and nothing has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.folders import save
+from conformance.kvstore.support import Clock, assert_bits, ids_of, random_rows, store_of, weights_of
+from refimpl.errors import TwinproofError
+
+ROWS, NEW = 600, 3000
+
+
+def filled(kvstore: Any) -> Any:
+    """A store of 600 rows that tracks its changes."""
+    store = store_of(kvstore, kvstore.RowLayout(6, optimizer="adagrad"), track_changes=True, clock=Clock())
+    store.set("t", ids_of(range(ROWS)), weights_of(store, ROWS, 1))
+    return store
+
+
+def image(store: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and rows of the table; thousands of rows are looked at hundreds of times here."""
+    ids = store.ids("t")
+    return ids, store.get_rows("t", ids)
+
+
+def assert_image(store: Any, expected: tuple[torch.Tensor, torch.Tensor], where: str) -> None:
+    """Demand exactly these rows."""
+    found = image(store)
+    assert_bits(found[0], expected[0], where=f"{where}: ids")
+    assert_bits(found[1], expected[1], where=f"{where}: rows")
+
+
+def verbs(kvstore: Any) -> dict[str, Callable[[Any], Any]]:
+    """Everything that writes, with batches that make the table grow."""
+    ids, like = ids_of(range(-20, NEW)), filled(kvstore)
+    weights, ones = weights_of(like, ids.numel(), 2), torch.ones(ids.numel(), 6)
+    rows = random_rows(like, range(5000, 5000 + NEW), 2)
+    whole = {"t.weight": rows, "t.weight_id": ids_of(range(5000, 5000 + NEW))}
+    return {
+        "set": lambda store: store.set("t", ids, weights),
+        "set_rows": lambda store: store.set_rows("t", rows),
+        "set_state": lambda store: store.set_state("t", "momentum1", ids, ones),
+        "set_scores": lambda store: store.set_scores("t", ids, torch.ones(ids.numel())),
+        "apply_gradients": lambda store: store.apply_gradients("t", ids, ones, 0.5),
+        "delete": lambda store: store.delete("t", ids_of(range(0, ROWS, 2))),
+        "clear": lambda store: store.clear("t"),
+        "evict": lambda store: store.evict("t", policy=kvstore.EvictionPolicy.count(2)),
+        "reserve": lambda store: store.reserve("t", 50_000),
+        "snapshot": lambda store: store.snapshot().close(),
+        "state_dict": lambda store: store.state_dict(),
+        "load_state_dict": lambda store: store.load_state_dict(whole),
+    }
+
+
+def check(store: Any, snapshot: Any, before: Any, where: str) -> None:
+    """Store, snapshot and counters are as they were."""
+    assert_image(store, before, where=where)
+    stats = store.stats()
+    assert_equal((stats.row_count, stats.block_count), (store.size("t"),) * 2, where=f"{where}: blocks")
+    if snapshot is not None:
+        assert_image(snapshot, before, where=f"{where}: snapshot")
+
+
+def failures_of(kvstore: Any, name: str, verb: Callable[[Any], Any], snapshots: int, expected: Any) -> int:
+    """Run the verb with its first, second, ... allocation failing until it has enough; how often it failed."""
+    for count in range(2000):
+        store, where = filled(kvstore), f"{name} beside {snapshots} snapshots, allocation {count}"
+        taken = [store.snapshot() for _ in range(snapshots)]
+        before = image(store)
+        store.fail_allocations("t", count)
+        try:
+            verb(store)
+        except MemoryError as error:
+            assert_equal(isinstance(error, TwinproofError), True, where=f"{where}: {type(error).__name__} is named")
+        else:
+            store.fail_allocations("t", -1)
+            assert_image(store, expected, where=where)
+            return count
+        store.fail_allocations("t", -1)
+        for snapshot in taken or [None]:
+            check(store, snapshot, before, where)
+        verb(store)
+        assert_image(store, expected, where=f"{where}, tried again")
+        for snapshot in taken:
+            assert_image(snapshot, before, where=f"{where}, tried again: snapshot")
+    raise AssertionError(f"{name} allocates without end")
+
+
+@requirement(
+    "KV-121",
+    "Where any allocation for rows, maps or snapshots fails, the verb MUST raise a named MemoryError and leave store, "
+    "snapshots and counters as they were, ready for another try.",
+    needs=("injected_allocation_failure",),
+)
+def test_failing_allocations(kvstore: Any) -> None:
+    failed = {}
+    for name, verb in verbs(kvstore).items():
+        done = filled(kvstore)
+        verb(done)
+        for snapshots in (0, 2):
+            failed[name, snapshots] = failures_of(kvstore, name, verb, snapshots, image(done))
+    # What allocates nothing proves nothing: growth and copies for snapshots do.
+    for name in ("set", "set_rows", "set_state", "apply_gradients", "reserve", "load_state_dict"):
+        assert_equal(failed[name, 0] > 0, True, where=f"{name} grows the table")
+    for name in ("set", "set_scores", "apply_gradients", "delete", "evict", "clear"):
+        assert_equal(failed[name, 2] > 0, True, where=f"{name} copies rows for a snapshot")
+
+
+@requirement(
+    "KV-122",
+    "Where an allocation fails within a load, each row MUST be the old one or the new one, the store MUST go on, and "
+    "loading again MUST complete it.",
+    needs=("injected_allocation_failure",),
+)
+def test_failing_load(kvstore: Any, tmp_path: Path) -> None:
+    source = filled(kvstore)
+    source.set_rows("t", random_rows(source, range(300, NEW), 4))
+    save(kvstore, source, tmp_path / "ck")
+    merged, count = filled(kvstore), 0
+    kvstore.load(merged, tmp_path / "ck")
+    while True:
+        store, where = filled(kvstore), f"allocation {count}"
+        old = image(store)
+        store.fail_allocations("t", count)
+        try:
+            kvstore.load(store, tmp_path / "ck", chunk_rows=500)
+        except MemoryError:
+            store.fail_allocations("t", -1)
+            ids, rows = image(store)
+            is_old = (rows == filled(kvstore).get_rows("t", ids)).all(dim=1) & torch.isin(ids, old[0])
+            is_new = (rows == source.get_rows("t", ids)).all(dim=1)
+            assert_equal(ids[~(is_old | is_new)].tolist(), [], where=f"{where}: rows that are neither old nor new")
+            assert_equal(torch.isin(old[0], ids).all().item(), True, where=f"{where}: no row is lost")
+            kvstore.load(store, tmp_path / "ck", chunk_rows=500)
+            assert_image(store, image(merged), f"{where}: loaded again")
+            count += 1
+        else:
+            break
+    assert_equal(count > 0, True, where="a load that grows the table allocates")
+    with raises(MemoryError, where="reserve"):
+        store.reserve("t", 2**32 - 16)

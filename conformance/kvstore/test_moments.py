@@ -1,0 +1,152 @@
+"""E. Deltas and their bases: a delta loads on the rows it was taken from, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.kvstore.folders import FILE, filled, fresh, save
+from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows, store_of, weights_of
+from refimpl.errors import DeltaBaseError
+
+
+def chain(kvstore: Any, folder: Path, length: int, **options: Any) -> tuple[Any, list[Path], list[Any]]:
+    """A store, its full save and deltas after it, and what it held at each."""
+    store = filled(kvstore, range(-4, 5), track_changes=True, **options)
+    paths, held = [folder / "full"], [contents(store)]
+    mark = save(kvstore, store, paths[0]).mark
+    for number in range(length):
+        store.set("a", ids_of([number, 50 + number]), weights_of(store, 2, number, "a"))
+        store.delete("b", ids_of([number]))
+        paths.append(folder / f"delta-{number}")
+        mark = save(kvstore, store, paths[-1], since=mark, form=["rows", "separate"][number % 2]).mark
+        held.append(contents(store))
+    return store, paths, held
+
+
+@requirement(
+    "KV-125",
+    "A delta MUST load where the last load was its base, and be refused by name anywhere else, the store staying as it "
+    "was: left-out, repeated and reordered deltas, and those of another run.",
+)
+@examples(20)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_order_of_deltas(kvstore: Any, tmp_path_factory: Any, order: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    _, paths, held = chain(kvstore, folder, 3)
+    store, at = fresh(kvstore), None
+    for step in order:
+        before, where = contents(store), f"{step} after {at}"
+        if step == 0:
+            # A full save replaces what it lists; start anew, so that it is all there is.
+            store = fresh(kvstore)
+        if step in (0, (at if at is not None else -9) + 1):
+            kvstore.load(store, paths[step])
+            at = step
+            assert_contents(store, held[step], where=where)
+        else:
+            with raises(DeltaBaseError, where=where):
+                kvstore.load(store, paths[step])
+            assert_contents(store, before, where=where)
+
+
+@requirement(
+    "KV-126",
+    "A delta of another run, whose rows differ, MUST be refused; one of a run that resumed from the base MUST load.",
+)
+def test_runs(kvstore: Any, tmp_path: Path) -> None:
+    _, paths, held = chain(kvstore, tmp_path / "one", 2)
+    other = filled(kvstore, range(-4, 5), track_changes=True)
+    other.set_rows("a", random_rows(other, [3], 77, "a"))
+    foreign = [tmp_path / "other-full", tmp_path / "other-delta"]
+    mark = save(kvstore, other, foreign[0]).mark
+    other.delete("a", ids_of([1]))
+    save(kvstore, other, foreign[1], since=mark)
+    store = fresh(kvstore)
+    with raises(DeltaBaseError, where="into an empty store"):
+        kvstore.load(store, paths[1])
+    assert_equal(contents(store), {"a": {}, "b": {}}, where="still empty")
+    kvstore.load(store, paths[0])
+    with raises(DeltaBaseError, where="another run's delta"):
+        kvstore.load(store, foreign[1])
+    assert_contents(store, held[0], where="after a refusal")
+    resumed = fresh(kvstore, track_changes=True)
+    for path in paths[:2]:
+        kvstore.load(resumed, path)
+    mark = resumed.mark()
+    resumed.set("b", ids_of([9]), weights_of(resumed, 1, 5, "b"))
+    save(kvstore, resumed, tmp_path / "resumed", since=mark)
+    kvstore.load(store, paths[1])
+    kvstore.load(store, tmp_path / "resumed")
+    assert_contents(store, contents(resumed), where="the delta of the run that resumed")
+    with raises(DeltaBaseError, where="what the first run did instead"):
+        kvstore.load(store, paths[2])
+
+
+@requirement(
+    "KV-127",
+    "Moments MUST have names that depend on contents alone: equal contents are equal bytes, with tracked changes too, "
+    "and a store that tracks nothing names nothing.",
+)
+def test_names(kvstore: Any, tmp_path: Path) -> None:
+    stores = [filled(kvstore, range(-4, 5), track_changes=True, num_shards=shards) for shards in (1, 8)]
+    for key in (3, -4, 0):
+        stores[1].set_rows("a", stores[0].get_rows("a", ids_of([key])))
+    for number, store in enumerate(stores):
+        save(kvstore, store, tmp_path / f"{number}", buckets=kvstore.Buckets(3))
+    assert_same_bytes(tmp_path / "1" / FILE, tmp_path / "0" / FILE, where="files of equal contents")
+    save(kvstore, filled(kvstore, range(-4, 5)), tmp_path / "plain", buckets=kvstore.Buckets(3))
+    found = {}
+    for name in ("0", "plain"):
+        raw = (tmp_path / name / FILE).read_bytes()
+        metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+        found[name] = json.loads(metadata["kvstore.content"])
+    assert_equal((found["plain"]["moments"], found["plain"]["bases"]), ({}, {}), where="nothing is tracked")
+    assert_equal((sorted(found["0"]["moments"]), found["0"]["bases"]), (["a", "b"], {}), where="a full save")
+
+
+@requirement(
+    "KV-128",
+    "Files of version 2, which name no moments, MUST load: a full one and a delta, assembled here byte by byte.",
+)
+def test_version_two(kvstore: Any, tmp_path: Path) -> None:
+    rows = [
+        bytes.fromhex("feffffffffffffff 05000000 02000080 0000803f 00000040 00004040 00008040"),
+        bytes.fromhex("0700000000000000 06000000 01000080 000080bf 000000c0 000040c0 000080c0"),
+    ]
+    layout = '{"embedding_dim":4,"optimizer":"none","state_dtypes":{},"weight_dtype":"float32"}'
+
+    def write(name: str, kind: str, row: list[bytes], counts: list[int], deleted: list[int] | None) -> Path:
+        content = f'{{"buckets":[2,"interleave",null],"form":"rows","kind":"{kind}","layouts":{{"t":{layout}}}}}'
+        number = len(row)
+        parts = [
+            ("t.rows", "U8", [number, 32], b"".join(row)),
+            ("t.ids", "I64", [number], b"".join(each[:8] for each in row)),
+            ("t.bucket_counts", "I64", [2], b"".join(count.to_bytes(8, "little") for count in counts)),
+        ]
+        if deleted is not None:
+            removed = b"".join(key.to_bytes(8, "little", signed=True) for key in deleted)
+            parts.append(("t.deleted", "I64", [len(deleted)], removed))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", "kvstore.content": content, "kvstore.version": "2"}}
+        at = 0
+        for tensor, dtype, shape, data in parts:
+            header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+            at += len(data)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(part[3] for part in parts))
+        return path
+
+    store = store_of(kvstore, kvstore.RowLayout(4))
+    kvstore.load(store, write("full", "full", rows, [1, 1], None))
+    assert_contents(store, {"t": {-2: rows[0], 7: rows[1]}}, where="full")
+    changed = rows[1][:16] + torch.full((4,), 9.0).numpy().tobytes()
+    kvstore.load(store, write("delta", "delta", [changed], [0, 1], [-2, 100]))
+    assert_contents(store, {"t": {7: changed}}, where="delta")

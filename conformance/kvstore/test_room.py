@@ -1,0 +1,93 @@
+"""E. Loads into tables with a capacity: one batch, whatever the chunks are; all of it or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.folders import save
+from conformance.kvstore.support import Clock, assert_contents, contents, ids_of, random_rows, store_of
+from refimpl.errors import CapacityError
+
+
+def aged(kvstore: Any, ages: dict[int, int], **options: Any) -> Any:
+    """A store with one row for each id, written at the given second."""
+    clock = Clock()
+    store = store_of(kvstore, clock=clock, **options)
+    for key, second in ages.items():
+        clock.now = second
+        store.set("t", ids_of([key]), torch.full((1, 6), float(key)))
+    return store
+
+
+@requirement(
+    "KV-112",
+    "A load of more rows than a table may hold MUST be refused before the first is written, in either form and from a "
+    "state dict, whatever the chunks are.",
+)
+def test_load_that_cannot_fit(kvstore: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("refimpl.kvstore.state.LOAD_CHUNK_ROWS", 2)
+    source = store_of(kvstore)
+    source.set_rows("t", random_rows(source, range(100, 109), 1))
+    full = aged(kvstore, {key: 10 + key for key in range(5)}, capacity=5)
+    before, stats = contents(full), full.stats()
+    for form in ("rows", "separate"):
+        save(kvstore, source, tmp_path / form, form=form)
+        for chunk in (1, 2, 5, 6, 9, 50):
+            with raises(CapacityError, where=f"{form} in chunks of {chunk}"):
+                kvstore.load(full, tmp_path / form, chunk_rows=chunk)
+            assert_contents(full, before, where=f"{form} in chunks of {chunk}")
+    for whole in (True, False):
+        source.set_return_whole_row(whole)
+        with raises(CapacityError, where=f"state dict, whole={whole}"):
+            full.load_state_dict(source.state_dict())
+        assert_contents(full, before, where=f"state dict, whole={whole}")
+    assert_equal(full.stats(), stats, where="counters")
+
+
+@requirement(
+    "KV-113",
+    "A load into a table with a capacity MUST keep every row that it lists, and of the others those that one write of "
+    "all its rows would keep, whatever the chunks are.",
+)
+@pytest.mark.parametrize("by", ["timestamp", "count"])
+def test_load_makes_room(kvstore: Any, tmp_path: Path, monkeypatch: Any, by: str) -> None:
+    options = {"capacity": 6, "eviction": kvstore.EvictionPolicy.count(1) if by == "count" else None}
+    # The listed rows are older than all others, so that a later chunk would rather evict an earlier one.
+    source, there = aged(kvstore, {7: 1, 8: 2, 9: 3, 2: 4}), {1: 50, 2: 60, 3: 40, 4: 55, 5: 45, 6: 65}
+    save(kvstore, source, tmp_path / "ck", buckets=kvstore.Buckets(3))
+    expected = aged(kvstore, there, **options)
+    expected.set("t", ids_of([6, 5]), torch.zeros(2, 6))
+    expected.set_rows("t", source.get_rows("t", source.ids("t")))
+    for chunk in (1, 2, 3, 4, 9):
+        monkeypatch.setattr("refimpl.kvstore.state.LOAD_CHUNK_ROWS", chunk)
+        for way in ("load", "load_state_dict"):
+            store = aged(kvstore, there, **options)
+            store.set("t", ids_of([6, 5]), torch.zeros(2, 6))
+            if way == "load":
+                kvstore.load(store, tmp_path / "ck", chunk_rows=chunk)
+            else:
+                source.set_return_whole_row(True)
+                store.load_state_dict(source.state_dict())
+            assert_contents(store, contents(expected), where=f"{way} in chunks of {chunk}")
+
+
+@requirement(
+    "KV-114",
+    "A delta MUST load into a full table where what it removes makes room for what it brings: nothing else goes.",
+)
+def test_removals_make_room(kvstore: Any, tmp_path: Path) -> None:
+    store = aged(kvstore, {key: 10 + key for key in range(5)}, track_changes=True)
+    save(kvstore, store, tmp_path / "full")
+    mark = store.mark()
+    store.delete("t", ids_of([3, 4]))
+    store.set_rows("t", random_rows(store, [70, 71], 1))
+    save(kvstore, store, tmp_path / "delta", since=mark)
+    other = store_of(kvstore, capacity=5)
+    kvstore.load(other, tmp_path / "full")
+    kvstore.load(other, tmp_path / "delta", chunk_rows=1)
+    assert_contents(other, contents(store), where="after the delta")

@@ -1,0 +1,71 @@
+"""D. State dicts that do not fit: every dtype, shape and kind of value is looked at before the first row is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.kvstore.support import WEIGHTS, assert_contents, contents, ids_of, random_rows, store_of
+from refimpl.errors import ShapeError, UnsupportedError
+
+DTYPES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
+NAMES = ("weight", "momentum1", "momentum2", "metadata")
+
+
+def separate(kvstore: Any, keys: list[int]) -> dict[str, Any]:
+    """A state dict in the separate form, plain tensors."""
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, keys, 1))
+    return {name: value.full_tensor() for name, value in store.state_dict().items()}
+
+
+@requirement(
+    "KV-115",
+    "A state dict whose weight, state or metadata is of a dtype that the row cannot take by rounding MUST be refused "
+    "by name, and leave the store as it was.",
+)
+@examples(40)
+@given(st.sampled_from(NAMES), st.sampled_from((*DTYPES, *WEIGHTS)), st.booleans())
+def test_dtypes(kvstore: Any, name: str, dtype: torch.dtype, weights_only: bool) -> None:
+    state, other = separate(kvstore, [1, 2, 3]), store_of(kvstore)
+    other.set_rows("t", random_rows(other, [2, 9], 5))
+    before, field = contents(other), f"t.{name}"
+    wrong = state | {field: torch.ones(state[field].shape).to(dtype)}
+    if dtype == (torch.int64 if name == "metadata" else dtype) and (name == "metadata" or dtype in WEIGHTS):
+        other.load_state_dict(wrong, weights_only=weights_only)
+        assert_equal(other.ids("t").tolist(), [1, 2, 3, 9], where=f"{field} as {dtype}")
+        return
+    with raises(UnsupportedError, mentions=[field], where=f"{field} as {dtype}"):
+        other.load_state_dict(wrong, weights_only=weights_only)
+    assert_contents(other, before, where=f"{field} as {dtype}")
+
+
+@requirement(
+    "KV-116",
+    "A state dict with values of another shape or device, or values that are no tensors, MUST be refused before the "
+    "first row is written.",
+)
+def test_shapes(kvstore: Any) -> None:
+    state, other = separate(kvstore, [1, 2, 3]), store_of(kvstore)
+    other.set_rows("t", random_rows(other, [2, 9], 5))
+    before = contents(other)
+    for name in (*NAMES, "weight_id"):
+        value = state[f"t.{name}"]
+        wrong = {
+            "a row less": value[:2],
+            "a row more": torch.cat([value, value[:1] + 100]),
+            "no tensor": value.tolist(),
+            "elsewhere": value.to("meta"),
+        }
+        if name != "weight_id":
+            wrong |= {"flat": value.reshape(-1), "wider": torch.cat([value, value], dim=1), "deeper": value[None]}
+        for how, values in wrong.items():
+            with raises((ShapeError, UnsupportedError), where=f"{name}: {how}"):
+                other.load_state_dict(state | {f"t.{name}": values})
+            assert_contents(other, before, where=f"{name}: {how}")
+    other.load_state_dict(state)
+    assert_equal(other.contains("t", ids_of([1, 2, 3])).tolist(), [True] * 3, where="the right one")
