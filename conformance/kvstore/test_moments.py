@@ -150,3 +150,46 @@ def test_version_two(kvstore: Any, tmp_path: Path) -> None:
     changed = rows[1][:16] + torch.full((4,), 9.0).numpy().tobytes()
     kvstore.load(store, write("delta", "delta", [changed], [0, 1], [-2, 100]))
     assert_contents(store, {"t": {7: changed}}, where="delta")
+
+
+def save_chain(rank: Any, path: str, total: int) -> None:
+    """Save this rank's buckets in full, and once more what changed."""
+    kvstore = rank.component("kvstore")
+    begin, end = kvstore.rank_buckets(total, rank.world_size, rank.rank)
+    mine = [key for key in range(-20, 20) if begin <= key % total < end]
+    store = store_of(kvstore, kvstore.RowLayout(6), track_changes=True)
+    store.set_rows("t", random_rows(store, mine, 1))
+    # Marks differ by rank, names do not.
+    for key in mine[: rank.rank + 1]:
+        store.set("t", ids_of([key]), weights_of(store, 1, 2))
+    buckets = kvstore.Buckets(total)
+    mark = save(kvstore, store, Path(path) / "full", buckets=buckets).mark
+    store.delete("t", ids_of(mine[:1]))
+    store.set("t", ids_of(mine[1:3]), weights_of(store, 2, 3))
+    save(kvstore, store, Path(path) / "delta", since=mark, buckets=buckets)
+
+
+def load_chain(rank: Any, path: str) -> dict[int, bytes]:
+    """What this rank loads of both."""
+    kvstore = rank.component("kvstore")
+    store = store_of(kvstore, kvstore.RowLayout(6))
+    kvstore.load(store, Path(path) / "full")
+    kvstore.load(store, Path(path) / "delta")
+    return contents(store)["t"]
+
+
+@requirement(
+    "KV-130",
+    "Ranks that save together MUST name their moments alike: a delta of W ranks loads on its base over W' ranks.",
+)
+def test_ranks_name_alike(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(save_chain, 2, str(tmp_path), 5)
+    alone = store_of(kvstore, kvstore.RowLayout(6))
+    with raises(DeltaBaseError, where="without its base"):
+        kvstore.load(alone, tmp_path / "delta")
+    kvstore.load(alone, tmp_path / "full")
+    kvstore.load(alone, tmp_path / "delta")
+    assert_equal(alone.size("t"), 38, where="rows after the delta")
+    parts = rank_pool.run(load_chain, 3, str(tmp_path))
+    union = {key: row for part in parts for key, row in part.items()}
+    assert_equal((sum(map(len, parts)), union), (38, contents(alone)["t"]), where="rows over three ranks")

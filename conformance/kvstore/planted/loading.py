@@ -53,6 +53,13 @@ def _with_the_mark(original: Any, rows: Any, removed: Any, row_count: int, bases
     return str(original(rows, removed, row_count + _Calls.count, bases))
 
 
+def _own_bases(original: Any, store: Any, by_rank: Any, since: Any) -> Any:
+    names, bases = original(store, by_rank, since)
+    if len(by_rank) == 1:
+        return names, bases
+    return names, dict.fromkeys(bases, ())
+
+
 class _Calls:
     count = 0
 
@@ -74,6 +81,12 @@ PLANTED = (
         "A moment is named by its ids, so that another run's delta passes.",
         ("KV-126",),
         wrap("refimpl.kvstore.moments:digest_rows", _by_ids_alone),
+    ),
+    shared(
+        "bases_of_ranks_lost",
+        "A save by several ranks does not name its base, because their marks differ.",
+        ("KV-130",),
+        wrap("refimpl.kvstore.files:named", _own_bases),
     ),
     shared(
         "names_of_histories",
