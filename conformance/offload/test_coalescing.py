@@ -89,3 +89,33 @@ def test_copies(offload: Any) -> None:
         twins.step()
         twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-224",
+    "States that are brought to the device and sent home again MUST keep what was written to them there, a replaced "
+    "one too; when none was replaced, in one copy for each chunk and direction.",
+    needs=PACK,
+)
+def test_written_meanwhile(offload: Any) -> None:
+    for replaced in (False, True):
+        with proven(late=True) as device:
+            twins = Twins(offload, device, params=[values((3, 5 + i % 7), i) for i in range(60)], chunk_bytes=16_384)
+            twins.step()
+            before = device.engine.copy_count
+            twins.offloader.to_device(twins.offloader.bundles)
+            for arm, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                for param in arm:
+                    optimizer.state[param]["exp_avg"].mul_(3)
+                if replaced:
+                    optimizer.state[arm[7]]["exp_avg"] = optimizer.state[arm[7]]["exp_avg"] + 1
+            twins.offloader.offload()
+            if not replaced:
+                moves = 2 * twins.offloader.stats().chunk_count
+                assert_equal(device.engine.copy_count - before, moves, where="copies there and back")
+            twins.offloader.settle()
+            assert_equal(twins.offloader.residency().device_bytes, 0, where="bytes left on the device")
+            twins.check()
+            twins.step()
+            twins.check()
+            twins.offloader.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fastimpl.offload.roster import Roster
 from refimpl.offload.states import Bundle, chunks_of
 
 __all__ = ["Chunk", "cut"]
@@ -30,6 +31,23 @@ class Chunk:
     is_leaving: bool = False
     is_arriving: bool = False
     version: int = -1
+    _roster: Roster | None = None
+
+    @property
+    def roster(self) -> Roster:
+        """The plan of its bundles as they are now."""
+        if self._roster is None:
+            self._roster = Roster(self.bundles, self.host, self.begin)
+        return self._roster
+
+    def drop_roster(self) -> None:
+        """Its bundles have changed: plan anew."""
+        self._roster = None
+
+    def forget_here(self) -> None:
+        """What is on the device may no longer be one block of it."""
+        if self._roster is not None:
+            self._roster.here = None
 
     @property
     def size_bytes(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from fastimpl.offload.chunks import Chunk, cut
 from fastimpl.offload.cpu_step import HostStep
 from fastimpl.offload.moves import Item, receive, send
+from fastimpl.offload.roster import Sight
 from fastimpl.streams import engine_for
 from refimpl.offload.base import OffloaderBase
 from refimpl.offload.rebind import rebind
@@ -57,8 +58,9 @@ class OptimizerStateOffloader(OffloaderBase):
         """Forget a bundle; a block of memory goes when nothing of it is left."""
         self.settle_for_writing()
         # What lies there and fits, a master for instance, has to leave the block with the rest.
-        self.to_device([bundle])
+        self.to_device([bundle], for_good=True)
         for chunk in self._chunks:
+            chunk.drop_roster()
             chunk.bundles = [other for other in chunk.bundles if other is not bundle]
         blocks = {chunk.memory.untyped_storage().data_ptr(): chunk.memory for chunk in self._chunks}
         self._chunks = [chunk for chunk in self._chunks if chunk.bundles]
@@ -86,6 +88,8 @@ class OptimizerStateOffloader(OffloaderBase):
                     self._fetch(number + len(self._slots))
         finally:
             self._drop_fetched()
+            for chunk in self._chunks:
+                chunk.forget_here()
         if self._strangers:
             self._strangers.clear()
             self.offload()
@@ -234,11 +238,57 @@ class OptimizerStateOffloader(OffloaderBase):
             engine.record(chunk.home, self._out)
             chunk.is_leaving = True
 
-    def to_device(self, bundles: Iterable[Bundle]) -> None:
+    def send_as_planned(self) -> bool:
+        """One copy for each chunk that lies on the device as it lies in host memory; the others are home."""
+        moving: list[tuple[Chunk, Sight]] = []
+        for chunk in self._chunks:
+            sight = chunk.roster.look(self.optimizer)
+            if sight is None or chunk.roster.has_others(sight):
+                return False
+            if chunk.roster.is_here(sight):
+                moving.append((chunk, sight))
+            elif not chunk.roster.is_home(sight):
+                return False
+        engine = self.engine
+        self._drop_fetched()
+        engine.record(self._edge, engine.current())
+        engine.wait(self._out, self._edge)
+        for chunk, sight in moving:
+            roster, block = chunk.roster, chunk.roster.here
+            assert block is not None
+            with engine.on(self._out):
+                engine.wait(self._out, chunk.arrived)
+                engine.copy(chunk.host, block)
+                engine.keep(block, self._out)
+            engine.record(chunk.home, self._out)
+            roster.bind(self.optimizer, sight)
+            roster.here = None
+            chunk.is_leaving = True
+            self.counts.d2h_bytes += roster.payload_bytes
+        return True
+
+    def _bring_as_planned(self, chunk: Chunk) -> bool:
+        """The inverse, on the current stream; False, and nothing done, if not everything is home."""
+        roster = chunk.roster
+        sight = roster.look(self.optimizer) if roster.is_small else None
+        if sight is None or not roster.is_home(sight):
+            return False
+        block = self.engine.device_empty(chunk.size_bytes)
+        self.engine.copy(block, chunk.host)
+        roster.bind(self.optimizer, sight, roster.views(block))
+        roster.here = block
+        self.counts.h2d_bytes += roster.payload_bytes
+        return True
+
+    def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """Copy in on the current stream: nothing is left to overlap with."""
         self._drop_fetched()
         wanted = {id(bundle) for bundle in bundles}
         for chunk in self._chunks:
+            self.engine.wait(self.engine.current(), chunk.home)
+            is_whole = bundles is self.bundles or all(id(bundle) in wanted for bundle in chunk.bundles)
+            if is_whole and not for_good and self._bring_as_planned(chunk):
+                continue
             items: list[Item] = []
             for bundle in chunk.bundles:
                 for name, tensor in list(bindings(self.optimizer, bundle)) if id(bundle) in wanted else []:

@@ -120,7 +120,7 @@ def _check(offload: Any, workload: Workload, dtype: torch.dtype) -> None:
 def measure_small(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
     """Packed and unpacked (``ours``), ``.to`` in a loop, ``copy_`` in a loop into memory made before, and ``verbs``.
 
-    ``verbs`` are an offloader's, which also makes new tensors and binds every state twice, tensor by tensor in Python.
+    ``verbs`` are an offloader's: all states to the device and home again, each bound anew both times.
     """
     optimizer = torch.optim.AdamW(_with_gradients(_random(workload, 0), _random(workload, 1)), lr=1e-3)
     optimizer.step()

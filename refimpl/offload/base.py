@@ -107,9 +107,13 @@ class OffloaderBase(MegatronVerbs):
         """Move what is on the device to the host and bind it there; nothing for what is there already."""
         raise NotImplementedError
 
-    def to_device(self, bundles: Iterable[Bundle]) -> None:
-        """Move what is on the host to the device and bind it there."""
+    def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
+        """Move what is on the host to the device and bind it there; ``for_good``: each in memory of its own."""
         raise NotImplementedError
+
+    def send_as_planned(self) -> bool:
+        """Do all that ``offload`` does, if everything is where the plan knows it; False, and nothing done, if not."""
+        return False
 
     def settle(self) -> None:
         """Wait until host memory holds what it is to hold."""
@@ -130,8 +134,9 @@ class OffloaderBase(MegatronVerbs):
         del states, masters  # Both live in one bundle; what is there already does not move.
         self._check_open()
         self._adopt_params()
-        self._refit()
-        self.to_host(self.bundles)
+        if not self.send_as_planned():
+            self._refit()
+            self.to_host(self.bundles)
 
     def prefetch(self) -> None:
         """Allow transfers for the next step to begin. Changes no value and no binding."""
@@ -192,7 +197,7 @@ class OffloaderBase(MegatronVerbs):
         if not self._driver.attached:
             return
         self.settle_for_writing()
-        self.to_device(self.bundles)
+        self.to_device(self.bundles, for_good=True)
         self._driver.detach()
         for handle in self._handles:
             handle.remove()

@@ -133,7 +133,7 @@ class OptimizerStateOffloader(OffloaderBase):
                     self.counts.d2h_bytes += bundle.places[name].size_bytes
         self.settle()
 
-    def to_device(self, bundles: Iterable[Bundle]) -> None:
+    def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """Copy and bind, tensor by tensor."""
         for bundle in bundles:
             for name, tensor in bindings(self.optimizer, bundle):

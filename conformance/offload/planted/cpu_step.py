@@ -218,6 +218,8 @@ PLANTED = (
          wrap("fastimpl.offload.coalesce:pack", _one_more_byte)),
     _bug("packing_for_each", "Every tensor is a run of its own.", ("OPT-223",),
          wrap("fastimpl.offload.moves:_runs", _single_runs)),
+    _bug("home_by_hearsay", "What lies on the device counts as home.", ("OPT-224",),
+         swap("fastimpl.offload.roster:Roster.is_home", lambda roster, sight: True)),
     _bug("packing_before_checks", "A refused call has written.", ("OPT-222",),
          wrap("fastimpl.offload.coalesce:pack", _packed_before_refusal)),
 )  # fmt: skip
