@@ -8,6 +8,8 @@ chunk, a copy out behind the update. State is bound to host memory except while 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ class OptimizerStateOffloader(OffloaderBase):
             self._fetched = 0
             self._last_uses: dict[int, Any] = {}
             self._draining: list[Any] = []
+            self._listed: dict[torch.Tensor, list[tuple[int, int]]] = {}
             self._hosts: set[int] = set()
             self._strangers: set[tuple[int, str]] = set()
             self._host_step = HostStep(self)
@@ -74,6 +77,7 @@ class OptimizerStateOffloader(OffloaderBase):
         groups = self.optimizer.param_groups
         moving = {bundle.param for chunk in self._chunks for bundle in chunk.bundles}
         resident = {param for group in groups for param in group["params"]} - moving
+        self._listed = _listed(groups)
         if self.step_device == "cpu":
             self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
             return
@@ -102,9 +106,12 @@ class OptimizerStateOffloader(OffloaderBase):
         masters = [param for param in params if self._is_master(param)]
         if self.masters is not None:
             self.masters.begin(masters)
-        some = [{**group, "params": [param for param in group["params"] if param in params]} for group in groups]
+        wanted = sorted(at for param in params for at in self._listed[param])
         try:
-            self.optimizer.param_groups = [group for group in some if group["params"]]
+            self.optimizer.param_groups = [
+                {**groups[number], "params": [groups[number]["params"][i] for _, i in found]}
+                for number, found in groupby(wanted, key=itemgetter(0))
+            ]
             arithmetic()
         finally:
             self.optimizer.param_groups = groups
@@ -281,3 +288,12 @@ class OptimizerStateOffloader(OffloaderBase):
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """By the memory it lies in."""
         return tensor.untyped_storage().data_ptr() in self._hosts
+
+
+def _listed(groups: list[dict[str, Any]]) -> dict[torch.Tensor, list[tuple[int, int]]]:
+    """Where each parameter is listed, by group and position: once a step, so that no chunk looks through all groups."""
+    found: dict[torch.Tensor, list[tuple[int, int]]] = {}
+    for number, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            found.setdefault(param, []).append((number, i))
+    return found
