@@ -40,6 +40,7 @@ class OptimizerStateOffloader(OffloaderBase):
             self._in, self._out = self.engine.stream("offload-h2d"), self.engine.stream("offload-d2h")
             self._edge = self.engine.event()
             self._slots: list[torch.Tensor] = []
+            self._slots_home: Any = None
             self._fetched = 0
             self._last_uses: dict[int, Any] = {}
             self._draining: list[Any] = []
@@ -122,6 +123,9 @@ class OptimizerStateOffloader(OffloaderBase):
         engine, slot = self.engine, self._slots[number % len(self._slots)]
         compute = engine.current()
         engine.wait(compute, chunk.arrived)
+        if compute != self._slots_home:
+            # Prefetched on one stream, stepped on another: the slots go back to the first one.
+            engine.keep(slot, compute)
         for bundle in chunk.bundles:
             for name, tensor in list(bindings(self.optimizer, bundle)):
                 if self.is_on_host(tensor):
@@ -180,6 +184,7 @@ class OptimizerStateOffloader(OffloaderBase):
         # Each as large as the largest of its own chunks, so that one huge parameter counts once.
         sizes = [max(chunk.size_bytes for chunk in self._chunks[first::count]) for first in range(count)]
         self._slots = [engine.device_empty(size_bytes) for size_bytes in sizes]
+        self._slots_home = compute
         for slot in self._slots:
             engine.keep(slot, self._in)
             engine.keep(slot, self._out)
