@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
 from conformance.harness.virtual_device import VirtualDevice
-from conformance.offload.support import SHAPES, Twins, even, proven, values
+from conformance.offload.arena import Arena
+from conformance.offload.support import EVEN, EVEN_BYTES, SHAPES, Twins, even, proven, values
 
 
 def _host_bytes(device: VirtualDevice) -> int:
@@ -136,3 +138,77 @@ def test_nothing_is_retained(offload: Any, with_masters: bool) -> None:
             live.append(device.tracker.live_bytes)
         offloader.close()
     assert_equal(live[1:], live[:1] * 3, where="device bytes after each step")
+
+
+@requirement(
+    "OPT-236",
+    "Steps MUST NOT run out of a device that has free what their slots hold and 5 % of it.",
+    needs=("bounded_window",),
+)
+@pytest.mark.parametrize("slots", [2, 3])
+def test_scarce_memory(offload: Any, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[int] = []
+    with proven(late=True) as device:
+        twins = even(offload, device, slots=slots)
+        twins.set_gradients()
+        for param in twins.params:
+            for seen in (param.detach(), param.grad):
+                assert seen is not None
+                seen.add_(0)  # It counts from here on.
+        device.tracker.sweep()
+        limit = device.tracker.held_bytes + int(1.05 * slots * EVEN_BYTES)
+        twins.optimizer.step()  # In which the optimizer makes states beside the slots (OPT-058).
+        make = device.engine.device_empty
+
+        def scarce(size_bytes: int) -> torch.Tensor:
+            device.tracker.sweep()
+            if device.tracker.held_bytes + size_bytes > limit:
+                refused.append(size_bytes)
+            return make(size_bytes)
+
+        monkeypatch.setattr(device.engine, "device_empty", scarce)
+        for number in range(6):
+            if number % 2:
+                twins.offloader.prefetch()
+            if number == 4:
+                twins.offloader.offload()
+            twins.optimizer.step()
+        monkeypatch.undo()  # close() brings everything back, for which there is no room.
+        twins.offloader.close()
+    assert_equal(refused, [], where="allocations that found no memory")
+
+
+def _largest_hole(offload: Any, *, offloaded: bool) -> tuple[int, int]:
+    choose = random.Random(7)
+    with proven() as device:
+        arena = Arena(device, 16 * len(EVEN) * EVEN_BYTES)
+        params = [torch.nn.Parameter(values((64, 16), i)) for i in range(len(EVEN))]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=EVEN_BYTES)
+        if not offloaded:
+            offloader.close()
+        for _ in range(50):
+            activations = [torch.zeros(choose.randint(1, 2000), device=device.engine.device) for _ in range(6)]
+            for param in params:
+                param.grad = values((64, 16), 1)
+            del activations[choose.randint(0, 5)]
+            if offloaded:
+                offloader.prefetch()
+            optimizer.step()
+            del activations[choose.randint(0, 4)]
+            optimizer.zero_grad()
+        del activations
+        device.tracker.sweep()
+        hole = arena.largest_hole_bytes
+        offloader.close()
+    return hole, arena.failed_bytes
+
+
+@requirement(
+    "OPT-242",
+    "After fifty cycles of changing activations the largest free block MUST be at least 0.95 of that without offload.",
+)
+def test_fragmentation(offload: Any) -> None:
+    (plain, _), (offloaded, failed) = (_largest_hole(offload, offloaded=which) for which in (False, True))
+    assert_equal(failed, 0, where="bytes that found no place")
+    assert_le(0.95 * plain, offloaded, where="largest free block")

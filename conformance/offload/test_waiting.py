@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
 from conformance.harness.virtual_device import Costs, VirtualDevice
 from conformance.harness.virtual_device.clocks import HOST
+from conformance.offload.sanitizer import TorchSanitizer
 from conformance.offload.support import EVEN_BYTES, PLAIN_SGD, Twins, even, proven, values
 
 LONG = "aten::sin"
@@ -101,3 +102,21 @@ def test_host_work(offload: Any) -> None:
             twins.offloader.close()
     for name, (least, middle, most) in work.items():
         assert_le(most - middle, 2 * (middle - least), where=f"calls that {name} makes more for twice as many tensors")
+
+
+@requirement("OPT-237", "torch's own stream sanitizer MUST find nothing in any order of the verbs.")
+def test_torch_sanitizer(offload: Any) -> None:
+    with VirtualDevice() as device:
+        sanitizer = TorchSanitizer(device)
+        twins = Twins(offload, device, slots=2, chunk_bytes=512)
+        for number in range(4):
+            if number % 2:
+                twins.offloader.prefetch()
+            twins.step()
+            twins.offloader.snapshot()
+        twins.offloader.load_state_dict(twins.offloader.snapshot())
+        twins.step()
+        twins.offloader.close()
+        twins.step()
+    assert_le(1, sanitizer.access_count, where="accesses that it was told of")
+    assert_equal(sanitizer.errors, [], where="what the sanitizer found")

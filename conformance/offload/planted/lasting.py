@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, wrap
+from conformance.harness import PlantedBug, swap, wrap
+from conformance.offload.planted.ordering import altered
 
 BOTH = ("fastimpl", "refimpl")
 BASE = "refimpl.offload.base:OffloaderBase"
@@ -16,6 +17,11 @@ _KEPT: list[Any] = []
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
     return PlantedBug(id, sentence, requirements, target, patch)
+
+
+def _home_of_all(original: Any, offloader: Any, number: int, chunk: Any, arithmetic: Any) -> None:
+    offloader._slots_home = offloader.engine.current()
+    original(offloader, number, chunk, arithmetic)
 
 
 def _params_replaced(original: Any, offloader: Any, arithmetic: Any) -> None:
@@ -64,7 +70,52 @@ def _looks_around(original: Any, offloader: Any) -> None:
     original(offloader)
 
 
+def _pooled(original: Any, offloader: Any) -> None:
+    if offloader._slots:
+        offloader.__dict__["_pool"] = offloader._slots
+    original(offloader)
+
+
+def _left_behind(original: Any, offloader: Any) -> None:
+    original(offloader)
+    offloader.__dict__.setdefault("_left", []).append(offloader.engine.device_empty(2048))
+
+
 PLANTED = (
+    _bug(
+        "unwatched_threads_pass",
+        "A step in a thread that nobody watches goes through, and proves nothing.",
+        ("OPT-241",),
+        swap("conformance.harness.virtual_device.engine:VirtualEngine.check_thread", lambda engine: None),
+    ),
+    _bug(
+        "slots_pooled",
+        "The slots of a step are held until the next one has its own.",
+        ("OPT-236",),
+        wrap(f"{FAST}._drop_fetched", _pooled),
+        "fastimpl",
+    ),
+    _bug(
+        "blocks_left_behind",
+        "Every prefetch leaves 2 KiB on the device, between the activations of its time.",
+        ("OPT-242",),
+        wrap(f"{FAST}.prefetch", _left_behind),
+        "fastimpl",
+    ),
+    _bug(
+        "copy_in_under_a_copy_out",
+        "A slot is filled while the chunk that used it is still copied out.",
+        ("OPT-237",),
+        altered("_fetch", "wait", 2),
+        "fastimpl",
+    ),
+    _bug(
+        "slots_given_back_to_another_stream",
+        "M4: slots that were prefetched on one stream are not kept for the stream that steps.",
+        ("OPT-233",),
+        wrap(f"{FAST}._update_chunk", _home_of_all),
+        "fastimpl",
+    ),
     _bug(
         "parameters_replaced",
         "A step gives parameters new memory, and views that the user holds go stale in silence.",
