@@ -8,6 +8,8 @@ chunk, a copy out behind the update. State is bound to host memory except while 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,9 +41,11 @@ class OptimizerStateOffloader(OffloaderBase):
             self._in, self._out = self.engine.stream("offload-h2d"), self.engine.stream("offload-d2h")
             self._edge = self.engine.event()
             self._slots: list[torch.Tensor] = []
+            self._slots_home: Any = None
             self._fetched = 0
             self._last_uses: dict[int, Any] = {}
             self._draining: list[Any] = []
+            self._listed: dict[torch.Tensor, list[tuple[int, int]]] = {}
             self._hosts: set[int] = set()
             self._strangers: set[tuple[int, str]] = set()
             self._host_step = HostStep(self)
@@ -76,6 +80,7 @@ class OptimizerStateOffloader(OffloaderBase):
         groups = self.optimizer.param_groups
         moving = {bundle.param for chunk in self._chunks for bundle in chunk.bundles}
         resident = {param for group in groups for param in group["params"]} - moving
+        self._listed = _listed(groups)
         if self.step_device == "cpu":
             self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
             return
@@ -106,9 +111,12 @@ class OptimizerStateOffloader(OffloaderBase):
         masters = [param for param in params if self._is_master(param)]
         if self.masters is not None:
             self.masters.begin(masters)
-        some = [{**group, "params": [param for param in group["params"] if param in params]} for group in groups]
+        wanted = sorted(at for param in params for at in self._listed[param])
         try:
-            self.optimizer.param_groups = [group for group in some if group["params"]]
+            self.optimizer.param_groups = [
+                {**groups[number], "params": [groups[number]["params"][i] for _, i in found]}
+                for number, found in groupby(wanted, key=itemgetter(0))
+            ]
             arithmetic()
         finally:
             self.optimizer.param_groups = groups
@@ -119,6 +127,9 @@ class OptimizerStateOffloader(OffloaderBase):
         engine, slot = self.engine, self._slots[number % len(self._slots)]
         compute = engine.current()
         engine.wait(compute, chunk.arrived)
+        if compute != self._slots_home:
+            # Prefetched on one stream, stepped on another: the slots go back to the first one.
+            engine.keep(slot, compute)
         for bundle in chunk.bundles:
             for name, tensor in list(bindings(self.optimizer, bundle)):
                 if self.is_on_host(tensor):
@@ -177,6 +188,7 @@ class OptimizerStateOffloader(OffloaderBase):
         # Each as large as the largest of its own chunks, so that one huge parameter counts once.
         sizes = [max(chunk.size_bytes for chunk in self._chunks[first::count]) for first in range(count)]
         self._slots = [engine.device_empty(size_bytes) for size_bytes in sizes]
+        self._slots_home = compute
         for slot in self._slots:
             engine.keep(slot, self._in)
             engine.keep(slot, self._out)
@@ -331,3 +343,12 @@ class OptimizerStateOffloader(OffloaderBase):
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """By the memory it lies in."""
         return tensor.untyped_storage().data_ptr() in self._hosts
+
+
+def _listed(groups: list[dict[str, Any]]) -> dict[torch.Tensor, list[tuple[int, int]]]:
+    """Where each parameter is listed, by group and position: once a step, so that no chunk looks through all groups."""
+    found: dict[torch.Tensor, list[tuple[int, int]]] = {}
+    for number, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            found.setdefault(param, []).append((number, i))
+    return found

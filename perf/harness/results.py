@@ -40,10 +40,11 @@ class Evidence:
 
 
 def machine_of(facts: dict[str, Any]) -> Machine:
-    """The classes of the machine that ``environment()`` describes: ``cpu`` or ``cpu-1``, and the name of each GPU."""
+    """The classes of what ``environment()`` describes: ``cpu`` or ``cpu-1``, ``cuda`` and the name of each GPU."""
     count = facts["cpu"]["count"] or 0
     classes = ["cpu" if count >= _CPU_COUNT_MIN else "cpu-1"]
-    if isinstance(facts["gpus"], list):
+    if isinstance(facts["gpus"], list) and facts["gpus"]:
+        classes += ["cuda"]
         classes += [re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower()) for gpu in facts["gpus"]]
     return Machine(tuple(dict.fromkeys(classes)), facts["file_system"]["type"])
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
+from perf.offload.gpu import measure_exposed, measure_moves, measure_steps_on_gpu
 from perf.offload.host import measure_adam_bf16, measure_adam_fp32, measure_small
 from perf.offload.steps import measure_snapshots, measure_steps
 
@@ -15,6 +16,9 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "adam_bf16": measure_adam_bf16,
     "adam_fp32": measure_adam_fp32,
     "small": measure_small,
+    "gpu_moves": measure_moves,
+    "gpu_steps": measure_steps_on_gpu,
+    "gpu_exposed": measure_exposed,
 }
 
 __all__ = ["JOBS"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -49,7 +50,7 @@ class VirtualDevice:
         self.not_covered: list[str] = []
         self._makes_host_scalars = False
         self._stack = ExitStack()
-        self._forward_streams: dict[int, str] = {}
+        self._forward_streams: dict[tuple[int, int], str] = {}
         self._last_backward: str | None = None
         self._backward_used: set[str] = set()
 
@@ -59,8 +60,7 @@ class VirtualDevice:
         return self.tracker.hazards
 
     def __enter__(self) -> VirtualDevice:
-        self._stack.enter_context(_Functions(self))
-        self._stack.enter_context(_Ops(self))
+        self._stack.enter_context(self.in_thread())
         return self
 
     def __exit__(
@@ -69,6 +69,21 @@ class VirtualDevice:
         self._stack.close()
         self.tracker.sweep()
         self.engine.settle_all()
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Watch the calling thread as well: torch's modes are a thread's own. Its current stream is the default one.
+
+        Calls to the engine from a thread that is not watched raise UnsupportedError. Forward and backward of a graph
+        belong into one thread.
+        """
+        ident = threading.get_ident()
+        self.engine.threads.add(ident)
+        try:
+            with _Functions(self), _Ops(self):
+                yield
+        finally:
+            self.engine.forget_thread(ident)
 
     def check(self, *, this_branch_only: bool = False) -> None:
         """Raise Mismatch when there is any hazard, or when host control flow may depend on values of the device.
@@ -107,12 +122,12 @@ class VirtualDevice:
     def stream_of_op(self) -> str:
         """Where an op runs: a backward op on the stream of its forward op, as autograd does; else the current one."""
         node: Any = torch._C._current_autograd_node()
-        current = self.engine.current()
+        current, thread = self.engine.current(), threading.get_ident()  # Each thread counts its own nodes.
         if node is None:
             if torch.is_grad_enabled():
-                self._forward_streams.setdefault(torch.autograd._get_sequence_nr() - 1, current)
+                self._forward_streams.setdefault((thread, torch.autograd._get_sequence_nr() - 1), current)
             return current
-        stream = self._forward_streams.get(node._sequence_nr(), current)
+        stream = self._forward_streams.get((thread, node._sequence_nr()), current)
         # Autograd orders a node behind those that fed it; the order of this run is one that it allows.
         before = self._last_backward if self._last_backward is not None else current
         self.tracker.clocks[stream].join(self.tracker.clocks[before])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 
 from conformance.harness.virtual_device.clocks import HOST, Clock
 from conformance.harness.virtual_device.tracker import Memory, Tracker, here
+from refimpl.errors import UnsupportedError
 
 __all__ = ["DEFAULT", "Costs", "Event", "VirtualEngine"]
 
@@ -62,6 +64,8 @@ class VirtualEngine:
     Attributes:
         moved_bytes: by direction, ``h2d``, ``d2h`` and ``d2d``.
         time_s: by stream, and of the host.
+        threads: those that are watched; once there is one, calls from others raise UnsupportedError. The host is one
+            clock: threads take turns, and whoever starts and joins them orders what they do.
     """
 
     stands_for_device = True
@@ -75,7 +79,8 @@ class VirtualEngine:
         self.link_free_s = {"h2d": 0.0, "d2h": 0.0}
         self.capturing = False
         self._random = None if seed is None else random.Random(seed)
-        self._stack = [DEFAULT]
+        self.threads: set[int] = set()
+        self._stacks: dict[int, list[str]] = {}
         self._names = {DEFAULT, HOST}
         self._queues: dict[str, _Queue] = {}
         self.busy_s: dict[str, float] = {}
@@ -98,8 +103,28 @@ class VirtualEngine:
         """Never recorded yet."""
         return Event()
 
+    def check_thread(self) -> None:
+        """Raise UnsupportedError in a thread whose ops nobody sees."""
+        thread = threading.current_thread()
+        if self.threads and thread.ident not in self.threads:
+            raise UnsupportedError(
+                "a thread that the virtual device does not watch: enter VirtualDevice.in_thread() there",
+                got=thread.name,
+                where=here(),
+            )
+
+    def forget_thread(self, ident: int) -> None:
+        """A thread is not watched any more; another may get its number."""
+        self.threads.discard(ident)
+        self._stacks.pop(ident, None)
+
+    @property
+    def _stack(self) -> list[str]:
+        self.check_thread()
+        return self._stacks.setdefault(threading.get_ident(), [DEFAULT])
+
     def current(self) -> str:
-        """The innermost ``on``."""
+        """The innermost ``on`` of this thread."""
         return self._stack[-1]
 
     @contextmanager
@@ -115,6 +140,7 @@ class VirtualEngine:
 
     def record(self, event: Event, stream: str) -> None:
         """Remember what ``stream`` knows."""
+        self.check_thread()
         clock = self.tracker.clocks[stream]
         clock.join(self.tracker.clocks[HOST])
         event.clock, event.time_s = Clock(clock), max(self.time_s.get(stream, 0.0), self.time_s[HOST])
@@ -122,6 +148,7 @@ class VirtualEngine:
 
     def wait(self, stream: str, event: Event) -> None:
         """``stream`` learns what the event knows."""
+        self.check_thread()
         if event.clock is None:
             return
         self.tracker.clocks[stream].join(event.clock)
@@ -131,6 +158,7 @@ class VirtualEngine:
 
     def synchronize(self, event: Event) -> None:
         """The host learns what the event knows."""
+        self.check_thread()
         if event.clock is None:
             return
         self.host_wait_count += 1
@@ -216,6 +244,7 @@ class VirtualEngine:
 
     def is_capturing(self) -> bool:
         """As the test sets it."""
+        self.check_thread()
         return self.capturing
 
     def settle(self, stream: str) -> None:
