@@ -17,9 +17,8 @@ import torch
 from fastimpl.offload.chunks import Chunk, cut
 from fastimpl.offload.cpu_step import HostStep
 from fastimpl.offload.moves import Item, receive, send
-from fastimpl.offload.roster import Sight
+from fastimpl.offload.planned import PlannedMoves
 from fastimpl.streams import engine_for
-from refimpl.offload.base import OffloaderBase
 from refimpl.offload.rebind import rebind
 from refimpl.offload.reports import Residency
 from refimpl.offload.states import Bundle, bindings, view_of
@@ -27,7 +26,7 @@ from refimpl.offload.states import Bundle, bindings, view_of
 __all__ = ["OptimizerStateOffloader"]
 
 
-class OptimizerStateOffloader(OffloaderBase):
+class OptimizerStateOffloader(PlannedMoves):
     __doc__ = OffloaderBase.__doc__
 
     def default_engine(self, device: torch.device) -> Any:
@@ -249,48 +248,6 @@ class OptimizerStateOffloader(OffloaderBase):
                 self.counts.d2h_bytes += bundle.places[name].size_bytes
             engine.record(chunk.home, self._out)
             chunk.is_leaving = True
-
-    def send_as_planned(self) -> bool:
-        """One copy for each chunk that lies on the device as it lies in host memory; the others are home."""
-        moving: list[tuple[Chunk, Sight]] = []
-        for chunk in self._chunks:
-            sight = chunk.roster.look(self.optimizer)
-            if sight is None or chunk.roster.has_others(sight):
-                return False
-            if chunk.roster.is_here(sight):
-                moving.append((chunk, sight))
-            elif not chunk.roster.is_home(sight):
-                return False
-        engine = self.engine
-        self._drop_fetched()
-        engine.record(self._edge, engine.current())
-        engine.wait(self._out, self._edge)
-        for chunk, sight in moving:
-            roster, block = chunk.roster, chunk.roster.here
-            assert block is not None
-            with engine.on(self._out):
-                engine.wait(self._out, chunk.arrived)
-                engine.copy(chunk.host, block)
-                engine.keep(block, self._out)
-            engine.record(chunk.home, self._out)
-            roster.bind(self.optimizer, sight)
-            roster.here = None
-            chunk.is_leaving = True
-            self.counts.d2h_bytes += roster.payload_bytes
-        return True
-
-    def _bring_as_planned(self, chunk: Chunk) -> bool:
-        """The inverse, on the current stream; False, and nothing done, if not everything is home."""
-        roster = chunk.roster
-        sight = roster.look(self.optimizer) if roster.is_small else None
-        if sight is None or not roster.is_home(sight):
-            return False
-        block = self.engine.device_empty(chunk.size_bytes)
-        self.engine.copy(block, chunk.host)
-        roster.bind(self.optimizer, sight, roster.views(block))
-        roster.here = block
-        self.counts.h2d_bytes += roster.payload_bytes
-        return True
 
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """Copy in on the current stream: nothing is left to overlap with."""

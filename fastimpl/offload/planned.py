@@ -1,0 +1,64 @@
+"""Chunks of small states that lie on the device as they lie in host memory: each goes there and back in one copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastimpl.offload.chunks import Chunk
+from fastimpl.offload.roster import Sight
+from refimpl.offload.base import OffloaderBase
+
+__all__ = ["PlannedMoves"]
+
+
+class PlannedMoves(OffloaderBase):
+    """Moves outside of a step that were planned once; whatever was replaced since takes the other way."""
+
+    _chunks: list[Chunk]
+    _edge: Any
+    _out: Any
+
+    def _drop_fetched(self) -> None:
+        raise NotImplementedError
+
+    def send_as_planned(self) -> bool:
+        """One copy for each chunk that lies on the device as it lies in host memory; the others are home."""
+        moving: list[tuple[Chunk, Sight]] = []
+        for chunk in self._chunks:
+            sight = chunk.roster.look(self.optimizer)
+            if sight is None or chunk.roster.has_others(sight):
+                return False
+            if chunk.roster.is_here(sight):
+                moving.append((chunk, sight))
+            elif not chunk.roster.is_home(sight):
+                return False
+        engine = self.engine
+        self._drop_fetched()
+        engine.record(self._edge, engine.current())
+        engine.wait(self._out, self._edge)
+        for chunk, sight in moving:
+            roster, block = chunk.roster, chunk.roster.here
+            assert block is not None
+            with engine.on(self._out):
+                engine.wait(self._out, chunk.arrived)
+                engine.copy(chunk.host, block)
+                engine.keep(block, self._out)
+            engine.record(chunk.home, self._out)
+            roster.bind(self.optimizer, sight)
+            roster.here = None
+            chunk.is_leaving = True
+            self.counts.d2h_bytes += roster.payload_bytes
+        return True
+
+    def _bring_as_planned(self, chunk: Chunk) -> bool:
+        """The inverse, on the current stream; False, and nothing done, if not everything is home."""
+        roster = chunk.roster
+        sight = roster.look(self.optimizer) if roster.is_small else None
+        if sight is None or not roster.is_home(sight):
+            return False
+        block = self.engine.device_empty(chunk.size_bytes)
+        self.engine.copy(block, chunk.host)
+        roster.bind(self.optimizer, sight, roster.views(block))
+        roster.here = block
+        self.counts.h2d_bytes += roster.payload_bytes
+        return True
