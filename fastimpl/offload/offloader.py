@@ -19,6 +19,7 @@ from fastimpl.offload.cpu_step import HostStep
 from fastimpl.offload.moves import Item, receive, send
 from fastimpl.offload.planned import PlannedMoves
 from fastimpl.streams import engine_for
+from refimpl.offload.base import OffloaderBase
 from refimpl.offload.rebind import rebind
 from refimpl.offload.reports import Residency
 from refimpl.offload.states import Bundle, bindings, view_of
