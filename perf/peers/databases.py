@@ -159,7 +159,7 @@ class RocksDb(Database):
         options.set_prefix_extractor(rocksdict.SliceTransform.create_fixed_prefix(8))
         options.set_plain_table_factory(tables)
         self._store: Any = rocksdict.Rdict(str(folder / "rocksdb"), options)
-        self._how = rocksdict.WriteOptions()
+        self._how: Any = rocksdict.WriteOptions()
         self._how.disable_wal = True
 
     def _read(self, keys: list[bytes]) -> Iterable[bytes]:
