@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -159,8 +159,9 @@ class RocksDb(Database):
         options.set_prefix_extractor(rocksdict.SliceTransform.create_fixed_prefix(8))
         options.set_plain_table_factory(tables)
         self._store: Any = rocksdict.Rdict(str(folder / "rocksdb"), options)
-        self._how: Any = rocksdict.WriteOptions()
-        self._how.disable_wal = True
+        self._how = rocksdict.WriteOptions()
+        # The package types this property as a method.
+        cast(Any, self._how).disable_wal = True
 
     def _read(self, keys: list[bytes]) -> Iterable[bytes]:
         return map(self._store.get, keys)
