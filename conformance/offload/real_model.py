@@ -110,7 +110,11 @@ class Run:
             # A parameter that never had a gradient, the unused pooler's, has no state.
             if f"optimizer.{name}.step" in saved:
                 state[number] = {key: saved[f"optimizer.{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        counts = {number: float(found["step"]) for number, found in state.items()}
         with self._watched():
+            # Counters are scalars of the host, which the device has to know: what was read from a file it has not seen.
+            for number, count in counts.items():
+                state[number]["step"] = torch.tensor(count)
             self.offloader.load_state_dict({"state": state, "param_groups": groups})
             self.offloader.load_masters([saved[f"master.{name}"] for name in self.names])
 
