@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def _torch() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "distributed": torch.distributed.is_available(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "build": torch.__config__.show().splitlines(),
+        # Where torch's own compiler lay says nothing of what was built.
+        "build": re.sub(r"CXX_COMPILER=[^,]*, ", "", torch.__config__.show()).splitlines(),
     }
 
 
