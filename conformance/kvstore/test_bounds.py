@@ -134,3 +134,34 @@ def test_chunks_are_bounded(kvstore: Any, tmp_path: Path, monkeypatch: Any, form
                 count, min(chunk, 101), where=f"rows {kind} at once in chunks of {chunk}, as many as there are"
             )
         assert_contents(other, contents(store), where=f"chunks of {chunk}")
+
+
+@requirement(
+    "KV-131",
+    "A save MUST NOT hold more than 16 MiB of rows that it has read and not yet written.",
+    needs=("streamed_saves",),
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_rows_are_written_as_they_are_read(kvstore: Any, tmp_path: Path, monkeypatch: Any, form: str) -> None:
+    layout = kvstore.RowLayout(1 << 14, optimizer="sgd")
+    read_bytes, held = 0, [0]
+
+    def written_bytes() -> int:
+        return sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*") if file.is_file())
+
+    with kvstore.KVStore({"t": layout}, optimizer_in_row=True) as store:
+        store.set("t", torch.arange(768), torch.rand(768, 1 << 14))
+        with store.snapshot() as taken:
+            original = type(taken).get_rows
+
+        def watched(source: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal read_bytes
+            held.append(read_bytes - written_bytes())
+            rows = original(source, *arguments, **options)
+            read_bytes += rows.numel()
+            return rows
+
+        monkeypatch.setattr(type(taken), "get_rows", watched)
+        kvstore.save(store, tmp_path / "saved", form=form, save_distributed=False, thread_count=1)
+    assert_le(40 * MIB, read_bytes, where="bytes read")
+    assert_le(max(held), 16 * MIB, where="bytes read and not yet written")

@@ -37,7 +37,9 @@ else:
     from refimpl.kvstore import KVStore, load, save, sort_ids_by_bucket
 
 # What the suite may ask beyond the contract; without the library this is the reference, which promises none of it.
-CAPABILITIES = frozenset({"injected_allocation_failure", "large_batches", "shared_readers"} if ops.available() else ())
+CAPABILITIES = frozenset(
+    {"injected_allocation_failure", "large_batches", "shared_readers", "streamed_saves"} if ops.available() else ()
+)
 
 __all__ = [
     "BackgroundEvictor",

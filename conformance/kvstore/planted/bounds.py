@@ -106,4 +106,11 @@ PLANTED = (
         ("KV-120",),
         wrap("refimpl.kvstore.saved:SavedRows.chunks", _one_piece),
     ),
+    PlantedBug(
+        "rows_before_the_first_write",
+        "All rows are read before the first is written, so that a save holds the table twice (torchrec 3148).",
+        ("KV-131",),
+        "fastimpl",
+        wrap("fastimpl.checkpoint.writer:_reader_of", lambda original, item, planner: None),
+    ),
 )
