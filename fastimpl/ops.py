@@ -1,5 +1,7 @@
 """The only module that touches ``torch.ops``: loads the library, registers fake kernels, types the operators.
 
+Those of table-batched embeddings are typed in ``bag_ops``, a part of this module by itself.
+
 Prevents callers that depend on how an operator is registered, and stale autograd views of what an operator wrote: boxed
 operators do not bump version counters, so the wrappers do.
 
@@ -18,18 +20,35 @@ from pathlib import Path
 
 import torch
 
+from fastimpl.bag_ops import (
+    bag_weight_gradients,
+    bucketize,
+    check_bag_ids,
+    gather_blocks,
+    mend_bag_ids,
+    pool_bags,
+    register_bag_fakes,
+    step_bags,
+)
 from refimpl.offload.adam import AdamHyper
 
 __all__ = [
     "KVHandle",
     "adam_step",
     "available",
+    "bag_weight_gradients",
+    "bucketize",
+    "check_bag_ids",
+    "gather_blocks",
     "library_path",
+    "mend_bag_ids",
     "pack",
+    "pool_bags",
     "rect_place",
     "rect_read",
     "rect_take",
     "sort_ids",
+    "step_bags",
     "strided_gather",
     "strided_scatter",
     "unpack",
@@ -68,6 +87,7 @@ def available() -> bool:
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     torch.library.register_fake("twinproof::rect_read", lambda file, dense, window, words: words.new_empty(3))
     _register_kv_fakes()
+    register_bag_fakes()
     return True
 
 

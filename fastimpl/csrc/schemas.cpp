@@ -14,6 +14,21 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
       "Tensor(e!)[] weights, float[] hyper, bool maximize, bool coupled, int isa) -> ()");
   m.def("pack(Tensor[] sources, Tensor(a!) slab, int[] offsets) -> ()");
   m.def("unpack(Tensor(a!)[] targets, Tensor slab, int[] offsets) -> ()");
+  // Pipeline. Tables [rows, dim] of their own dtypes and dims; ids int32 or int64; offsets int64 [features * bags + 1],
+  // feature by feature; means by table; `width` columns are those of all features.
+  m.def(
+      "pool_bags(Tensor[] tables, int[] feature_tables, Tensor indices, Tensor offsets, Tensor? weights, int[] means, Tensor(a!) out, int isa) -> ()");
+  m.def(
+      "step_bags(Tensor(a!)[] tables, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, int[] feature_tables, Tensor indices, Tensor offsets, "
+      "Tensor? weights, int[] means, Tensor grad, int optimizer, float[] hyper, int isa) -> ()");
+  m.def(
+      "bag_weight_gradients(Tensor[] tables, int[] feature_tables, Tensor indices, Tensor offsets, int[] means, Tensor grad, int isa) -> Tensor");
+  m.def("check_bag_ids(Tensor indices, Tensor offsets, int[] row_counts) -> Tensor");
+  m.def("mend_bag_ids(Tensor indices, Tensor offsets, int[] row_counts) -> Tensor");
+  m.def("gather_blocks(Tensor data, Tensor begins, Tensor sizes, Tensor(a!) out) -> ()");
+  m.def(
+      "bucketize(Tensor indices, Tensor offsets, Tensor? weights, Tensor? block_sizes, Tensor? destinations, int feature_count, int bucket_count) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
   // Row store. A handle is immutable: it names a store or a snapshot; ids are int64, rows and values uint8.
   m.def("kv_create(Tensor formats, int shard_count) -> Tensor");
   m.def("kv_close(Tensor handle) -> ()");
