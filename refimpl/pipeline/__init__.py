@@ -4,7 +4,7 @@ The meaning of ``fastimpl.pipeline``: the same names, the same bits. Batches, co
 here once and are shared.
 """
 
-from refimpl.pipeline.awaitables import Awaitable
+from refimpl.pipeline.awaitables import Awaitable, fuse_input_dists
 from refimpl.pipeline.bags import InBackwardOptimizer, TableBatchedEmbeddingBags
 from refimpl.pipeline.config import (
     EmbeddingBagConfig,
@@ -49,6 +49,7 @@ __all__ = [
     "TableSharding",
     "column_wise",
     "data_parallel",
+    "fuse_input_dists",
     "key_value",
     "row_wise",
     "table_wise",

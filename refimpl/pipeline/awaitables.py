@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Awaitable", "Ready"]
+__all__ = ["Awaitable", "Ready", "fuse_input_dists"]
 
 Value = TypeVar("Value")
 
@@ -30,3 +30,10 @@ class Ready(Awaitable[Value]):
 
     def __init__(self, value: Value) -> None:
         super().__init__(lambda: value)
+
+
+def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
+    """Exchange the sizes of several modules of one group at once: what ``input_dist`` returned, not waited for yet.
+
+    Every rank calls this with the same modules in the same order. Here each module exchanged its own at once.
+    """
