@@ -26,6 +26,16 @@ class ShardedState(torch.nn.Module):
     groups: list[Any]
     fused_optimizer: Any
     process_group: Any
+    _loaded: set[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Tables that are cut are no parameters of any child, whose names torch would call unexpected.
+        self.register_load_state_dict_post_hook(ShardedState._forget_loaded)
+
+    def _forget_loaded(self, incompatible_keys: Any) -> None:
+        names = incompatible_keys.unexpected_keys
+        names[:] = [name for name in names if name not in self._loaded]
 
     def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
@@ -103,8 +113,10 @@ class ShardedState(torch.nn.Module):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, *rest: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        self._loaded = set()
         for name, view in self._views(states=False).items():
             if prefix + name in state_dict:
+                self._loaded.add(prefix + name)
                 copy_into(view, state_dict[prefix + name], prefix + name)
             elif strict:
                 missing_keys.append(prefix + name)
