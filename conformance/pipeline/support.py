@@ -126,6 +126,7 @@ class Naive:
 
     def __init__(self, configs: Sequence[Any], weights: Sequence[torch.Tensor], optimizer: str) -> None:
         self.tables = [NaiveTable(c, optimizer, w) for c, w in zip(configs, weights, strict=True)]
+        self.step_count = 0
 
     def pooled(self, batch: Jagged) -> torch.Tensor:
         """Float32 [B, sum of D], by table, then feature."""
@@ -149,6 +150,7 @@ class Naive:
 
     def step(self, batch: Jagged, grad: torch.Tensor, hyper: Hyper) -> None:
         """One backward: ``grad`` is that of ``pooled``, float32 [B, sum of D]."""
+        self.step_count += 1
         at = 0
         for table in self.tables:
             sums: dict[int, torch.Tensor] = {}

@@ -42,7 +42,7 @@ def train(lookups: Any, naive: Naive, batch: Jagged, seed: int, where: str = "")
     assert_bits(pooled.detach(), expected, f"{where} pooled")
     grad = values_of(expected.shape, seed)
     pooled.backward(grad)
-    naive.step(batch, grad, Hyper(LR, lookups.fused_optimizer.step_count, EPS))
+    naive.step(batch, grad, Hyper(LR, naive.step_count + 1, EPS))
     assert_tables(lookups, naive, where)
 
 

@@ -442,7 +442,7 @@ def _alone(rank: Rank) -> None:
     batches = batches_of(rank, keys, limits, 5)
     pooled = []
     for group in (rank.group, None):
-        sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adam", group)
+        sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "sgd", group)
         train(rank, sharded, batches, 5, pipeline)
         pooled.append(train(rank, sharded, batches, 6, pipeline))
     assert_bits(pooled[0], pooled[1], "pooled after a step")

@@ -31,7 +31,7 @@ class ShardedState(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # Tables that are cut are no parameters of any child, whose names torch would call unexpected.
-        self.register_load_state_dict_post_hook(ShardedState._forget_loaded)
+        self.register_load_state_dict_post_hook(ShardedState._forget_loaded)  # type: ignore[no-untyped-call]
 
     def _forget_loaded(self, incompatible_keys: Any) -> None:
         names = incompatible_keys.unexpected_keys
