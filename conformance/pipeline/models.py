@@ -61,6 +61,7 @@ class Job:
         pipeline: the implementation.
         rank: None trains alone, without a group.
         optimizer: of the tables; dense parameters have SGD with momentum.
+        processed: ids weigh by their position, by parameters that the dense optimizer updates.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Job:
         optimizer: str = "adagrad",
         kinds: Any = KINDS,
         dropout: float = 0.0,
+        processed: bool = False,
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
@@ -79,7 +81,12 @@ class Job:
         collections: list[Any] = []
         for index, (configs, weights, _, _) in enumerate(self.tables):
             plan = random_plan(pipeline, configs, world_size, seed + index, kinds)
-            collections.append(sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, optimizer, group))
+            whole = collection_of(pipeline, configs, weights, is_weighted=processed)
+            if processed:
+                names = {name: 4 for config in configs for name in config.feature_names}
+                processors = pipeline.PositionWeightedModuleCollection(names)
+                whole = pipeline.FeatureProcessedEmbeddingBagCollection(whole, processors)
+            collections.append(sharded_of(pipeline, whole, plan, optimizer, group))
         self.width = sum(c.embedding_dim * len(c.feature_names) for configs, *_ in self.tables for c in configs)
         self.collections = collections
         self.model = Model(collections, self.width, dropout)

@@ -11,7 +11,7 @@ import torch
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.models import EXACT, Job, assert_same_state, outputs_of
 from conformance.pipeline.support import assert_bits
-from refimpl.errors import ConfigError, DistributedError, IdRangeError, PipelineError
+from refimpl.errors import ConfigError, DistributedError, PipelineError
 
 FUSED = "TrainPipelineFusedSparseDist"
 ALL = (*EXACT, "TrainPipelineSemiSync")
@@ -146,8 +146,8 @@ def test_none(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-035",
-    "An exception in forward, or a bad id, MUST come out at that batch's own step, leave no half-done exchange, and the "
-    "next batch MUST be processed as if the failed one had not been there.",
+    "An exception in forward, or a bad id, MUST come out at that batch's own step, leave no half-done exchange, and "
+    "the next batch MUST be processed as if the failed one had not been there.",
 )
 def test_step_errors(pipeline: Any) -> None:
     for name in ALL:
@@ -159,13 +159,15 @@ def test_step_errors(pipeline: Any) -> None:
             )
             if place == "bad id":
                 batches[2].ids[1] = _with_bad_id(pipeline, batches[2].ids[1])
-            loader, found = iter(batches), []
-            for number in range(5):
-                if number == 2:
-                    with raises(IdRangeError if place == "bad id" else LoaderError):
-                        schedule.progress(loader)
-                    continue
-                found.append(schedule.progress(loader))
+            loader, found, outcomes = iter(batches), [], []
+            for _ in range(5):
+                try:
+                    found.append(schedule.progress(loader))
+                    outcomes.append("done")
+                except Exception as error:
+                    outcomes.append(type(error).__name__)
+            wrong = "IdRangeError" if place == "bad id" else "LoaderError"
+            assert_equal(outcomes, ["done", "done", wrong, "done", "done"], where=f"{name} {place}")
             expected = [loop.step(batch) for number, batch in enumerate(loop.batches(5)) if number != 2]
             for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
                 assert_bits(got, wanted, f"{name} {place} output {number}")
@@ -175,8 +177,8 @@ def test_step_errors(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-037",
-    "An exception in the backward before the tables' update MUST leave all as it was, and one in the dense optimizer the "
-    "tables updated and the dense part not; the next batch MUST go on from there.",
+    "An exception in the backward before the tables' update MUST leave all as it was, and one in the dense optimizer "
+    "the tables updated and the dense part not; the next batch MUST go on from there.",
 )
 def test_late_errors(pipeline: Any) -> None:
     for name in ALL:
@@ -191,7 +193,7 @@ def test_late_errors(pipeline: Any) -> None:
             if place == "optimizer":
                 job.optimizer.register_step_pre_hook(fail)
             else:
-                job.model.top.weight.register_hook(fail)
+                job.model.top.weight.register_hook(fail)  # type: ignore[no-untyped-call]
             for number, batch in enumerate(loop.batches(5)):
                 failing[0] = number == 2
                 if number != 2:
@@ -264,7 +266,7 @@ def test_detach(pipeline: Any) -> None:
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
             model = schedule.detach()
             assert_equal(model is job.model, True, where="the model")
-            assert_equal([c.forward.__func__.__name__ for c in job.collections], ["forward"] * 2, where="forward")
+            assert_equal(["forward" in vars(each) for each in job.collections], [False] * 2, where="another forward")
             assert_equal(list(model.state_dict()), names, where="names")
             with torch.no_grad():
                 assert_bits(model(batch)[1], loop.model(batch)[1], f"{name} step {step} detached")

@@ -65,6 +65,17 @@ def test_equal_on_ranks(rank_pool: Any) -> None:
         rank_pool.run(_equal_on_ranks, world_size, range(world_size, world_size + 1))
 
 
+class Asked(Iterator[Any]):
+    """Batches; counts how often it was asked."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches, self.count = iter(batches), 0
+
+    def __next__(self) -> Any:
+        self.count += 1
+        return next(self._batches)
+
+
 @requirement(
     "PIPE-122",
     "n batches MUST give n outputs in order, n = 0, 1, 2, 3, 4, 10; an empty loader changes nothing; StopIteration "
@@ -74,16 +85,7 @@ def test_counts(pipeline: Any) -> None:
     for name in (*EXACT, "EvalPipelineSparseDist", "EvalPipelineFusedSparseDist"):
         for count in (0, 1, 2, 3, 4, 10):
             job, loop = Job(pipeline, 3), Job(pipeline, 3)
-            schedule = job.schedule(name)
-            asked: list[int] = []
-
-            def loader(count: int = count, job: Job = job, asked: list[int] = asked) -> Iterator[Any]:
-                for number, batch in enumerate(job.batches(count)):
-                    asked.append(number)
-                    yield batch
-                asked.append(-1)
-
-            batches = loader()
+            schedule, batches = job.schedule(name), Asked(job.batches(count))
             if name.startswith("Eval"):
                 loop.model.eval()
             expected = [loop.step(batch) for batch in loop.batches(count)]
@@ -94,7 +96,7 @@ def test_counts(pipeline: Any) -> None:
             for _ in range(3):
                 with raises(StopIteration):
                     schedule.progress(batches)
-            assert_equal(asked, [*range(count), -1], where=f"{name} what the loader was asked")
+            assert_equal(batches.count, count + 1, where=f"{name} how often the loader was asked")
             assert_equal((schedule.pulled_count, schedule.processed_count), (count, count), where="counts")
             assert_same_state(job, loop, f"{name} after {count}")
 
@@ -125,6 +127,7 @@ def test_epochs(pipeline: Any) -> None:
         schedule, found = job.schedule(name), []
         for first, count in ((0, 3), (3, 0), (3, 1), (4, 4)):
             found += outputs_of(schedule, iter(job.batches(count, first)))
+        assert_equal(len(found), 8, where=f"{name} outputs of four iterators")
         for number, (got, batch) in enumerate(zip(found, loop.batches(8), strict=True)):
             assert_bits(got, loop.step(batch), f"{name} output {number}")
         # An iterator that is left in the middle: what was pulled from it is processed first.
@@ -209,3 +212,19 @@ def test_placements(pipeline: Any) -> None:
     ):
         with raises(ConfigError):
             job.schedule(FUSED, **options)
+
+
+@requirement(
+    "PIPE-129",
+    "What the dense optimizer updates and a lookup reads, feature processors and data-parallel tables, MUST be looked "
+    "up behind the optimizer, under every placement of the lookup: never stale.",
+)
+def test_late_lookups(pipeline: Any) -> None:
+    for name, options in VARIANTS[:-1]:
+        for processed, kinds in ((True, ("table_wise", "column_wise")), (False, ("data_parallel", "table_wise"))):
+            loop, job = (Job(pipeline, 9, kinds=kinds, processed=processed) for _ in range(2))
+            schedule, loader = job.schedule(name, **options), iter(job.batches(5))
+            for step, batch in enumerate(loop.batches(5)):
+                where = f"{name} {options} processed {processed} step {step}"
+                assert_bits(schedule.progress(loader), loop.step(batch), where)
+                assert_same_state(job, loop, where)

@@ -22,7 +22,7 @@ class StreamedFlight(Flight):
         host_batch: what the loader gave, held while it is copied.
         moved, sent, looked_up: events: on the device, ids exchanged, looked up.
         given: what each module's exchange gave.
-        seen: versions of the tables that were looked up; ``with_grad`` whether the backward will find them.
+        seen: versions of the tables that were looked up.
     """
 
     def __init__(self, batch: Any, host_batch: Any, engine: Engine) -> None:
@@ -31,7 +31,6 @@ class StreamedFlight(Flight):
         self.moved, self.sent, self.looked_up = engine.event(), engine.event(), engine.event()
         self.given: dict[str, Any] = {}
         self.seen: dict[str, Any] = {}
-        self.with_grad: bool | None = None
 
     def forget(self) -> None:
         """Nothing was sent or looked up."""

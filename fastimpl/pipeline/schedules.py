@@ -221,7 +221,8 @@ class TrainPipelineSemiSync(Streamed):
                 pass
 
     def _prepare(self, flight: StreamedFlight) -> None:
-        if not flight.seen:
+        """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
+        if flight.with_grad is None or flight.with_grad < self._model.training:
             self._look_up_on(self._lookup_stream, flight, self._calls)
 
     def _step(self, flight: StreamedFlight) -> Any:

@@ -145,7 +145,10 @@ class Streamed(PipelineBase[StreamedFlight]):
         self._versions = {call.name: versions_of(call.module) for call in self._calls}
 
     def _update_dense(self) -> None:
-        """P."""
+        """P. Gradients of what a lookup reads were made on the lookup's stream."""
+        for call in self._calls:
+            if self._is_late(call):
+                self._hand_over([param.grad for param in call.module.parameters()], self._engine.current())
         self._optimizer.step()
         self._engine.record(self._stepped, self._engine.current())
 

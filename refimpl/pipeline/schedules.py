@@ -164,8 +164,9 @@ class TrainPipelineSemiSync(_Loop):
         return output
 
     def _prepare(self, flight: Flight) -> None:
-        """Look a batch up, unless it was."""
-        if self._calls and not flight.contexts:
+        """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
+        if flight.with_grad is None or flight.with_grad < self._model.training:
+            flight.with_grad = self._model.training
             with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
                 self._send(flight)
                 self._receive(flight)

@@ -45,11 +45,13 @@ class Flight:
         batch: on the device.
         contexts, dists, inputs, results: by module name, as far as they have come.
         failure: what its exchange of ids raised, which is raised when it is this batch's turn.
+        with_grad: whether a backward would find the lookups; None before them.
     """
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
         self.failure: Exception | None = None
+        self.with_grad: bool | None = None
         self.contexts: dict[str, Any] = {}
         self.dists: dict[str, Any] = {}
         self.inputs: dict[str, Any] = {}
@@ -59,7 +61,7 @@ class Flight:
         """Nothing was sent or looked up."""
         for some in (self.contexts, self.dists, self.inputs, self.results):
             some.clear()
-        self.failure = None
+        self.failure = self.with_grad = None
 
 
 def finished(result: Any) -> Any:

@@ -1,0 +1,364 @@
+"""Faults of schedules: lost batches, stale rows, missing edges, modes mixed up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from conformance.harness import PlantedBug, swap, wrap
+from conformance.pipeline.planted.planting import BOTH, exported, fast, shared
+
+_BASE = "refimpl.pipeline.schedules_base:PipelineBase"
+_STAGES = "fastimpl.pipeline.stages:Streamed"
+_SCHEDULES = "fastimpl.pipeline.schedules"
+FUSED = "TrainPipelineFusedSparseDist"
+
+
+def _none_ends(original: Any, schedule: Any) -> Any:
+    batch = next(schedule._loader)
+    if batch is None:
+        raise StopIteration
+    schedule.pulled_count += 1
+    return batch
+
+
+def _asked_again(original: Any, schedule: Any, loader: Any) -> Any:
+    schedule._exhausted = False
+    return original(schedule, loader)
+
+
+def _never_again(original: Any, schedule: Any, loader: Any) -> Any:
+    schedule._loader = loader
+    return original(schedule, loader)
+
+
+def _last_dropped(original: Any, schedule: Any, loader: Any) -> Any:
+    schedule._execute_all = False
+    return original(schedule, loader)
+
+
+def _all_executed(original: Any, schedule: Any, loader: Any) -> Any:
+    schedule._execute_all = True
+    return original(schedule, loader)
+
+
+def _lost_on_error(original: Any, schedule: Any) -> Any:
+    try:
+        return original(schedule)
+    except StopIteration:
+        raise
+    except BaseException:
+        schedule._queue.clear()
+        schedule._held.clear()
+        raise
+
+
+def _held_dropped(original: Any, schedule: Any) -> bool:
+    found: bool = original(schedule)
+    if schedule._exhausted:
+        schedule._held.clear()
+    return found
+
+
+def _always_training(original: Any, schedule: Any, loader: Any) -> Any:
+    before = schedule._model.training
+    schedule._model.train()
+    try:
+        return original(schedule, loader)
+    finally:
+        schedule._model.train(before)
+
+
+class _Accumulating:
+    """An optimizer that never clears gradients."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def zero_grad(self) -> None:
+        """Nothing."""
+
+
+def _accumulating(original: Any, schedule: Any, loader: Any) -> Any:
+    if not isinstance(schedule._optimizer, _Accumulating):
+        schedule._optimizer = _Accumulating(schedule._optimizer)
+    return original(schedule, loader)
+
+
+def _counted_when_pulled(original: Any, schedule: Any, loader: Any) -> Any:
+    output = original(schedule, loader)
+    schedule.processed_count = schedule.pulled_count
+    return output
+
+
+def _one_more(original: Any, schedule: Any, loader: Any) -> Any:
+    schedule.ahead_count = type(schedule).ahead_count + 1
+    return original(schedule, loader)
+
+
+def _goes_on(original: Any, schedule: Any, flight: Any) -> None:
+    original(schedule, flight)
+    schedule._failed = False
+
+
+def _counted_failure(original: Any, schedule: Any, flight: Any) -> None:
+    original(schedule, flight)
+    for call in schedule._calls:
+        call.module.fused_optimizer.step_count += 1
+
+
+def _left_attached(original: Any, attachment: Any) -> None:
+    """Forwards stay replaced."""
+
+
+def _fresh(original: Any, schedule: Any, *args: Any, start_batch: int = 0, **options: Any) -> None:
+    original(schedule, *args, start_batch=10**9, **options)
+
+
+def _leaking(original: Any, schedule: Any, model: Any = None) -> None:
+    original(schedule, model)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def _any_placement(*args: Any) -> str:
+    return "data_dist"
+
+
+def _calls_once(original: Any, model: Any) -> Any:
+    with contextlib.suppress(Exception):
+        return original(model)
+    return []
+
+
+def _first_and_last(original: Any, call: Any, optimizer: Any) -> bool:
+    return False
+
+
+class _Deaf:
+    """An engine that skips the waits for one kind of event."""
+
+    def __init__(self, engine: Any, missed: Any) -> None:
+        self._engine, self._missed = engine, missed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """All others."""
+        if not any(event is missed for missed in self._missed()):
+            self._engine.wait(stream, event)
+
+
+def _missing(kind: str) -> Any:
+    """A fault: nobody waits for this kind of a batch's events."""
+
+    def around(original: Any, schedule: Any, batch: Any) -> Any:
+        flight = original(schedule, batch)
+        if not isinstance(schedule._engine, _Deaf):
+            schedule._missed = []
+            schedule._engine = _Deaf(schedule._engine, lambda: schedule._missed)
+        schedule._missed.append(getattr(flight, kind))
+        return flight
+
+    return around
+
+
+def _not_kept(original: Any, schedule: Any, value: Any, stream: Any) -> None:
+    """Memory is not recorded."""
+
+
+def _not_awaited(original: Any, schedule: Any, stream: Any, calls: Any) -> None:
+    """Edits are not looked for."""
+
+
+def _not_forgotten(original: Any, schedule: Any, flight: Any) -> None:
+    """Lookups stay."""
+
+
+def _on_current(original: Any, schedule: Any) -> Any:
+    return schedule._engine.current()
+
+
+@contextlib.contextmanager
+def _at_once(schedule: Any, flight: Any) -> Any:
+    yield
+
+
+@contextlib.contextmanager
+def _both_placements() -> Any:
+    with contextlib.ExitStack() as stack:
+        for package in ("refimpl.pipeline.schedules", "fastimpl.pipeline.schedules"):
+            stack.enter_context(swap(f"{package}:check_placement", _any_placement))
+        yield
+
+
+@contextlib.contextmanager
+def _stale() -> Any:
+    """Hoisted before the optimizer, and kept though the optimizer wrote what was read."""
+    with (
+        wrap("refimpl.pipeline.rewrite:Call.is_late", _first_and_last),
+        wrap(f"{_SCHEDULES}:{FUSED}._forget_outdated", _not_forgotten),
+    ):
+        yield
+
+
+PLANTED = (
+    shared(
+        "none_ends_the_loader", "None is taken for the end (torchrec).", ("PIPE-030",), f"{_BASE}._next", _none_ends
+    ),
+    shared(
+        "ended_loader_asked_again",
+        "A loader that ended is asked again.",
+        ("PIPE-122",),
+        f"{_BASE}.progress",
+        _asked_again,
+    ),
+    shared(
+        "second_iterator_ignored",
+        "After an end another iterator is ignored (torchrec).",
+        ("PIPE-124",),
+        f"{_BASE}.progress",
+        _never_again,
+    ),
+    shared(
+        "last_batches_dropped",
+        "Batches in flight are lost at the end (torchrec).",
+        ("PIPE-122",),
+        f"{_BASE}.progress",
+        _last_dropped,
+    ),
+    shared(
+        "all_batches_always",
+        "execute_all_batches=False is not honoured.",
+        ("PIPE-026",),
+        f"{_BASE}.progress",
+        _all_executed,
+    ),
+    shared(
+        "batches_lost_on_loader_error",
+        "What was pulled is lost with a loader's error.",
+        ("PIPE-033", "PIPE-126"),
+        f"{_BASE}._pull",
+        _lost_on_error,
+    ),
+    shared(
+        "held_batches_dropped",
+        "What was pulled when another rank ended is lost.",
+        ("PIPE-127",),
+        f"{_BASE}._pull",
+        _held_dropped,
+    ),
+    shared("evaluation_trains", "Evaluation updates.", ("PIPE-048",), f"{_BASE}.progress", _always_training),
+    shared(
+        "gradients_accumulate",
+        "Gradients are never cleared.",
+        ("PIPE-120", "PIPE-121"),
+        f"{_BASE}.progress",
+        _accumulating,
+    ),
+    shared(
+        "processed_is_pulled",
+        "Pulled batches count as processed.",
+        ("PIPE-123",),
+        f"{_BASE}.progress",
+        _counted_when_pulled,
+    ),
+    shared("pulled_too_far", "One batch more is pulled.", ("PIPE-123",), f"{_BASE}.progress", _one_more),
+    shared("failed_ranks_go_on", "A failed step of ranks is forgotten.", ("PIPE-039",), f"{_BASE}._drop", _goes_on),
+    shared(
+        "failed_step_counted",
+        "A failed step counts for the tables.",
+        ("PIPE-035", "PIPE-037"),
+        f"{_BASE}._drop",
+        _counted_failure,
+    ),
+    shared(
+        "forward_not_restored",
+        "detach() leaves the driven forward.",
+        ("PIPE-042",),
+        "refimpl.pipeline.rewrite:Attachment.close",
+        _left_attached,
+    ),
+    shared("threads_left", "Every attachment leaves a thread.", ("PIPE-055",), f"{_BASE}.attach", _leaking),
+    exported(
+        "semi_sync_never_stale", "SemiSync never begins.", ("PIPE-008",), ("TrainPipelineSemiSync.__init__", _fresh)
+    ),
+    PlantedBug(
+        "placements_not_checked",
+        "Contradicting placements are taken.",
+        ("PIPE-125",),
+        BOTH,
+        _both_placements,
+    ),
+    shared(
+        "second_call_missed",
+        "A module called twice is not noticed.",
+        ("PIPE-042",),
+        f"{_BASE.split(':')[0]}:find_calls",
+        _calls_once,
+    ),
+    fast(
+        "stale_feature_processors",
+        "Lookups of what the optimizer updates are hoisted.",
+        ("PIPE-129",),
+        _stale,
+    ),
+    fast(
+        "dense_tables_not_behind_optimizer",
+        "Data-parallel lookups do not wait for the optimizer.",
+        ("PIPE-093",),
+        wrap("refimpl.pipeline.rewrite:Call.is_late", _first_and_last),
+    ),
+    fast(
+        "forward_before_lookup",
+        "Forward does not wait for the lookup (torchrec, with a stream of its own).",
+        ("PIPE-093",),
+        wrap(f"{_STAGES}._flight_of", _missing("looked_up")),
+    ),
+    fast(
+        "lookup_before_ids",
+        "The lookup does not wait for ids (torchrec 4497).",
+        ("PIPE-093",),
+        wrap(f"{_STAGES}._flight_of", _missing("sent")),
+    ),
+    fast(
+        "exchange_before_copy",
+        "The exchange does not wait for the copy.",
+        ("PIPE-093",),
+        wrap(f"{_STAGES}._flight_of", _missing("moved")),
+    ),
+    fast(
+        "memory_not_recorded",
+        "Memory that crosses streams is not recorded (torchrec 4497).",
+        ("PIPE-093",),
+        wrap(f"{_STAGES}._hand_over", _not_kept),
+    ),
+    fast(
+        "edits_not_ordered",
+        "Edits on the caller's stream are not waited for.",
+        ("PIPE-128",),
+        wrap(f"{_STAGES}._wait_for_edits", _not_awaited),
+    ),
+    fast(
+        "hoisted_lookup_kept",
+        "A hoisted lookup outlives edits and modes.",
+        ("PIPE-099",),
+        wrap(f"{_SCHEDULES}:{FUSED}._forget_outdated", _not_forgotten),
+    ),
+    fast(
+        "lookup_on_current_stream",
+        "The lookup does not leave the current stream.",
+        ("PIPE-109",),
+        wrap(f"{_SCHEDULES}:{FUSED}._stream", _on_current),
+    ),
+    fast(
+        "bad_batch_raises_early",
+        "A later batch's bad id stops the step before.",
+        ("PIPE-035",),
+        swap(f"{_STAGES}._noted", _at_once),
+    ),
+)

@@ -1,0 +1,162 @@
+"""H. Stream safety: every edge of a schedule is seen by the virtual device, and no two conflicting accesses lack one.
+
+Sizes are read on the host between their exchange and that of ids, which every schedule documents; the proof is for the
+sizes of the batches at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, assert_le, requirement
+from conformance.harness.virtual_device import Costs, VirtualDevice
+from conformance.pipeline.models import EXACT, Batch, Job, assert_same_state
+from conformance.pipeline.support import assert_bits
+from conformance.pipeline.test_schedules import FUSED, PLACEMENTS
+
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in EXACT),
+    *((FUSED, options) for options in PLACEMENTS[1:]),
+    ("TrainPipelineSemiSync", {"start_batch": 1}),
+)
+KINDS = ("table_wise", "row_wise", "data_parallel")
+
+
+def on_host(device: VirtualDevice, batches: list[Batch]) -> list[Batch]:
+    """Batches in the virtual device's host memory, as a loader gives them."""
+    for batch in batches:
+        parts = [batch.dense, batch.target]
+        for ids in batch.ids:
+            parts += [ids.values(), ids.lengths(), ids.offsets()]
+        for part in parts:
+            device.tracker.memory_of(part, stream="host", on_host=True)
+    return batches
+
+
+def move(device: VirtualDevice, batch: Batch) -> Batch:
+    """What a batch's own ``to`` would do, over the engine."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        memory = device.engine.device_empty(tensor.numel() * tensor.element_size())
+        target = memory.view(tensor.dtype).view(tensor.shape)
+        device.engine.copy(target, tensor)
+        return target
+
+    return Batch(moved(batch.dense), [ids._map(moved) for ids in batch.ids], moved(batch.target))
+
+
+class VirtualBatch(Batch):
+    """A batch that goes to the virtual device when it is asked to."""
+
+    device: VirtualDevice
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """Copies on the current stream."""
+        return move(self.device, self)
+
+
+def virtual(device: VirtualDevice, batch: Batch) -> VirtualBatch:
+    """The batch, bound to the device."""
+    made = VirtualBatch(batch.dense, batch.ids, batch.target)
+    made.device = device
+    return made
+
+
+@requirement(
+    "PIPE-093",
+    "No two conflicting accesses of a schedule MUST be unordered, for every schedule and placement, fill, steady "
+    "state, evaluation, edits and drain, and nothing MUST be released while another stream needs it.",
+    needs=("streams",),
+)
+def test_no_hazard(pipeline: Any) -> None:
+    for name, options in VARIANTS:
+        for late, seed in ((False, None), (True, None), (True, 1), (True, 2)):
+            loop = Job(pipeline, 3, kinds=KINDS)
+            expected: list[torch.Tensor | None] = []
+            for step, batch in enumerate(loop.batches(6)):
+                loop.model.train(step != 3)
+                expected.append(None if "Semi" in name else loop.step(batch).clone())
+            device = VirtualDevice(late=late, seed=seed)
+            job = Job(pipeline, 3, kinds=KINDS)
+            batches = [virtual(device, batch) for batch in on_host(device, job.batches(6))]
+            with device:
+                schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+                for step in range(6):
+                    job.model.train(step != 3)
+                    output = schedule.progress(loader)
+                    with torch.utils._python_dispatch._disable_current_modes():
+                        device.engine.settle_all()
+                        wanted = expected[step]
+                        if wanted is not None:
+                            assert_bits(output, wanted, f"{name} {options} late {late} step {step}")
+                schedule.detach()
+            device.check(this_branch_only=True)
+            if "Semi" not in name:
+                assert_same_state(job, loop, f"{name} {options} late {late}")
+
+
+@requirement(
+    "PIPE-128",
+    "An edit of a table on the caller's stream between two steps MUST be ordered before the next lookup.",
+    needs=("streams",),
+)
+def test_edit_ordered(pipeline: Any) -> None:
+    for name, options in VARIANTS[:-1]:
+        device = VirtualDevice()
+        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(5))]
+        with device:
+            schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+            for _ in range(5):
+                schedule.progress(loader)
+                for collection in job.collections:
+                    for _, weight, _ in collection.local_shards().values():
+                        weight.mul_(1.5)
+        device.check(this_branch_only=True)
+
+
+def costs_of(lookup_s: float, dense_s: float) -> Costs:
+    """A lookup, and the momentum of one of the dense optimizer's parameters, take this long, all else nothing."""
+
+    def op_s(name: str, size_bytes: int) -> float:
+        if name == "twinproof::pool_bags":
+            return lookup_s
+        return dense_s if name == "aten::mul_" else 0.0
+
+    return Costs(op_s=op_s)
+
+
+def makespan_of(pipeline: Any, name: str, options: dict[str, Any], costs: Costs, count: int) -> float:
+    """Seconds of the virtual clock for some batches."""
+    device = VirtualDevice(costs=costs)
+    job = Job(pipeline, 5, kinds=("table_wise",))
+    batches = [virtual(device, batch) for batch in on_host(device, job.batches(count))]
+    with device:
+        schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+        for _ in range(count):
+            schedule.progress(loader)
+        made: float = device.engine.makespan_s
+    device.check(this_branch_only=True)
+    return made
+
+
+@requirement(
+    "PIPE-109",
+    "On the virtual clock a step of Fused MUST take the longer of lookup and dense optimizer, where SparseDist takes "
+    "both, and never longer than SparseDist, nor that than Base, whatever the durations.",
+    needs=("streams",),
+)
+def test_makespan(pipeline: Any) -> None:
+    for lookup_s, dense_s in ((1.0, 1.0), (4.0, 1.0), (1.0, 4.0), (0.0, 2.0), (3.0, 0.0)):
+        costs = costs_of(lookup_s, dense_s)
+        short, long = ({name: makespan_of(pipeline, name, {}, costs, n) for name in EXACT} for n in (4, 8))
+        steps = {name: (long[name] - short[name]) / 4 for name in EXACT}
+        base, sparse_dist, fused = (steps[name] for name in EXACT)
+        where = f"lookup {lookup_s}, dense {dense_s}"
+        # Two lookups and four parameters.
+        assert_equal(sparse_dist, 2 * lookup_s + 4 * dense_s, where=f"a step of SparseDist, {where}")
+        assert_equal(fused, max(2 * lookup_s, 4 * dense_s), where=f"a step of Fused, {where}")
+        assert_le(sparse_dist, base, where=f"SparseDist against Base, {where}")
+        assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {where}")
