@@ -20,14 +20,14 @@ FASTIMPL_INLINE void pool_run(const BagBatch<Id>& batch, int64_t feature, int64_
   for (int64_t bag = first; bag < last; ++bag) {
     float* const sum = column + bag * width;
     const int64_t begin = offsets[bag], end = offsets[bag + 1];
-    clear_row(sum, dim);
+    if (begin == end) for_elements(dim, [=](int64_t e) FASTIMPL_INLINED { sum[e] = 0.0F; });
     for (int64_t at = begin; at < end; ++at) {
       if (at + ahead < last_at) fetch_row(rows + ids[at + ahead] * dim, row_bytes);
       const float* const row = wide_row<T, kIsa>(rows + ids[at] * dim, scratch, dim);
       if (weights == nullptr) {
-        add_row(sum, row, dim);
+        add_row(sum, row, dim, at == begin);
       } else {
-        add_scaled(sum, row, weights[at], dim);
+        add_scaled(sum, row, weights[at], dim, at == begin);
       }
     }
     if (table.mean && end > begin) divide_row(sum, static_cast<float>(end - begin), dim);
@@ -70,7 +70,7 @@ FASTIMPL_INLINE void weight_gradient_run(const BagBatch<Id>& batch, int64_t feat
     }
     for (int64_t at = begin; at < end; ++at) {
       if (at + ahead < last_at) fetch_row(rows + batch.ids[at + ahead] * dim, row_bytes);
-      out[at] = dot_row(bag_grad, wide_row<T, kIsa>(rows + batch.ids[at] * dim, scratch, dim), dim);
+      out[at] = dot_row<kIsa>(bag_grad, wide_row<T, kIsa>(rows + batch.ids[at] * dim, scratch, dim), dim);
     }
   }
 }
