@@ -17,6 +17,7 @@ __all__ = [
     "DetachedStoreError",
     "DistributedError",
     "FormatError",
+    "IdRangeError",
     "MissingKeyError",
     "OffloadConflictError",
     "PlanError",
@@ -112,6 +113,10 @@ class ShapeError(TwinproofError, ValueError):
 
 class CapacityError(TwinproofError, ValueError):
     """One batch with more distinct ids than the store may hold."""
+
+
+class IdRangeError(TwinproofError, IndexError):
+    """An id outside its table."""
 
 
 class StoreClosedError(TwinproofError, RuntimeError):

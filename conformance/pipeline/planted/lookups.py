@@ -1,0 +1,386 @@
+"""Faults in batches, pooled rows, gradients, steps and collections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.pipeline.planted.planting import exported, shared, shared_swap
+from refimpl.pipeline import embeddings
+from refimpl.pipeline.data import offsets_of
+from refimpl.pipeline.jagged import Bags
+
+LOOKUPS = "TableBatchedEmbeddingBags"
+
+
+def _unweighted(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    result: torch.Tensor = original(module, Bags(bags.indices, bags.offsets))
+    return result
+
+
+def _in_half(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    pooled: torch.Tensor = original(module, bags)
+    return pooled.to(torch.bfloat16).to(torch.float32)
+
+
+def _half_of(bags: Bags, grad: torch.Tensor, module: Any, part: slice) -> tuple[Bags, torch.Tensor]:
+    """Some samples of a batch."""
+    count = len(module.feature_tables)
+    features = [bags.feature(f, count) for f in range(count)]
+    ids, lengths, weights = [], [], []
+    for feature in features:
+        ends = feature.offsets.tolist()
+        samples = range(len(ends) - 1)[part]
+        ids += [feature.indices[ends[s] : ends[s + 1]] for s in samples]
+        lengths += [ends[s + 1] - ends[s] for s in samples]
+        if feature.weights is not None:
+            weights += [feature.weights[ends[s] : ends[s + 1]] for s in samples]
+    joined = torch.cat(weights) if weights else bags.weights
+    empty = bags.indices[:0]
+    order = torch.arange(grad.shape[0])[list(range(grad.shape[0])[part])]
+    return Bags(torch.cat([empty, *ids]), offsets_of(torch.tensor(lengths, dtype=torch.int64)), joined), grad[order]
+
+
+def _twice(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+    half = grad.shape[0] // 2
+    for part in (slice(0, half), slice(half, None)):
+        original(module, *_half_of(bags, grad, module, part), hyper)
+
+
+def _backwards(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+    if bags.indices.numel() < 10_000:
+        original(module, bags, grad, hyper)
+        return
+    turned, columns = _half_of(bags, grad, module, slice(None, None, -1))
+    original(module, turned, columns.contiguous(), hyper)
+
+
+def _undivided(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+    """A mean's gradient that was not divided: multiplied by what it will be divided by."""
+    at, count, grads = 0, len(module.feature_tables), grad.clone()
+    for feature, table in enumerate(module.feature_tables):
+        width = module.tables[table].embedding_dim
+        if module._mean(table):
+            grads[:, at : at + width] *= bags.feature(feature, count).lengths()
+        at += width
+    original(module, bags, grads, hyper)
+
+
+def _last_feature_lost(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+    grads = grad.clone()
+    if len(module.feature_tables) > len(module.tables):
+        grads[:, -1:] = 0
+    original(module, bags, grads, hyper)
+
+
+def _decayed(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+    original(module, bags, grad, hyper)
+    for index in range(len(module.tables)):
+        for state in module.states(index).values():
+            named = torch.zeros(state.shape[0], dtype=torch.bool)
+            named[bags.indices.long().clamp(0, state.shape[0] - 1)] = True
+            state[~named] *= 0.9
+
+
+def _counted_early(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    module.fused_optimizer.step_count += 1
+    result: torch.Tensor = original(module, bags)
+    return result
+
+
+def _rate_seen(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    module._seen = module.fused_optimizer.param_groups[0]["lr"]
+    result: torch.Tensor = original(module, bags)
+    return result
+
+
+def _rate_kept(original: Any, module: Any, bags: Bags, grad: torch.Tensor) -> None:
+    group = module.fused_optimizer.param_groups[0]
+    now, group["lr"] = group["lr"], module._seen
+    original(module, bags, grad)
+    group["lr"] = now
+
+
+def _skipped_when_empty(original: Any, module: Any, bags: Bags, grad: torch.Tensor) -> None:
+    if bags.indices.numel():
+        original(module, bags, grad)
+
+
+def _last_row(original: Any, bags: Bags, row_counts: Any) -> torch.Tensor:
+    mended: torch.Tensor = original(bags, row_counts)
+    return torch.where(mended == bags.indices, mended, min(row_counts) - 1)
+
+
+def _mended_in_place(original: Any, bags: Bags, row_counts: Any) -> torch.Tensor:
+    return bags.indices.copy_(original(bags, row_counts))
+
+
+class _Silent:
+    def warning(self, *args: Any) -> None:
+        """Nothing."""
+
+
+def _gradients_undivided(original: Any, module: Any, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(module, bags, grad)
+    return found * 1.5
+
+
+def _step_first(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    grad, module = grads[0].contiguous(), ctx.module
+    module._step(ctx.bags, grad)
+    return None, module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _always(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    grad, module = grads[0].contiguous(), ctx.module
+    weights = module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None
+    module._step(Bags(ctx.bags.indices, ctx.bags.offsets), grad)
+    return None, weights, None, None
+
+
+def _strides_ignored(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    packed = torch.as_strided(bags.indices, bags.indices.shape, (1,)).clamp(0, 5)
+    result: torch.Tensor = original(module, Bags(packed, bags.offsets, bags.weights))
+    return result
+
+
+def _tail_lost(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    pooled: torch.Tensor = original(module, bags)
+    at = 0
+    for table in module.feature_tables:
+        width = module.tables[table].embedding_dim
+        pooled[:, at + width // 4 * 4 : at + width] = 0
+        at += width
+    return pooled
+
+
+def _cached(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+    seen = module.__dict__.setdefault("_cache", {})
+    for index in range(len(module.tables)):
+        seen.setdefault(index, module.weight(index).clone())
+    kept = [module.weight(index).clone() for index in range(len(module.tables))]
+    for index, weight in seen.items():
+        module.weight(index).copy_(weight)
+    result: torch.Tensor = original(module, bags)
+    for index, weight in enumerate(kept):
+        module.weight(index).copy_(weight)
+    return result
+
+
+def _large_eps(original: Any, config: Any, lr: float, step: int) -> Any:
+    from dataclasses import replace
+
+    hyper = original(config, lr, step)
+    return replace(hyper, eps=hyper.eps + 1e-3)
+
+
+def _one_step_late(original: Any, config: Any, lr: float, step: int) -> Any:
+    return original(config, lr, step + 1)
+
+
+def _weights_lost(original: Any, batch: Any, indices: Any) -> Any:
+    found = original(batch, indices)
+    found._weights = None
+    return found
+
+
+def _in_their_order(original: Any, tensors: Any, groups: Any) -> Any:
+    order = [key for tensor in tensors for key in tensor.keys()]  # noqa: SIM118
+    return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])
+
+
+_BACKWARD = embeddings._Pooled.backward
+
+
+def _once_more(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    found = _BACKWARD(ctx, *grads)
+    return (*found[:4], *(grad * (1 + (grad.abs().amax(1, keepdim=True) > 1)) for grad in found[4:]))
+
+
+def _plain_names(tables: Any) -> list[str]:
+    return [f"{name}{i}" for i, table in enumerate(tables) for name in table.feature_names]
+
+
+def _next_position(original: Any, module: Any, name: str, bags: Bags, weights: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = original(module, name, bags, weights.roll(-1))
+    return result
+
+
+def _accepted(*args: Any, **options: Any) -> None:
+    return None
+
+
+def _rounded_sum(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+    before = [{k: v.clone() for k, v in module.states(i).items()} for i in range(len(module.tables))]
+    original(module, bags, grad, hyper)
+    for index, states in enumerate(before):
+        for name, old in states.items():
+            state = module.states(index)[name]
+            state.copy_(old + (state - old) * 0.5)
+
+
+PLANTED = (
+    exported(
+        "per_sample_weights_ignored", "Pooled rows ignore weights.", ("PIPE-012",), (f"{LOOKUPS}._pool", _unweighted)
+    ),
+    exported(
+        "pooled_in_half_precision", "Pooled rows pass through bfloat16.", ("PIPE-012",), (f"{LOOKUPS}._pool", _in_half)
+    ),
+    exported(
+        "duplicates_not_reduced_first",
+        "A row that two halves of a batch name is updated twice.",
+        ("PIPE-010",),
+        (f"{LOOKUPS}._update", _twice),
+    ),
+    exported(
+        "mean_gradient_not_divided",
+        "A mean's gradient is not divided.",
+        ("PIPE-010",),
+        (f"{LOOKUPS}._update", _undivided),
+    ),
+    exported(
+        "shared_feature_gradient_lost",
+        "The last feature of a shared table loses gradients.",
+        ("PIPE-010",),
+        (f"{LOOKUPS}._update", _last_feature_lost),
+    ),
+    exported("untouched_states_decay", "Rows without ids lose state.", ("PIPE-011",), (f"{LOOKUPS}._update", _decayed)),
+    exported(
+        "heavy_rows_summed_backwards",
+        "Rows named very often are summed in another order.",
+        ("PIPE-017",),
+        (f"{LOOKUPS}._update", _backwards),
+    ),
+    exported(
+        "step_counted_at_lookup",
+        "The step is counted by the lookup, evaluation and repeats included (FBGEMM).",
+        ("PIPE-018", "PIPE-020"),
+        (f"{LOOKUPS}._pool", _counted_early),
+    ),
+    exported(
+        "learning_rate_of_the_lookup",
+        "The learning rate is read by the lookup (FBGEMM).",
+        ("PIPE-019",),
+        (f"{LOOKUPS}._pool", _rate_seen),
+        (f"{LOOKUPS}._step", _rate_kept),
+    ),
+    exported(
+        "empty_step_not_counted",
+        "A batch without ids is no step.",
+        ("PIPE-064",),
+        (f"{LOOKUPS}._step", _skipped_when_empty),
+    ),
+    exported("bad_id_is_last_row", "A bad id reads the last row.", ("PIPE-040",), (f"{LOOKUPS}.mended", _last_row)),
+    exported(
+        "bad_id_mended_in_place",
+        "Ids of the caller are changed.",
+        ("PIPE-040",),
+        (f"{LOOKUPS}.mended", _mended_in_place),
+    ),
+    shared_swap("bad_id_not_logged", "Warning says nothing.", ("PIPE-040",), "refimpl.pipeline.bags:logger", _Silent()),
+    exported(
+        "weight_gradient_scaled",
+        "The weights' gradient is scaled.",
+        ("PIPE-013",),
+        (f"{LOOKUPS}._weight_gradients", _gradients_undivided),
+    ),
+    shared_swap(
+        "weight_gradient_after_step",
+        "The weights' gradient reads rows that the step has changed.",
+        ("PIPE-013",),
+        "refimpl.pipeline.bags:_Lookup.backward",
+        staticmethod(_step_first),
+    ),
+    shared_swap(
+        "weights_ignored_backward",
+        "Gradients of rows ignore weights.",
+        ("PIPE-010",),
+        "refimpl.pipeline.bags:_Lookup.backward",
+        staticmethod(_always),
+    ),
+    exported(
+        "strides_of_ids_ignored",
+        "Ids are read as if contiguous.",
+        ("PIPE-068",),
+        (f"{LOOKUPS}._pool", _strides_ignored),
+    ),
+    exported(
+        "columns_beyond_four_lost",
+        "Dims that 4 does not divide lose columns.",
+        ("PIPE-015",),
+        (f"{LOOKUPS}._pool", _tail_lost),
+    ),
+    exported(
+        "lookups_cached", "Lookups read the tables of the first one.", ("PIPE-061",), (f"{LOOKUPS}._pool", _cached)
+    ),
+    shared(
+        "eps_too_large", "Eps is another.", ("PIPE-014",), "refimpl.pipeline.config:FusedOptimizer.hyper", _large_eps
+    ),
+    shared(
+        "bias_correction_one_late",
+        "Adam's step counts from 2.",
+        ("PIPE-014", "PIPE-020"),
+        "refimpl.pipeline.config:FusedOptimizer.hyper",
+        _one_step_late,
+    ),
+    shared_swap(
+        "offsets_not_checked",
+        "Offsets that do not cut the ids are taken.",
+        ("PIPE-104",),
+        "refimpl.pipeline.bags:TableBatchedEmbeddingBagsBase._check_offsets",
+        _accepted,
+    ),
+    exported(
+        "permute_loses_weights",
+        "A permuted batch has no weights.",
+        ("PIPE-100",),
+        ("KeyedJaggedTensor.permute", _weights_lost),
+    ),
+    shared_swap(
+        "batch_not_checked",
+        "Parts that disagree make a batch.",
+        ("PIPE-101",),
+        "refimpl.pipeline.data:KeyedJaggedTensor._check",
+        _accepted,
+    ),
+    exported(
+        "regroup_keeps_order",
+        "Groups keep the tensors' order.",
+        ("PIPE-102",),
+        ("KeyedTensor.regroup", _in_their_order),
+    ),
+    shared_swap(
+        "dense_gradient_twice",
+        "Dense gradients of some rows are added twice.",
+        ("PIPE-110",),
+        "refimpl.pipeline.embeddings:_Pooled.backward",
+        staticmethod(_once_more),
+    ),
+    shared_swap(
+        "names_without_tables",
+        "Shared features are not told apart.",
+        ("PIPE-110",),
+        "refimpl.pipeline.embeddings:embedding_names",
+        _plain_names,
+    ),
+    exported(
+        "positions_count_from_one",
+        "The first id of a bag has the second weight.",
+        ("PIPE-111", "PIPE-106"),
+        ("PositionWeightedModuleCollection.weights", _next_position),
+    ),
+    shared_swap(
+        "plans_not_checked",
+        "Plans that do not fit are taken.",
+        ("PIPE-105",),
+        "refimpl.pipeline.shards:check_plan",
+        _accepted,
+    ),
+    exported(
+        "row_state_of_whole_table",
+        "A row's mean is over more columns than its block has.",
+        ("PIPE-079",),
+        (f"{LOOKUPS}._update", _rounded_sum),
+    ),
+)

@@ -1,0 +1,379 @@
+"""A. Numerics of table-batched lookups: pooled rows, one update a row, every bit as the naive loops have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
+from conformance.pipeline.support import (
+    DTYPES,
+    OPTIMIZERS,
+    Jagged,
+    Naive,
+    assert_bits,
+    assert_tables,
+    features_of,
+    random_jagged,
+    random_tables,
+    values_of,
+)
+from refimpl.errors import IdRangeError, ShapeError
+from refimpl.optimizers import Hyper
+
+LR, EPS = 0.05, 1e-8
+
+
+def lookups_of(pipeline: Any, configs: Any, weights: Any, optimizer: str = "sgd", **options: Any) -> Any:
+    """Table-batched lookups with their own copies of the weights."""
+    fused = pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS)
+    copies = [weight.clone() for weight in weights]
+    return pipeline.TableBatchedEmbeddingBags(configs, optimizer=fused, weights=copies, **options)
+
+
+def train(lookups: Any, naive: Naive, batch: Jagged, seed: int, where: str = "") -> None:
+    """One step of both; pooled rows and what the step leaves are the same bits."""
+    flat = batch.picked(features_of([table.config for table in naive.tables])).flat()
+    pooled = lookups(*flat)
+    expected = naive.pooled(batch)
+    assert_bits(pooled.detach(), expected, f"{where} pooled")
+    grad = values_of(expected.shape, seed)
+    pooled.backward(grad)
+    naive.step(batch, grad, Hyper(LR, naive.step_count + 1, EPS))
+    assert_tables(lookups, naive, where)
+
+
+@requirement(
+    "PIPE-012",
+    "A bag MUST be the sum of its rows from +0 in their order, a weighted row multiplied first, and a mean that sum "
+    "divided by the number of ids; an empty bag MUST be zeros. Mixed dims, dtypes and shared features alike.",
+)
+@examples(40)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, 7))
+def test_pooled(pipeline: Any, seed: int, weighted: bool, stride: int) -> None:
+    configs, weights, keys, limits = random_tables(pipeline, seed)
+    batch = random_jagged(keys, limits, stride, seed, weighted=weighted)
+    flat = batch.picked(features_of(configs)).flat()
+    pooled = lookups_of(pipeline, configs, weights)(*flat)
+    assert_bits(pooled.detach(), Naive(configs, weights, "sgd").pooled(batch), "pooled")
+
+
+@requirement(
+    "PIPE-010",
+    "Occurrences of a row, in a bag, across bags and across features of a table, MUST be summed in their order from "
+    "+0 and the row updated once, for every optimizer and dtype, bit for bit.",
+)
+@examples(40)
+@given(st.integers(0, 10**6), st.sampled_from(OPTIMIZERS), st.booleans())
+def test_steps(pipeline: Any, seed: int, optimizer: str, weighted: bool) -> None:
+    configs, weights, keys, limits = random_tables(pipeline, seed)
+    lookups, naive = lookups_of(pipeline, configs, weights, optimizer), Naive(configs, weights, optimizer)
+    for step in range(3):
+        batch = random_jagged(keys, limits, 1 + step, seed + step, weighted=weighted)
+        train(lookups, naive, batch, seed + step, f"step {step}")
+
+
+@requirement("PIPE-011", "Rows that no id of a batch names MUST keep every bit of weight and state, Adam's included.")
+def test_untouched(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(20, 5, "t", feature_names=["f"])
+    for optimizer in OPTIMIZERS:
+        lookups = lookups_of(pipeline, [config], [values_of((20, 5), 1)], optimizer)
+        for ids in ([list(range(20))], [[3, 5]], [[5, 7]]):
+            before = [lookups.weight(0).clone(), *(state.clone() for state in lookups.states(0).values())]
+            batch = Jagged(["f"], [ids])
+            lookups(*batch.flat()).backward(values_of((1, 5), 2))
+            kept = torch.tensor([row not in ids[0] for row in range(20)])
+            after = [lookups.weight(0), *lookups.states(0).values()]
+            for name, old, new in zip(("weight", "momentum1", "momentum2"), before, after, strict=False):
+                assert_bits(new[kept], old[kept], f"{optimizer} {name}")
+                assert_equal(
+                    bool((new[~kept] != old[~kept]).any()), True, where=f"{optimizer} {name} of looked-up rows"
+                )
+
+
+@requirement(
+    "PIPE-013",
+    "Weights of ids MUST get a gradient exactly when they require one: the bag's gradient times the row as it was "
+    "looked up, within twice the error of the naive product.",
+)
+@examples(20)
+@given(seed=st.integers(0, 10**6))
+def test_weight_gradients(pipeline: Any, seed: int, tolerance_factor: float) -> None:
+    configs, weights, keys, limits = random_tables(pipeline, seed)
+    batch = random_jagged(keys, limits, 4, seed, weighted=True).picked(features_of(configs))
+    ids, offsets, scale = batch.flat()
+    assert scale is not None
+    lookups = lookups_of(pipeline, configs, weights, "adagrad")
+    pooled = lookups(ids, offsets, scale.clone().requires_grad_())
+    grad = values_of(pooled.shape, seed)
+    wanting = scale.clone().requires_grad_()
+    again = lookups(ids, offsets, wanting)
+    again.backward(grad)
+    assert_equal(scale.grad is None, True, where="weights that want no gradient")
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        found, at, feature = [], 0, 0
+        for config, weight in zip(configs, weights, strict=True):
+            mean = config.pooling is pipeline.PoolingType.MEAN
+            for _ in config.feature_names:
+                g = grad[:, at : at + config.embedding_dim].to(dtype)
+                for sample, bag in enumerate(batch.bags[feature]):
+                    part = g[sample] / len(bag) if mean and bag else g[sample]
+                    found += [float((part * weight[row].to(dtype)).sum()) for row in bag]
+                at, feature = at + config.embedding_dim, feature + 1
+        results.append(torch.tensor(found, dtype=dtype))
+    assert wanting.grad is not None
+    assert_within_derived(wanting.grad, results[0], results[1], factor=tolerance_factor, where="gradient of weights")
+
+
+def textbook(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Dense steps by the textbook, in the dtype."""
+    w = weight.to(dtype)
+    m1, m2 = torch.zeros_like(w), torch.zeros_like(w)
+    for step, grad in enumerate(grads, start=1):
+        g = grad.to(dtype)
+        square = (g * g).mean(dim=1, keepdim=True).expand_as(g) if "rowwise" in optimizer else g * g
+        if optimizer == "sgd":
+            w = w - LR * g
+        elif "adagrad" in optimizer:
+            m2 = m2 + square
+            w = w - LR * g / (m2.sqrt() + EPS)
+        else:
+            m1, m2 = 0.9 * m1 + 0.1 * g, 0.999 * m2 + 0.001 * square
+            w = w - LR / (1 - 0.9**step) * m1 / (m2.sqrt() / (1 - 0.999**step) ** 0.5 + EPS)
+    return w
+
+
+@requirement(
+    "PIPE-014",
+    "k steps MUST be k steps of the textbook's dense optimizer, within twice its own float32 error; k = 1, 2, 3.",
+)
+def test_textbook(pipeline: Any, tolerance_factor: float) -> None:
+    config = pipeline.EmbeddingBagConfig(8, 33, "t", feature_names=["f"])
+    weight = values_of((8, 33), 3)
+    batch = Jagged(["f"], [[[row] for row in range(8)]])
+    for optimizer in OPTIMIZERS:
+        lookups, grads = lookups_of(pipeline, [config], [weight], optimizer), []
+        for step in range(3):
+            grads.append(values_of((8, 33), 10 + step))
+            lookups(*batch.flat()).backward(grads[-1])
+            naive, exact = (textbook(optimizer, weight, grads, dtype) for dtype in (torch.float32, torch.float64))
+            assert_within_derived(lookups.weight(0), naive, exact, factor=tolerance_factor, where=optimizer)
+
+
+@requirement("PIPE-015", "Every dim from 1 to 1024 MUST work, multiples of 4 or not, side by side in one lookup.")
+def test_dims(pipeline: Any) -> None:
+    dims = [
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+        8,
+        9,
+        15,
+        16,
+        17,
+        24,
+        31,
+        32,
+        33,
+        48,
+        63,
+        64,
+        65,
+        100,
+        127,
+        128,
+        129,
+        256,
+        300,
+        512,
+        1000,
+        1024,
+    ]
+    configs = [pipeline.EmbeddingBagConfig(5, dim, f"t{dim}", DTYPES[i % 3], ["f"]) for i, dim in enumerate(dims)]
+    weights = [values_of((5, config.embedding_dim), i, config.data_type) for i, config in enumerate(configs)]
+    for optimizer in ("rowwise_adagrad", "adam"):
+        lookups, naive = lookups_of(pipeline, configs, weights, optimizer), Naive(configs, weights, optimizer)
+        for step in range(2):
+            train(lookups, naive, random_jagged(["f"], [5], 3, step), step, optimizer)
+
+
+@requirement(
+    "PIPE-017",
+    "A row named 10^5 times in one batch MUST get the sum in order, the same bits for any number of threads and again.",
+)
+def test_heavy_duplicates(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(50, 20, "t", feature_names=["f"])
+    bags = [[7] * 100 + [sample % 50] for sample in range(1000)]
+    flat = Jagged(["f"], [bags]).flat()
+    weight, grad = values_of((50, 20), 5), values_of((1000, 20), 6)
+    sums = torch.zeros(50, 20).index_add_(0, flat[0], grad.repeat_interleave(101, dim=0))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            lookups = lookups_of(pipeline, [config], [weight])
+            lookups(*flat).backward(grad)
+            assert_bits(lookups.weight(0), weight - torch.tensor(LR) * sums, f"{threads} threads")
+    finally:
+        torch.set_num_threads(before)
+
+
+@requirement("PIPE-018", "A lookup that the loss does not use MUST change nothing and count no step.")
+def test_unused(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weight = values_of((6, 4), 1)
+    lookups = lookups_of(pipeline, [config], [weight], "adam")
+    other = torch.ones(3, requires_grad=True)
+    unused = lookups(*Jagged(["f"], [[[1, 2]]]).flat())
+    other.sum().backward()  # type: ignore[no-untyped-call]
+    assert_equal(unused.requires_grad, True, where="the pooled rows")
+    assert_bits(lookups.weight(0), weight, "weight")
+    assert_equal(lookups.fused_optimizer.step_count, 0, where="steps")
+
+
+@requirement(
+    "PIPE-019",
+    "The learning rate MUST be that of the moment of the backward, set by a scheduler or by hand, not of the lookup.",
+)
+def test_learning_rate(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weight, flat, grad = values_of((6, 4), 1), Jagged(["f"], [[[0, 3]]]).flat(), values_of((1, 4), 2)
+    lookups = lookups_of(pipeline, [config], [weight])
+    early = lookups(*flat)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(lookups.fused_optimizer, lambda epoch: 0.5**epoch)
+    lookups.fused_optimizer.step()
+    scheduler.step()
+    early.backward(grad)
+    expected = weight.clone()
+    expected[[0, 3]] -= torch.tensor(LR * 0.5) * grad
+    assert_bits(lookups.weight(0), expected, "after a scheduler's step")
+
+
+@requirement(
+    "PIPE-020", "The step MUST count backwards: lookups in evaluation, repeated ones and unused ones MUST NOT count."
+)
+def test_step_count(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weights = [values_of((6, 4), 1)]
+    lookups, naive = lookups_of(pipeline, [config], weights, "adam"), Naive([config], weights, "adam")
+    for step in range(3):
+        batch = random_jagged(["f"], [6], 3, step)
+        with torch.no_grad():
+            lookups(*batch.flat())
+        lookups(*batch.flat())
+        train(lookups, naive, batch, step, f"step {step}")
+    assert_equal(lookups.fused_optimizer.step_count, 3, where="steps")
+
+
+@requirement(
+    "PIPE-040",
+    "An id outside its table MUST raise and change nothing under fatal, and be row 0 under warning, with a line in the "
+    "log, and under ignore, without.",
+)
+def test_bad_ids(pipeline: Any, caplog: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weight = values_of((6, 4), 1)
+    for bad in (-1, 6, 2**40, -(2**63)):
+        batch, mended = Jagged(["f"], [[[1, bad], [], [2]]]), Jagged(["f"], [[[1, 0], [], [2]]])
+        lookups = lookups_of(pipeline, [config], [weight], "adam")
+        with raises(IdRangeError, mentions=(str(bad), "0 to 5", "table t", "sample 0")):
+            lookups(*batch.flat())
+        assert_bits(lookups.weight(0), weight, "weight after a refusal")
+        for check, lines in (("warning", 1), ("ignore", 0)):
+            caplog.clear()
+            lookups, naive = (
+                lookups_of(pipeline, [config], [weight], "adam", bounds_check=check),
+                Naive([config], [weight], "adam"),
+            )
+            ids, offsets, _ = batch.flat()
+            given_ids = ids.clone()
+            pooled = lookups(ids, offsets)
+            assert_bits(ids, given_ids, "ids of the caller")
+            assert_bits(pooled.detach(), naive.pooled(mended), f"{check} pooled")
+            pooled.backward(torch.ones(3, 4))
+            naive.step(mended, torch.ones(3, 4), Hyper(LR, 1, EPS))
+            assert_tables(lookups, naive, check)
+            assert_equal(sum(str(bad) in record.getMessage() for record in caplog.records), lines, where=f"{check} log")
+
+
+@requirement(
+    "PIPE-064",
+    "Batches with no ids at all, with features that are always empty, with one sample and of changing size MUST work.",
+)
+def test_empty(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights = [values_of((6, 4), i) for i in range(2)]
+    lookups, naive = lookups_of(pipeline, configs, weights, "adam"), Naive(configs, weights, "adam")
+    steps: list[list[list[list[int]]]] = [
+        [[[], []], [[], []]],
+        [[[1]], [[]]],
+        [[[], [2, 2], []], [[], [], []]],
+        [[[0]], [[5]]],
+    ]
+    for step, bags in enumerate(steps):
+        train(lookups, naive, Jagged(["f0", "f1"], bags), step, f"step {step}")
+
+
+@requirement(
+    "PIPE-068",
+    "Ids and offsets of int32 and int64, strided ids, and ids that share storage MUST give the same bits, and stay as "
+    "they were.",
+)
+def test_dtypes_of_ids(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weight = values_of((6, 4), 1)
+    batch = random_jagged(["f"], [6], 5, 3, weighted=True)
+    ids, offsets, scale = batch.flat()
+    assert scale is not None
+    wide = torch.stack([ids, ids + 100], dim=1)
+    forms = {
+        "int32": (ids.int(), offsets.int(), scale),
+        "mixed": (ids.int(), offsets, scale),
+        "strided": (wide[:, 0], offsets, torch.stack([scale, -scale], dim=1)[:, 0]),
+    }
+    expected = lookups_of(pipeline, [config], [weight])
+    first = expected(ids, offsets, scale)
+    first.backward(torch.ones(5, 4))
+    for name, form in forms.items():
+        lookups, copies = lookups_of(pipeline, [config], [weight]), [part.clone() for part in form]
+        pooled = lookups(*form)
+        assert_bits(pooled.detach(), first.detach(), f"{name} pooled")
+        pooled.backward(torch.ones(5, 4))
+        assert_bits(lookups.weight(0), expected.weight(0), f"{name} weight")
+        for part, copy in zip(form, copies, strict=True):
+            assert_bits(part, copy, f"{name} input")
+
+
+@requirement("PIPE-061", "An edit of a table in place between steps MUST be seen by the next lookup.")
+def test_edit(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    lookups = lookups_of(pipeline, [config], [values_of((6, 4), 1)])
+    flat = Jagged(["f"], [[[2], [3]]]).flat()
+    lookups(*flat).backward(torch.ones(2, 4))
+    lookups.weight(0)[2] = 7.0
+    assert_bits(lookups(*flat).detach()[0], torch.full((4,), 7.0), "the edited row")
+
+
+@requirement(
+    "PIPE-104",
+    "Offsets that do not cut the ids, or weights of another number, MUST be refused before anything is read.",
+)
+def test_refusals(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights = [values_of((6, 4), i) for i in range(2)]
+    lookups = lookups_of(pipeline, configs, weights)
+    ids = torch.tensor([1, 2, 3])
+    for offsets in ([0, 1, 3, 3], [0, 4, 3], [1, 2, 3], [0, 1, 2], [0, 3, 2, 2, 3], []):
+        with raises(ShapeError):
+            lookups(ids, torch.tensor(offsets, dtype=torch.int64))
+    with raises(ShapeError, mentions=("weight",)):
+        lookups(ids, torch.tensor([0, 1, 3]), torch.ones(2))
+    for index, weight in enumerate(weights):
+        assert_bits(lookups.weight(index), weight, "weight")

@@ -1,0 +1,114 @@
+"""F. Batches: what they hold, how they are cut, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.pipeline.support import Jagged, assert_bits, random_jagged, values_of
+from refimpl.errors import ConfigError, MissingKeyError, ShapeError
+
+
+def as_lists(kjt: Any) -> Jagged:
+    """A batch as lists, read through its keyed parts."""
+    bags, weights = [], []
+    for key in kjt.keys():  # noqa: SIM118
+        part, ends = kjt[key], kjt[key].offsets().tolist()
+        pairs = list(itertools.pairwise(ends))
+        bags.append([part.values()[a:b].tolist() for a, b in pairs])
+        if part.weights_or_none() is not None:
+            weights.append([part.weights()[a:b].tolist() for a, b in pairs])
+    return Jagged(kjt.keys(), bags, weights or None)
+
+
+def as_float32(batch: Jagged) -> Jagged:
+    """The batch with weights as float32 holds them."""
+    if batch.weights is None:
+        return batch
+    return Jagged(batch.keys, batch.bags, [[torch.tensor(b).tolist() for b in f] for f in batch.weights])
+
+
+@requirement(
+    "PIPE-100",
+    "A jagged batch MUST give each feature its own bags and weights, from lengths or offsets, int32 or int64; permute, "
+    "split and concat MUST move whole features and change nothing.",
+)
+@examples(40)
+@given(
+    seed=st.integers(0, 10**6),
+    order=st.permutations(range(3)),
+    cut=st.integers(0, 3),
+    stride=st.integers(1, 5),
+    weighted=st.booleans(),
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+    by_offsets=st.booleans(),
+)
+def test_batches(
+    pipeline: Any, seed: int, order: list[int], cut: int, stride: int, weighted: bool, dtype: Any, by_offsets: bool
+) -> None:
+    batch = as_float32(random_jagged(["a", "b", "c"], [9, 9, 9], stride, seed, weighted=weighted))
+    kjt = batch.kjt(pipeline, dtype=dtype, by_offsets=by_offsets)
+    copies = [part.clone() for part in (kjt.values(), kjt.lengths(), kjt.offsets())]
+    assert_equal(as_lists(kjt), batch, where="features")
+    assert_equal((kjt.keys(), kjt.stride(), kjt.values().dtype), (batch.keys, stride, dtype), where="facts")
+    lengths = [sum(map(len, feature)) for feature in batch.bags]
+    assert_equal(kjt.length_per_key(), lengths, where="length_per_key")
+    assert_equal(kjt.offset_per_key(), [sum(lengths[:i]) for i in range(4)], where="offset_per_key")
+    names = [batch.keys[i] for i in order]
+    assert_equal(as_lists(kjt.permute(order)), batch.picked(names), where="permute")
+    parts = kjt.split([cut, 3 - cut])
+    expected = [batch.keys[:cut], batch.keys[cut:]]
+    assert_equal([part.keys() for part in parts], expected, where="split")
+    assert_equal(as_lists(pipeline.KeyedJaggedTensor.concat(parts)), batch, where="split and concat")
+    assert_equal(as_lists(kjt.to("cpu")), batch, where="to")
+    for part, copy in zip((kjt.values(), kjt.lengths(), kjt.offsets()), copies, strict=True):
+        assert_bits(part, copy, "parts of the caller")
+
+
+@requirement("PIPE-101", "A batch whose parts disagree MUST be refused by name where it is made.")
+def test_batch_refusals(pipeline: Any) -> None:
+    make, ids = pipeline.KeyedJaggedTensor, torch.tensor([1, 2, 3])
+    with raises(ConfigError, mentions=("twice",)):
+        make(["a", "a"], ids, lengths=torch.tensor([1, 2]))
+    with raises(ConfigError, mentions=("lengths", "offsets")):
+        make(["a"], ids)
+    for lengths in ([1, 1], [4, -1], [1, 2, 0]):
+        with raises(ShapeError):
+            make(["a", "b"], ids, lengths=torch.tensor(lengths))
+    with raises(ShapeError, mentions=("int64",)):
+        make(["a"], ids.float(), lengths=torch.tensor([3]))
+    with raises(ShapeError, mentions=("weight",)):
+        make(["a"], ids, torch.ones(2), lengths=torch.tensor([3]))
+    good = make(["a", "b"], ids, lengths=torch.tensor([1, 2]))
+    with raises(MissingKeyError, mentions=("c",)):
+        good["c"]
+    with raises(ConfigError):
+        good.weights()
+    with raises(ConfigError):
+        good.permute([2])
+    with raises(ConfigError):
+        good.split([1])
+    with raises(ConfigError):
+        make.concat([good, make(["c"], ids, torch.ones(3), lengths=torch.tensor([3]))])
+
+
+@requirement("PIPE-102", "Pooled columns MUST be found under their feature's name and regroup in the order asked for.")
+def test_keyed_tensor(pipeline: Any) -> None:
+    parts = {name: values_of((4, width), width) for name, width in (("a", 2), ("b", 1), ("c", 3))}
+    left = pipeline.KeyedTensor.from_tensor_list(["a", "b"], [parts["a"], parts["b"]])
+    right = pipeline.KeyedTensor(["c"], [3], parts["c"])
+    for name, expected in parts.items():
+        assert_bits((right if name == "c" else left)[name], expected, name)
+    assert_equal((left.length_per_key(), left.offset_per_key()), ([2, 1], [0, 2, 3]), where="widths")
+    groups = pipeline.KeyedTensor.regroup([left, right], [["c", "a"], ["b"]])
+    assert_bits(groups[0], torch.cat([parts["c"], parts["a"]], dim=1), "first group")
+    assert_bits(groups[1], parts["b"], "second group")
+    with raises(MissingKeyError, mentions=("d",)):
+        pipeline.KeyedTensor.regroup([left], [["d"]])
+    with raises(ShapeError):
+        pipeline.KeyedTensor(["a"], [3], parts["a"])

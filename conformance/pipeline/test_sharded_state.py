@@ -1,0 +1,293 @@
+"""E. State of sharded tables: saved whole, loaded under any plan and any number of ranks, edited in between."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.support import OPTIMIZERS, Naive, assert_bits, joined, random_tables, values_of
+from conformance.pipeline.test_sharded import (
+    assert_shards,
+    batches_of,
+    collection_of,
+    expected_step,
+    random_plan,
+    sharded_of,
+    train,
+)
+from refimpl.errors import MissingKeyError, ShapeError, UnsupportedError
+from refimpl.optimizers import Hyper
+
+KINDS = ("table_wise", "row_wise", "column_wise")
+
+
+def state_of(sharded: Any) -> dict[str, Any]:
+    """All that a checkpoint needs."""
+    return {**sharded.state_dict(), **sharded.optimizer_state_dict()}
+
+
+def _tables(pipeline: Any, seed: int, optimizer: str) -> Any:
+    configs, weights, keys, limits = random_tables(pipeline, seed, rows=13)
+    kinds = ("table_wise", "row_wise") if "rowwise" in optimizer else KINDS
+    return configs, weights, keys, limits, kinds
+
+
+def _save(rank: Rank, folder: str, seed: int, optimizer: str) -> None:
+    pipeline, checkpoint = rank.component("pipeline"), rank.component("checkpoint")
+    configs, weights, keys, limits, kinds = _tables(pipeline, seed, optimizer)
+    plan = random_plan(pipeline, configs, rank.world_size, seed, kinds)
+    sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, optimizer, rank.group)
+    for step in range(1, 3):
+        train(rank, sharded, batches_of(rank, keys, limits, step), step, pipeline)
+    with checkpoint.HuggingFaceStorageWriter(folder, durable=False) as writer:
+        dcp.save(state_of(sharded), storage_writer=writer, process_group=rank.group)
+
+
+def _load(rank: Rank, folder: str, seed: int, optimizer: str, trained_on: int) -> None:
+    pipeline, checkpoint = rank.component("pipeline"), rank.component("checkpoint")
+    configs, weights, keys, limits, kinds = _tables(pipeline, seed, optimizer)
+    # What the ranks that saved had trained, by the uncut tables.
+    naive = Naive(configs, weights, optimizer)
+    for step in range(1, 3):
+        saver = Rank(0, trained_on, rank.group, rank.implementation)
+        expected_step(naive, batches_of(saver, keys, limits, step), step, step)
+    plan = random_plan(pipeline, configs, rank.world_size, seed + 1, kinds)
+    zeros = [torch.zeros_like(weight) for weight in weights]
+    sharded = sharded_of(pipeline, collection_of(pipeline, configs, zeros), plan, optimizer, rank.group)
+    state = state_of(sharded)
+    dcp.load(state, storage_reader=checkpoint.HuggingFaceStorageReader(folder), process_group=rank.group)
+    sharded.load_state_dict({k: v for k, v in state.items() if k in sharded.state_dict()})
+    sharded.load_optimizer_state_dict(state)
+    assert_shards(sharded, naive, "loaded")
+    batches = batches_of(rank, keys, limits, 3)
+    train(rank, sharded, batches, 3, pipeline)
+    expected_step(naive, batches, 3, 3)
+    assert_shards(sharded, naive, "a step after loading")
+
+
+@requirement(
+    "PIPE-060",
+    "Tables, optimizer states and the step that were saved under one plan MUST load under any other, on any number of "
+    "ranks, bit for bit, and train on as if never saved.",
+)
+def test_reshard(rank_pool: Any, tmp_path: Path) -> None:
+    for seed, (saving, loading) in enumerate(((2, 3), (3, 1), (1, 2), (2, 2))):
+        optimizer, folder = OPTIMIZERS[seed + 1], str(tmp_path / str(seed))
+        rank_pool.run(_save, saving, folder, seed, optimizer)
+        rank_pool.run(_load, loading, folder, seed, optimizer, saving)
+
+
+def _columns_state(rank: Rank, folder: str) -> None:
+    pipeline, checkpoint = rank.component("pipeline"), rank.component("checkpoint")
+    config = pipeline.EmbeddingBagConfig(5, 6, "t", feature_names=["f"])
+    collection = collection_of(pipeline, [config], [values_of((5, 6), 1)])
+    plans = [{"t": pipeline.column_wise([1, 0])}, {"t": pipeline.table_wise(0)}]
+    cut, whole = (sharded_of(pipeline, collection, plan, "rowwise_adagrad", rank.group) for plan in plans)
+    train(rank, cut, batches_of(rank, ["f"], [5], 1), 1, pipeline)
+    name = "embedding_bags.t.momentum1"
+    assert_equal(tuple(cut.optimizer_state_dict()[name].shape), (5, 2), where="one value for a row and column block")
+    with raises(ShapeError, mentions=(name, "(5, 2)", "(5, 1)")):
+        whole.load_optimizer_state_dict(cut.optimizer_state_dict())
+    with checkpoint.HuggingFaceStorageWriter(folder, durable=False) as writer:
+        dcp.save(state_of(cut), storage_writer=writer, process_group=rank.group)
+    again = sharded_of(pipeline, collection, plans[0], "rowwise_adagrad", rank.group)
+    state = state_of(again)
+    dcp.load(state, storage_reader=checkpoint.HuggingFaceStorageReader(folder), process_group=rank.group)
+    again.load_optimizer_state_dict(state)
+    found, expected = again.local_shards()["t"], cut.local_shards()["t"]
+    assert_bits(found[1], expected[1], "columns")
+    assert_bits(found[2]["momentum1"], expected[2]["momentum1"], "momentum1 of the column block")
+
+
+@requirement(
+    "PIPE-107",
+    "Row-wise states of column blocks MUST be saved by block, load into the same blocks, and be refused by others.",
+)
+def test_columns_state(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_columns_state, 2, str(tmp_path / "ck"))
+
+
+def _between(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    configs, weights, keys, limits = random_tables(pipeline, 11, rows=13)
+    plan = random_plan(pipeline, configs, rank.world_size, 11, KINDS)
+    sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adagrad", rank.group)
+    saved = copy.deepcopy(state_of(sharded))
+    train(rank, sharded, batches_of(rank, keys, limits, 1), 1, pipeline)
+    whole = [values_of(weight.shape, 50 + i, weight.dtype) for i, weight in enumerate(weights)]
+    names = [f"embedding_bags.{config.name}.weight" for config in configs]
+    # Whole tensors are cut to this rank's part; the states come back as they were saved.
+    sharded.load_state_dict(dict(zip(names, whole, strict=True)))
+    sharded.load_optimizer_state_dict(saved)
+    naive = Naive(configs, whole, "adagrad")
+    assert_shards(sharded, naive, "loaded from whole tensors")
+    assert_equal(sharded.fused_optimizer.step_count, 0, where="steps")
+    for _, weight, _ in sharded.local_shards().values():
+        weight.mul_(2)
+    naive = Naive(configs, [2 * weight for weight in whole], "adagrad")
+    batches = batches_of(rank, keys, limits, 2)
+    train(rank, sharded, batches, 2, pipeline)
+    expected_step(naive, batches, 2, 1)
+    assert_shards(sharded, naive, "after an edit")
+    with raises(RuntimeError, mentions=("Missing key", names[0])):
+        sharded.load_state_dict({})
+    with raises(MissingKeyError, mentions=("step",)):
+        sharded.load_optimizer_state_dict({})
+    view = sharded.state_dict()[names[0]]
+    with raises(UnsupportedError, mentions=("to_local",)):
+        view.sum()
+
+
+@requirement(
+    "PIPE-059",
+    "A load of whole tensors or of saved parts, and an edit in place, between steps MUST be what the next step starts "
+    "from; names that are absent MUST be refused.",
+)
+def test_between(rank_pool: Any) -> None:
+    for world_size in (1, 2, 3):
+        rank_pool.run(_between, world_size)
+
+
+def _made_here(rank: Rank) -> list[tuple[str, Any, Any, bytes]]:
+    pipeline = rank.component("pipeline")
+    configs, _, _, _ = random_tables(pipeline, 21, rows=13)
+    parts = []
+    for seed in (1, 2):
+        plan = random_plan(pipeline, configs, rank.world_size, seed, KINDS)
+        collection = pipeline.EmbeddingBagCollection(configs, device="meta")
+        sharded = sharded_of(pipeline, collection, plan, "sgd", rank.group, seed=7)
+        for name, (shard, weight, _) in sharded.local_shards().items():
+            parts.append((name, shard.rows, shard.columns, weight.contiguous().view(torch.uint8).numpy().tobytes()))
+    return parts
+
+
+@requirement("PIPE-108", "Weights made from a collection on meta MUST be the same for every plan and number of ranks.")
+def test_made_here(rank_pool: Any, pipeline: Any) -> None:
+    configs, _, _, _ = random_tables(pipeline, 21, rows=13)
+    plan = {config.name: pipeline.table_wise(0) for config in configs}
+    alone = pipeline.ShardedEmbeddingBagCollection(
+        pipeline.EmbeddingBagCollection(configs, device="meta"), plan, seed=7
+    ).local_shards()
+    for world_size in (1, 2, 3):
+        for parts in rank_pool.run(_made_here, world_size):
+            for name, rows, columns, found in parts:
+                whole = alone[name][1]
+                part = whole[slice(*rows), slice(*columns)]
+                got = torch.frombuffer(bytearray(found), dtype=whole.dtype).reshape(part.shape)
+                assert_bits(got, part, f"{name} at {rows}, {columns}")
+                bound = torch.tensor(whole.shape[0] ** -0.5).to(whole.dtype)
+                assert_equal(bool((whole.abs() <= bound).all()), True, where=f"bound of {name}")
+
+
+def _key_value(rank: Rank, optimizer: str) -> None:
+    pipeline, kvstore = rank.component("pipeline"), rank.component("kvstore")
+    keys = [-5, 0, 3, 2**40, -(2**63), 17, 18, 19]
+    configs = [
+        pipeline.EmbeddingBagConfig(len(keys), 6, "kv", feature_names=["a", "b"], pooling=pipeline.PoolingType.MEAN),
+        pipeline.EmbeddingBagConfig(len(keys), 4, "t", feature_names=["a"]),
+    ]
+    layout = kvstore.RowLayout(6, optimizer=optimizer)
+    # Values whose sums are exact, so that the order of ranks in a bag's sum cannot matter.
+    initial = torch.randint(-8, 9, (len(keys), 6), generator=torch.Generator().manual_seed(1)) / 4
+    buckets = kvstore.Buckets(4)
+    store = kvstore.KVStore({"kv": layout}, optimizer_in_row=True, clock=lambda: 1)
+    weights = [initial, values_of((len(keys), 4), 2)]
+    plan = {"kv": pipeline.key_value(store, buckets), "t": pipeline.table_wise(rank.world_size - 1)}
+    # Tables of both kinds see the same batch: ids of the key-value table are keys, so "t" is told to take row 0.
+    sharded = sharded_of(
+        pipeline, collection_of(pipeline, configs, weights), plan, optimizer, rank.group, bounds_check="ignore"
+    )
+    ids = torch.tensor(keys)
+    begin, end = kvstore.rank_buckets(4, rank.world_size, rank.rank)
+    mine = ids[(ids.remainder(4) >= begin) & (ids.remainder(4) < end)]
+    store.set("kv", mine, initial[torch.isin(ids, mine)])
+    naive = Naive(configs[:1], [initial], optimizer)
+    batches = batches_of(rank, ["a", "b"], [len(keys)] * 2, 3, uneven=True)
+    keyed = [type(batch)(batch.keys, [[[keys[i] for i in bag] for bag in f] for f in batch.bags]) for batch in batches]
+    pooled = sharded(keyed[rank.rank].kjt(pipeline)).values()
+    grads = [values_of((b.stride, 16), r) for r, b in enumerate(batches)]
+    pooled.backward(grads[rank.rank])
+    expected = torch.split(naive.pooled(joined(batches)), [b.stride for b in batches])
+    assert_bits(pooled.detach()[:, :12], expected[rank.rank], "pooled")
+    whole = torch.cat([grad[:, :12] / rank.world_size for grad in grads])
+    naive.step(joined(batches), whole, Hyper(0.05, 1, 1e-8))
+    got = store.get("kv", mine)
+    assert_bits(got, naive.tables[0].weight[torch.isin(ids, mine)], "rows of this rank")
+    assert_equal(store.size("kv"), mine.numel(), where="rows: only this rank's own")
+    state = sharded.key_value_state_dict(snapshot=False)
+    total = state["embedding_bags.kv.weight"].global_row_count
+    assert_equal(total, len(keys), where="rows over all ranks")
+
+
+@requirement(
+    "PIPE-112",
+    "A key-value table MUST be dealt to the ranks by bucket, take any int64 id, pool over all ranks' rows, and update "
+    "each row where it lives, as the uncut table.",
+)
+def test_key_value(rank_pool: Any) -> None:
+    for world_size, optimizer in ((1, "adam"), (2, "rowwise_adagrad"), (3, "sgd"), (4, "partial_rowwise_adam")):
+        rank_pool.run(_key_value, world_size, optimizer)
+
+
+def _counted(rank: Rank, module_count: int) -> None:
+    import torch.distributed as dist
+
+    pipeline = rank.component("pipeline")
+    modules = []
+    for index in range(module_count):
+        configs, weights, keys, limits = random_tables(pipeline, index)
+        plan = random_plan(pipeline, configs, rank.world_size, index, KINDS)
+        sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "sgd", rank.group)
+        modules.append((sharded, batches_of(rank, keys, limits, index)))
+    calls: list[str] = []
+    names = ("all_to_all_single", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_gather")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **options)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        contexts = [module.create_context() for module, _ in modules]
+        dists = [
+            module.input_dist(ctx, batches[rank.rank].kjt(pipeline))
+            for (module, batches), ctx in zip(modules, contexts, strict=True)
+        ]
+        pipeline.fuse_input_dists(dists)
+        assert_equal(calls, ["all_to_all_single"], where="sizes of all modules")
+        inputs = [each.wait().wait() for each in dists]
+        assert_equal(len(calls), 1 + module_count, where="and ids, once a module")
+        results = [
+            module.compute_and_output_dist(ctx, given).wait().values()
+            for (module, _), ctx, given in zip(modules, contexts, inputs, strict=True)
+        ]
+        assert_equal(len(calls), 1 + 2 * module_count, where="and pooled columns")
+        torch.cat(results, dim=1).sum().backward()  # type: ignore[no-untyped-call]
+        assert_equal(len(calls), 1 + 3 * module_count, where="and gradients")
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    for (module, batches), found in zip(modules, results, strict=True):
+        with torch.no_grad():
+            again = module(batches[rank.rank].kjt(pipeline)).values()
+        assert_equal(tuple(again.shape), tuple(found.shape), where="a plain call of the same module")
+
+
+@requirement(
+    "PIPE-083",
+    "Several modules MUST exchange the sizes of their ids in one collective; each then sends ids once, pooled columns "
+    "once and gradients once, whatever its plan mixes.",
+    needs=("counted_collectives",),
+)
+def test_collectives(rank_pool: Any) -> None:
+    rank_pool.run(_counted, 2, 3)

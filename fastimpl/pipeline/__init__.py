@@ -1,0 +1,69 @@
+"""Sharded, table-batched embeddings with the optimizer in the backward, in C++.
+
+Meaning: ``refimpl.pipeline``, whose batches, configuration, plans and state dicts are used as they are.
+"""
+
+from typing import TYPE_CHECKING
+
+from fastimpl import ops
+from refimpl.pipeline import (
+    Awaitable,
+    EmbeddingBagConfig,
+    FeatureProcessedEmbeddingBagCollection,
+    FusedOptimizer,
+    InBackwardOptimizer,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+    PositionWeightedModuleCollection,
+    ShardedContext,
+    TableShard,
+    TableSharding,
+    column_wise,
+    data_parallel,
+    key_value,
+    row_wise,
+    table_wise,
+)
+
+if TYPE_CHECKING or ops.available():
+    from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
+    from fastimpl.pipeline.embeddings import EmbeddingBagCollection
+    from fastimpl.pipeline.input_dist import fuse_input_dists
+    from fastimpl.pipeline.sharded import ShardedEmbeddingBagCollection
+else:
+    from refimpl.pipeline import (
+        EmbeddingBagCollection,
+        ShardedEmbeddingBagCollection,
+        TableBatchedEmbeddingBags,
+        fuse_input_dists,
+    )
+
+# What the suite may ask beyond the contract.
+CAPABILITIES: frozenset[str] = frozenset({"counted_collectives"} if ops.available() else ())
+
+__all__ = [
+    "Awaitable",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FusedOptimizer",
+    "InBackwardOptimizer",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "PoolingType",
+    "PositionWeightedModuleCollection",
+    "ShardedContext",
+    "ShardedEmbeddingBagCollection",
+    "TableBatchedEmbeddingBags",
+    "TableShard",
+    "TableSharding",
+    "column_wise",
+    "data_parallel",
+    "fuse_input_dists",
+    "key_value",
+    "row_wise",
+    "table_wise",
+]

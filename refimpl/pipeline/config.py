@@ -1,0 +1,189 @@
+"""What modules of embedding tables are told: tables, the optimizer in their backward, and where each table lives."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from refimpl.errors import ConfigError
+from refimpl.kvstore.buckets import Buckets
+from refimpl.optimizers import FORMULAS, Hyper
+
+__all__ = [
+    "BOUNDS_CHECKS",
+    "EmbeddingBagConfig",
+    "FusedOptimizer",
+    "PoolingType",
+    "TableSharding",
+    "check_tables",
+    "column_wise",
+    "data_parallel",
+    "embedding_names",
+    "key_value",
+    "row_wise",
+    "table_wise",
+]
+
+BOUNDS_CHECKS = ("fatal", "warning", "ignore")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "key_value")
+
+
+class PoolingType(enum.Enum):
+    """How the rows of a bag become one: torchrec's names."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig:
+    """One table, as torchrec names its parts.
+
+    Args:
+        num_embeddings: rows E; ids are 0 to E - 1. Not used by a key-value table, whose ids are any int64.
+        embedding_dim: columns D, any number from 1.
+        name: of the table.
+        data_type: float32, float16 or bfloat16 weights.
+        feature_names: features looked up in this table; one name may stand at several tables.
+        pooling: sum, or mean over the number of ids of the bag; an empty bag gives zeros.
+
+    Raises:
+        ConfigError: a value outside these.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: torch.dtype = torch.float32
+    feature_names: Sequence[str] = ()
+    pooling: PoolingType = PoolingType.SUM
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        for size in (self.num_embeddings, self.embedding_dim):
+            if type(size) is not int or size < 1:
+                raise ConfigError("not a size of a table", got=size, expected="an int >= 1", where=self.name)
+        if self.data_type not in _FLOATS:
+            raise ConfigError("not a dtype of weights", got=self.data_type, expected=_FLOATS, where=self.name)
+        if not isinstance(self.pooling, PoolingType):
+            raise ConfigError("not a pooling", got=self.pooling, expected=list(PoolingType), where=self.name)
+
+
+def check_tables(tables: Sequence[EmbeddingBagConfig]) -> tuple[EmbeddingBagConfig, ...]:
+    """The tables, whose names are distinct and whose features are distinct within a table. Raises ConfigError."""
+    names = [table.name for table in tables]
+    if not tables or len(set(names)) != len(names) or not all(names):
+        raise ConfigError("tables have distinct names, and there is at least one", got=names, where="tables")
+    for table in tables:
+        if not table.feature_names or len(set(table.feature_names)) != len(table.feature_names):
+            raise ConfigError("a table has distinct features", got=table.feature_names, where=table.name)
+    return tuple(tables)
+
+
+def embedding_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
+    """Names of the pooled columns, by table, then feature: ``feature``, or ``feature@table`` where tables share it.
+
+    Source of the rule: torchrec's ``get_embedding_names_by_table``.
+    """
+    features = [feature for table in tables for feature in table.feature_names]
+    return [
+        f"{feature}@{table.name}" if features.count(feature) > 1 else feature
+        for table in tables
+        for feature in table.feature_names
+    ]
+
+
+@dataclass(frozen=True)
+class FusedOptimizer:
+    """The optimizer that the backward runs; formulas in ``refimpl.optimizers``.
+
+    Args:
+        kind: "sgd", "adagrad", "rowwise_adagrad", "adam" or "partial_rowwise_adam".
+        lr, eps, beta1, beta2: see ``refimpl.optimizers.Hyper``.
+
+    Raises:
+        ConfigError: a value outside these.
+    """
+
+    kind: str = "rowwise_adagrad"
+    lr: float = 0.01
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        if self.kind not in FORMULAS:
+            raise ConfigError("not an optimizer", got=self.kind, expected=tuple(FORMULAS), where="kind")
+        self.hyper(self.lr, 1)
+
+    def hyper(self, lr: float, step: int) -> Hyper:
+        """The hyperparameters of one step."""
+        return Hyper(lr, step, self.eps, self.beta1, self.beta2)
+
+    def state_widths(self, columns: int) -> dict[str, int]:
+        """State name -> float32 values of a row of this many columns."""
+        widths = {
+            "sgd": {},
+            "adagrad": {"momentum1": columns},
+            "rowwise_adagrad": {"momentum1": 1},
+            "adam": {"momentum1": columns, "momentum2": columns},
+            "partial_rowwise_adam": {"momentum1": columns, "momentum2": 1},
+        }
+        return dict(widths[self.kind])
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """Where one table lives; made by ``table_wise`` and its siblings."""
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+    buckets: Buckets | None = None
+    store: Any = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError("not a kind of sharding", got=self.kind, expected=_KINDS, where="kind")
+
+
+def table_wise(rank: int) -> TableSharding:
+    """The whole table on one rank."""
+    return TableSharding("table_wise", (rank,))
+
+
+def row_wise() -> TableSharding:
+    """Rows on all ranks in blocks of ceil(E / W), the last ones shorter or empty."""
+    return TableSharding("row_wise")
+
+
+def column_wise(ranks: Sequence[int]) -> TableSharding:
+    """Columns in blocks of ceil(D / len(ranks)), one for each of these distinct ranks."""
+    return TableSharding("column_wise", tuple(ranks))
+
+
+def data_parallel() -> TableSharding:
+    """The whole table on every rank, as a parameter of the dense optimizer; its gradient is the mean over ranks."""
+    return TableSharding("data_parallel")
+
+
+def key_value(store: Any, buckets: Buckets) -> TableSharding:
+    """Rows in each rank's own ``KVStore``, dealt by bucket as ``rank_buckets`` says; the store has the table's name."""
+    return TableSharding("key_value", (), buckets, store)
+
+
+def check_plan(tables: Sequence[EmbeddingBagConfig], plan: Mapping[str, TableSharding], world_size: int) -> None:
+    """Demand one sharding for each table and ranks of this world. Raises ConfigError."""
+    names = [table.name for table in tables]
+    if sorted(plan) != sorted(names):
+        raise ConfigError("the plan does not name the tables", got=sorted(plan), expected=sorted(names), where="plan")
+    for table in tables:
+        ranks = plan[table.name].ranks
+        if any(type(rank) is not int or not 0 <= rank < world_size for rank in ranks):
+            raise ConfigError("not ranks of this group", got=ranks, expected=f"0 to {world_size - 1}", where=table.name)
+        if plan[table.name].kind == "column_wise" and not (1 <= len(set(ranks)) == len(ranks) <= table.embedding_dim):
+            raise ConfigError("columns need distinct ranks, at most D", got=ranks, where=table.name)

@@ -1,0 +1,47 @@
+"""Bags of ids: how their rows are pooled, and how gradients come back."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Bags", "pool", "spread"]
+
+
+class Bags:
+    """Bags of F features, feature-major: ``indices`` int64 [N], ``offsets`` int64 [F * B + 1], ``weights`` or None."""
+
+    def __init__(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        self.indices, self.offsets, self.weights = indices, offsets, weights
+
+    def feature(self, index: int, feature_count: int) -> Bags:
+        """The bags of one feature."""
+        stride = (self.offsets.numel() - 1) // feature_count
+        ends = self.offsets[index * stride : (index + 1) * stride + 1]
+        ids = slice(int(ends[0]), int(ends[-1]))
+        return Bags(self.indices[ids], ends - ends[0], None if self.weights is None else self.weights[ids])
+
+    def bag_of_each(self) -> torch.Tensor:
+        """The bag of each id, int64 [N]."""
+        return torch.arange(self.offsets.numel() - 1).repeat_interleave(self.offsets.diff())
+
+    def lengths(self) -> torch.Tensor:
+        """Ids of each bag, at least 1, as float32 [B, 1]: what a mean divides by."""
+        return self.offsets.diff().clamp(min=1).to(torch.float32)[:, None]
+
+
+def pool(rows: torch.Tensor, bags: Bags, mean: bool) -> torch.Tensor:
+    """Float32 [B, D] from the rows [N, D] of one feature's ids: added from +0 in ascending position.
+
+    A weighted row is multiplied before it is added, each rounded once; a mean is the sum divided by the number of ids.
+    """
+    terms = rows.to(torch.float32)
+    if bags.weights is not None:
+        terms = bags.weights[:, None] * terms
+    sums = torch.zeros(bags.offsets.numel() - 1, rows.shape[1]).index_add_(0, bags.bag_of_each(), terms)
+    return sums / bags.lengths() if mean else sums
+
+
+def spread(grad: torch.Tensor, bags: Bags, mean: bool) -> torch.Tensor:
+    """``pool`` backwards: the gradient [N, D] of each id's row, from that of the bags [B, D]."""
+    grads = (grad / bags.lengths() if mean else grad)[bags.bag_of_each()]
+    return grads if bags.weights is None else bags.weights[:, None] * grads

@@ -1,0 +1,292 @@
+"""What sharded tables are, whatever moves between ranks: plan, lookups, replicated parameters, state.
+
+Gradients are means over ranks, as DDP's and torchrec's: each rank's is divided by W before it is sent.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from refimpl.errors import ConfigError
+from refimpl.kvstore.buckets import bucket_of, rank_buckets
+from refimpl.kvstore.state import rank_and_world
+from refimpl.pipeline.awaitables import Awaitable, Ready
+from refimpl.pipeline.bags import InBackwardOptimizer, check_bounds, lookup
+from refimpl.pipeline.columns import Columns
+from refimpl.pipeline.config import FusedOptimizer, TableSharding
+from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
+from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.lookups import groups_of, make_group
+from refimpl.pipeline.sharded_state import ShardedState
+from refimpl.pipeline.shards import Shard, initial_shard, shards_of, slots_of
+
+__all__ = ["ShardedContext", "ShardedEmbeddingBagCollectionBase"]
+
+
+class ShardedContext:
+    """One batch on its way through ``input_dist``, ``compute`` and ``output_dist``.
+
+    Attributes:
+        bags: this rank's own, of all features.
+        strides: samples of each rank.
+        replicated: parameters of the feature processors.
+    """
+
+    bags: Bags
+    strides: list[int]
+    replicated: tuple[torch.Tensor, ...] = ()
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of the batch until ``stream`` has passed this point."""
+        for value in (self.bags.indices, self.bags.offsets, self.bags.weights):
+            if value is not None and value.device.type != "cpu":
+                value.record_stream(stream)
+
+
+class _Exchange(torch.autograd.Function):
+    """Pooled columns of all ranks' shards for this rank's samples; the backward sends gradients to the shards.
+
+    Replicated parameters pass through without a gradient of their own, so that every rank's backward visits them: their
+    gradients are summed over ranks, and a rank that looks nothing up would be missed by the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, module: Any, context: ShardedContext, count: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.module, ctx.context, ctx.replicated = module, context, tensors[count:]
+        result: torch.Tensor = module._exchange(context, tensors[:count])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        module = ctx.module
+        module.fused_optimizer.step_count += 1
+        parts = module._exchange_back(ctx.context, grads[0].contiguous() / module.world_size)
+        return None, None, None, None, *parts, *(torch.zeros_like(param) for param in ctx.replicated)
+
+
+class _Replicated(torch.autograd.Function):
+    """Parameters that every rank holds; their gradient is the sum over ranks, each divided by ``divisor`` first."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, divisor: int, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.module, ctx.divisor = module, divisor
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        flat = torch.cat([grad.reshape(-1).to(torch.float32) for grad in grads]) / ctx.divisor
+        parts = ctx.module._sum_over_ranks(flat).split([grad.numel() for grad in grads])
+        return None, None, *(part.reshape(g.shape).to(g.dtype) for part, g in zip(parts, grads, strict=True))
+
+
+class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
+    """Tables cut among the ranks of a group, with the optimizer in the backward: torchrec's class, explicit plans only.
+
+    Args:
+        module: the collection to cut, the same on every rank; its weights are copied. On "meta" they are made here,
+            the same for every plan. A feature-processed collection keeps its processors as dense parameters.
+        plan: table -> ``table_wise(rank)``, ``row_wise()``, ``column_wise(ranks)``, ``data_parallel()`` or
+            ``key_value(store, buckets)``.
+        optimizer: what the backward runs on all but data-parallel tables, which are dense parameters.
+        process_group: the ranks; None is all of them, or none where torch.distributed is not in use.
+        bounds_check: see ``TableBatchedEmbeddingBags``; under "fatal" every rank raises.
+        seed: of weights made here.
+
+    Every rank makes the same calls in the same order. Ranks may have batches of different size, or none. One backward
+    is one step; a row's gradient is the mean over ranks, its duplicates added by feature, rank, sample and position.
+    Column-wise tables with an optimizer that keeps one value for a row keep one for each column block, and so differ
+    from the uncut table by design (facts/pipeline.md 0.16). Weights of a batch get no gradient, processors' do.
+
+    Attributes:
+        fused_optimizer: a handle for schedulers on the optimizer in the backward; see ``InBackwardOptimizer``.
+
+    Raises:
+        ConfigError: a plan that does not fit; feature processors on other than table- and column-wise tables.
+        IdRangeError: an id outside its table.
+    """
+
+    bags_type: Any
+
+    def __init__(
+        self,
+        module: Any,
+        plan: Mapping[str, TableSharding],
+        *,
+        optimizer: FusedOptimizer | None = None,
+        process_group: Any = None,
+        bounds_check: str = "fatal",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        processed = isinstance(module, FeatureProcessedEmbeddingBagCollection)
+        collection = module._embedding_bag_collection if processed else module
+        self.feature_processors = module._feature_processors if processed else None
+        self.tables, self.bounds_check = tuple(collection.embedding_bag_configs()), bounds_check
+        self.plan = [plan[table.name] for table in self.tables] if set(plan) >= set(self._names()) else []
+        self.process_group = process_group
+        self.rank, self.world_size = rank_and_world(process_group)
+        self.shards = shards_of(self.tables, plan, self.world_size)
+        self._check_processed()
+        self.is_weighted = collection.is_weighted() and not processed
+        self.feature_names, self._embedding_names = list(collection.feature_names), collection.embedding_names()
+        self._feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
+        self.fused_optimizer = InBackwardOptimizer(optimizer or FusedOptimizer())
+        slots = slots_of(self.tables, self.shards)
+        self.rank_groups = [groups_of(self.shards, slots, rank) for rank in range(self.world_size)]
+        self._replicate(collection)
+        self.columns = Columns(self.tables, self.rank_groups, self._dense)
+
+        def weight_of(shard: Shard) -> torch.Tensor:
+            table = self.tables[shard.table]
+            whole: torch.Tensor = collection.embedding_bags[table.name].weight.detach()
+            if whole.device.type == "meta":
+                return initial_shard(table, shard.table, shard, seed)
+            return whole[slice(*shard.rows), slice(*shard.columns)].clone(memory_format=torch.contiguous_format)
+
+        self.groups = [
+            make_group(group, self.tables, self.plan, self.bags_type, self.fused_optimizer, weight_of)
+            for group in self.rank_groups[self.rank]
+        ]
+
+    def _names(self) -> list[str]:
+        return [table.name for table in self.tables]
+
+    def _check_processed(self) -> None:
+        kinds = {sharding.kind for sharding in self.plan}
+        if self.feature_processors is not None and kinds - {"table_wise", "column_wise"}:
+            raise ConfigError("feature processors need whole bags on one rank", got=sorted(kinds), where="plan")
+
+    def _replicate(self, collection: Any) -> None:
+        """Parameters for the data-parallel tables."""
+        self._dense = [i for i, sharding in enumerate(self.plan) if sharding.kind == "data_parallel"]
+        self.embedding_bags = torch.nn.ModuleDict()
+        for table in (self.tables[index] for index in self._dense):
+            whole = collection.embedding_bags[table.name].weight.detach()
+            if whole.device.type == "meta":
+                shard = Shard(self.tables.index(table), 0, "", (0, table.num_embeddings), (0, table.embedding_dim))
+                whole = initial_shard(table, shard.table, shard, 0)
+            replica = _Table(table, "meta")
+            replica.weight = torch.nn.Parameter(whole.clone())
+            self.embedding_bags[table.name] = replica
+
+    def create_context(self) -> ShardedContext:
+        """A context for one batch."""
+        return ShardedContext()
+
+    @abstractmethod
+    def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[Bags]]]:
+        """Send ids to the ranks that look them up. The first ``wait`` ends the exchange of sizes, the second of ids.
+
+        Returns the bags of each lookup of this rank, over all ranks' samples, feature-major and by rank.
+        """
+
+    def compute(self, ctx: ShardedContext, dist_input: list[Bags]) -> list[torch.Tensor]:
+        """This rank's lookups: float32 [all ranks' samples, columns] each, then the data-parallel tables' own."""
+        if self.feature_processors is not None:
+            params = self.feature_processors.position_weights.values()
+            # Gradients of samples were divided by W already, where they were sent.
+            ctx.replicated = _Replicated.apply(self, 1, *params)  # type: ignore[no-untyped-call]
+        outputs = [
+            lookup(group.module, self._processed(ctx, group, bags))
+            for group, bags in zip(self.groups, dist_input, strict=True)
+        ]
+        return [*outputs, *self._dense_outputs(ctx)]
+
+    def output_dist(self, ctx: ShardedContext, output: list[torch.Tensor]) -> Awaitable[KeyedTensor]:
+        """Pooled columns of all features for this rank's own samples."""
+        count = len(self.groups)
+        anchor = torch.zeros(0, requires_grad=True)
+        exchanged = _Exchange.apply(anchor, self, ctx, count, *output[:count], *ctx.replicated)  # type: ignore[no-untyped-call]
+        widths = {f: self.tables[t].embedding_dim for f, t in enumerate(self._feature_tables)}
+        sent = [f for f, t in enumerate(self._feature_tables) if t not in self._dense]
+        columns = dict(zip(sent, torch.split(exchanged, [widths[f] for f in sent], dim=1), strict=True))
+        if self._dense:
+            own = [f for f, t in enumerate(self._feature_tables) if t in self._dense]
+            columns |= dict(zip(own, torch.split(output[count], [widths[f] for f in own], dim=1), strict=True))
+        values = torch.cat([columns[f] for f in sorted(columns)], dim=1) if self._dense else exchanged
+        return Ready(KeyedTensor(self._embedding_names, [widths[f] for f in sorted(widths)], values))
+
+    def compute_and_output_dist(self, ctx: ShardedContext, dist_input: list[Bags]) -> Awaitable[KeyedTensor]:
+        """Both, as torchrec names it."""
+        return self.output_dist(ctx, self.compute(ctx, dist_input))
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows of each feature for this rank's samples, float32 [B, D] side by side, by table, then feature."""
+        ctx = self.create_context()
+        dist_input = self.input_dist(ctx, features).wait().wait()
+        return self.compute_and_output_dist(ctx, dist_input).wait()
+
+    def owner_of(self, ids: torch.Tensor, table: int) -> torch.Tensor:
+        """The rank of each id of a key-value table, int64 [n]: id -> bucket -> rank."""
+        buckets = self.plan[table].buckets
+        assert buckets is not None
+        ends = [rank_buckets(buckets.total_count, self.world_size, rank)[1] for rank in range(self.world_size)]
+        return torch.bucketize(bucket_of(ids, buckets), torch.tensor(ends), right=True)
+
+    def _local_bags(self, features: KeyedJaggedTensor) -> Bags:
+        """This rank's bags, checked before anything is sent."""
+        bags = select(features, self.feature_names, weighted=self.is_weighted)
+        bags = Bags(bags.indices.to(torch.int64), bags.offsets, None if bags.weights is None else bags.weights.detach())
+        kinds = [self.plan[table].kind for table in self._feature_tables]
+        bounded = [f for f, kind in enumerate(kinds) if kind != "key_value"]
+        if len(bounded) == len(kinds):
+            counts = [self.tables[table].num_embeddings for table in self._feature_tables]
+            names = [self.tables[table].name for table in self._feature_tables]
+            return check_bounds(bags, counts, names, self.bounds_check, self.bags_type)
+        return self._check_each(bags, bounded)
+
+    def _check_each(self, bags: Bags, bounded: Sequence[int]) -> Bags:
+        parts = [bags.feature(f, len(self._feature_tables)) for f in range(len(self._feature_tables))]
+        for f in bounded:
+            table = self.tables[self._feature_tables[f]]
+            parts[f] = check_bounds(parts[f], [table.num_embeddings], [table.name], self.bounds_check, self.bags_type)
+        return Bags(torch.cat([part.indices for part in parts]), bags.offsets, bags.weights)
+
+    def _processed(self, ctx: ShardedContext, group: Any, bags: Bags) -> Bags:
+        """The bags with the processors' weights."""
+        if self.feature_processors is None:
+            return bags
+        params = dict(zip(self.feature_processors.position_weights, ctx.replicated, strict=True))
+        names = [self.feature_names[slot.feature] for slot in group.slots]
+        weights = [
+            self.feature_processors.weights(name, bags.feature(index, len(names)), params[name])
+            for index, name in enumerate(names)
+        ]
+        return Bags(bags.indices, bags.offsets, torch.cat(weights))
+
+    def _dense_outputs(self, ctx: ShardedContext) -> list[torch.Tensor]:
+        if not self._dense:
+            return []
+        tables = [self.tables[index] for index in self._dense]
+        features = [f for f, table in enumerate(self._feature_tables) if table in self._dense]
+        params = [self.embedding_bags[table.name].weight for table in tables]
+        weights = _Replicated.apply(self, self.world_size, *params)  # type: ignore[no-untyped-call]
+        bags = self._features_of(ctx.bags, features)
+        return [_Pooled.apply(self.bags_type, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]
+
+    def _features_of(self, bags: Bags, features: Sequence[int]) -> Bags:
+        if len(features) == len(self._feature_tables):
+            return bags
+        parts = [bags.feature(f, len(self._feature_tables)) for f in features]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.offsets.diff() for part in parts)]).cumsum(0)
+        weights = None if bags.weights is None else torch.cat([p.weights for p in parts if p.weights is not None])
+        return Bags(torch.cat([part.indices for part in parts]), offsets, weights)
+
+    @abstractmethod
+    def _exchange(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``Columns.assemble`` of what all ranks looked up for this rank's samples."""
+
+    @abstractmethod
+    def _exchange_back(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient of each lookup's columns, over all ranks' samples: ``Columns.take_apart`` of every rank."""
+
+    @abstractmethod
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's value, from +0 in ascending rank."""
