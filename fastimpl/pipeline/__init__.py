@@ -41,7 +41,7 @@ else:
     )
 
 # What the suite may ask beyond the contract.
-CAPABILITIES: frozenset[str] = frozenset({"counted_collectives"} if ops.available() else ())
+CAPABILITIES: frozenset[str] = frozenset({"bag_kernels", "counted_collectives"} if ops.available() else ())
 
 __all__ = [
     "Awaitable",

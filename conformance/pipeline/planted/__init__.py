@@ -1,8 +1,8 @@
 """Planted bugs of the embeddings: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
 
-from conformance.pipeline.planted import lookups, ranks, state
+from conformance.pipeline.planted import lookups, operators, ranks, state
 
-_MODULES = (lookups, ranks, state)
+_MODULES = (lookups, operators, ranks, state)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]
