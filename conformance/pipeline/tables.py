@@ -73,7 +73,8 @@ class Arguments:
             momenta.append(one if optimizer in _ROWWISE[name] else full)
         return cls(
             tables,
-            *momenta,
+            momenta[0],
+            momenta[1],
             used,
             torch.randint(0, rows, (count,), generator=generator).to(ids),
             offsets,
