@@ -168,6 +168,36 @@ FASTIMPL_INLINE void add_scaled(float* sum, const float* row, float scale, int64
   add_terms(sum, dim, is_first, [=](int64_t e) FASTIMPL_INLINED { return scale * row[e]; });
 }
 
+// One pass where the processor converts: the row is added as it is read.
+template <Isa kIsa>
+FASTIMPL_INLINE void add_halves(float* sum, const uint16_t* row, int64_t dim, bool is_first) {
+  int64_t e = 0;
+#if defined(__x86_64__)
+  if constexpr (kIsa == Isa::kAvx512) {
+    for (; !is_first && e + 16 <= dim; e += 16) {
+      asm("vcvtph2ps %1, %%zmm0\n\tvaddps %0, %%zmm0, %%zmm0\n\tvmovups %%zmm0, %0"
+          : "+m"(*reinterpret_cast<Block<64>*>(sum + e))
+          : "m"(*reinterpret_cast<const Block<32>*>(row + e))
+          : "xmm0");
+    }
+  }
+  if constexpr (kIsa != Isa::kPlain) {
+    for (; !is_first && e + 8 <= dim; e += 8) {
+      asm("vcvtph2ps %1, %%ymm0\n\tvaddps %0, %%ymm0, %%ymm0\n\tvmovups %%ymm0, %0"
+          : "+m"(*reinterpret_cast<Block<32>*>(sum + e))
+          : "m"(*reinterpret_cast<const Block<16>*>(row + e))
+          : "xmm0");
+    }
+  }
+#endif
+  if (is_first) {
+    widen_halves<kIsa>(row, sum, dim);
+    for_elements(dim, [=](int64_t i) FASTIMPL_INLINED { sum[i] = 0.0F + sum[i]; });
+    return;
+  }
+  for (; e < dim; ++e) sum[e] += Fp16::widen(row[e]);
+}
+
 // refimpl.optimizers.row_sum of the products: eight running sums, element e into sum e mod 8, then halves added.
 inline float dot_plain(const float* a, const float* b, int64_t dim, float* lanes, int64_t from) {
   for (int64_t e = from; e < dim; ++e) lanes[e % 8] += a[e] * b[e];

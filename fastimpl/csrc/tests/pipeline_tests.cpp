@@ -1,6 +1,7 @@
 // Properties of the pipeline's kernels against naive loops: any tables, any bags, any unit, any number of threads.
 #include "pipeline_tests.h"
 
+#include "kernels/pipe_grid.h"
 #include "kernels/pipe_ids.h"
 #include "kernels/pipe_step.h"
 #include "kv_tests.h"
@@ -224,6 +225,101 @@ void one_row_may_occur_any_number_of_times() {
   }
 }
 
+// The device's functors through a serial grid, its threads in random order.
+template <typename Body>
+void run_grid(int64_t count, const Body& body) {
+  std::vector<int64_t> order(static_cast<size_t>(count));
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
+  std::shuffle(order.begin(), order.end(), kv_tests::random_bits);
+  for (const int64_t i : order) body(i);
+}
+
+struct Grid {
+  std::vector<GridTable> tables;
+  std::vector<GridFeature> features;
+  GridBatch<int64_t> batch{};
+
+  explicit Grid(World* w) {
+    int64_t base = 0;
+    for (size_t t = 0; t < w->tables.size(); ++t) {
+      const BagTable& table = w->tables[t];
+      tables.push_back({w->rows[t].data(), table.row_count, table.dim, table.type, table.mean, w->momentum1[t].data(), w->momentum2[t].data(), base});
+      base += table.row_count;
+    }
+    for (const BagFeature& feature : w->features) features.push_back({feature.table, feature.column});
+    batch = {tables.data(),  features.data(), static_cast<int64_t>(features.size()), w->bag_count, w->width, w->ids.data(), w->offsets.data(), w->weights.empty() ? nullptr : w->weights.data(),
+             static_cast<int64_t>(w->ids.size())};
+  }
+};
+
+void step_on_a_grid(World* w) {
+  const Grid grid(w);
+  const GridBatch<int64_t>& batch = grid.batch;
+  Ints rows(w->ids.size()), bags(rows.size()), positions(rows.size());
+  run_grid(batch.id_count, RowOfPosition<int64_t>{batch, rows.data(), bags.data(), positions.data()});
+  std::stable_sort(positions.begin(), positions.end(), [&](int64_t a, int64_t b) { return rows[static_cast<size_t>(a)] < rows[static_cast<size_t>(b)]; });
+  Ints sorted;
+  for (const int64_t p : positions) sorted.push_back(rows[static_cast<size_t>(p)]);
+  const int64_t window = uniform(1, 40);
+  int64_t dim_max = 1;
+  for (const BagTable& table : w->tables) dim_max = std::max(dim_max, table.dim);
+  Floats sums(static_cast<size_t>(window * dim_max)), shared(static_cast<size_t>(window));
+  const Rates rates{kHyper.lr, kHyper.eps, kHyper.beta1, kHyper.one_minus_beta1, kHyper.beta2, kHyper.one_minus_beta2, kHyper.step_size, kHyper.root_correction};
+  for (int64_t begin = 0; begin < batch.id_count; begin += window) {
+    const int64_t count = std::min(window, batch.id_count - begin);
+    const StepGrid<int64_t> step{batch,       sorted.data(), positions.data(), bags.data(), w->grad.data(), begin, dim_max, sums.data(),
+                                 shared.data(), static_cast<Rule>(w->optimizer), rates};
+    run_grid(count * dim_max, [&](int64_t i) { step.sum(i); });
+    run_grid(count, [&](int64_t i) { step.share(i); });
+    run_grid(count * dim_max, [&](int64_t i) { step.update(i); });
+  }
+}
+
+void grids_have_the_bits_of_the_host() {
+  for (int i = 0; i < 150; ++i) {
+    World w = random_world(12);
+    if (w.bag_count == 0) continue;
+    Floats pooled(w.grad.size()), on_grid(pooled.size()), gradients(w.ids.size()), mine(gradients.size());
+    pool_bags(threads(1), w.batch(), pooled.data(), Isa::kPlain);
+    bag_weight_gradients(threads(1), w.batch(), w.grad.data(), gradients.data(), Isa::kPlain);
+    const Grid grid(&w);
+    run_grid(static_cast<int64_t>(pooled.size()), PoolElement<int64_t>{grid.batch, on_grid.data()});
+    run_grid(static_cast<int64_t>(mine.size()), WeightGradient<int64_t>{grid.batch, w.grad.data(), mine.data()});
+    require(are_same(on_grid, pooled), "pooling on a grid");
+    require(are_same(mine, gradients), "gradients of weights on a grid");
+    World expected = w;
+    step_all_naively(&expected, kHyper);
+    step_on_a_grid(&w);
+    require(w.rows == expected.rows, "a step on a grid");
+    for (size_t t = 0; t < w.tables.size(); ++t) require(are_same(w.momentum1[t], expected.momentum1[t]) && are_same(w.momentum2[t], expected.momentum2[t]), "states on a grid");
+  }
+}
+
+void grids_see_what_is_outside() {
+  for (int i = 0; i < 100; ++i) {
+    World w = random_world(6);
+    if (w.bag_count == 0 || w.ids.empty()) continue;
+    int64_t flags[2] = {0, 0};
+    const Grid grid(&w);
+    const auto all = static_cast<int64_t>(w.offsets.size()) - 1;
+    const auto check_all = [&] {
+      run_grid(all + 1, OffsetCheck{w.offsets.data(), all, grid.batch.id_count, flags});
+      if (flags[0] == 0) run_grid(grid.batch.id_count, IdCheck<int64_t>{grid.batch, flags});
+    };
+    check_all();
+    require(flags[0] == 0 && flags[1] == 0, "a right batch on a grid");
+    const auto p = static_cast<size_t>(uniform(0, grid.batch.id_count - 1));
+    const int64_t before = std::exchange(w.ids[p], uniform(0, 1) == 0 ? -1 : grid.batch.table_of(grid.batch.bag_of(static_cast<int64_t>(p))).row_count);
+    check_all();
+    require(flags[0] == 0 && flags[1] == 1, "an id outside on a grid");
+    w.ids[p] = before;
+    const auto at = static_cast<size_t>(uniform(0, all));
+    w.offsets[at] = at == 0 ? 1 : grid.batch.id_count + 1;
+    check_all();
+    require(flags[0] == 1, "offsets on a grid");
+  }
+}
+
 void order_is_kept_by_sorting() {
   for (int i = 0; i < 60; ++i) {
     const int64_t count = i == 0 ? 200000 : uniform(0, 3000);
@@ -353,6 +449,8 @@ void pipeline_tests() {
   weights_have_gradients();
   steps_are_those_of_the_formulas();
   one_row_may_occur_any_number_of_times();
+  grids_have_the_bits_of_the_host();
+  grids_see_what_is_outside();
   order_is_kept_by_sorting();
   ids_are_checked_and_mended<int64_t>();
   ids_are_checked_and_mended<int32_t>();
