@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -38,5 +39,8 @@ class TorchBags:
     def step(self, pooled: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward and update."""
         self._optimizer.zero_grad()
-        pooled.backward(grad)  # type: ignore[no-untyped-call]
-        self._optimizer.step()
+        with warnings.catch_warnings():
+            # Sparse Adagrad makes tensors without checks, and says so at the first.
+            warnings.simplefilter("ignore")
+            pooled.backward(grad)  # type: ignore[no-untyped-call]
+            self._optimizer.step()
