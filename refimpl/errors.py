@@ -20,6 +20,7 @@ __all__ = [
     "IdRangeError",
     "MissingKeyError",
     "OffloadConflictError",
+    "PipelineError",
     "PlanError",
     "ShapeError",
     "StaleMasterError",
@@ -113,6 +114,10 @@ class ShapeError(TwinproofError, ValueError):
 
 class CapacityError(TwinproofError, ValueError):
     """One batch with more distinct ids than the store may hold."""
+
+
+class PipelineError(TwinproofError, RuntimeError):
+    """A training pipeline used in a way that it cannot honour, or after a failure that it cannot recover from."""
 
 
 class IdRangeError(TwinproofError, IndexError):

@@ -31,12 +31,26 @@ if TYPE_CHECKING or ops.available():
     from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
     from fastimpl.pipeline.embeddings import EmbeddingBagCollection
     from fastimpl.pipeline.input_dist import fuse_input_dists
+    from fastimpl.pipeline.schedules import (
+        EvalPipelineFusedSparseDist,
+        EvalPipelineSparseDist,
+        TrainPipelineBase,
+        TrainPipelineFusedSparseDist,
+        TrainPipelineSemiSync,
+        TrainPipelineSparseDist,
+    )
     from fastimpl.pipeline.sharded import ShardedEmbeddingBagCollection
 else:
     from refimpl.pipeline import (
         EmbeddingBagCollection,
+        EvalPipelineFusedSparseDist,
+        EvalPipelineSparseDist,
         ShardedEmbeddingBagCollection,
         TableBatchedEmbeddingBags,
+        TrainPipelineBase,
+        TrainPipelineFusedSparseDist,
+        TrainPipelineSemiSync,
+        TrainPipelineSparseDist,
         fuse_input_dists,
     )
 
@@ -47,6 +61,8 @@ __all__ = [
     "Awaitable",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EvalPipelineFusedSparseDist",
+    "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollection",
     "FusedOptimizer",
     "InBackwardOptimizer",
@@ -60,6 +76,10 @@ __all__ = [
     "TableBatchedEmbeddingBags",
     "TableShard",
     "TableSharding",
+    "TrainPipelineBase",
+    "TrainPipelineFusedSparseDist",
+    "TrainPipelineSemiSync",
+    "TrainPipelineSparseDist",
     "column_wise",
     "data_parallel",
     "fuse_input_dists",

@@ -23,6 +23,14 @@ from refimpl.pipeline.embeddings import (
     FeatureProcessedEmbeddingBagCollection,
     PositionWeightedModuleCollection,
 )
+from refimpl.pipeline.schedules import (
+    EvalPipelineFusedSparseDist,
+    EvalPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+)
 from refimpl.pipeline.sharded import ShardedEmbeddingBagCollection
 from refimpl.pipeline.sharded_base import ShardedContext
 from refimpl.pipeline.state import TableShard
@@ -34,6 +42,8 @@ __all__ = [
     "Awaitable",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EvalPipelineFusedSparseDist",
+    "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollection",
     "FusedOptimizer",
     "InBackwardOptimizer",
@@ -47,6 +57,10 @@ __all__ = [
     "TableBatchedEmbeddingBags",
     "TableShard",
     "TableSharding",
+    "TrainPipelineBase",
+    "TrainPipelineFusedSparseDist",
+    "TrainPipelineSemiSync",
+    "TrainPipelineSparseDist",
     "column_wise",
     "data_parallel",
     "fuse_input_dists",

@@ -1,0 +1,154 @@
+"""Models, batches and loaders that the requirements of schedules share, and the loop that they must equal.
+
+The loop calls the model as anybody would: the model's sharded modules exchange, look up and update by themselves, and
+no pipeline, nor anything that a pipeline is made of, has a part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conformance.pipeline.support import assert_bits, random_jagged, random_tables, values_of
+from conformance.pipeline.test_sharded import collection_of, random_plan, sharded_of
+
+EXACT = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
+KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+
+
+@dataclass
+class Batch:
+    """One batch: dense features [B, 6], the ids of each of two modules, and targets [B]."""
+
+    dense: torch.Tensor
+    ids: list[Any]
+    target: torch.Tensor
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """As torchrec's batches have it."""
+        return Batch(self.dense.to(device), [each.to(device) for each in self.ids], self.target.to(device))
+
+
+class Model(torch.nn.Module):
+    """Dense bottom, two sharded collections, dense top; returns (losses [1], predictions [B])."""
+
+    def __init__(self, collections: Sequence[torch.nn.Module], width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.bottom = torch.nn.Linear(6, 5)
+        self.collections = torch.nn.ModuleList(collections)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.top = torch.nn.Linear(5 + width, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss is the mean square of prediction less target."""
+        dense = torch.tanh(self.bottom(batch.dense))
+        pooled = [collection(ids).values() for collection, ids in zip(self.collections, _both(batch), strict=True)]
+        predictions = self.top(self.dropout(torch.cat([dense, *pooled], dim=1)))[:, 0]
+        return (predictions - batch.target).square().mean().reshape(1), predictions.detach()
+
+
+def _both(batch: Batch) -> list[Any]:
+    return [batch.ids[0], batch.ids[1]]
+
+
+class Job:
+    """One training job: everything about it follows from the seed and the ranks.
+
+    Args:
+        pipeline: the implementation.
+        rank: None trains alone, without a group.
+        optimizer: of the tables; dense parameters have SGD with momentum.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        seed: int,
+        rank: Any = None,
+        *,
+        optimizer: str = "adagrad",
+        kinds: Any = KINDS,
+        dropout: float = 0.0,
+    ) -> None:
+        self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
+        world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
+        self.tables = [random_tables(pipeline, 2 * seed + i) for i in range(2)]
+        collections: list[Any] = []
+        for index, (configs, weights, _, _) in enumerate(self.tables):
+            plan = random_plan(pipeline, configs, world_size, seed + index, kinds)
+            collections.append(sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, optimizer, group))
+        self.width = sum(c.embedding_dim * len(c.feature_names) for configs, *_ in self.tables for c in configs)
+        self.collections = collections
+        self.model = Model(collections, self.width, dropout)
+        with torch.no_grad():
+            for index, param in enumerate(
+                p for n, p in self.model.named_parameters() if not n.startswith("collections")
+            ):
+                param.copy_(values_of(param.shape, 77 + index))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+
+    def batch(self, number: int, stride: int = 4) -> Batch:
+        """Batch ``number`` of this rank."""
+        seed = 1000 * self.seed + 10 * number + self.rank
+        ids = [
+            random_jagged(keys, limits, stride, seed + 500 * i).kjt(self.pipeline)
+            for i, (_, _, keys, limits) in enumerate(self.tables)
+        ]
+        return Batch(values_of((stride, 6), seed), ids, values_of((stride,), seed + 1))
+
+    def batches(self, count: int, first: int = 0) -> list[Batch]:
+        """Some batches, of 1 to 5 samples."""
+        return [self.batch(number, 1 + (self.seed + number) % 5) for number in range(first, first + count)]
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """One step of the loop; the model's output."""
+        if not self.model.training:
+            with torch.no_grad():
+                seen: torch.Tensor = self.model(batch)[1]
+            return seen
+        self.optimizer.zero_grad()
+        losses, output = self.model(batch)
+        losses.sum().backward()
+        self.optimizer.step()
+        found: torch.Tensor = output
+        return found
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of every bit that training changes."""
+        found = {f"dense {name}": value.detach().clone() for name, value in self.model.named_parameters()}
+        for index, param in enumerate(self.model.parameters()):
+            momentum = self.optimizer.state.get(param, {}).get("momentum_buffer")
+            if momentum is not None:
+                found[f"momentum {index}"] = momentum.clone()
+        for index, collection in enumerate(self.collections):
+            for name, (_, weight, states) in collection.local_shards().items():
+                found[f"{index} {name}"] = weight.clone()
+                found |= {f"{index} {name} {state}": value.clone() for state, value in states.items()}
+            found[f"{index} steps"] = torch.tensor(collection.fused_optimizer.step_count)
+        return found
+
+    def schedule(self, name: str, **options: Any) -> Any:
+        """A pipeline that drives the job's model."""
+        group = self.collections[0].process_group
+        return getattr(self.pipeline, name)(self.model, self.optimizer, process_group=group, **options)
+
+
+def assert_same_state(got: Job, expected: Job, where: str) -> None:
+    """Every bit that training changes."""
+    mine, theirs = got.state(), expected.state()
+    assert sorted(mine) == sorted(theirs)
+    for name, value in mine.items():
+        assert_bits(value, theirs[name], f"{where} {name}")
+
+
+def outputs_of(schedule: Any, batches: Iterator[Any]) -> list[torch.Tensor]:
+    """What ``progress`` returns until it stops."""
+    found = []
+    while True:
+        try:
+            found.append(schedule.progress(batches))
+        except StopIteration:
+            return found

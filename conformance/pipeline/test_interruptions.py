@@ -1,0 +1,337 @@
+"""C, D. Interruptions and modes: whatever stops a step, what was updated is whole, and what was pulled is known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.models import EXACT, Job, assert_same_state, outputs_of
+from conformance.pipeline.support import assert_bits
+from refimpl.errors import ConfigError, DistributedError, IdRangeError, PipelineError
+
+FUSED = "TrainPipelineFusedSparseDist"
+ALL = (*EXACT, "TrainPipelineSemiSync")
+
+
+class LoaderError(Exception):
+    """A loader's own."""
+
+
+class Breaking(Iterator[Any]):
+    """Batches; raises in place of each number in ``at``, once."""
+
+    def __init__(self, batches: list[Any], at: set[int], error: BaseException) -> None:
+        self._batches, self._at, self._error, self._number = batches, at, error, -1
+
+    def __next__(self) -> Any:
+        if self._number + 1 in self._at:
+            self._at.discard(self._number + 1)
+            raise self._error
+        self._number += 1
+        if self._number >= len(self._batches):
+            raise StopIteration
+        return self._batches[self._number]
+
+
+@requirement(
+    "PIPE-033",
+    "What the loader raises, an interrupt too, MUST come out of progress() unchanged, with every update whole; the "
+    "next calls MUST go on without a batch lost or seen twice.",
+)
+def test_loader_error(pipeline: Any) -> None:
+    for name in ALL:
+        for at in range(5):
+            for error in (LoaderError("here"), KeyboardInterrupt()):
+                job, loop = Job(pipeline, 3), Job(pipeline, 3)
+                schedule = job.schedule(name)
+                loader, found, errors = Breaking(job.batches(5), {at}, error), [], []
+                while True:
+                    try:
+                        found.append(schedule.progress(loader))
+                    except StopIteration:
+                        break
+                    except (LoaderError, KeyboardInterrupt) as caught:
+                        errors.append(caught)
+                        done = Job(pipeline, 3)
+                        for batch in done.batches(5)[: len(found)]:
+                            done.step(batch)
+                        assert_same_state(job, done, f"{name} error at {at}")
+                assert_equal(errors, [error], where=f"{name} errors at {at}")
+                expected = [loop.step(batch) for batch in loop.batches(5)]
+                assert_equal(len(found), 5, where=f"{name} outputs, error at {at}")
+                for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+                    assert_bits(got, wanted, f"{name} output {number}, error at {at}")
+
+
+def _error_on_one_rank(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
+    schedule = job.schedule(name)
+    at = {2} if rank.rank == 1 else set[int]()
+    loader, found, errors = Breaking(job.batches(5), at, LoaderError("here")), [], []
+    for _ in range(7):
+        try:
+            found.append(schedule.progress(loader))
+        except StopIteration:
+            break
+        except (LoaderError, DistributedError) as error:
+            errors.append(type(error).__name__)
+    assert_equal(errors, ["LoaderError" if rank.rank == 1 else "DistributedError"], where=f"{name} errors")
+    expected = [loop.step(batch) for batch in loop.batches(5)]
+    assert_equal(len(found), 5, where=f"{name} outputs")
+    for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert_bits(got, wanted, f"{name} output {number}")
+
+
+@requirement(
+    "PIPE-126",
+    "What one rank's loader raises MUST stop every rank before the same step, by name, and all MUST be able to go on.",
+)
+def test_error_on_one_rank(rank_pool: Any) -> None:
+    for name in ALL:
+        rank_pool.run(_error_on_one_rank, 2, name)
+
+
+def _uneven(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 5, rank), Job(pipeline, 5, rank)
+    schedule = job.schedule(name)
+    count = (3, 6, 4)[rank.rank]
+    batches = job.batches(8)
+    loader = iter(batches[:count])
+    found = outputs_of(schedule, loader)
+    assert_equal(len(found), 3, where=f"{name} outputs: all stop with the first rank")
+    assert_equal(schedule.processed_count, 3, where="processed")
+    # What was pulled is held: the next iterator goes on behind it.
+    held = schedule.pulled_count - 3
+    found += outputs_of(schedule, iter(batches[3 + held : 8]))
+    expected = [loop.step(batch) for batch in loop.batches(8)]
+    assert_equal(len(found), 8, where=f"{name} outputs of all")
+    for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert_bits(got, wanted, f"{name} output {number}")
+
+
+@requirement(
+    "PIPE-127",
+    "Ranks with different numbers of batches MUST stop together, at the first that has none, holding what they pulled.",
+)
+def test_uneven(rank_pool: Any) -> None:
+    for name in ALL:
+        rank_pool.run(_uneven, 3, name)
+
+
+@requirement("PIPE-030", "None in place of a batch MUST be refused by name; the batches around it are all processed.")
+def test_none(pipeline: Any) -> None:
+    for name in ALL:
+        job, loop = Job(pipeline, 6), Job(pipeline, 6)
+        schedule, found, refusals = job.schedule(name), [], 0
+        batches = job.batches(4)
+        loader = iter([*batches[:2], None, *batches[2:]])
+        while True:
+            try:
+                found.append(schedule.progress(loader))
+            except StopIteration:
+                break
+            except ConfigError as error:
+                assert_equal("None" in str(error), True, where="the refusal")
+                refusals += 1
+        assert_equal((refusals, len(found)), (1, 4), where=f"{name} refusals and outputs")
+        for number, (got, batch) in enumerate(zip(found, loop.batches(4), strict=True)):
+            assert_bits(got, loop.step(batch), f"{name} output {number}")
+
+
+@requirement(
+    "PIPE-035",
+    "An exception in forward, or a bad id, MUST come out at that batch's own step, leave no half-done exchange, and the "
+    "next batch MUST be processed as if the failed one had not been there.",
+)
+def test_step_errors(pipeline: Any) -> None:
+    for name in ALL:
+        for place in ("forward", "bad id"):
+            job, loop = Job(pipeline, 7), Job(pipeline, 7)
+            batches = job.batches(5)
+            schedule = job.schedule(
+                name, custom_model_fwd=_failing(job.model, batches[2] if place == "forward" else None)
+            )
+            if place == "bad id":
+                batches[2].ids[1] = _with_bad_id(pipeline, batches[2].ids[1])
+            loader, found = iter(batches), []
+            for number in range(5):
+                if number == 2:
+                    with raises(IdRangeError if place == "bad id" else LoaderError):
+                        schedule.progress(loader)
+                    continue
+                found.append(schedule.progress(loader))
+            expected = [loop.step(batch) for number, batch in enumerate(loop.batches(5)) if number != 2]
+            for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+                assert_bits(got, wanted, f"{name} {place} output {number}")
+            assert_same_state(job, loop, f"{name} {place}")
+            assert_equal((schedule.pulled_count, schedule.processed_count), (5, 4), where="counts")
+
+
+@requirement(
+    "PIPE-037",
+    "An exception in the backward before the tables' update MUST leave all as it was, and one in the dense optimizer the "
+    "tables updated and the dense part not; the next batch MUST go on from there.",
+)
+def test_late_errors(pipeline: Any) -> None:
+    for name in ALL:
+        for place in ("backward", "optimizer"):
+            job, loop = Job(pipeline, 13), Job(pipeline, 13)
+            schedule, loader, failing = job.schedule(name), iter(job.batches(5)), [False]
+
+            def fail(*args: Any, failing: list[bool] = failing) -> None:
+                if failing[0]:
+                    raise LoaderError("late")
+
+            if place == "optimizer":
+                job.optimizer.register_step_pre_hook(fail)
+            else:
+                job.model.top.weight.register_hook(fail)
+            for number, batch in enumerate(loop.batches(5)):
+                failing[0] = number == 2
+                if number != 2:
+                    assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {place} output {number}")
+                    continue
+                with raises(LoaderError):
+                    schedule.progress(loader)
+                if place == "optimizer":
+                    loop.optimizer.zero_grad()
+                    loop.model(batch)[0].sum().backward()
+                assert_same_state(job, loop, f"{name} {place}")
+
+
+def _failing(model: Any, batch: Any) -> Any:
+    def forward(given: Any) -> Any:
+        if batch is not None and torch.equal(given.target, batch.target):
+            raise LoaderError("in forward")
+        return model(given)
+
+    return forward
+
+
+def _with_bad_id(pipeline: Any, ids: Any) -> Any:
+    lengths = ids.lengths().clone()
+    lengths[0] += 1
+    return pipeline.KeyedJaggedTensor(ids.keys(), torch.cat([torch.tensor([10**6]), ids.values()]), lengths=lengths)
+
+
+def _failed_on_ranks(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 8, rank), Job(pipeline, 8, rank)
+    batches = job.batches(6)
+    schedule = job.schedule(name, custom_model_fwd=_failing(job.model, batches[1]))
+    loader = iter(batches)
+    schedule.progress(loader)
+    with raises(LoaderError):
+        schedule.progress(loader)
+    with raises(PipelineError, mentions=("reset",)):
+        schedule.progress(loader)
+    schedule.reset()
+    rest = outputs_of(schedule, iter(job.batches(3, 20)))
+    expected = [loop.step(batch) for batch in [loop.batches(1)[0], *loop.batches(3, 20)]][1:]
+    for number, (got, wanted) in enumerate(zip(rest, expected, strict=True)):
+        assert_bits(got, wanted, f"{name} output {number} after reset")
+
+
+@requirement(
+    "PIPE-039",
+    "After a failed step ranks MUST refuse to go on until reset(), which leaves no exchange behind: what follows is as "
+    "from a fresh pipeline.",
+)
+def test_failed_on_ranks(rank_pool: Any) -> None:
+    for name in ALL:
+        rank_pool.run(_failed_on_ranks, 2, name)
+
+
+@requirement(
+    "PIPE-042",
+    "detach() MUST give the model back as it was, its own forward and names; progress() MUST attach again and go on, "
+    "at every step; a driven module that is called directly, or after detach, MUST say so or work.",
+)
+def test_detach(pipeline: Any) -> None:
+    for name in EXACT:
+        job, loop = Job(pipeline, 9), Job(pipeline, 9)
+        names = list(job.model.state_dict())
+        schedule, loader = job.schedule(name), iter(job.batches(5))
+        for step, batch in enumerate(loop.batches(5)):
+            with raises(PipelineError, mentions=("detach", "collections.0")):
+                job.model(batch)
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+            model = schedule.detach()
+            assert_equal(model is job.model, True, where="the model")
+            assert_equal([c.forward.__func__.__name__ for c in job.collections], ["forward"] * 2, where="forward")
+            assert_equal(list(model.state_dict()), names, where="names")
+            with torch.no_grad():
+                assert_bits(model(batch)[1], loop.model(batch)[1], f"{name} step {step} detached")
+            schedule.attach()
+    twice = Twice(job.model)
+    with raises(ConfigError, mentions=("twice",)):
+        getattr(pipeline, FUSED)(twice, job.optimizer)
+
+
+class Twice(torch.nn.Module):
+    """Calls its sharded module two times."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.collection = model.collections[0]
+
+    def forward(self, batch: Any) -> Any:
+        """The sum of both."""
+        return self.collection(batch.ids[0]).values().sum() + self.collection(batch.ids[0]).values().sum()
+
+
+@requirement(
+    "PIPE-048",
+    "Switches between train and eval at any step MUST equal the loop with the same switches: in evaluation no "
+    "gradient, no update and no step is counted, and batches that were pulled in training count as any other.",
+)
+def test_modes(pipeline: Any) -> None:
+    for name in EXACT:
+        for options in ({}, {"embedding_lookup_before_optimizer": True}) if name == FUSED else ({},):
+            for pattern in (0b0110100, 0b1011011, 0b1111111):
+                job, loop = Job(pipeline, 10), Job(pipeline, 10)
+                schedule, loader = job.schedule(name, **options), iter(job.batches(7))
+                for step, batch in enumerate(loop.batches(7)):
+                    for model in (job.model, loop.model):
+                        model.train(not pattern >> step & 1)
+                    where = f"{name} {options} pattern {pattern} step {step}"
+                    assert_bits(schedule.progress(loader), loop.step(batch), where)
+                    assert_same_state(job, loop, where)
+
+
+@requirement(
+    "PIPE-099",
+    "Edits of tables and dense parameters in place, and loads, between two calls MUST be seen by the next batch, also "
+    "where it was looked up before.",
+)
+def test_edits(pipeline: Any) -> None:
+    for name in EXACT:
+        for options in ({}, {"embedding_lookup_before_optimizer": True}) if name == FUSED else ({},):
+            job, loop = Job(pipeline, 11), Job(pipeline, 11)
+            schedule, loader = job.schedule(name, **options), iter(job.batches(5))
+            for step, batch in enumerate(loop.batches(5)):
+                assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {options} step {step}")
+                for each in (job, loop):
+                    for collection in each.collections:
+                        for _, weight, _ in collection.local_shards().values():
+                            weight.mul_(1.5)
+                    with torch.no_grad():
+                        each.model.top.weight.add_(0.25)
+            assert_same_state(job, loop, f"{name} {options}")
+
+
+@requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")
+def test_threads(pipeline: Any) -> None:
+    before = threading.active_count()
+    for name in ALL:
+        job = Job(pipeline, 12)
+        schedule = job.schedule(name)
+        schedule.progress(iter(job.batches(4)))
+        del schedule
+    assert_equal(threading.active_count(), before, where="threads")

@@ -1,0 +1,211 @@
+"""A, B. Schedules: the loop's bits after every step, in order, whatever overlaps; fill, drain and what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.models import EXACT, Job, assert_same_state, outputs_of
+from conformance.pipeline.support import OPTIMIZERS, assert_bits
+from refimpl.errors import ConfigError
+
+FUSED = "TrainPipelineFusedSparseDist"
+PLACEMENTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"emb_lookup_stream": "new"},
+    {"emb_lookup_stream": "current"},
+    {"embedding_lookup_after_data_dist": True},
+    {"embedding_lookup_before_optimizer": True},
+    {"emb_lookup_stream": "new", "embedding_lookup_before_optimizer": True},
+    {"use_emb_lookup_stream": True, "embedding_lookup_after_opt": True},
+)
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in EXACT),
+    *((FUSED, options) for options in PLACEMENTS[1:]),
+    ("TrainPipelineSemiSync", {"start_batch": 10**6}),
+)
+
+
+def _equal(pipeline: Any, rank: Rank | None, seeds: range) -> None:
+    for seed in seeds:
+        optimizer, dropout = OPTIMIZERS[seed % 5], 0.3 * (seed % 2)
+        for name, options in VARIANTS:
+            loop, job = (Job(pipeline, seed, rank, optimizer=optimizer, dropout=dropout) for _ in range(2))
+            schedule, loader = job.schedule(name, **options), iter(job.batches(5))
+            for step, batch in enumerate(loop.batches(5)):
+                torch.manual_seed(step)
+                expected = loop.step(batch)
+                torch.manual_seed(step)
+                where = f"{name} {options} seed {seed} step {step}"
+                assert_bits(schedule.progress(loader), expected, f"{where} output")
+                assert_same_state(job, loop, where)
+            with raises(StopIteration):
+                schedule.progress(loader)
+
+
+@requirement(
+    "PIPE-120",
+    "Base, SparseDist, FusedSparseDist with every placement of the lookup, and SemiSync before its start MUST give the "
+    "loop's outputs, tables, optimizer states, dense parameters and dropout, bit for bit after every step.",
+)
+def test_equal_alone(pipeline: Any) -> None:
+    _equal(pipeline, None, range(3))
+
+
+def _equal_on_ranks(rank: Rank, seeds: range) -> None:
+    _equal(rank.component("pipeline"), rank, seeds)
+
+
+@requirement("PIPE-121", "The same MUST hold on 1 to 4 ranks, for plans that mix every kind of sharding.")
+def test_equal_on_ranks(rank_pool: Any) -> None:
+    for world_size in (1, 2, 3, 4):
+        rank_pool.run(_equal_on_ranks, world_size, range(world_size, world_size + 1))
+
+
+@requirement(
+    "PIPE-122",
+    "n batches MUST give n outputs in order, n = 0, 1, 2, 3, 4, 10; an empty loader changes nothing; StopIteration "
+    "comes again and again, and a loader that has ended is not asked again.",
+)
+def test_counts(pipeline: Any) -> None:
+    for name in (*EXACT, "EvalPipelineSparseDist", "EvalPipelineFusedSparseDist"):
+        for count in (0, 1, 2, 3, 4, 10):
+            job, loop = Job(pipeline, 3), Job(pipeline, 3)
+            schedule = job.schedule(name)
+            asked: list[int] = []
+
+            def loader(count: int = count, job: Job = job, asked: list[int] = asked) -> Iterator[Any]:
+                for number, batch in enumerate(job.batches(count)):
+                    asked.append(number)
+                    yield batch
+                asked.append(-1)
+
+            batches = loader()
+            if name.startswith("Eval"):
+                loop.model.eval()
+            expected = [loop.step(batch) for batch in loop.batches(count)]
+            found = outputs_of(schedule, batches)
+            assert_equal(len(found), count, where=f"{name} outputs of {count}")
+            for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+                assert_bits(got, wanted, f"{name} output {number} of {count}")
+            for _ in range(3):
+                with raises(StopIteration):
+                    schedule.progress(batches)
+            assert_equal(asked, [*range(count), -1], where=f"{name} what the loader was asked")
+            assert_equal((schedule.pulled_count, schedule.processed_count), (count, count), where="counts")
+            assert_same_state(job, loop, f"{name} after {count}")
+
+
+@requirement(
+    "PIPE-123",
+    "At most one batch beyond the current one MUST be pulled by Base, two by SparseDist and Fused, three by SemiSync; "
+    "the counts of pulled and processed batches MUST say so.",
+)
+def test_pulled_ahead(pipeline: Any) -> None:
+    ahead = dict(zip((*EXACT, "TrainPipelineSemiSync"), (1, 2, 2, 3), strict=True))
+    for name, limit in ahead.items():
+        job = Job(pipeline, 4)
+        schedule, loader = job.schedule(name), iter(job.batches(9))
+        for step in range(1, 10):
+            schedule.progress(loader)
+            expected = (min(9, step + limit), step)
+            assert_equal((schedule.pulled_count, schedule.processed_count), expected, where=f"{name} after {step}")
+
+
+@requirement(
+    "PIPE-124",
+    "Another iterator MUST go on where the last one ended, after what is still held; epochs are then one long loader.",
+)
+def test_epochs(pipeline: Any) -> None:
+    for name in (*EXACT, "TrainPipelineSemiSync"):
+        job, loop = Job(pipeline, 5), Job(pipeline, 5)
+        schedule, found = job.schedule(name), []
+        for first, count in ((0, 3), (3, 0), (3, 1), (4, 4)):
+            found += outputs_of(schedule, iter(job.batches(count, first)))
+        for number, (got, batch) in enumerate(zip(found, loop.batches(8), strict=True)):
+            assert_bits(got, loop.step(batch), f"{name} output {number}")
+        # An iterator that is left in the middle: what was pulled from it is processed first.
+        left, taken = iter(job.batches(6, 8)), iter(job.batches(3, 20))
+        first = schedule.progress(left)
+        pulled = schedule.pulled_count - 8
+        rest = outputs_of(schedule, taken)
+        expected = [*loop.batches(pulled, 8), *loop.batches(3, 20)]
+        for number, (got, batch) in enumerate(zip([first, *rest], expected, strict=True)):
+            assert_bits(got, loop.step(batch), f"{name} output {number} over two iterators")
+
+
+@requirement(
+    "PIPE-026",
+    "execute_all_batches=False MUST stop when the loader ends and hold what is in flight: two batches of SparseDist "
+    "and Fused, one of Base; the next iterator processes them first.",
+)
+def test_not_all(pipeline: Any) -> None:
+    for name, left in zip(EXACT, (1, 2, 2), strict=True):
+        job, loop = Job(pipeline, 6), Job(pipeline, 6)
+        schedule = job.schedule(name, execute_all_batches=False)
+        found = outputs_of(schedule, iter(job.batches(6)))
+        assert_equal(len(found), 6 - left, where=f"{name} outputs")
+        found += outputs_of(schedule, iter(job.batches(4, 6)))
+        for number, (got, batch) in enumerate(zip(found, loop.batches(10 - left), strict=True)):
+            assert_bits(got, loop.step(batch), f"{name} output {number}")
+
+
+@requirement("PIPE-008", "From its start SemiSync MUST be the loop whose tables are one update stale, bit for bit.")
+def test_semi_sync(pipeline: Any) -> None:
+    import refimpl.pipeline as reference
+
+    for start in (0, 2, 5):
+        jobs = [Job(package, 7, kinds=("table_wise", "row_wise")) for package in (pipeline, reference)]
+        schedules = [job.schedule("TrainPipelineSemiSync", start_batch=start) for job in jobs]
+        loaders = [iter(job.batches(6)) for job in jobs]
+        stale = StaleLoop(Job(pipeline, 7, kinds=("table_wise", "row_wise")), start)
+        for step in range(6):
+            expected = stale.step(step)
+            for package, schedule, loader in zip(("under test", "reference"), schedules, loaders, strict=True):
+                assert_bits(schedule.progress(loader), expected, f"start {start} step {step} {package}")
+            assert_same_state(jobs[0], stale.job, f"start {start} step {step}")
+
+
+class StaleLoop:
+    """SemiSync by hand, with the modules' three steps: batch n + 1 is looked up before update n."""
+
+    def __init__(self, job: Job, start: int) -> None:
+        self.job, self.start, self.ready = job, start, None
+
+    def _look_up(self, number: int) -> Any:
+        batch = self.job.batches(6)[number]
+        return batch, [
+            collection(ids).values() for collection, ids in zip(self.job.model.collections, batch.ids, strict=True)
+        ]
+
+    def step(self, number: int) -> torch.Tensor:
+        """One step; the output."""
+        job = self.job
+        batch, pooled = self.ready or self._look_up(number)
+        job.optimizer.zero_grad()
+        leaves = [each.detach().requires_grad_() for each in pooled]
+        dense = torch.tanh(job.model.bottom(batch.dense))
+        predictions = job.model.top(torch.cat([dense, *leaves], dim=1))[:, 0]
+        loss = (predictions - batch.target).square().mean()
+        self.ready = self._look_up(number + 1) if number >= self.start and number < 5 else None
+        loss.backward()
+        for each, leaf in zip(pooled, leaves, strict=True):
+            each.backward(leaf.grad)
+        job.optimizer.step()
+        found: torch.Tensor = predictions.detach()
+        return found
+
+
+@requirement("PIPE-125", "Placements of the lookup that contradict, and unknown streams, MUST be refused by name.")
+def test_placements(pipeline: Any) -> None:
+    job = Job(pipeline, 8)
+    for options in (
+        {"emb_lookup_stream": "other"},
+        {"embedding_lookup_before_optimizer": True, "embedding_lookup_after_data_dist": True},
+        {"embedding_lookup_before_optimizer": True, "embedding_lookup_after_opt": True},
+    ):
+        with raises(ConfigError):
+            job.schedule(FUSED, **options)

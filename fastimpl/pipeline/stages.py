@@ -1,0 +1,153 @@
+"""The training pipelines, overlapped: stages on streams, and an event for every edge between them.
+
+Stages of batch i: H copies it to the device, S exchanges sizes and I ids, L looks up and O sends pooled columns, F and
+B are forward and backward, T updates the tables inside of B, P is the dense optimizer. Edges (facts/pipeline.md 2): S
+waits H; L waits I and T of the batch before, and P where P updates what L reads; F waits H, L and P; T runs where L
+ran, and B's end waits it. Each is an event, though stream order would often do: the order of streams is not what holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fastimpl.pipeline.flights import StreamedFlight, move_batch, tensors_in, versions_of
+from fastimpl.pipeline.input_dist import fuse_input_dists
+from fastimpl.streams import engine_for
+from refimpl.pipeline.rewrite import Call
+from refimpl.pipeline.schedules_base import PipelineBase, finished
+
+__all__ = ["Streamed"]
+
+
+class Streamed(PipelineBase[StreamedFlight]):
+    """Stages on their streams; what follows when is the subclass's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._engine = self._engine or engine_for(self._device)
+        self._memcpy = self._engine.stream("memcpy")
+        self._dist = self._engine.stream("data_dist")
+        self._lookup_stream = self._dist
+        self._updated, self._stepped, self._edited = (self._engine.event() for _ in range(3))
+        self._versions: dict[str, Any] = {}
+
+    def _flight_of(self, batch: Any) -> StreamedFlight:
+        """H: the batch on the device. The host's copy is held until the batch is done."""
+        engine = self._engine
+        if not engine.stands_for_device:
+            return StreamedFlight(
+                move_batch(batch, lambda tensor: tensor.to(self._device), self._device), batch, engine
+            )
+        with engine.on(self._memcpy):
+            flight = StreamedFlight(move_batch(batch, self._copied, self._device), batch, engine)
+            engine.record(flight.moved, self._memcpy)
+        return flight
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._engine.holds(tensor) and tensor.device == self._engine.device:
+            return tensor
+        memory = self._engine.device_empty(tensor.numel() * tensor.element_size())
+        target: torch.Tensor = memory.view(tensor.dtype).view(tensor.shape)
+        self._engine.copy(target, tensor.contiguous())
+        return target
+
+    def _hand_over(self, value: Any, stream: Any) -> None:
+        """Memory of one stream that another is about to use."""
+        for tensor in tensors_in(value):
+            if self._engine.holds(tensor):
+                self._engine.keep(tensor, stream)
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
+            yield
+
+    def _start(self, flight: StreamedFlight) -> None:
+        """S: sizes of all modules in one exchange, behind H."""
+        if flight.dists or flight.inputs or flight.failure is not None:
+            return
+        self._engine.wait(self._dist, flight.moved)
+        with self._engine.on(self._dist), self._noted(flight):
+            self._hand_over(flight.batch, self._dist)
+            self._send(flight)
+            fuse_input_dists(list(flight.dists.values()))
+
+    def _exchange(self, flight: StreamedFlight) -> None:
+        """I: wait for sizes, send ids."""
+        self._start(flight)
+        if flight.inputs or flight.failure is not None:
+            return
+        with self._engine.on(self._dist), self._noted(flight):
+            self._receive(flight)
+
+    @contextmanager
+    def _noted(self, flight: StreamedFlight) -> Iterator[None]:
+        """What a later batch's exchange raises waits for that batch's turn."""
+        try:
+            yield
+        except Exception as error:
+            flight.failure = error
+
+    def _look_up_on(self, stream: Any, flight: StreamedFlight, calls: list[Call]) -> None:
+        """L and O, behind I and T, and behind P where P updates what is read."""
+        self._exchange(flight)
+        if flight.failure is not None or not calls:
+            return
+        engine = self._engine
+        with engine.on(self._dist):
+            for call in calls:
+                if call.name not in flight.given:
+                    flight.given[call.name] = flight.inputs[call.name].wait()
+            engine.record(flight.sent, self._dist)
+        for event in (flight.sent, self._updated):
+            engine.wait(stream, event)
+        if any(self._is_late(call) for call in calls):
+            engine.wait(stream, self._stepped)
+        self._wait_for_edits(stream, calls)
+        with engine.on(stream), self._mode():
+            for call in calls:
+                given, ctx = flight.given[call.name], flight.contexts[call.name]
+                self._hand_over([given, ctx], stream)
+                output = call.module.output_dist(ctx, call.module.compute(ctx, given))
+                flight.results[call.name] = finished(output)
+                flight.dists.pop(call.name, None)
+            engine.record(flight.looked_up, stream)
+        flight.with_grad = self._model.training
+        flight.seen |= {call.name: versions_of(call.module) for call in calls}
+
+    def _is_late(self, call: Call) -> bool:
+        return call.is_late(self._optimizer)
+
+    def _wait_for_edits(self, stream: Any, calls: list[Call]) -> None:
+        """Tables that somebody else wrote, on the caller's stream, since the last update."""
+        changed = any(self._versions.get(call.name) != versions_of(call.module) for call in calls)
+        if changed:
+            self._engine.record(self._edited, self._engine.current())
+            self._engine.wait(stream, self._edited)
+
+    def _forward_on_current(self, flight: StreamedFlight) -> tuple[torch.Tensor, Any]:
+        """F, behind H and L; behind P by the caller's own stream, which P runs on."""
+        engine, current = self._engine, self._engine.current()
+        for event in (flight.moved, flight.looked_up):
+            engine.wait(current, event)
+        self._hand_over([flight.batch, flight.results], current)
+        with self._mode():
+            return self._run_forward(flight)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """B and T; autograd joins the lookup's stream into the current one at the end."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._engine.record(self._updated, self._engine.current())
+        self._versions = {call.name: versions_of(call.module) for call in self._calls}
+
+    def _update_dense(self) -> None:
+        """P."""
+        self._optimizer.step()
+        self._engine.record(self._stepped, self._engine.current())
+
+    def _following(self) -> StreamedFlight | None:
+        return self._queue[1] if len(self._queue) > 1 else None
