@@ -1,6 +1,6 @@
 """The only module that touches ``torch.ops``: loads the library, registers fake kernels, types the operators.
 
-Those of table-batched embeddings are typed in ``bag_ops``, a part of this module by itself.
+``bag_ops`` is the part of it for table-batched embeddings.
 
 Prevents callers that depend on how an operator is registered, and stale autograd views of what an operator wrote: boxed
 operators do not bump version counters, so the wrappers do.
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from fastimpl.bag_ops import (
+    advise_huge_pages,
     bag_weight_gradients,
     bucketize,
     check_bag_ids,
@@ -35,6 +36,7 @@ from refimpl.offload.adam import AdamHyper
 __all__ = [
     "KVHandle",
     "adam_step",
+    "advise_huge_pages",
     "available",
     "bag_weight_gradients",
     "bucketize",

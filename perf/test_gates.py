@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perf import checkpoint, kvstore, offload
+from perf import checkpoint, kvstore, offload, pipeline
 from perf.harness.bench import Bench
 from perf.harness.cli import main
 from perf.harness.comparison import judge_regression
@@ -218,7 +218,7 @@ def test_every_shape_is_used_and_every_job_exists() -> None:
     gates = read_gates(workloads)
     used = {name for gate in gates for name in [*gate.workloads.values(), *(gate.against or {}).values()]}
     assert used == set(workloads)
-    rooms = {"checkpoint": checkpoint, "kvstore": kvstore, "offload": offload}
+    rooms = {"checkpoint": checkpoint, "kvstore": kvstore, "offload": offload, "pipeline": pipeline}
     jobs = {(name, job) for name, room in rooms.items() for job in room.JOBS}
     assert {(workload.component, workload.job) for workload in workloads.values()} == jobs
     assert {gate.kind for gate in gates} == set(Kind)

@@ -1,4 +1,5 @@
 // CPU launchers of the pipeline's operators: everything is checked before anything is written.
+#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 
 #include "bag_args.h"
@@ -163,6 +164,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_cpu(Tensor indices, Tensor 
   return {lengths, out_ids, out_weights, positions};
 }
 
+// Random rows of large tables miss the translation of small pages at every access. What the system declines changes nothing.
+void advise_huge_pages_cpu(Tensor memory) {
+  STD_TORCH_CHECK(memory.is_cpu() && memory.is_contiguous(), "memory: not a contiguous CPU tensor");
+  const size_t begin = fastimpl::kv::round_up(reinterpret_cast<size_t>(memory.data_ptr()), fastimpl::kv::kHugePageBytes);
+  const size_t end = (reinterpret_cast<size_t>(memory.data_ptr()) + static_cast<size_t>(memory.numel()) * memory.element_size()) / fastimpl::kv::kHugePageBytes *
+                     fastimpl::kv::kHugePageBytes;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
@@ -172,5 +182,6 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("check_bag_ids", TORCH_BOX(&check_bag_ids_cpu));
   m.impl("mend_bag_ids", TORCH_BOX(&mend_bag_ids_cpu));
   m.impl("gather_blocks", TORCH_BOX(&gather_blocks_cpu));
+  m.impl("advise_huge_pages", TORCH_BOX(&advise_huge_pages_cpu));
   m.impl("bucketize", TORCH_BOX(&bucketize_cpu));
 }

@@ -25,6 +25,7 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
       "bag_weight_gradients(Tensor[] tables, int[] feature_tables, Tensor indices, Tensor offsets, int[] means, Tensor grad, int isa) -> Tensor");
   m.def("check_bag_ids(Tensor indices, Tensor offsets, int[] row_counts) -> Tensor");
   m.def("mend_bag_ids(Tensor indices, Tensor offsets, int[] row_counts) -> Tensor");
+  m.def("advise_huge_pages(Tensor memory) -> ()");
   m.def("gather_blocks(Tensor data, Tensor begins, Tensor sizes, Tensor(a!) out) -> ()");
   m.def(
       "bucketize(Tensor indices, Tensor offsets, Tensor? weights, Tensor? block_sizes, Tensor? destinations, int feature_count, int bucket_count) -> "

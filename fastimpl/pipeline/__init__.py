@@ -55,7 +55,8 @@ else:
     )
 
 # What the suite may ask beyond the contract.
-CAPABILITIES: frozenset[str] = frozenset({"counted_collectives", "streams"} if ops.available() else ())
+_CAPABILITIES = {"bag_kernels", "counted_collectives", "streams"}
+CAPABILITIES: frozenset[str] = frozenset(_CAPABILITIES if ops.available() else ())
 
 __all__ = [
     "Awaitable",

@@ -25,7 +25,7 @@ from refimpl.errors import TwinproofError
 __all__ = ["main"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-_COMPONENTS = ("checkpoint", "kvstore", "offload")
+_COMPONENTS = ("checkpoint", "kvstore", "offload", "pipeline")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,34 +4,40 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__CUDACC__)
+#define FASTIMPL_BOTH __host__ __device__
+#else
+#define FASTIMPL_BOTH
+#endif
+
 namespace fastimpl::kv {
 
 enum class Float : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
-inline int64_t float_bytes(Float type) { return type == Float::kFloat32 ? 4 : 2; }
+FASTIMPL_BOTH inline int64_t float_bytes(Float type) { return type == Float::kFloat32 ? 4 : 2; }
 
-inline uint32_t bits_of(float value) {
+FASTIMPL_BOTH inline uint32_t bits_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float float_of(uint32_t bits) {
+FASTIMPL_BOTH inline float float_of(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline uint16_t to_bfloat16(float value) {
+FASTIMPL_BOTH inline uint16_t to_bfloat16(float value) {
   const uint32_t bits = bits_of(value);
   if (value != value) return 0x7FC0;
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float from_bfloat16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+FASTIMPL_BOTH inline float from_bfloat16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
 
 // The rounding is left to the float adder: a number is added whose last bit has the weight of the result's last bit.
-inline uint16_t to_float16(float value) {
+FASTIMPL_BOTH inline uint16_t to_float16(float value) {
   const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7FFFFFFF;
   if (magnitude > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | ((magnitude >> 13) & 0x3FF));
   if (magnitude >= 0x47800000) return static_cast<uint16_t>(sign | 0x7C00);
@@ -44,7 +50,7 @@ inline uint16_t to_float16(float value) {
   return static_cast<uint16_t>(sign | ((rounded >> 13) - (112 << 10)));
 }
 
-inline float from_float16(uint16_t half) {
+FASTIMPL_BOTH inline float from_float16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7FFF;
   if (magnitude >= 0x7C00) return float_of(sign | 0x7F800000 | ((magnitude & 0x3FF) << 13));
   if (magnitude >= 0x0400) return float_of(sign | ((magnitude << 13) + (112 << 23)));

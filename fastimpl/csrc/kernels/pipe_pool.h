@@ -5,6 +5,15 @@
 
 namespace fastimpl::pipe {
 
+template <typename T, Isa kIsa>
+FASTIMPL_INLINE void add_stored(float* sum, const typename T::Bits* row, int64_t dim, bool is_first) {
+  if constexpr (std::is_same_v<T, Fp16>) {
+    add_halves<kIsa>(sum, row, dim, is_first);
+  } else {
+    add_terms(sum, dim, is_first, [=](int64_t e) FASTIMPL_INLINED { return T::widen(row[e]); });
+  }
+}
+
 // Bags [first, last) of one feature. The sum starts at +0 and adds in order of position.
 template <typename T, Isa kIsa, typename Id>
 FASTIMPL_INLINE void pool_run(const BagBatch<Id>& batch, int64_t feature, int64_t first, int64_t last, float* out, float* scratch) {
@@ -20,14 +29,14 @@ FASTIMPL_INLINE void pool_run(const BagBatch<Id>& batch, int64_t feature, int64_
   for (int64_t bag = first; bag < last; ++bag) {
     float* const sum = column + bag * width;
     const int64_t begin = offsets[bag], end = offsets[bag + 1];
-    clear_row(sum, dim);
+    if (begin == end) for_elements(dim, [=](int64_t e) FASTIMPL_INLINED { sum[e] = 0.0F; });
     for (int64_t at = begin; at < end; ++at) {
       if (at + ahead < last_at) fetch_row(rows + ids[at + ahead] * dim, row_bytes);
-      const float* const row = wide_row<T, kIsa>(rows + ids[at] * dim, scratch, dim);
+      const auto* const row = rows + ids[at] * dim;
       if (weights == nullptr) {
-        add_row(sum, row, dim);
+        add_stored<T, kIsa>(sum, row, dim, at == begin);
       } else {
-        add_scaled(sum, row, weights[at], dim);
+        add_scaled(sum, wide_row<T, kIsa>(row, scratch, dim), weights[at], dim, at == begin);
       }
     }
     if (table.mean && end > begin) divide_row(sum, static_cast<float>(end - begin), dim);
@@ -70,7 +79,7 @@ FASTIMPL_INLINE void weight_gradient_run(const BagBatch<Id>& batch, int64_t feat
     }
     for (int64_t at = begin; at < end; ++at) {
       if (at + ahead < last_at) fetch_row(rows + batch.ids[at + ahead] * dim, row_bytes);
-      out[at] = dot_row(bag_grad, wide_row<T, kIsa>(rows + batch.ids[at] * dim, scratch, dim), dim);
+      out[at] = dot_row<kIsa>(bag_grad, wide_row<T, kIsa>(rows + batch.ids[at] * dim, scratch, dim), dim);
     }
   }
 }

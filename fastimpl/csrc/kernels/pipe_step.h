@@ -3,13 +3,14 @@
 // that the order of no sum depends on the number of threads.
 #pragma once
 
+#include <memory>
+#include <utility>
+
 #include "kv_sort.h"
 #include "pipe_pool.h"
 #include "pipe_update.h"
 
 namespace fastimpl::pipe {
-
-using kv::Scratch;
 
 constexpr int kDigitBits = 11;
 // Occurrences of one row from which on its columns are split.
@@ -32,27 +33,43 @@ inline uint64_t* sort_stably(const Parallel& parallel, uint64_t* words, uint64_t
   return words;
 }
 
-// An occurrence is a word: the row, counted through all tables, above what says which gradient it has: its bag, or its
-// position where ids have weights.
+// Uninitialised, and from the heap, which hands the same pages out again call after call.
+template <typename T>
+std::unique_ptr<T[]> heap_array(int64_t count) {
+  return std::unique_ptr<T[]>(new T[static_cast<size_t>(count)]);
+}
+
+// An occurrence is a word: the row, counted through all tables, above what says which gradient it has: its bag, as
+// feature and number in the feature, or its position where ids have weights.
 struct Occurrences {
-  Scratch<uint64_t> words, spare;
-  Scratch<int32_t> bag_of;  // Of a position; empty without weights.
+  std::unique_ptr<uint64_t[]> words, spare;
+  std::unique_ptr<uint64_t[]> bag_of;  // Of a position; null without weights.
   uint64_t* sorted;
-  int payload_bits;
-  std::vector<int64_t> table_begins;  // In `sorted`.
+  int bag_bits, payload_bits;
+  std::vector<uint64_t> bases;        // Of each table: the number of its first row.
+  std::vector<int64_t> table_begins;  // In `sorted`, and the end of it.
 
   uint64_t row(int64_t at) const { return sorted[at] >> payload_bits; }
   uint64_t payload(int64_t at) const { return sorted[at] & ((uint64_t{1} << payload_bits) - 1); }
 };
 
-// Whether rows and payloads fit into a word, and bags into 32 bits.
+template <typename Id>
+int bag_bits_of(const BagBatch<Id>& batch) {
+  return bit_width(static_cast<uint64_t>(batch.bag_count));
+}
+
+template <typename Id>
+int payload_bits_of(const BagBatch<Id>& batch) {
+  const int bits = bag_bits_of(batch) + bit_width(static_cast<uint64_t>(batch.feature_count()));
+  return batch.weights == nullptr ? bits : bit_width(static_cast<uint64_t>(batch.id_count));
+}
+
+// Whether row and payload fit into a word.
 template <typename Id>
 bool fits_words(const BagBatch<Id>& batch) {
   unsigned __int128 row_count = 0;
   for (const BagTable& table : batch.tables) row_count += static_cast<uint64_t>(table.row_count);
-  const int64_t payload_max = std::max(batch.all_bags(), batch.id_count);
-  return row_count < uint64_t{1} << 62 && bit_width(static_cast<uint64_t>(row_count)) + bit_width(static_cast<uint64_t>(payload_max)) <= 64 &&
-         batch.all_bags() <= INT32_MAX;
+  return row_count < uint64_t{1} << 62 && bit_width(static_cast<uint64_t>(row_count)) + payload_bits_of(batch) <= 64;
 }
 
 template <typename Id>
@@ -64,20 +81,23 @@ Occurrences sort_occurrences(const Parallel& parallel, const BagBatch<Id>& batch
     row_count += static_cast<uint64_t>(table.row_count);
   }
   const bool weighted = batch.weights != nullptr;
-  const int payload_bits = bit_width(static_cast<uint64_t>(weighted ? batch.id_count : batch.all_bags()));
-  Occurrences found{Scratch<uint64_t>(batch.id_count), Scratch<uint64_t>(batch.id_count), Scratch<int32_t>(weighted ? batch.id_count : 0), nullptr, payload_bits, {}};
+  const int bag_bits = bag_bits_of(batch), payload_bits = payload_bits_of(batch);
+  Occurrences found{heap_array<uint64_t>(batch.id_count), heap_array<uint64_t>(batch.id_count), nullptr, nullptr, bag_bits, payload_bits, std::move(bases), {}};
+  if (weighted) found.bag_of = heap_array<uint64_t>(batch.id_count);
   for_bags(parallel, batch.offsets, batch.feature_count(), batch.bag_count, [&](int64_t feature, int64_t first, int64_t last) {
-    const uint64_t base = bases[static_cast<size_t>(batch.features[static_cast<size_t>(feature)].table)];
-    for (int64_t bag = feature * batch.bag_count + first; bag < feature * batch.bag_count + last; ++bag) {
-      for (int64_t at = batch.offsets[bag]; at < batch.offsets[bag + 1]; ++at) {
-        const uint64_t row = base + static_cast<uint64_t>(batch.ids[at]);
-        found.words[at] = row << payload_bits | static_cast<uint64_t>(weighted ? at : bag);
-        if (weighted) found.bag_of[at] = static_cast<int32_t>(bag);
+    const uint64_t base = found.bases[static_cast<size_t>(batch.features[static_cast<size_t>(feature)].table)];
+    const int64_t* const offsets = batch.offsets + feature * batch.bag_count;
+    uint64_t* const words = found.words.get();
+    for (int64_t number = first; number < last; ++number) {
+      const auto bag = static_cast<uint64_t>(feature << bag_bits | number);
+      for (int64_t at = offsets[number]; at < offsets[number + 1]; ++at) {
+        words[at] = (base + static_cast<uint64_t>(batch.ids[at])) << payload_bits | (weighted ? static_cast<uint64_t>(at) : bag);
       }
+      if (weighted) std::fill(found.bag_of.get() + offsets[number], found.bag_of.get() + offsets[number + 1], bag);
     }
   });
-  found.sorted = sort_stably(parallel, found.words.data(), found.spare.data(), batch.id_count, payload_bits, payload_bits + bit_width(row_count));
-  for (const uint64_t base : bases) {
+  found.sorted = sort_stably(parallel, found.words.get(), found.spare.get(), batch.id_count, payload_bits, payload_bits + bit_width(row_count));
+  for (const uint64_t base : found.bases) {
     const auto* const end = found.sorted + batch.id_count;
     found.table_begins.push_back(std::lower_bound(static_cast<const uint64_t*>(found.sorted), end, base << payload_bits) - found.sorted);
   }
@@ -92,17 +112,17 @@ struct StepJob {
   const float* grad;
   const Hyper& hyper;
 
-  struct Source {
-    const float* grad;
-    float length, weight;
-  };
+  // Its bag: feature, number in the feature.
+  FASTIMPL_INLINE uint64_t bag_of(uint64_t payload) const { return batch.weights == nullptr ? payload : found.bag_of[payload]; }
 
-  FASTIMPL_INLINE Source source(int64_t at) const {
-    const auto payload = static_cast<int64_t>(found.payload(at));
-    const int64_t bag = batch.weights == nullptr ? payload : found.bag_of[payload];
-    const int64_t feature = bag / batch.bag_count;
-    const float* const from = grad + (bag - feature * batch.bag_count) * batch.width + batch.features[static_cast<size_t>(feature)].column;
-    return {from, static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]), batch.weights == nullptr ? 1.0F : batch.weights[payload]};
+  FASTIMPL_INLINE const float* grad_of(uint64_t bag) const {
+    const uint64_t number = bag & ((uint64_t{1} << found.bag_bits) - 1);
+    return grad + static_cast<int64_t>(number) * batch.width + batch.features[bag >> found.bag_bits].column;
+  }
+
+  FASTIMPL_INLINE float length_of(uint64_t bag) const {
+    const int64_t number = static_cast<int64_t>(bag & ((uint64_t{1} << found.bag_bits) - 1)), at = static_cast<int64_t>(bag >> found.bag_bits) * batch.bag_count + number;
+    return static_cast<float>(batch.offsets[at + 1] - batch.offsets[at]);
   }
 
   int64_t segment_end(int64_t at, int64_t end) const {
@@ -113,20 +133,20 @@ struct StepJob {
   }
 
   // Columns [column, column + count) of the sum over occurrences [begin, end).
-  FASTIMPL_INLINE void sum_columns(const BagTable& table, int64_t begin, int64_t end, int64_t column, int64_t count, float* __restrict__ sum) const {
-    const bool weighted = batch.weights != nullptr;
-    clear_row(sum, count);
+  FASTIMPL_INLINE void sum_columns(const BagTable& table, int64_t begin, int64_t end, int64_t column, int64_t count, float* sum) const {
     for (int64_t at = begin; at < end; ++at) {
-      const Source from = source(at);
-      const float* __restrict__ const g = from.grad + column;
-      if (table.mean && weighted) {
-        for (int64_t e = 0; e < count; ++e) sum[e] += from.weight * (g[e] / from.length);
-      } else if (table.mean) {
-        for (int64_t e = 0; e < count; ++e) sum[e] += g[e] / from.length;
-      } else if (weighted) {
-        add_scaled(sum, g, from.weight, count);
+      const uint64_t payload = found.payload(at), bag = bag_of(payload);
+      const float* const g = grad_of(bag) + column;
+      const float weight = batch.weights == nullptr ? 1.0F : batch.weights[payload];
+      const bool is_first = at == begin;
+      if (!table.mean && batch.weights == nullptr) {
+        add_row(sum, g, count, is_first);
+      } else if (!table.mean) {
+        add_scaled(sum, g, weight, count, is_first);
       } else {
-        add_row(sum, g, count);
+        // Times a weight of one is the same bits.
+        const float length = length_of(bag);
+        add_terms(sum, count, is_first, [=](int64_t e) FASTIMPL_INLINED { return weight * (g[e] / length); });
       }
     }
   }
@@ -138,10 +158,10 @@ struct StepJob {
     float* const first = table.momentum1 + row * momentum1_width(kOptimizer, dim);
     float* const second = table.momentum2 + row * momentum2_width(kOptimizer, dim);
     if constexpr (std::is_same_v<T, Fp32>) {
-      step_row<kOptimizer>(stored, sum, first, second, dim, hyper);
+      step_row<kOptimizer, kIsa>(stored, sum, first, second, dim, hyper);
     } else {
       wide_row<T, kIsa>(stored, scratch, dim);
-      step_row<kOptimizer>(scratch, sum, first, second, dim, hyper);
+      step_row<kOptimizer, kIsa>(scratch, sum, first, second, dim, hyper);
       narrow_row<T, kIsa>(scratch, stored, dim);
     }
   }
@@ -149,7 +169,7 @@ struct StepJob {
   template <Optimizer kOptimizer>
   FASTIMPL_INLINE void fetch(const BagTable& table, uint64_t base, int64_t at, bool fetches_row) const {
     const int64_t dim = table.dim;
-    fetch_row(source(at).grad, dim * 4);
+    fetch_row(grad_of(bag_of(found.payload(at))), dim * 4);
     if (!fetches_row) return;
     const auto row = static_cast<int64_t>(found.row(at) - base);
     fetch_row(table.rows + row * table.row_bytes(), table.row_bytes());
@@ -165,6 +185,7 @@ struct StepJob {
   template <typename T, Optimizer kOptimizer, Isa kIsa, typename Leave>
   FASTIMPL_INLINE void step_range(const BagTable& table, uint64_t base, int64_t begin, int64_t end, float* scratch, const Leave& leave) const {
     const int64_t ahead = rows_ahead(table.row_bytes());
+    const bool is_plain = !table.mean && batch.weights == nullptr;
     float* const sum = scratch + table.dim;
     for (int64_t at = begin; at < end;) {
       const int64_t last = segment_end(at, end);
@@ -174,57 +195,58 @@ struct StepJob {
         continue;
       }
       for (int64_t i = at + ahead; i < std::min(last + ahead, end); ++i) fetch<kOptimizer>(table, base, i, found.row(i) != found.row(i - 1));
-      sum_columns(table, at, last, 0, table.dim, sum);
-      step<T, kOptimizer, kIsa>(table, static_cast<int64_t>(found.row(at) - base), sum, scratch);
+      const float* total = sum;
+      if (last == at + 1 && is_plain) {
+        total = grad_of(found.payload(at));
+      } else {
+        sum_columns(table, at, last, 0, table.dim, sum);
+      }
+      step<T, kOptimizer, kIsa>(table, static_cast<int64_t>(found.row(at) - base), total, scratch);
       at = last;
     }
   }
 };
 
-struct Span {
-  int64_t begin, end;
-};
-
-// One table's occurrences, cut where rows change.
-inline std::vector<int64_t> row_cuts(const Occurrences& found, int64_t begin, int64_t end, int64_t part_count) {
-  std::vector<int64_t> cuts{begin};
+// Occurrences [begin, end) cut into parts where rows change.
+inline std::vector<int64_t> row_cuts(const Occurrences& found, int64_t count, int64_t part_count) {
+  std::vector<int64_t> cuts{0};
   for (int64_t part = 1; part < part_count; ++part) {
-    const int64_t at = std::max(cuts.back(), begin + (end - begin) * part / part_count);
+    const int64_t at = std::max(cuts.back(), count * part / part_count);
+    const bool starts = at == 0 || at == count || found.row(at) != found.row(at - 1);
     // The first word of the next row, found by bisection: a row may have any number of occurrences.
-    const uint64_t next = at < end ? (found.row(at) + 1) << found.payload_bits : 0;
-    const bool starts = at == begin || at == end || found.row(at) != found.row(at - 1);
-    cuts.push_back(starts ? at : std::lower_bound(found.sorted + at, found.sorted + end, next) - found.sorted);
+    const uint64_t next = starts ? 0 : (found.row(at) + 1) << found.payload_bits;
+    cuts.push_back(starts ? at : std::lower_bound(found.sorted + at, found.sorted + count, next) - found.sorted);
   }
-  cuts.push_back(end);
+  cuts.push_back(count);
   return cuts;
 }
 
-template <typename T, Optimizer kOptimizer, typename Id>
-void step_table(const Parallel& parallel, const StepJob<Id>& job, const BagTable& table, uint64_t base, Span span, Isa isa) {
-  const int64_t part_count = parallel.thread_count <= 1 ? 1 : std::max<int64_t>(1, std::min(8 * parallel.thread_count, (span.end - span.begin) / 512));
-  const std::vector<int64_t> cuts = row_cuts(job.found, span.begin, span.end, part_count);
-  std::mutex guard;
-  std::vector<Span> long_rows;
-  parallel.run(part_count, [&](int64_t part) {
-    const int64_t begin = cuts[static_cast<size_t>(part)], end = cuts[static_cast<size_t>(part + 1)];
-    std::vector<float> scratch(static_cast<size_t>(2 * table.dim));
-    const auto leave = [&](int64_t first, int64_t last) {
-      const std::lock_guard<std::mutex> held(guard);
-      long_rows.push_back({first, last});
-    };
-    run_on(isa, [&](auto unit) FASTIMPL_INLINED { job.template step_range<T, kOptimizer, unit()>(table, base, begin, end, scratch.data(), leave); });
+struct Span {
+  int64_t begin, end;
+  size_t table;
+};
+
+// Calls `body(type, formula, unit)`, three tags, inside of a function for the unit.
+template <typename Body>
+void with_kernel(Float type, Optimizer optimizer, Isa isa, const Body& body) {
+  with_type(type, [&](auto tag) {
+    with_formula(optimizer, [&](auto formula) { run_on(isa, [&](auto unit) FASTIMPL_INLINED { body(tag, formula, unit); }); });
   });
-  std::vector<float> scratch(static_cast<size_t>(long_rows.empty() ? 0 : 2 * table.dim));
+}
+
+// Rows with very many occurrences: one after the other, each by blocks of columns.
+template <typename Id>
+void step_long_row(const Parallel& parallel, const StepJob<Id>& job, const Span& row, uint64_t base, Optimizer optimizer, Isa isa) {
+  const BagTable& table = job.batch.tables[row.table];
+  std::vector<float> scratch(static_cast<size_t>(2 * table.dim));
   float* const sum = scratch.data() + table.dim;
-  for (const Span& row : long_rows) {
-    parallel.run((table.dim + kColumnBlock - 1) / kColumnBlock, [&](int64_t block) {
-      const int64_t column = block * kColumnBlock, count = std::min(kColumnBlock, table.dim - column);
-      run_on(isa, [&](auto) FASTIMPL_INLINED { job.sum_columns(table, row.begin, row.end, column, count, sum + column); });
-    });
-    run_on(isa, [&](auto unit) FASTIMPL_INLINED {
-      job.template step<T, kOptimizer, unit()>(table, static_cast<int64_t>(job.found.row(row.begin) - base), sum, scratch.data());
-    });
-  }
+  parallel.run((table.dim + kColumnBlock - 1) / kColumnBlock, [&](int64_t block) {
+    const int64_t column = block * kColumnBlock, count = std::min(kColumnBlock, table.dim - column);
+    run_on(isa, [&](auto) FASTIMPL_INLINED { job.sum_columns(table, row.begin, row.end, column, count, sum + column); });
+  });
+  with_kernel(table.type, optimizer, isa, [&](auto type, auto formula, auto unit) FASTIMPL_INLINED {
+    job.template step<decltype(type), formula(), unit()>(table, static_cast<int64_t>(job.found.row(row.begin) - base), sum, scratch.data());
+  });
 }
 
 // One step of every row that occurs; `grad` is [bag_count, width]. Offsets and ids have been checked, and `fits_words`.
@@ -233,17 +255,28 @@ void step_bags(const Parallel& parallel, const BagBatch<Id>& batch, const float*
   if (batch.id_count == 0) return;
   const Occurrences found = sort_occurrences(parallel, batch);
   const StepJob<Id> job{batch, found, grad, hyper};
-  uint64_t base = 0;
-  for (size_t t = 0; t < batch.tables.size(); ++t) {
-    const BagTable& table = batch.tables[t];
-    const Span span{found.table_begins[t], found.table_begins[t + 1]};
-    if (span.begin < span.end) {
-      with_type(table.type, [&](auto type) {
-        with_formula(optimizer, [&](auto formula) { step_table<decltype(type), formula()>(parallel, job, table, base, span, isa); });
+  const int64_t part_count = parallel.thread_count <= 1 ? 1 : std::max<int64_t>(1, std::min(16 * parallel.thread_count, batch.id_count / 512));
+  const std::vector<int64_t> cuts = row_cuts(found, batch.id_count, part_count);
+  std::mutex guard;
+  std::vector<Span> long_rows;
+  parallel.run(part_count, [&](int64_t part) {
+    const int64_t end = cuts[static_cast<size_t>(part + 1)];
+    for (int64_t at = cuts[static_cast<size_t>(part)]; at < end;) {
+      const auto t = static_cast<size_t>(std::upper_bound(found.table_begins.begin(), found.table_begins.end() - 1, at) - found.table_begins.begin() - 1);
+      const BagTable& table = batch.tables[t];
+      const int64_t last = std::min(end, found.table_begins[t + 1]);
+      std::vector<float> scratch(static_cast<size_t>(2 * table.dim));
+      const auto leave = [&](int64_t first, int64_t stop) {
+        const std::lock_guard<std::mutex> held(guard);
+        long_rows.push_back({first, stop, t});
+      };
+      with_kernel(table.type, optimizer, isa, [&](auto type, auto formula, auto unit) FASTIMPL_INLINED {
+        job.template step_range<decltype(type), formula(), unit()>(table, found.bases[t], at, last, scratch.data(), leave);
       });
+      at = last;
     }
-    base += static_cast<uint64_t>(table.row_count);
-  }
+  });
+  for (const Span& row : long_rows) step_long_row(parallel, job, row, found.bases[row.table], optimizer, isa);
 }
 
 }  // namespace fastimpl::pipe

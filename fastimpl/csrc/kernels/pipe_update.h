@@ -38,40 +38,41 @@ constexpr int64_t momentum2_width(Optimizer optimizer, int64_t dim) {
   return optimizer == Optimizer::kAdam ? dim : optimizer == Optimizer::kPartialRowwiseAdam ? 1 : 0;
 }
 
-// `weight` is the row in float32; momenta are those of the row.
-template <Optimizer kOptimizer>
-FASTIMPL_INLINE void step_row(float* __restrict__ weight, const float* __restrict__ grad, float* __restrict__ momentum1, float* __restrict__ momentum2, int64_t dim,
-                              const Hyper& h) {
+// `weight` is the row in float32; momenta are those of the row. `from` is the sum of the row's gradients or, where there
+// is one only, that: added to the +0 at which sums start.
+template <Optimizer kOptimizer, Isa kIsa>
+FASTIMPL_INLINE void step_row(float* weight, const float* from, float* momentum1, float* momentum2, int64_t dim, const Hyper& h) {
   const float lr = h.lr, eps = h.eps, beta1 = h.beta1, rest1 = h.one_minus_beta1, beta2 = h.beta2, rest2 = h.one_minus_beta2;
   const float step_size = h.step_size, correction = h.root_correction;
+  const auto grad = [from](int64_t e) FASTIMPL_INLINED { return 0.0F + from[e]; };
   if constexpr (kOptimizer == Optimizer::kSgd) {
-    for (int64_t e = 0; e < dim; ++e) weight[e] -= lr * grad[e];
+    for_elements(dim, [=](int64_t e) FASTIMPL_INLINED { weight[e] -= lr * grad(e); });
   } else if constexpr (kOptimizer == Optimizer::kAdagrad) {
-    for (int64_t e = 0; e < dim; ++e) {
-      const float square = momentum1[e] + grad[e] * grad[e];
+    for_elements(dim, [=](int64_t e) FASTIMPL_INLINED {
+      const float square = momentum1[e] + grad(e) * grad(e);
       momentum1[e] = square;
-      weight[e] -= (lr * grad[e]) / (std::sqrt(square) + eps);
-    }
+      weight[e] -= (lr * grad(e)) / (std::sqrt(square) + eps);
+    });
   } else if constexpr (kOptimizer == Optimizer::kRowwiseAdagrad) {
-    momentum1[0] += dot_row(grad, grad, dim) / static_cast<float>(dim);
+    momentum1[0] += dot_row<kIsa>(from, from, dim) / static_cast<float>(dim);
     const float denominator = std::sqrt(momentum1[0]) + eps;
-    for (int64_t e = 0; e < dim; ++e) weight[e] -= (lr * grad[e]) / denominator;
+    for_elements(dim, [=](int64_t e) FASTIMPL_INLINED { weight[e] -= (lr * grad(e)) / denominator; });
   } else if constexpr (kOptimizer == Optimizer::kAdam) {
-    for (int64_t e = 0; e < dim; ++e) {
-      const float average = beta1 * momentum1[e] + rest1 * grad[e];
-      const float square = beta2 * momentum2[e] + rest2 * (grad[e] * grad[e]);
+    for_elements(dim, [=](int64_t e) FASTIMPL_INLINED {
+      const float average = beta1 * momentum1[e] + rest1 * grad(e);
+      const float square = beta2 * momentum2[e] + rest2 * (grad(e) * grad(e));
       momentum1[e] = average;
       momentum2[e] = square;
       weight[e] -= (step_size * average) / (std::sqrt(square) / correction + eps);
-    }
+    });
   } else {
-    momentum2[0] = beta2 * momentum2[0] + rest2 * (dot_row(grad, grad, dim) / static_cast<float>(dim));
+    momentum2[0] = beta2 * momentum2[0] + rest2 * (dot_row<kIsa>(from, from, dim) / static_cast<float>(dim));
     const float denominator = std::sqrt(momentum2[0]) / correction + eps;
-    for (int64_t e = 0; e < dim; ++e) {
-      const float average = beta1 * momentum1[e] + rest1 * grad[e];
+    for_elements(dim, [=](int64_t e) FASTIMPL_INLINED {
+      const float average = beta1 * momentum1[e] + rest1 * grad(e);
       momentum1[e] = average;
       weight[e] -= (step_size * average) / denominator;
-    }
+    });
   }
 }
 

@@ -11,6 +11,7 @@
 #include "kernels/strided.h"
 #include "kv_tests.h"
 #include "offload_tests.h"
+#include "pipeline_tests.h"
 
 namespace {
 
@@ -185,5 +186,6 @@ int main() {
   kv_algorithm_tests();
   kv_table_tests();
   offload_tests();
+  pipeline_tests();
   std::puts("kernel_tests: all properties hold");
 }

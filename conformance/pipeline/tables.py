@@ -1,0 +1,167 @@
+"""Arguments of the operators under the embeddings, random, and what they have to give, in loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.pipeline.support import DTYPES, generator_of
+from refimpl.optimizers import Hyper, reduce_duplicates, update
+
+__all__ = ["Arguments", "draw_arguments"]
+
+DIMS = (1, 3, 4, 8, 13, 16, 20, 33, 64, 100)
+LR = 0.1
+_FULL = {"momentum1": ("adagrad", "adam", "partial_rowwise_adam"), "momentum2": ("adam",)}
+_ROWWISE = {"momentum1": ("rowwise_adagrad",), "momentum2": ("partial_rowwise_adam",)}
+
+
+@dataclass
+class Arguments:
+    """As ``fastimpl.ops.step_bags`` takes them; see there."""
+
+    tables: list[torch.Tensor]
+    momentum1: list[torch.Tensor]
+    momentum2: list[torch.Tensor]
+    feature_tables: list[int]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    means: list[bool]
+    grad: torch.Tensor
+    optimizer: str
+    step_number: int
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        dtypes: Sequence[torch.dtype],
+        optimizer: str,
+        *,
+        is_weighted: bool,
+        features: int = 3,
+        bags: int = 4,
+        longest: int = 4,
+        rows: int = 6,
+        ids: torch.dtype = torch.int64,
+    ) -> Arguments:
+        """One table for each dtype, of random dims; every bag but one has up to ``longest`` ids."""
+        generator = generator_of(seed)
+
+        def integers(low: int, high: int, count: int) -> list[int]:
+            found: list[int] = torch.randint(low, high, (count,), generator=generator).tolist()
+            return found
+
+        dims = [DIMS[at] for at in integers(0, len(DIMS), len(dtypes))]
+        tables = [
+            torch.randn(rows, dim, generator=generator).to(dtype) for dim, dtype in zip(dims, dtypes, strict=True)
+        ]
+        used = integers(0, len(tables), features)
+        lengths = torch.randint(0, longest + 1, (features * bags,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        count = int(offsets[-1])
+        momenta = []
+        for name in ("momentum1", "momentum2"):
+            widths = [dim if optimizer in _FULL[name] else 0 for dim in dims]
+            full = [torch.rand(rows, width, generator=generator) if width else torch.empty(0) for width in widths]
+            one = [torch.rand(rows, generator=generator) for _ in dims]
+            momenta.append(one if optimizer in _ROWWISE[name] else full)
+        return cls(
+            tables,
+            momenta[0],
+            momenta[1],
+            used,
+            torch.randint(0, rows, (count,), generator=generator).to(ids),
+            offsets,
+            torch.randn(count, generator=generator) if is_weighted else None,
+            [mean == 1 for mean in integers(0, 2, len(tables))],
+            torch.randn(bags, sum(dims[table] for table in used), generator=generator),
+            optimizer,
+            integers(1, 4, 1)[0],
+        )
+
+    def lengths(self) -> torch.Tensor:
+        """Of every bag, feature by feature."""
+        return self.offsets.diff()
+
+    def written(self) -> list[list[torch.Tensor]]:
+        """What a step writes."""
+        return [self.tables, self.momentum1, self.momentum2]
+
+    def step(self, ops: Any, tables: list[torch.Tensor], *, isa: int = -1) -> None:
+        """One step by the operator."""
+        states, bags = (self.momentum1, self.momentum2), (self.feature_tables, self.indices, self.offsets)
+        rest = (self.weights, self.means, self.grad, self.optimizer, LR)
+        ops.step_bags(tables, *states, *bags, *rest, step=self.step_number, isa=isa)
+
+    def occurrences(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Of every position: table, row, the gradient of its bag, and that times its weight."""
+        column, count = 0, self.grad.shape[0]
+        for feature, table in enumerate(self.feature_tables):
+            dim = self.tables[table].shape[1]
+            for bag in range(count):
+                first, last = self.offsets[feature * count + bag : feature * count + bag + 2].tolist()
+                grad = self.grad[bag, column : column + dim]
+                grad = grad / torch.tensor(float(last - first)) if self.means[table] and last > first else grad
+                for at in range(first, last):
+                    scaled = grad if self.weights is None else self.weights[at] * grad
+                    yield table, int(self.indices[at]), grad, scaled
+            column += dim
+
+    def pooled(self) -> torch.Tensor:
+        """Sums from +0, one row after the other."""
+        columns, count = [], self.grad.shape[0]
+        for feature, table in enumerate(self.feature_tables):
+            sums = torch.zeros(count, self.tables[table].shape[1])
+            for bag in range(count):
+                first, last = self.offsets[feature * count + bag : feature * count + bag + 2].tolist()
+                for at in range(first, last):
+                    row = self.tables[table][int(self.indices[at])].float()
+                    sums[bag] += row if self.weights is None else self.weights[at] * row
+                if self.means[table] and last > first:
+                    sums[bag] /= torch.tensor(float(last - first))
+            columns.append(sums)
+        return torch.cat(columns, 1)
+
+    def stepped(self) -> list[list[torch.Tensor]]:
+        """What a step has to write."""
+        result = [[tensor.clone() for tensor in group] for group in self.written()]
+        found = list(self.occurrences())
+        for table in range(len(self.tables)):
+            mine = [(row, grad) for t, row, _, grad in found if t == table]
+            if not mine:
+                continue
+            rows, sums = reduce_duplicates(torch.tensor([row for row, _ in mine]), torch.stack([g for _, g in mine]))
+            names = [
+                name for name, group in zip(("momentum1", "momentum2"), result[1:], strict=True) if group[table].numel()
+            ]
+            states = {name: getattr(self, name)[table][rows].reshape(rows.numel(), -1) for name in names}
+            weight, after = update(self.optimizer, self.tables[table][rows], sums, states, Hyper(LR, self.step_number))
+            result[0][table][rows] = weight
+            for name, state in after.items():
+                target = result[1 if name == "momentum1" else 2][table]
+                target[rows] = state.reshape(target[rows].shape)
+        return result
+
+
+def draw_arguments(data: st.DataObject, optimizer: str = "sgd", *, is_filled: bool = False) -> Arguments:
+    """Any arguments; ``is_filled``: at least one id."""
+    arguments = Arguments.of(
+        data.draw(st.integers(0, 2**32)),
+        data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)),
+        optimizer,
+        is_weighted=data.draw(st.booleans()),
+        features=data.draw(st.integers(1, 4)),
+        bags=data.draw(st.integers(1, 5)),
+        longest=data.draw(st.sampled_from([1, 3, 12] if is_filled else [0, 1, 3, 12])),
+        rows=data.draw(st.integers(1, 9)),
+        ids=data.draw(st.sampled_from([torch.int32, torch.int64])),
+    )
+    if is_filled and arguments.indices.numel() == 0:
+        return draw_arguments(data, optimizer, is_filled=is_filled)
+    return arguments

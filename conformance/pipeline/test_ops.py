@@ -1,0 +1,248 @@
+"""The operators under the embeddings: registered as torch expects, the same bits on every unit and thread count,
+and refusing what would read or write outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+from conformance.pipeline.support import DTYPES, OPTIMIZERS
+from conformance.pipeline.tables import Arguments, draw_arguments
+from refimpl.optimizers import row_sum
+
+KERNELS = ("bag_kernels",)
+UNITS = {"AVX512": [-1, 0, 1, 2], "AVX2": [-1, 0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [-1, 0])
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@requirement(
+    "PIPE-001", "Every operator MUST pass torch.library.opcheck, and version counters see writes.", needs=KERNELS
+)
+def test_pipe_001_opcheck(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    a = Arguments.of(seed=3, dtypes=DTYPES, optimizer="adam", is_weighted=True)
+    out, empty = torch.zeros_like(a.grad), torch.empty(10)
+    begins, sizes = torch.tensor([3, 0]), torch.tensor([4, 6])
+    bags = (a.feature_tables, a.indices, a.offsets)
+    means = [int(mean) for mean in a.means]
+    counts = [a.tables[table].shape[0] for table in a.feature_tables]
+    blocks = torch.tensor(counts)
+    # Hyper and code of Adam's step 1.
+    hyper = ([0.1, 1e-8, 0.9, 0.1, 0.999, 0.001, 1.0, 0.03], -1)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("pool_bags", (a.tables, *bags, a.weights, means, out, -1)),
+        ("step_bags", (a.tables, a.momentum1, a.momentum2, *bags, a.weights, means, a.grad, 4, *hyper)),
+        ("bag_weight_gradients", (a.tables, *bags, means, a.grad, -1)),
+        ("check_bag_ids", (a.indices, a.offsets, counts)),
+        ("mend_bag_ids", (a.indices, a.offsets, counts)),
+        ("gather_blocks", (torch.arange(10.0), begins, sizes, empty)),
+        ("bucketize", (a.indices, a.offsets, a.weights, blocks, None, len(counts), 2)),
+        ("advise_huge_pages", (out,)),
+    ]
+    for name, arguments in calls:
+        operator = getattr(torch.ops.twinproof, name)
+        outcome = torch.library.opcheck(operator.default, arguments, raise_exception=False)
+        wrong = {check: str(result) for check, result in outcome.items() if result != "SUCCESS"}
+        assert_equal(wrong, {}, where=name)
+    written = [out, empty, *a.tables, *a.momentum1, *a.momentum2]
+    before = [tensor._version for tensor in written]
+    ops.pool_bags(a.tables, *bags, a.weights, a.means, out)
+    a.step(ops, a.tables)
+    ops.gather_blocks(torch.arange(10.0), begins, sizes, empty)
+    seen = [tensor._version > version for tensor, version in zip(written, before, strict=True)]
+    assert_equal(seen, [True] * len(written), where="versions")
+
+
+@requirement(
+    "PIPE-002", "Pooling MUST have the bits of a sum in order of position, on any unit and threads.", needs=KERNELS
+)
+@examples(60)
+@given(st.data(), st.sampled_from(UNITS), st.integers(1, 4))
+def test_pipe_002_pooling(pipeline: Any, data: st.DataObject, isa: int, threads: int) -> None:
+    from fastimpl import ops
+
+    a = draw_arguments(data)
+    out = torch.full_like(a.grad, 7.0)
+    with _threads(threads):
+        ops.pool_bags(a.tables, a.feature_tables, a.indices, a.offsets, a.weights, a.means, out, isa=isa)
+    assert_same_tensor(out, a.pooled(), where=f"pooled on unit {isa}, {threads} threads")
+
+
+@requirement(
+    "PIPE-003", "A step MUST have the bits of the optimizers' formulas on sums in order of position.", needs=KERNELS
+)
+@examples(80)
+@given(st.data(), st.sampled_from(OPTIMIZERS), st.sampled_from(UNITS), st.integers(1, 4))
+def test_pipe_003_steps(pipeline: Any, data: st.DataObject, optimizer: str, isa: int, threads: int) -> None:
+    from fastimpl import ops
+
+    a = draw_arguments(data, optimizer)
+    expected = a.stepped()
+    with _threads(threads):
+        a.step(ops, a.tables, isa=isa)
+    for name, mine, theirs in zip(("weight", "momentum1", "momentum2"), a.written(), expected, strict=True):
+        for table, (got, wanted) in enumerate(zip(mine, theirs, strict=True)):
+            assert_same_tensor(got, wanted, where=f"{name} of table {table} by {optimizer} on unit {isa}")
+
+
+@requirement(
+    "PIPE-004", "A row that occurs 100000 times MUST get the same bits on any number of threads.", needs=KERNELS
+)
+def test_pipe_004_one_row_very_often(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.where(torch.rand(120_000, generator=generator) < 5 / 6, 7, torch.randint(0, 50, (120_000,)))
+    offsets, grad = torch.arange(301) * 400, torch.randn(300, 72, generator=generator)
+    before, expected = torch.randn(50, 72, generator=generator), torch.empty(0)
+    for count in (1, 2, 3, 4):
+        table, momentum = before.clone(), torch.zeros(50)
+        with _threads(count):
+            none = [torch.empty(0)]
+            ops.step_bags([table], [momentum], none, [0], indices, offsets, None, [False], grad, "rowwise_adagrad", 0.1)
+        if count == 1:
+            expected = table
+            sums = torch.zeros(72)
+            for bag in (indices == 7).nonzero()[:, 0].tolist():
+                sums = sums + grad[bag // 400]
+            square = row_sum(sums[None] * sums[None])[0] / torch.tensor(72.0)
+            assert_same_tensor(momentum[7:8], square, where="momentum of the row")
+        assert_same_tensor(table, expected, where=f"table with {count} threads")
+
+
+@requirement("PIPE-005", "What would read or write outside MUST raise RuntimeError and change nothing.", needs=KERNELS)
+@examples(60)
+@given(st.data())
+def test_pipe_005_refusals(pipeline: Any, data: st.DataObject) -> None:
+    from fastimpl import ops
+
+    a = draw_arguments(data, "adagrad", is_filled=True)
+    changes = ("a negative id", "an id too large", "falling offsets", "offsets that end early", "a first offset of 1")
+    change = data.draw(st.sampled_from(changes))
+    offsets, indices = a.offsets.clone(), a.indices.clone()
+    at = data.draw(st.integers(0, indices.numel() - 1))
+    if change == "a negative id":
+        indices[at] = -1
+    elif change == "an id too large":
+        indices[at] = max(table.shape[0] for table in a.tables)
+    elif change == "falling offsets":
+        offsets[offsets.numel() // 2] = indices.numel() + 1
+    elif change == "offsets that end early":
+        offsets[-1] -= 1
+    else:
+        offsets[0] = 1
+    before = [[tensor.clone() for tensor in group] for group in a.written()]
+    out = torch.full_like(a.grad, 7.0)
+    bad = Arguments(**{**vars(a), "indices": indices, "offsets": offsets})
+    bags = (a.feature_tables, indices, offsets)
+    with raises(RuntimeError, where=f"pooling with {change}"):
+        ops.pool_bags(a.tables, *bags, a.weights, a.means, out)
+    with raises(RuntimeError, where=f"a step with {change}"):
+        bad.step(ops, a.tables)
+    with raises(RuntimeError, where=f"gradients of weights with {change}"):
+        ops.bag_weight_gradients(a.tables, *bags, a.means, a.grad)
+    assert_same_tensor(out, torch.full_like(out, 7.0), where=f"out after {change}")
+    for mine, theirs in zip(a.written(), before, strict=True):
+        for got, wanted in zip(mine, theirs, strict=True):
+            assert_same_tensor(got, wanted, where=f"tables and states after {change}")
+
+
+@requirement(
+    "PIPE-006", "Ids outside of their table MUST be counted, the first placed, and mended to 0.", needs=KERNELS
+)
+@examples(60)
+@given(st.data(), st.integers(1, 4))
+def test_pipe_006_ids(pipeline: Any, data: st.DataObject, threads: int) -> None:
+    from fastimpl import ops
+
+    a = draw_arguments(data)
+    counts = [data.draw(st.integers(0, 5)) for _ in a.feature_tables]
+    indices = a.indices + data.draw(st.integers(-3, 3))
+    rows = torch.tensor(counts).repeat_interleave(a.lengths().view(len(counts), -1).sum(1))
+    bad = (indices < 0) | (indices >= rows)
+    with _threads(threads):
+        found = ops.check_bag_ids(indices, a.offsets, counts)
+        mended = ops.mend_bag_ids(indices, a.offsets, counts)
+    assert_equal(found, (int(bad.sum()), int(bad.nonzero()[0]) if bad.any() else -1), where="ids outside")
+    assert_same_tensor(mended, indices.masked_fill(bad, 0), where="mended ids")
+
+
+@requirement("PIPE-007", "Blocks MUST be gathered one after the other, and one outside be refused.", needs=KERNELS)
+@examples(60)
+@given(
+    st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.int64]),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=8),
+)
+def test_pipe_007_blocks(pipeline: Any, dtype: torch.dtype, blocks: list[tuple[int, int]]) -> None:
+    from fastimpl import ops
+
+    data = torch.arange(24).to(dtype)
+    begins, sizes = torch.tensor(blocks, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    out = torch.empty(int(sizes.sum()), dtype=dtype)
+    ops.gather_blocks(data, begins.contiguous(), sizes.contiguous(), out)
+    expected = [data[begin : begin + size] for begin, size in blocks]
+    assert_same_tensor(out, torch.cat([data[:0], *expected]), where="gathered blocks")
+    for begin, size in ((-1, 2), (23, 2), (25, 0), (0, -1)):
+        with raises(RuntimeError, where=f"block {begin}, {size}"):
+            ops.gather_blocks(data, torch.tensor([begin]), torch.tensor([size]), torch.empty(max(size, 0), dtype=dtype))
+
+
+@requirement("PIPE-008", "Ids MUST be bucketized by block, stably, or as told, and none be lost.", needs=KERNELS)
+@examples(60)
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_pipe_008_buckets(pipeline: Any, data: st.DataObject, bucket_count: int, threads: int) -> None:
+    from fastimpl import ops
+
+    a = draw_arguments(data)
+    scale = data.draw(st.sampled_from([1, 1_000_003, 2**58]))
+    sizes = torch.tensor([scale * data.draw(st.integers(1, 4)) for _ in a.feature_tables])
+    of_id = sizes.repeat_interleave(a.lengths().view(sizes.numel(), -1).sum(1))
+    buckets = torch.remainder(a.indices.long(), bucket_count)
+    indices = buckets * of_id + torch.remainder(a.indices.long() * 7 - 1, of_id)
+    order = torch.argsort(buckets, stable=True)
+    bags = torch.arange(a.lengths().numel()).repeat_interleave(a.lengths())
+    lengths = torch.bincount(buckets * a.lengths().numel() + bags, minlength=bucket_count * a.lengths().numel())
+    for blocks, told, ids in ((sizes, None, indices - buckets * of_id), (None, buckets, indices)):
+        with _threads(threads):
+            found = ops.bucketize(indices, a.offsets, a.weights, blocks, bucket_count, destinations=told)
+        assert_same_tensor(found[0], lengths, where="lengths")
+        assert_same_tensor(found[3], order, where="positions")
+        assert_same_tensor(found[1], ids[order], where="ids")
+        assert_equal(found[2] is None, a.weights is None, where="weights")
+        if found[2] is not None and a.weights is not None:
+            assert_same_tensor(found[2], a.weights[order], where="weights")
+    if indices.numel():
+        outside = indices.clone()
+        outside[-1] = -1 if scale == 2**58 else bucket_count * int(of_id[-1])
+        with raises(RuntimeError, where="an id beyond the last block"):
+            ops.bucketize(outside, a.offsets, a.weights, sizes, bucket_count)
+
+
+@requirement("PIPE-009", "The gradient of a weight MUST have the bits of row_sum of row times gradient.", needs=KERNELS)
+@examples(60)
+@given(st.data(), st.sampled_from(UNITS), st.integers(1, 4))
+def test_pipe_009_weight_gradients(pipeline: Any, data: st.DataObject, isa: int, threads: int) -> None:
+    from fastimpl import ops
+
+    a = draw_arguments(data)
+    with _threads(threads):
+        got = ops.bag_weight_gradients(a.tables, a.feature_tables, a.indices, a.offsets, a.means, a.grad, isa=isa)
+    wanted = [row_sum((grad * a.tables[t][row].float())[None])[0] for t, row, grad, _ in a.occurrences()]
+    assert_same_tensor(got, torch.cat([torch.empty(0), *wanted]), where="gradients of weights")

@@ -1,0 +1,242 @@
+// The pipeline's kernels for a grid: what one thread does, of any order of threads. Sums go in order of position and every
+// operation is rounded by itself, so that a device has the bits of the host; compile without contraction.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "kv_float.h"
+
+namespace fastimpl::pipe {
+
+using kv::Float;
+
+// As kv::Optimizer and kv::Hyper, which need headers that no device has.
+enum class Rule : int64_t { kSgd = 1, kAdagrad, kRowwiseAdagrad, kAdam, kPartialRowwiseAdam };
+
+struct Rates {
+  float lr, eps, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction;
+};
+
+struct GridTable {
+  uint8_t* rows;
+  int64_t row_count, dim;
+  Float type;
+  bool mean;
+  float *momentum1, *momentum2;
+  int64_t base;  // The number of its first row, counted through all tables.
+
+  FASTIMPL_BOTH float load(int64_t element) const {
+    if (type == Float::kFloat32) return reinterpret_cast<const float*>(rows)[element];
+    const uint16_t bits = reinterpret_cast<const uint16_t*>(rows)[element];
+    return type == Float::kFloat16 ? kv::from_float16(bits) : kv::from_bfloat16(bits);
+  }
+  FASTIMPL_BOTH void store(int64_t element, float value) const {
+    if (type == Float::kFloat32) {
+      reinterpret_cast<float*>(rows)[element] = value;
+    } else {
+      reinterpret_cast<uint16_t*>(rows)[element] = type == Float::kFloat16 ? kv::to_float16(value) : kv::to_bfloat16(value);
+    }
+  }
+};
+
+struct GridFeature {
+  int64_t table, column;
+};
+
+// The last of `count` ascending values that is not above `value`; the first is not.
+template <typename At>
+FASTIMPL_BOTH inline int64_t last_not_above(int64_t count, int64_t value, const At& at) {
+  int64_t low = 0, high = count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (at(middle) <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+template <typename Id>
+struct GridBatch {
+  const GridTable* tables;
+  const GridFeature* features;
+  int64_t feature_count, bag_count, width;
+  const Id* ids;
+  const int64_t* offsets;
+  const float* weights;
+  int64_t id_count;
+
+  FASTIMPL_BOTH int64_t feature_of(int64_t column) const {
+    const GridFeature* const all = features;
+    return last_not_above(feature_count, column, [all](int64_t f) { return all[f].column; });
+  }
+  // Counted through all features; of bags that begin at one position the last, which is the only one with ids.
+  FASTIMPL_BOTH int64_t bag_of(int64_t position) const {
+    const int64_t* const begins = offsets;
+    return last_not_above(feature_count * bag_count, position, [begins](int64_t bag) { return begins[bag]; });
+  }
+  FASTIMPL_BOTH const GridTable& table_of(int64_t bag) const { return tables[features[bag / bag_count].table]; }
+};
+
+// One element of the pooled matrix.
+template <typename Id>
+struct PoolElement {
+  GridBatch<Id> batch;
+  float* out;
+
+  FASTIMPL_BOTH void operator()(int64_t index) const {
+    const int64_t column = index % batch.width, feature = batch.feature_of(column), bag = feature * batch.bag_count + index / batch.width;
+    const GridTable& table = batch.table_of(bag);
+    const int64_t element = column - batch.features[feature].column, begin = batch.offsets[bag], end = batch.offsets[bag + 1];
+    float sum = 0;
+    for (int64_t at = begin; at < end; ++at) {
+      const float value = table.load(static_cast<int64_t>(batch.ids[at]) * table.dim + element);
+      sum += batch.weights == nullptr ? value : batch.weights[at] * value;
+    }
+    out[index] = table.mean && end > begin ? sum / static_cast<float>(end - begin) : sum;
+  }
+};
+
+// Eight running sums, element e into sum e mod 8, then halves added: refimpl.optimizers.row_sum of `at(e) * with(e)`.
+template <typename At, typename With>
+FASTIMPL_BOTH inline float lane_sum(int64_t dim, const At& at, const With& with) {
+  float lanes[8] = {};
+  for (int64_t e = 0; e < dim; ++e) lanes[e % 8] += at(e) * with(e);
+  for (int half = 4; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+// The gradient of the weight of one position.
+template <typename Id>
+struct WeightGradient {
+  GridBatch<Id> batch;
+  const float* grad;
+  float* out;
+
+  FASTIMPL_BOTH void operator()(int64_t at) const {
+    const int64_t bag = batch.bag_of(at), feature = bag / batch.bag_count;
+    const GridTable& table = batch.table_of(bag);
+    const float* const from = grad + (bag - feature * batch.bag_count) * batch.width + batch.features[feature].column;
+    const auto length = static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+    const int64_t first = static_cast<int64_t>(batch.ids[at]) * table.dim;
+    out[at] = lane_sum(table.dim, [&](int64_t e) { return table.mean ? from[e] / length : from[e]; }, [&](int64_t e) { return table.load(first + e); });
+  }
+};
+
+// The row of one position, counted through all tables: what positions are sorted by, stably.
+template <typename Id>
+struct RowOfPosition {
+  GridBatch<Id> batch;
+  int64_t *rows, *bags, *positions;
+
+  FASTIMPL_BOTH void operator()(int64_t at) const {
+    bags[at] = batch.bag_of(at);
+    rows[at] = batch.table_of(bags[at]).base + static_cast<int64_t>(batch.ids[at]);
+    positions[at] = at;
+  }
+};
+
+// Steps of rows whose first occurrence is one of a window of the sorted ones. Three launches, each over the whole window:
+// sums by element, what a row shares by row, the update by element. `sums` is [window, dim_max], `shared` [window].
+template <typename Id>
+struct StepGrid {
+  GridBatch<Id> batch;
+  const int64_t *rows, *positions;  // Sorted.
+  const int64_t* bags;              // By position.
+  const float* grad;
+  int64_t window_begin, dim_max;
+  float *sums, *shared;
+  Rule rule;
+  Rates h;
+
+  FASTIMPL_BOTH bool is_first(int64_t at) const { return at == 0 || rows[at] != rows[at - 1]; }
+  FASTIMPL_BOTH const GridTable& table_at(int64_t at) const { return batch.table_of(bags[positions[at]]); }
+
+  FASTIMPL_BOTH void sum(int64_t index) const {
+    const int64_t at = window_begin + index / dim_max, element = index % dim_max;
+    if (!is_first(at) || element >= table_at(at).dim) return;
+    float total = 0;
+    for (int64_t i = at; i < batch.id_count && rows[i] == rows[at]; ++i) {
+      const int64_t position = positions[i], bag = bags[position], feature = bag / batch.bag_count;
+      float g = grad[(bag - feature * batch.bag_count) * batch.width + batch.features[feature].column + element];
+      if (batch.table_of(bag).mean) g = g / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+      if (batch.weights != nullptr) g = batch.weights[position] * g;
+      total += g;
+    }
+    sums[index] = total;
+  }
+
+  // Row-wise optimizers: the row's momentum, and the denominator that its elements share.
+  FASTIMPL_BOTH void share(int64_t index) const {
+    const int64_t at = window_begin + index;
+    if (!is_first(at) || (rule != Rule::kRowwiseAdagrad && rule != Rule::kPartialRowwiseAdam)) return;
+    const GridTable& table = table_at(at);
+    const float* const g = sums + index * dim_max;
+    const int64_t row = rows[at] - table.base;
+    const float square = lane_sum(table.dim, [g](int64_t e) { return g[e]; }, [g](int64_t e) { return g[e]; }) / static_cast<float>(table.dim);
+    if (rule == Rule::kRowwiseAdagrad) {
+      table.momentum1[row] += square;
+      shared[index] = sqrtf(table.momentum1[row]) + h.eps;
+    } else {
+      table.momentum2[row] = h.beta2 * table.momentum2[row] + h.one_minus_beta2 * square;
+      shared[index] = sqrtf(table.momentum2[row]) / h.root_correction + h.eps;
+    }
+  }
+
+  FASTIMPL_BOTH void update(int64_t index) const {
+    const int64_t slot = index / dim_max, at = window_begin + slot, element = index % dim_max;
+    if (!is_first(at)) return;
+    const GridTable& table = table_at(at);
+    if (element >= table.dim) return;
+    const int64_t place = (rows[at] - table.base) * table.dim + element;
+    const float g = sums[index];
+    float step = h.lr * g;
+    if (rule == Rule::kAdagrad) {
+      table.momentum1[place] += g * g;
+      step = step / (sqrtf(table.momentum1[place]) + h.eps);
+    } else if (rule == Rule::kRowwiseAdagrad) {
+      step = step / shared[slot];
+    } else if (rule != Rule::kSgd) {
+      const float average = h.beta1 * table.momentum1[place] + h.one_minus_beta1 * g;
+      table.momentum1[place] = average;
+      float denominator = shared[slot];
+      if (rule == Rule::kAdam) {
+        const float square = h.beta2 * table.momentum2[place] + h.one_minus_beta2 * (g * g);
+        table.momentum2[place] = square;
+        denominator = sqrtf(square) / h.root_correction + h.eps;
+      }
+      step = (h.step_size * average) / denominator;
+    }
+    table.store(place, table.load(place) - step);
+  }
+};
+
+// flags[0]: offsets are none; flags[1]: an id lies outside of its table. All that write, write the same.
+struct OffsetCheck {
+  const int64_t* offsets;
+  int64_t bag_count, id_count;
+  int64_t* flags;
+
+  FASTIMPL_BOTH void operator()(int64_t bag) const {
+    const bool is_wrong = (bag == 0 && offsets[0] != 0) || (bag == bag_count && offsets[bag] != id_count) || (bag > 0 && offsets[bag] < offsets[bag - 1]);
+    if (is_wrong) flags[0] = 1;
+  }
+};
+
+template <typename Id>
+struct IdCheck {
+  GridBatch<Id> batch;
+  int64_t* flags;
+
+  FASTIMPL_BOTH void operator()(int64_t at) const {
+    const auto id = static_cast<int64_t>(batch.ids[at]);
+    if (id < 0 || id >= batch.table_of(batch.bag_of(at)).row_count) flags[1] = 1;
+  }
+};
+
+}  // namespace fastimpl::pipe

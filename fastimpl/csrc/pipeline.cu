@@ -1,0 +1,277 @@
+// CUDA launchers of pooling and the fused step. Checks are read back before anything is written, so that each call waits
+// for the device twice. Never run on a GPU so far.
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cub/device/device_radix_sort.cuh>
+#include <optional>
+#include <vector>
+
+#include "kernels/pipe_grid.h"
+
+// A CPU-only torch lacks this symbol; weak, so that one library loads on both. It is only reached with CUDA tensors.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace {
+
+using namespace fastimpl::pipe;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+using Ints = std::vector<int64_t>;
+
+constexpr int kThreads = 256;
+constexpr int64_t kScratchFloats = int64_t{1} << 24;
+
+template <typename Body>
+__global__ void for_each_index(Body body, int64_t count) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) body(i);
+}
+
+void check_cuda(cudaError_t status) { STD_TORCH_CHECK(status == cudaSuccess, "CUDA: ", cudaGetErrorString(status)); }
+
+template <typename Id>
+struct SumStep {
+  StepGrid<Id> grid;
+  __device__ void operator()(int64_t i) const { grid.sum(i); }
+};
+template <typename Id>
+struct ShareStep {
+  StepGrid<Id> grid;
+  __device__ void operator()(int64_t i) const { grid.share(i); }
+};
+template <typename Id>
+struct UpdateStep {
+  StepGrid<Id> grid;
+  __device__ void operator()(int64_t i) const { grid.update(i); }
+};
+
+// One call: its device and stream, and scratch that lives as long as it.
+class Call {
+ public:
+  explicit Call(const Tensor& like) : like_(like), guard_(like.get_device_index()) {
+    void* stream = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(like.get_device(), &stream) == 0, "no current CUDA stream");
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  template <typename T>
+  T* scratch(int64_t count, ScalarType type) {
+    held_.push_back(torch::stable::new_empty(like_, {count}, type));
+    return static_cast<T*>(held_.back().data_ptr());
+  }
+
+  template <typename T>
+  const T* upload(const std::vector<T>& values) {
+    const size_t bytes = values.size() * sizeof(T);
+    auto* const there = scratch<uint8_t>(static_cast<int64_t>(std::max<size_t>(bytes, 1)), ScalarType::Byte);
+    if (bytes > 0) check_cuda(cudaMemcpyAsync(there, values.data(), bytes, cudaMemcpyHostToDevice, stream_));
+    return reinterpret_cast<const T*>(there);
+  }
+
+  template <typename Body>
+  void launch(const Body& body, int64_t count) {
+    if (count == 0) return;
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 20));
+    for_each_index<<<blocks, kThreads, 0, stream_>>>(body, count);
+    check_cuda(cudaGetLastError());
+  }
+
+  void read_back(const int64_t* there, int64_t* here, int64_t count) {
+    check_cuda(cudaMemcpyAsync(here, there, static_cast<size_t>(count) * sizeof(int64_t), cudaMemcpyDeviceToHost, stream_));
+    check_cuda(cudaStreamSynchronize(stream_));
+  }
+
+  // Positions by row, stably; the results lie in new scratch.
+  void sort(const int64_t** rows, const int64_t** positions, int64_t count, int end_bit) {
+    auto *const sorted = scratch<int64_t>(count, ScalarType::Long), *const moved = scratch<int64_t>(count, ScalarType::Long);
+    size_t bytes = 0;
+    check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, bytes, *rows, sorted, *positions, moved, count, 0, end_bit, stream_));
+    void* const space = scratch<uint8_t>(static_cast<int64_t>(bytes), ScalarType::Byte);
+    check_cuda(cub::DeviceRadixSort::SortPairs(space, bytes, *rows, sorted, *positions, moved, count, 0, end_bit, stream_));
+    *rows = sorted;
+    *positions = moved;
+  }
+
+ private:
+  Tensor like_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+  Tensors held_;
+};
+
+void check_plain(const Tensor& t, const Tensor& like, ScalarType type, int64_t dim, const char* name) {
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == like.get_device_index() && t.is_contiguous() && t.scalar_type() == type && t.dim() == dim, name,
+                  ": not a contiguous tensor of the device, dtype and rank");
+}
+
+Float float_type(const Tensor& t) {
+  if (t.scalar_type() == ScalarType::Float) return Float::kFloat32;
+  if (t.scalar_type() == ScalarType::Half) return Float::kFloat16;
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::BFloat16, "tables: not float32, float16 or bfloat16");
+  return Float::kBFloat16;
+}
+
+// What the host knows of a batch.
+struct Host {
+  std::vector<GridTable> tables;
+  std::vector<GridFeature> features;
+  int64_t width = 0, bag_count = 0, row_count = 0, dim_max = 1;
+};
+
+Host describe(const Tensors& tables, const Ints& feature_tables, const Ints& means, const Tensor& indices, const Tensor& offsets) {
+  Host host;
+  STD_TORCH_CHECK(means.size() == tables.size(), "means: got ", means.size(), " for ", tables.size(), " tables");
+  for (size_t t = 0; t < tables.size(); ++t) {
+    check_plain(tables[t], indices, tables[t].scalar_type(), 2, "table");
+    host.tables.push_back({static_cast<uint8_t*>(tables[t].data_ptr()), tables[t].size(0), tables[t].size(1), float_type(tables[t]), means[t] != 0, nullptr, nullptr,
+                           host.row_count});
+    host.row_count += tables[t].size(0);
+    host.dim_max = std::max(host.dim_max, tables[t].size(1));
+  }
+  for (const int64_t table : feature_tables) {
+    STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_tables: got ", table, " of ", tables.size(), " tables");
+    host.features.push_back({table, host.width});
+    host.width += host.tables[static_cast<size_t>(table)].dim;
+  }
+  check_plain(offsets, indices, ScalarType::Long, 1, "offsets");
+  const int64_t all = offsets.numel() - 1, count = static_cast<int64_t>(host.features.size());
+  STD_TORCH_CHECK(count > 0 ? all >= 0 && all % count == 0 : all == 0, "offsets: got ", offsets.numel(), " for ", count, " features");
+  host.bag_count = count > 0 ? all / count : 0;
+  return host;
+}
+
+template <typename Body>
+void with_ids(const Tensor& indices, const Body& body) {
+  STD_TORCH_CHECK(indices.is_cuda() && indices.is_contiguous() && indices.dim() == 1, "indices: not a contiguous 1-D CUDA tensor");
+  if (indices.scalar_type() == ScalarType::Int) return body(int32_t{});
+  STD_TORCH_CHECK(indices.scalar_type() == ScalarType::Long, "indices: not int32 or int64");
+  body(int64_t{});
+}
+
+// The batch on the device, its offsets and ids checked there.
+template <typename Id>
+GridBatch<Id> checked(Call& call, const Host& host, const Tensor& indices, const Tensor& offsets, const std::optional<Tensor>& weights) {
+  if (weights) {
+    check_plain(*weights, indices, ScalarType::Float, 1, "weights");
+    STD_TORCH_CHECK(weights->numel() == indices.numel(), "weights: got ", weights->numel(), " for ", indices.numel(), " indices");
+  }
+  const int64_t feature_count = static_cast<int64_t>(host.features.size()), all = feature_count * host.bag_count;
+  const GridBatch<Id> batch{call.upload(host.tables),
+                            call.upload(host.features),
+                            feature_count,
+                            host.bag_count,
+                            host.width,
+                            static_cast<const Id*>(indices.data_ptr()),
+                            static_cast<const int64_t*>(offsets.data_ptr()),
+                            weights ? static_cast<const float*>(weights->data_ptr()) : nullptr,
+                            indices.numel()};
+  int64_t found[2] = {0, 0};
+  auto* const flags = const_cast<int64_t*>(call.upload(Ints{0, 0}));
+  call.launch(OffsetCheck{batch.offsets, all, batch.id_count, flags}, all + 1);
+  call.read_back(flags, found, 2);
+  STD_TORCH_CHECK(found[0] == 0, "offsets: not ascending from 0 to ", batch.id_count);
+  if (all > 0) call.launch(IdCheck<Id>{batch, flags}, batch.id_count);
+  call.read_back(flags, found, 2);
+  STD_TORCH_CHECK(found[1] == 0, "indices: some outside of their tables");
+  return batch;
+}
+
+void check_pooled(const Tensor& t, const Host& host, const Tensor& indices, const char* name) {
+  check_plain(t, indices, ScalarType::Float, 2, name);
+  STD_TORCH_CHECK(t.size(1) == host.width && (host.features.empty() || t.size(0) == host.bag_count), name, ": got [", t.size(0), ", ", t.size(1), "], expected [",
+                  host.bag_count, ", ", host.width, "]");
+}
+
+void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, std::optional<Tensor> weights, Ints means, Tensor out, int64_t) {
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    const Host host = describe(tables, feature_tables, means, indices, offsets);
+    check_pooled(out, host, indices, "out");
+    Call call(indices);
+    const auto batch = checked<Id>(call, host, indices, offsets, weights);
+    call.launch(PoolElement<Id>{batch, static_cast<float*>(out.data_ptr())}, host.bag_count * host.width);
+  });
+}
+
+Tensor bag_weight_gradients_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, Ints means, Tensor grad, int64_t) {
+  Tensor out = torch::stable::new_empty(indices, {indices.numel()}, ScalarType::Float);
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    const Host host = describe(tables, feature_tables, means, indices, offsets);
+    check_pooled(grad, host, indices, "grad");
+    Call call(indices);
+    const auto batch = checked<Id>(call, host, indices, offsets, std::nullopt);
+    call.launch(WeightGradient<Id>{batch, static_cast<const float*>(grad.data_ptr()), static_cast<float*>(out.data_ptr())}, batch.id_count);
+  });
+  return out;
+}
+
+// `is_full`, `is_rowwise`: whether rows have dim values, or one.
+float* momentum_of(const Tensor& momentum, const GridTable& table, const Tensor& indices, bool is_full, bool is_rowwise, const char* name) {
+  if (!is_full && !is_rowwise) {
+    STD_TORCH_CHECK(momentum.numel() == 0, name, ": the optimizer has none, got ", momentum.numel(), " elements");
+    return nullptr;
+  }
+  check_plain(momentum, indices, ScalarType::Float, momentum.dim() == 1 && is_rowwise ? 1 : 2, name);
+  STD_TORCH_CHECK(momentum.size(0) == table.row_count && momentum.numel() == table.row_count * (is_full ? table.dim : 1), name, ": got ", momentum.numel(),
+                  " elements for ", table.row_count, " rows");
+  return static_cast<float*>(momentum.data_ptr());
+}
+
+void step_bags_cuda(Tensors tables, Tensors momentum1, Tensors momentum2, Ints feature_tables, Tensor indices, Tensor offsets, std::optional<Tensor> weights, Ints means,
+                    Tensor grad, int64_t optimizer, std::vector<double> hyper, int64_t) {
+  STD_TORCH_CHECK(optimizer >= 1 && optimizer <= 5, "optimizer: got ", optimizer, ", expected 1 to 5");
+  STD_TORCH_CHECK(hyper.size() == 8, "hyper: got ", hyper.size(), " values, expected 8");
+  STD_TORCH_CHECK(momentum1.size() == tables.size() && momentum2.size() == tables.size(), "momenta: not one for each table");
+  const auto rule = static_cast<Rule>(optimizer);
+  const auto rounded = [&hyper](size_t at) { return static_cast<float>(hyper[at]); };
+  const Rates rates{rounded(0), rounded(1), rounded(2), rounded(3), rounded(4), rounded(5), rounded(6), rounded(7)};
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    Host host = describe(tables, feature_tables, means, indices, offsets);
+    check_pooled(grad, host, indices, "grad");
+    for (size_t t = 0; t < tables.size(); ++t) {
+      GridTable& table = host.tables[t];
+      const bool is_first_full = rule == Rule::kAdagrad || rule == Rule::kAdam || rule == Rule::kPartialRowwiseAdam;
+      table.momentum1 = momentum_of(momentum1[t], table, indices, is_first_full, rule == Rule::kRowwiseAdagrad, "momentum1");
+      table.momentum2 = momentum_of(momentum2[t], table, indices, rule == Rule::kAdam, rule == Rule::kPartialRowwiseAdam, "momentum2");
+    }
+    Call call(indices);
+    const auto batch = checked<Id>(call, host, indices, offsets, weights);
+    if (batch.id_count == 0) return;
+    auto *const rows = call.scratch<int64_t>(batch.id_count, ScalarType::Long), *const bags = call.scratch<int64_t>(batch.id_count, ScalarType::Long);
+    auto* const positions = call.scratch<int64_t>(batch.id_count, ScalarType::Long);
+    call.launch(RowOfPosition<Id>{batch, rows, bags, positions}, batch.id_count);
+    const int64_t *sorted = rows, *moved = positions;
+    int end_bit = 1;
+    while (end_bit < 62 && (int64_t{1} << end_bit) < host.row_count) ++end_bit;
+    call.sort(&sorted, &moved, batch.id_count, end_bit);
+    // Windows bound the sums that are held, whatever the batch.
+    const int64_t window = std::min(batch.id_count, std::max<int64_t>(1, kScratchFloats / host.dim_max));
+    auto *const sums = call.scratch<float>(window * host.dim_max, ScalarType::Float), *const shared = call.scratch<float>(window, ScalarType::Float);
+    for (int64_t begin = 0; begin < batch.id_count; begin += window) {
+      const int64_t count = std::min(window, batch.id_count - begin);
+      const StepGrid<Id> grid{batch, sorted, moved, bags, static_cast<const float*>(grad.data_ptr()), begin, host.dim_max, sums, shared, rule, rates};
+      call.launch(SumStep<Id>{grid}, count * host.dim_max);
+      call.launch(ShareStep<Id>{grid}, count);
+      call.launch(UpdateStep<Id>{grid}, count * host.dim_max);
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
+  m.impl("pool_bags", TORCH_BOX(&pool_bags_cuda));
+  m.impl("step_bags", TORCH_BOX(&step_bags_cuda));
+  m.impl("bag_weight_gradients", TORCH_BOX(&bag_weight_gradients_cuda));
+}

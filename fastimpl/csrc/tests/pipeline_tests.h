@@ -1,0 +1,3 @@
+#pragma once
+// Pooling, the fused step and the movement of ids.
+void pipeline_tests();

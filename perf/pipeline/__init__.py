@@ -1,0 +1,31 @@
+"""The jobs of the pipeline's bench; ``workloads.toml`` says on which shapes, ``gates.toml`` what must come out.
+
+A workload's shape is [rows of a table, dim], ``tensor_count`` is the number of tables; a batch has 4096 bags of each.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from conformance.harness import Rank
+from perf.harness.paired import Round
+from perf.harness.workloads import Workload
+from perf.pipeline.tables import Plan
+from perf.pipeline.training import measure_training
+
+_PLANS = {
+    "train-sgd": Plan("sgd"),
+    "train-adagrad": Plan("adagrad"),
+    "train-rowwise": Plan("rowwise_adagrad"),
+    "train-rowwise-half": Plan("rowwise_adagrad", dtype=torch.float16),
+    "train-rowwise-zipf": Plan("rowwise_adagrad", is_zipf=True),
+    "train-rowwise-one": Plan("rowwise_adagrad", pooling=1),
+}
+
+# Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
+JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
+    name: partial(measure_training, plan) for name, plan in _PLANS.items()
+}
+
+__all__ = ["JOBS"]

@@ -1,0 +1,121 @@
+"""Tables, states and batches that all contenders are given, and the steps of this project's kernels on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from conformance.harness import Mismatch
+from fastimpl import ops
+from refimpl.errors import ConfigError
+from refimpl.optimizers import Hyper, reduce_duplicates, update
+
+__all__ = ["BAG_COUNT", "EPS", "LR", "THREADS", "OurBags", "Plan", "make_batch", "make_tables"]
+
+BAG_COUNT = 4096
+THREADS = 2
+LR, EPS = 0.0625, 1e-8
+_SAMPLED_ROWS = 64
+_ZIPF_EXPONENT = 1.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What distinguishes one job from another.
+
+    Attributes:
+        optimizer: one of refimpl.optimizers.
+        dtype: of the tables.
+        pooling: ids of every bag.
+        is_zipf: whether frequencies of ids follow Zipf's law, exponent 1.05; else they are uniform.
+    """
+
+    optimizer: str
+    dtype: torch.dtype = torch.float32
+    pooling: int = 20
+    is_zipf: bool = False
+
+
+def make_tables(table_count: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """[table_count, rows, dim] in huge pages: multiples of 1/16 up to 1/2, whose sums are exact in any order.
+
+    Raises:
+        ConfigError: there is no built library, of which the kernels are measured here.
+    """
+    if not ops.available():
+        raise ConfigError("nothing to measure", got="FASTIMPL_BUILD=none", expected="a built library")
+    tables = torch.empty(table_count, *shape, dtype=dtype)
+    ops.advise_huge_pages(tables)
+    for table in tables:
+        table.random_(0, 17, generator=torch.Generator().manual_seed(0)).sub_(8).div_(16)
+    return tables
+
+
+def make_batch(plan: Plan, table_count: int, row_count: int, generator: torch.Generator) -> torch.Tensor:
+    """Ids int64 [table_count * BAG_COUNT * pooling]."""
+    count = table_count * BAG_COUNT * plan.pooling
+    if not plan.is_zipf:
+        return torch.randint(0, row_count, (count,), generator=generator)
+    share = torch.arange(1, row_count + 1, dtype=torch.float64).pow(-_ZIPF_EXPONENT).cumsum(0)
+    drawn = torch.rand(count, generator=generator, dtype=torch.float64) * share[-1]
+    return torch.searchsorted(share, drawn).clamp(max=row_count - 1)
+
+
+class OurBags:
+    """This project's kernels, called as the fused module calls them."""
+
+    def __init__(self, tables: torch.Tensor, optimizer: str) -> None:
+        self.tables = list(tables)
+        self._optimizer = optimizer
+        none = [torch.empty(0) for _ in self.tables]
+        widths = {"adagrad": tables.shape[2], "rowwise_adagrad": 1, "sgd": 0}
+        self._momentum1 = [_zeros(table.shape[0], widths[optimizer]) for table in self.tables]
+        self._momentum2 = none
+        self._features = list(range(len(self.tables)))
+        self._means = [False] * len(self.tables)
+        self._out = torch.empty(BAG_COUNT, tables.shape[0] * tables.shape[2])
+
+    def pool(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Into the same memory each time."""
+        ops.pool_bags(self.tables, self._features, indices, offsets, None, self._means, self._out)
+        return self._out
+
+    def step(self, indices: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward and update."""
+        ops.step_bags(
+            self.tables,
+            self._momentum1,
+            self._momentum2,
+            self._features,
+            indices,
+            offsets,
+            None,
+            self._means,
+            grad,
+            self._optimizer,
+            LR,
+            EPS,
+        )
+
+    def expect(self, indices: torch.Tensor, grad: torch.Tensor, pooling: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some rows of the first table that the batch names, and what a step has to make of them."""
+        dim, first = self.tables[0].shape[1], indices[: BAG_COUNT * pooling]
+        rows = torch.unique(first[:: first.numel() // _SAMPLED_ROWS])
+        at = torch.isin(first, rows).nonzero()[:, 0]
+        ids, sums = reduce_duplicates(first[at], grad[at // pooling, :dim])
+        state = self._momentum1[0]
+        states = {"momentum1": state[ids].reshape(ids.numel(), -1)} if state.numel() else {}
+        return ids, update(self._optimizer, self.tables[0][ids], sums, states, Hyper(LR, 1, EPS))[0]
+
+    def check(self, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """The rows are those, to the bit. Raises Mismatch."""
+        if not torch.equal(self.tables[0][expected[0]].view(torch.uint8), expected[1].view(torch.uint8)):
+            raise Mismatch("a step made other rows than the formula")
+
+
+def _zeros(row_count: int, width: int) -> torch.Tensor:
+    state = torch.empty(row_count, width) if width > 1 else torch.empty(row_count * width)
+    ops.advise_huge_pages(state)
+    return state.zero_()
