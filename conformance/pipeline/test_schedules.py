@@ -156,7 +156,7 @@ def test_not_all(pipeline: Any) -> None:
             assert_bits(got, loop.step(batch), f"{name} output {number}")
 
 
-@requirement("PIPE-008", "From its start SemiSync MUST be the loop whose tables are one update stale, bit for bit.")
+@requirement("PIPE-130", "From its start SemiSync MUST be the loop whose tables are one update stale, bit for bit.")
 def test_semi_sync(pipeline: Any) -> None:
     import refimpl.pipeline as reference
 

@@ -285,7 +285,7 @@ PLANTED = (
     ),
     shared("threads_left", "Every attachment leaves a thread.", ("PIPE-055",), f"{_BASE}.attach", _leaking),
     exported(
-        "semi_sync_never_stale", "SemiSync never begins.", ("PIPE-008",), ("TrainPipelineSemiSync.__init__", _fresh)
+        "semi_sync_never_stale", "SemiSync never begins.", ("PIPE-130",), ("TrainPipelineSemiSync.__init__", _fresh)
     ),
     PlantedBug(
         "placements_not_checked",
