@@ -19,7 +19,7 @@ _SKIPPED = 3
 
 def absent(needs: Sequence[str], probe: Callable[[], object] | None = None) -> str | None:
     """What is in the way of the first of ``needs`` that cannot be imported, or of ``probe``; None when nothing is."""
-    steps = [(name, partial(importlib.import_module, name)) for name in needs]
+    steps: list[tuple[str, Callable[[], object]]] = [(name, partial(importlib.import_module, name)) for name in needs]
     for name, step in [*steps, *([("probe", probe)] if probe is not None else [])]:
         try:
             step()
