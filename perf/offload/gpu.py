@@ -140,7 +140,10 @@ class _Serial:
 
 
 def moves(engine: Any, kind: Any, workload: Workload, round_count: int, seed: int) -> list[Round]:
-    """All states out and in: ``ours``, as many bytes in one pinned ``copy``; by tensor a pageable ``loop``, or ``pinned``."""
+    """All states out and in: ``ours``, as many bytes in one pinned ``copy``.
+
+    By tensor, a pageable ``loop`` and a ``pinned`` one.
+    """
     optimizer, copies = make_optimizer(engine, workload), _Copies(engine, 2 * workload.payload_bytes)
     tensors = [state[name].clone() for state in optimizer.state.values() for name in STATES]
     # One block, so that the loop's memory is as good as ours.

@@ -70,7 +70,7 @@ def host(engine: Any, meter: Meter, kind: Any, workload: Workload, round_count: 
         wait(engine)
         return {"seconds": seconds, "wait_count": float(meter.waits_in(job))}
 
-    jobs = {
+    jobs: dict[str, Callable[[], Sample]] = {
         "ours": partial(queued, verbs, lambda: offloader.to_device(offloader.bundles)),
         "launches": partial(queued, launches, lambda: None),
         "loop": partial(queued, loop, lambda: None),
@@ -129,7 +129,11 @@ def memory(engine: Any, meter: Meter, kind: Any, workload: Workload, round_count
             "pinned_bytes": float(meter.pinned_bytes() - pinned),
         }
 
-    jobs = {"ours": partial(stepped, chunk_bytes), "whole": partial(stepped, 0), "careless": careless}
+    jobs: dict[str, Callable[[], Sample]] = {
+        "ours": partial(stepped, chunk_bytes),
+        "whole": partial(stepped, 0),
+        "careless": careless,
+    }
     return interleave({who: jobs[who] for who in workload.contenders}, round_count=round_count, seed=seed)
 
 
