@@ -241,3 +241,37 @@ def test_written_after_prefetch(offload: Any) -> None:
         twins.step()
         twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-243",
+    "A parameter that is taken out of its group MUST be stepped no more and its state moved no more; the order of the "
+    "others MUST NOT matter, and it MUST take part again when it is listed again.",
+)
+def test_unlisted(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        payload_bytes = twins.offloader.stats().payload_bytes
+        moved_bytes = sum(state.nbytes for state in twins.plain.state[twins.plain_params[1]].values() if state.dim())
+        for optimizer in (twins.plain, twins.optimizer):
+            optimizer.param_groups[0]["params"].pop(1)
+        twins.step()
+        for optimizer in (twins.plain, twins.optimizer):
+            optimizer.param_groups[0]["params"].reverse()
+        twins.step()
+        assert_equal(twins.offloader.stats().payload_bytes, payload_bytes - moved_bytes, where="payload of the others")
+        with _disable_current_modes():
+            for plain, param in zip(twins.plain_params, twins.params, strict=True):
+                assert_same_tensor(param.detach(), plain.detach(), where="a parameter after a step of the others")
+        for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+            del optimizer.state[params[1]]
+        twins.step()
+        twins.check()
+        for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+            optimizer.param_groups[0]["params"].append(params[1])
+        for _ in range(2):
+            twins.step()
+            twins.check()
+        assert_equal(twins.offloader.stats().payload_bytes, payload_bytes, where="payload of all again")
+        twins.offloader.close()

@@ -8,14 +8,13 @@ chunk, a copy out behind the update. State is bound to host memory except while 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from fastimpl.offload.chunks import Chunk, cut
 from fastimpl.offload.cpu_step import HostStep
+from fastimpl.offload.listing import Listing
 from fastimpl.offload.moves import Item, receive, send
 from fastimpl.offload.planned import PlannedMoves
 from fastimpl.streams import engine_for
@@ -45,7 +44,7 @@ class OptimizerStateOffloader(PlannedMoves):
             self._fetched = 0
             self._last_uses: dict[int, Any] = {}
             self._draining: list[Any] = []
-            self._listed: dict[torch.Tensor, list[tuple[int, int]]] = {}
+            self._listing = Listing()
             self._hosts: set[int] = set()
             self._strangers: set[tuple[int, str]] = set()
             self._host_step = HostStep(self)
@@ -77,9 +76,8 @@ class OptimizerStateOffloader(PlannedMoves):
 
     def step(self, arithmetic: Callable[[], None]) -> None:
         """Chunk by chunk; what was not selected is stepped while the first chunks arrive."""
-        groups = self.optimizer.param_groups
-        self._listed = _listed(groups)
-        resident = self._listed.keys() - {param for chunk in self._chunks for param in chunk.roster.params}
+        self._listing.refresh(self.optimizer.param_groups, [chunk.roster.params for chunk in self._chunks])
+        resident = self._listing.resident
         if self.step_device == "cpu":
             self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
             return
@@ -110,11 +108,10 @@ class OptimizerStateOffloader(PlannedMoves):
         masters = [] if self.masters is None else [param for param in params if self._is_master(param)]
         if self.masters is not None:
             self.masters.begin(masters)
-        wanted = sorted(at for param in params for at in self._listed[param])
         try:
             self.optimizer.param_groups = [
-                {**groups[number], "params": [groups[number]["params"][i] for _, i in found]}
-                for number, found in groupby(wanted, key=itemgetter(0))
+                {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
+                for number, positions in self._listing.places(params)
             ]
             arithmetic()
         finally:
@@ -314,12 +311,3 @@ class OptimizerStateOffloader(PlannedMoves):
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """By the memory it lies in."""
         return tensor.untyped_storage().data_ptr() in self._hosts
-
-
-def _listed(groups: list[dict[str, Any]]) -> dict[torch.Tensor, list[tuple[int, int]]]:
-    """Where each parameter is listed, by group and position: once a step, so that no chunk looks through all groups."""
-    found: dict[torch.Tensor, list[tuple[int, int]]] = {}
-    for number, group in enumerate(groups):
-        for i, param in enumerate(group["params"]):
-            found.setdefault(param, []).append((number, i))
-    return found
