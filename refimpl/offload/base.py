@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from refimpl.errors import ConfigError, OffloadConflictError
 from refimpl.offload.cpu_step import check_cpu_step
 from refimpl.offload.driver import StepDriver, check_devices, check_gradients, check_optimizer
-from refimpl.offload.loading import copied, load_states
+from refimpl.offload.loading import check_saved, copied, load_states
 from refimpl.offload.masters import MasterWeights
 from refimpl.offload.reports import OffloadStats, Residency
 from refimpl.offload.states import (
@@ -88,6 +88,7 @@ class OffloaderBase(MegatronVerbs):
         self._driver = StepDriver(optimizer, self, self._run)
         self._handles: list[Any] = [
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(check_saved),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing()),
             optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
         ]
