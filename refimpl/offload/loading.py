@@ -99,6 +99,12 @@ def load_states(offloader: Any, state_dict: dict[str, Any]) -> None:
                     name: _settled(offloader, group, name, value, moves=param in selected)
                     for name, value in states[param].items()
                 }
+    make_counters(optimizer)
+
+
+def make_counters(optimizer: Any) -> None:
+    """As torch's load ends: counters that are numbers, in old checkpoints for instance, become what it counts with."""
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _settled(offloader: Any, group: dict[str, Any], name: str, value: Any, *, moves: bool) -> Any:
