@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, raises, requirement
-from conformance.offload.support import Twins, proven
+from conformance.harness import assert_equal, assert_le, raises, requirement
+from conformance.offload.support import Twins, proven, values
+from refimpl.errors import UnsupportedError
 
 
 @requirement(
@@ -54,3 +56,82 @@ def test_no_host_memory(offload: Any) -> None:
         with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine) as twins.offloader:
             twins.step()
             twins.check()
+
+
+class _Quantized(torch.Tensor):
+    """Eight bits and a scale that look like float32: the form of torchao's and bitsandbytes' states."""
+
+    bits: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, bits: torch.Tensor, scale: float) -> _Quantized:
+        made: _Quantized = torch.Tensor._make_wrapper_subclass(cls, bits.shape, dtype=torch.float32)
+        made.bits, made.scale = bits, scale
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        plain = [arg.bits.float() * arg.scale if isinstance(arg, cls) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@requirement(
+    "OPT-244",
+    "A parameter or a state whose values are not its memory, such as a quantized one, MUST be refused by name, at "
+    "attachment and at a load, with everything as it was.",
+)
+def test_quantized(offload: Any) -> None:
+    def quantized() -> _Quantized:
+        with _disable_current_modes():
+            return _Quantized(torch.ones(8, 16, dtype=torch.int8), 0.5)
+
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        for load in (twins.offloader.load_state_dict, twins.optimizer.load_state_dict):
+            state = twins.offloader.snapshot()
+            state["state"][0]["exp_avg"] = quantized()
+            with raises(UnsupportedError, mentions=("_Quantized", "exp_avg")):
+                load(state)
+            twins.check()
+        twins.offloader.close()
+        plain = twins.optimizer.state[twins.params[0]]["exp_avg"]
+        twins.optimizer.state[twins.params[0]]["exp_avg"] = quantized()
+        with raises(UnsupportedError, mentions=("_Quantized", "exp_avg")):
+            offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine)
+        assert_equal("step" in vars(twins.optimizer), False, where="step taken over")
+        twins.optimizer.state[twins.params[0]]["exp_avg"] = plain
+        twins.step()
+        with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine) as twins.offloader:
+            twins.step()
+            twins.check()
+        with _disable_current_modes():
+            params = [quantized().requires_grad_()]
+        with raises(UnsupportedError, mentions=("_Quantized", "parameter")):
+            offload.OptimizerStateOffloader(torch.optim.SGD(params, lr=0.1), engine=device.engine)
+
+
+@requirement(
+    "OPT-245",
+    "Host memory MUST be at most 1.02 of the states of parameters of 64 KiB and more, whatever their number is rounded "
+    "to elsewhere, and stats() say what was taken.",
+)
+def test_host_memory(offload: Any) -> None:
+    shapes = [(129, 131), (1, 20000), (16385,), (70, 300)]
+    with proven() as device:
+        real, taken = device.engine.host_empty, []
+
+        def counting(size_bytes: int) -> torch.Tensor:
+            taken.append(size_bytes)
+            return real(size_bytes)
+
+        device.engine.host_empty = counting  # type: ignore[method-assign]
+        twins = Twins(offload, device, params=[values(shape, i) for i, shape in enumerate(shapes)])
+        for _ in range(2):
+            twins.step()
+        stats = twins.offloader.stats()
+        assert_equal(stats.host_bytes, sum(taken), where="host bytes")
+        assert_le(sum(taken), 1.02 * stats.payload_bytes, where="host bytes")
+        assert_le(stats.payload_bytes, sum(taken), where="payload")
+        twins.offloader.close()

@@ -72,9 +72,10 @@ class Arm:
         with _disable_current_modes():
             for i, grad in enumerate(grads):
                 if grad is not None:
-                    self._expect(i, grad)
+                    self.expect(i, grad)
 
-    def _expect(self, i: int, grad: torch.Tensor) -> None:
+    def expect(self, i: int, grad: torch.Tensor) -> None:
+        """The formula steps one parameter."""
         group = self.optimizer.param_groups[0]
         self.counts[i] += 1
         hyper = AdamHyper.of(

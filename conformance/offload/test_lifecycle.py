@@ -8,6 +8,7 @@ import pickle
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,7 +41,8 @@ def test_verbs_are_idempotent(offload: Any) -> None:
 @requirement(
     "OPT-034", "An exception inside the step MUST lose nothing, restore the groups, and let the next step work."
 )
-def test_exception_in_step(offload: Any) -> None:
+@pytest.mark.parametrize("broken", range(4))
+def test_exception_in_step(offload: Any, broken: int) -> None:
     with proven() as device:
         single: list[tuple[list[int], dict[str, Any]]] = [([number], {}) for number in range(4)]
         twins = Twins(offload, device, "SGD", groups=single, options={"lr": 0.1, "momentum": 0.9})
@@ -48,10 +50,10 @@ def test_exception_in_step(offload: Any) -> None:
         groups = twins.optimizer.param_groups
         before = twins.offloader.snapshot()
         twins.set_gradients()
-        groups[2]["lr"] = None
+        groups[broken]["lr"] = None
         with raises(TypeError):
             twins.optimizer.step()
-        groups[2]["lr"] = 0.1
+        groups[broken]["lr"] = 0.1
         assert_equal(twins.optimizer.param_groups is groups, True, where="param_groups restored")
         assert_equal(twins.offloader.residency().device_bytes, 0, where="state left on the device")
         after = twins.offloader.snapshot()
@@ -240,4 +242,38 @@ def test_written_after_prefetch(offload: Any) -> None:
                 state["momentum_buffer"].fill_(0.5)
         twins.step()
         twins.check()
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-243",
+    "A parameter that is taken out of its group MUST be stepped no more and its state moved no more; the order of the "
+    "others MUST NOT matter, and it MUST take part again when it is listed again.",
+)
+def test_unlisted(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        payload_bytes = twins.offloader.stats().payload_bytes
+        moved_bytes = sum(state.nbytes for state in twins.plain.state[twins.plain_params[1]].values() if state.dim())
+        for optimizer in (twins.plain, twins.optimizer):
+            optimizer.param_groups[0]["params"].pop(1)
+        twins.step()
+        for optimizer in (twins.plain, twins.optimizer):
+            optimizer.param_groups[0]["params"].reverse()
+        twins.step()
+        assert_equal(twins.offloader.stats().payload_bytes, payload_bytes - moved_bytes, where="payload of the others")
+        with _disable_current_modes():
+            for plain, param in zip(twins.plain_params, twins.params, strict=True):
+                assert_same_tensor(param.detach(), plain.detach(), where="a parameter after a step of the others")
+        for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+            del optimizer.state[params[1]]
+        twins.step()
+        twins.check()
+        for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+            optimizer.param_groups[0]["params"].append(params[1])
+        for _ in range(2):
+            twins.step()
+            twins.check()
+        assert_equal(twins.offloader.stats().payload_bytes, payload_bytes, where="payload of all again")
         twins.offloader.close()

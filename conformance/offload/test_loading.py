@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_le, raises, requirement
-from conformance.offload.support import SHAPES, Twins, in_host_memory, proven, reread, values
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
+from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
 from refimpl.errors import PlanError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,4 +149,32 @@ def test_options_after_a_load(offload: Any) -> None:
         twins.check()
         twins.step()
         twins.check()
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-246",
+    "A step count that is a number, as old checkpoints of torch and those of DeepSpeed's CPU Adam have it, MUST become "
+    "what the optimizer counts with, as in torch's load.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_counts_that_are_numbers(offload: Any, step_device: str) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, options={"lr": 0.01}, step_device=step_device)
+        for optimizer in (twins.plain, twins.optimizer):
+            twins.set_gradients()
+            optimizer.step()
+        state = twins.offloader.snapshot()
+        for one in state["state"].values():
+            one["step"] = 7
+        twins.plain.load_state_dict(reread(state))
+        twins.offloader.load_state_dict(state)
+        got = twins.offloader.snapshot()
+        with _disable_current_modes():
+            assert_same_state(got, twins.plain.state_dict())
+        twins.step()
+        got = twins.offloader.snapshot()
+        with _disable_current_modes():
+            for number, one in twins.plain.state_dict()["state"].items():
+                assert_same_tensor(got["state"][number]["step"], one["step"], where=f"step of parameter {number}")
         twins.offloader.close()

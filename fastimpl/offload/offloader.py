@@ -7,15 +7,14 @@ chunk, a copy out behind the update. State is bound to host memory except while 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
 from fastimpl.offload.chunks import Chunk, cut
 from fastimpl.offload.cpu_step import HostStep
+from fastimpl.offload.listing import Listing
 from fastimpl.offload.moves import Item, receive, send
 from fastimpl.offload.planned import PlannedMoves
 from fastimpl.streams import engine_for
@@ -45,7 +44,7 @@ class OptimizerStateOffloader(PlannedMoves):
             self._fetched = 0
             self._last_uses: dict[int, Any] = {}
             self._draining: list[Any] = []
-            self._listed: dict[torch.Tensor, list[tuple[int, int]]] = {}
+            self._listing = Listing()
             self._hosts: set[int] = set()
             self._strangers: set[tuple[int, str]] = set()
             self._host_step = HostStep(self)
@@ -77,10 +76,8 @@ class OptimizerStateOffloader(PlannedMoves):
 
     def step(self, arithmetic: Callable[[], None]) -> None:
         """Chunk by chunk; what was not selected is stepped while the first chunks arrive."""
-        groups = self.optimizer.param_groups
-        moving = {bundle.param for chunk in self._chunks for bundle in chunk.bundles}
-        resident = {param for group in groups for param in group["params"]} - moving
-        self._listed = _listed(groups)
+        self._listing.refresh(self.optimizer.param_groups, [chunk.roster.params for chunk in self._chunks])
+        resident = self._listing.resident
         if self.step_device == "cpu":
             self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
             return
@@ -103,19 +100,18 @@ class OptimizerStateOffloader(PlannedMoves):
         """Let all host memory go."""
         self._chunks, self._hosts = [], set()
 
-    def _update(self, params: set[torch.Tensor], arithmetic: Callable[[], None]) -> None:
+    def _update(self, params: Collection[torch.Tensor], arithmetic: Callable[[], None]) -> None:
         """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups."""
         if not params:
             return
         groups = self.optimizer.param_groups
-        masters = [param for param in params if self._is_master(param)]
+        masters = [] if self.masters is None else [param for param in params if self._is_master(param)]
         if self.masters is not None:
             self.masters.begin(masters)
-        wanted = sorted(at for param in params for at in self._listed[param])
         try:
             self.optimizer.param_groups = [
-                {**groups[number], "params": [groups[number]["params"][i] for _, i in found]}
-                for number, found in groupby(wanted, key=itemgetter(0))
+                {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
+                for number, positions in self._listing.places(params)
             ]
             arithmetic()
         finally:
@@ -130,19 +126,25 @@ class OptimizerStateOffloader(PlannedMoves):
         if compute != self._slots_home:
             # Prefetched on one stream, stepped on another: the slots go back to the first one.
             engine.keep(slot, compute)
-        for bundle in chunk.bundles:
-            for name, tensor in list(bindings(self.optimizer, bundle)):
-                if self.is_on_host(tensor):
-                    self._bind(bundle, name, slot, -chunk.begin)
+        if not self._show_as_planned(chunk, slot):
+            for bundle in chunk.bundles:
+                for name, tensor in list(bindings(self.optimizer, bundle)):
+                    if self.is_on_host(tensor):
+                        self._bind(bundle, name, slot, -chunk.begin)
         try:
-            self._update({bundle.param for bundle in chunk.bundles}, arithmetic)
+            self._update(chunk.roster.params, arithmetic)
         finally:
+            # Nobody looks before the copy out is queued: what lies at its place can be bound to where it goes.
+            is_bound = self._hide_as_planned(chunk, slot)
+            if not is_bound:
+                self._gather(chunk, slot)
             self._send(chunk, slot, compute)
+            if not is_bound:
+                self._settle_down(chunk)
             self._last_uses[number % len(self._slots)] = chunk.home
 
-    def _send(self, chunk: Chunk, slot: torch.Tensor, compute: Any) -> None:
-        """Copy a chunk out, states that are new among it, and bind everything to host memory."""
-        engine, host = self.engine, chunk.host
+    def _gather(self, chunk: Chunk, slot: torch.Tensor) -> None:
+        """Copy states that a step made, or replaced, to their places in the slot."""
         for bundle in chunk.bundles:
             for name, tensor in list(bindings(self.optimizer, bundle)):
                 if tensor.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
@@ -150,7 +152,11 @@ class OptimizerStateOffloader(PlannedMoves):
                         # Of another dtype or shape than was foreseen: it stays until it has a place.
                         self._strangers.add((id(bundle), name))
                         continue
-                    engine.copy(view_of(slot, bundle.places[name], bundle.offset_bytes - chunk.begin), tensor)
+                    self.engine.copy(view_of(slot, bundle.places[name], bundle.offset_bytes - chunk.begin), tensor)
+
+    def _send(self, chunk: Chunk, slot: torch.Tensor, compute: Any) -> None:
+        """Copy a chunk out."""
+        engine, host = self.engine, chunk.host
         engine.record(self._edge, compute)
         engine.wait(self._out, self._edge)
         with engine.on(self._out):
@@ -158,6 +164,9 @@ class OptimizerStateOffloader(PlannedMoves):
             engine.record(chunk.home, self._out)
         chunk.is_leaving = True
         self.counts.d2h_bytes += chunk.size_bytes
+
+    def _settle_down(self, chunk: Chunk) -> None:
+        """Bind everything that has a place to host memory."""
         for bundle in chunk.bundles:
             for name, _ in list(bindings(self.optimizer, bundle)):
                 if (id(bundle), name) not in self._strangers:
@@ -253,15 +262,16 @@ class OptimizerStateOffloader(PlannedMoves):
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """Copy in on the current stream: nothing is left to overlap with."""
         self._drop_fetched()
-        wanted = {id(bundle) for bundle in bundles}
+        is_all = bundles is self.bundles
+        wanted = set() if is_all else {id(bundle) for bundle in bundles}
         for chunk in self._chunks:
             self.engine.wait(self.engine.current(), chunk.home)
-            is_whole = bundles is self.bundles or all(id(bundle) in wanted for bundle in chunk.bundles)
+            is_whole = is_all or all(id(bundle) in wanted for bundle in chunk.bundles)
             if is_whole and not for_good and self._bring_as_planned(chunk):
                 continue
             items: list[Item] = []
             for bundle in chunk.bundles:
-                for name, tensor in list(bindings(self.optimizer, bundle)) if id(bundle) in wanted else []:
+                for name, tensor in list(bindings(self.optimizer, bundle)) if is_all or id(bundle) in wanted else []:
                     if self.is_on_host(tensor):
                         place = bundle.places[name]
                         here = torch.empty_strided(
@@ -301,12 +311,3 @@ class OptimizerStateOffloader(PlannedMoves):
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """By the memory it lies in."""
         return tensor.untyped_storage().data_ptr() in self._hosts
-
-
-def _listed(groups: list[dict[str, Any]]) -> dict[torch.Tensor, list[tuple[int, int]]]:
-    """Where each parameter is listed, by group and position: once a step, so that no chunk looks through all groups."""
-    found: dict[torch.Tensor, list[tuple[int, int]]] = {}
-    for number, group in enumerate(groups):
-        for i, param in enumerate(group["params"]):
-            found.setdefault(param, []).append((number, i))
-    return found

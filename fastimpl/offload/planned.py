@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fastimpl.offload.chunks import Chunk
 from fastimpl.offload.roster import Sight
 from refimpl.offload.base import OffloaderBase
@@ -48,6 +50,22 @@ class PlannedMoves(OffloaderBase):
             roster.here = None
             chunk.is_leaving = True
             self.counts.d2h_bytes += roster.payload_bytes
+        return True
+
+    def _show_as_planned(self, chunk: Chunk, slot: torch.Tensor) -> bool:
+        """Bind a chunk to the slot that it was copied to; False, and nothing done, if not everything is home."""
+        sight = chunk.roster.look(self.optimizer) if chunk.roster.is_small else None
+        if sight is None or not chunk.roster.is_home(sight):
+            return False
+        chunk.roster.bind(self.optimizer, sight, chunk.roster.views(slot[: chunk.size_bytes]))
+        return True
+
+    def _hide_as_planned(self, chunk: Chunk, slot: torch.Tensor) -> bool:
+        """Bind a chunk to host memory; False, and nothing done, if not everything lies at its place in the slot."""
+        sight = chunk.roster.look(self.optimizer) if chunk.roster.is_small else None
+        if sight is None or not chunk.roster.is_in(sight, slot):
+            return False
+        chunk.roster.bind(self.optimizer, sight)
         return True
 
     def _bring_as_planned(self, chunk: Chunk) -> bool:

@@ -77,13 +77,14 @@ class Roster:
     Attributes:
         here: a block of the device in which everything lies as it does in ``host``; None when there is none, or when
             it is not known to be whole. Only views of this roster's making are bound to it.
+        params: of the bundles.
         payload_bytes: of all tensors.
     """
 
     def __init__(self, bundles: Sequence[Bundle], host: torch.Tensor, begin: int) -> None:
         self.here: torch.Tensor | None = None
         self._bundles, self._host = list(bundles), host
-        self._params = [bundle.param for bundle in bundles]
+        self.params = [bundle.param for bundle in bundles]
         self._names = [list(bundle.places) for bundle in bundles]
         places = [
             (bundle.offset_bytes - begin + place.offset_bytes, place)
@@ -106,8 +107,11 @@ class Roster:
         self._home_addresses = list(map(torch.Tensor.data_ptr, self._homes))
 
     @torch.no_grad()
-    def views(self, block: torch.Tensor, *, counted: bool = False) -> list[torch.Tensor]:
+    def views(self, block: torch.Tensor, *, counted: bool = False) -> Sequence[torch.Tensor]:
         """Each tensor in a block of the size of ``host``; see ``_Run.views``."""
+        if len(self._runs) == 1:
+            # All of one form: in the order of the roster already.
+            return self._runs[0].views(block, counted=counted)
         found: list[Any] = [None] * len(self._begins)
         for run in self._runs:
             for number, view in zip(run.numbers, run.views(block, counted=counted), strict=True):
@@ -116,8 +120,8 @@ class Roster:
 
     def look(self, optimizer: Optimizer) -> Sight | None:
         """What is bound now; None when something does not exist, or is no tensor."""
-        states: list[Any] = list(map(optimizer.state.get, self._params))
-        rows = zip(states, self._params, self._names, strict=True)
+        states: list[Any] = list(map(optimizer.state.get, self.params))
+        rows = zip(states, self.params, self._names, strict=True)
         try:
             found = [state[name] if name != MASTER else param for state, param, names in rows for name in names]
         except (KeyError, TypeError):
@@ -135,9 +139,11 @@ class Roster:
 
     def is_here(self, sight: Sight) -> bool:
         """Whether everything lies at its place in ``here``; the block lives, so nothing else has these addresses."""
-        if self.here is None:
-            return False
-        base = self.here.data_ptr()
+        return self.here is not None and self.is_in(sight, self.here)
+
+    def is_in(self, sight: Sight, block: torch.Tensor) -> bool:
+        """Whether everything lies in a block of uint8 as it lies in host memory."""
+        base = block.data_ptr()
         return sight.addresses == [base + begin for begin in self._begins]
 
     def has_others(self, sight: Sight) -> bool:

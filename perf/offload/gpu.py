@@ -16,12 +16,24 @@ from conformance.harness import Mismatch, Rank
 from fastimpl.streams import CudaEngine
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
+from perf.peers.torchao_offload import torchao_steps
 
-__all__ = ["exposed", "measure_exposed", "measure_moves", "measure_steps_on_gpu", "moves", "steps"]
+__all__ = [
+    "STATES",
+    "exposed",
+    "make_optimizer",
+    "measure_exposed",
+    "measure_moves",
+    "measure_steps_on_gpu",
+    "moves",
+    "steps",
+    "timed",
+    "wait",
+]
 
 _STEPS = 8  # Of one sample of exposed time.
 _SIDE = 2048  # Of the matrices that stand for forward and backward.
-_STATES = ("exp_avg", "exp_avg_sq")
+STATES = ("exp_avg", "exp_avg_sq")
 
 Program = Callable[[Any, Any, Workload, int, int], list[Round]]
 
@@ -44,29 +56,32 @@ def _params(engine: Any, workload: Workload) -> list[torch.nn.Parameter]:
     return params
 
 
-def _optimizer(engine: Any, workload: Workload) -> torch.optim.Optimizer:
+def make_optimizer(engine: Any, workload: Workload) -> torch.optim.Optimizer:
     """AdamW that stepped once; fused, so that the update needs no memory of its own."""
     optimizer = torch.optim.AdamW(_params(engine, workload), lr=1e-3, fused=True)
     optimizer.step()
     return optimizer
 
 
-def _wait(engine: Any) -> None:
+def wait(engine: Any) -> None:
+    """Until all that the current stream was given is over."""
     event = engine.event()
     engine.record(event, engine.current())
     engine.synchronize(event)
 
 
-def _timed(engine: Any, job: Callable[[], Any]) -> Sample:
-    _wait(engine)
+def timed(engine: Any, job: Callable[[], Any]) -> Sample:
+    """A job from an idle stream to an idle stream."""
+    wait(engine)
     begun = time.perf_counter()
     job()
-    _wait(engine)
+    wait(engine)
     return {"seconds": time.perf_counter() - begun}
 
 
 def _run(engine: Any, workload: Workload, jobs: dict[str, Any], round_count: int, seed: int) -> list[Round]:
-    runs = {who: partial(_timed, engine, jobs[who]) for who in workload.contenders}
+    # A peer that is not installed has no job.
+    runs = {who: partial(timed, engine, jobs[who]) for who in workload.contenders if who in jobs}
     return interleave(runs, round_count=round_count, seed=seed)
 
 
@@ -107,7 +122,7 @@ class _Serial:
         self.engine, self.optimizer = engine, optimizer
         self.homes: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for state in optimizer.state.values():
-            for name in _STATES:
+            for name in STATES:
                 home = engine.host_empty(state[name].nbytes).view(state[name].dtype).view(state[name].shape)
                 home.copy_(state[name])
                 self.homes.append((state, name, home))
@@ -121,13 +136,22 @@ class _Serial:
         for state, name, home in self.homes:
             home.copy_(state[name], non_blocking=True)
             state[name] = home
-        _wait(self.engine)
+        wait(self.engine)
 
 
 def moves(engine: Any, kind: Any, workload: Workload, round_count: int, seed: int) -> list[Round]:
-    """All states out and in: ``ours``, as many bytes in one pinned ``copy``, and ``loop``, pageable, by tensor."""
-    optimizer, copies = _optimizer(engine, workload), _Copies(engine, 2 * workload.payload_bytes)
-    tensors = [state[name].clone() for state in optimizer.state.values() for name in _STATES]
+    """All states out and in: ``ours``, as many bytes in one pinned ``copy``.
+
+    By tensor, a pageable ``loop`` and a ``pinned`` one.
+    """
+    optimizer, copies = make_optimizer(engine, workload), _Copies(engine, 2 * workload.payload_bytes)
+    tensors = [state[name].clone() for state in optimizer.state.values() for name in STATES]
+    # One block, so that the loop's memory is as good as ours.
+    block, size_bytes = engine.host_empty(2 * workload.payload_bytes), workload.tensor_bytes
+    homes = [
+        block[i * size_bytes : (i + 1) * size_bytes].view(tensor.dtype).view(tensor.shape)
+        for i, tensor in enumerate(tensors)
+    ]
     offloader = kind(optimizer, engine=engine)
     before = offloader.snapshot()["state"]
 
@@ -140,12 +164,18 @@ def moves(engine: Any, kind: Any, workload: Workload, round_count: int, seed: in
         for number, tensor in enumerate(tensors):
             tensors[number] = tensor.to("cpu", copy=True).to(engine.device, copy=True)
 
-    jobs = {"ours": ours, "copy": copies.one_after_the_other, "loop": loop}
+    def pinned() -> None:
+        for home, tensor in zip(homes, tensors, strict=True):
+            engine.copy(home, tensor)
+        for home, tensor in zip(homes, tensors, strict=True):
+            engine.copy(tensor, home)
+
+    jobs = {"ours": ours, "copy": copies.one_after_the_other, "loop": loop, "pinned": pinned}
     rounds = _run(engine, workload, jobs, round_count, seed)
     after = offloader.snapshot()["state"]
     offloader.close()
     for number, state in before.items():
-        for name in _STATES:
+        for name in STATES:
             if not torch.equal(after[number][name], state[name]):
                 raise Mismatch("moving changed a state", where=f"{name} of {number}")
     return rounds
@@ -154,7 +184,7 @@ def moves(engine: Any, kind: Any, workload: Workload, round_count: int, seed: in
 def steps(engine: Any, kind: Any, workload: Workload, round_count: int, seed: int) -> list[Round]:
     """A step, a chunk for each parameter: ``ours``, ``serial``, ``plain``, ``attached``; and ``duplex`` copies."""
     copies = _Copies(engine, 2 * workload.payload_bytes)
-    optimizers = {who: _optimizer(engine, workload) for who in ("ours", "serial", "plain", "attached")}
+    optimizers = {who: make_optimizer(engine, workload) for who in ("ours", "serial", "plain", "attached")}
     chunk_bytes = 2 * workload.tensor_bytes
     offloader = kind(optimizers["ours"], engine=engine, chunk_bytes=chunk_bytes)
     attached = kind(optimizers["attached"], engine=engine, fraction=0.0)
@@ -186,8 +216,11 @@ def _check_same(optimizers: dict[str, torch.optim.Optimizer]) -> None:
 
 
 def exposed(engine: Any, kind: Any, workload: Workload, round_count: int, seed: int) -> list[Round]:
-    """Training steps with forward and backward as long as the transfers, each: ``plain``, ``ours``, ``blocking``."""
-    optimizers = {who: _optimizer(engine, workload) for who in ("plain", "ours", "blocking")}
+    """Training steps with forward and backward as long as the transfers, each: ``plain``, ``ours``, ``blocking``.
+
+    ``torchao``, where it is installed, steps on the CPU: its values are not compared.
+    """
+    optimizers = {who: make_optimizer(engine, workload) for who in ("plain", "ours", "blocking")}
     chunk_bytes, work = 2 * workload.tensor_bytes, _work(engine, workload)
     offloader = kind(optimizers["ours"], engine=engine, chunk_bytes=chunk_bytes, slots=workload.tensor_count)
     serial = _Serial(engine, optimizers["blocking"])
@@ -204,6 +237,9 @@ def exposed(engine: Any, kind: Any, workload: Workload, round_count: int, seed: 
         "ours": partial(train, offloader.prefetch, optimizers["ours"].step),
         "blocking": partial(train, lambda: None, serial.step),
     }
+    torchao = torchao_steps(_params(engine, workload), lr=1e-3) if "torchao" in workload.contenders else None
+    if torchao is not None:
+        jobs["torchao"] = partial(train, *torchao)
     rounds = _run(engine, workload, jobs, round_count, seed)
     _check_same(optimizers)
     offloader.close()
@@ -220,9 +256,9 @@ def _work(engine: Any, workload: Workload) -> Callable[[], None]:
             torch.mm(left, right, out=out)
 
     for job in (copies.both_ways, partial(products, 1)):
-        _timed(engine, job)  # First touches and the choice of a kernel.
-    transfers_s = max(_timed(engine, copies.both_ways)["seconds"] for _ in range(3))
-    product_s = min(_timed(engine, partial(products, 10))["seconds"] for _ in range(3)) / 10
+        timed(engine, job)  # First touches and the choice of a kernel.
+    transfers_s = max(timed(engine, copies.both_ways)["seconds"] for _ in range(3))
+    product_s = min(timed(engine, partial(products, 10))["seconds"] for _ in range(3)) / 10
     return partial(products, int(transfers_s / product_s) + 1)
 
 

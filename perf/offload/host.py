@@ -13,6 +13,7 @@ from fastimpl.offload.coalesce import Layout, pack, unpack
 from fastimpl.streams import InlineEngine
 from perf.harness.paired import Round, interleave, seconds_of
 from perf.harness.workloads import Workload
+from perf.peers.deepspeed_adam import deepspeed_step
 
 __all__ = ["measure_adam_bf16", "measure_adam_fp32", "measure_small"]
 
@@ -32,11 +33,15 @@ def _with_gradients(values: list[torch.Tensor], grads: list[torch.Tensor]) -> li
 
 
 def measure_adam_fp32(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """``ours``; torch's AdamW ``fused`` and ``foreach``; ``copy``: as many bytes read and written as a step moves."""
+    """``ours``; torch's AdamW ``fused`` and ``foreach``; ``copy``: as many bytes read and written as a step moves.
+
+    And ``deepspeed``, where it is installed.
+    """
     offload, grads = rank.component("offload"), _random(workload, 1)
     ours = torch.optim.AdamW(_with_gradients(_random(workload, 0), grads), lr=1e-3)
     fused = torch.optim.AdamW(_with_gradients(_random(workload, 0), grads), lr=1e-3, fused=True)
     foreach = torch.optim.AdamW(_with_gradients(_random(workload, 0), grads), lr=1e-3, foreach=True)
+    peer = deepspeed_step(_with_gradients(_random(workload, 0), grads), lr=1e-3)
     half = [torch.ones(14 * workload.payload_bytes // 4, dtype=torch.uint8) for _ in range(2)]
     with offload.OptimizerStateOffloader(ours, step_device="cpu"):
         jobs: dict[str, Callable[[], Any]] = {
@@ -44,6 +49,7 @@ def measure_adam_fp32(rank: Rank, workload: Workload, folder: str, round_count: 
             "fused": fused.step,
             "foreach": foreach.step,
             "copy": partial(half[0].copy_, half[1]),
+            **({} if peer is None else {"deepspeed": peer}),
         }
         rounds = _interleaved(workload, jobs, round_count, seed)
     _check(offload, workload, torch.float32)
@@ -51,7 +57,7 @@ def measure_adam_fp32(rank: Rank, workload: Workload, folder: str, round_count: 
 
 
 def measure_adam_bf16(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
-    """``ours``; the ``sequence`` around torch's fused AdamW, memory made before; the same with ``foreach``."""
+    """``ours``; the ``sequence`` around torch's fused AdamW, memory made before; ``foreach``; ``deepspeed``."""
     offload, grads = rank.component("offload"), _random(workload, 1, torch.bfloat16)
     params = _with_gradients(_random(workload, 0, torch.bfloat16), grads)
     masters = offload.MasterWeights(params)
@@ -68,6 +74,9 @@ def measure_adam_bf16(rank: Rank, workload: Workload, folder: str, round_count: 
             "sequence": _sequence(workload, grads, fused=True),
             "foreach": _sequence(workload, grads, foreach=True),
         }
+        peer = _sequence_of_deepspeed(workload, grads)
+        if peer is not None:
+            jobs["deepspeed"] = peer
         rounds = _interleaved(workload, jobs, round_count, seed)
     _check(offload, workload, torch.bfloat16)
     return rounds
@@ -76,14 +85,25 @@ def measure_adam_bf16(rank: Rank, workload: Workload, folder: str, round_count: 
 def _sequence(workload: Workload, grads: list[torch.Tensor], **how: Any) -> Callable[[], None]:
     weights = _random(workload, 0, torch.bfloat16)
     params = _with_gradients([weight.float() for weight in weights], [grad.float() for grad in grads])
-    optimizer = torch.optim.AdamW(params, lr=1e-3, **how)
+    return _around(torch.optim.AdamW(params, lr=1e-3, **how).step, params, grads, weights)
 
+
+def _sequence_of_deepspeed(workload: Workload, grads: list[torch.Tensor]) -> Callable[[], None] | None:
+    weights = _random(workload, 0, torch.bfloat16)
+    params = _with_gradients([weight.float() for weight in weights], [grad.float() for grad in grads])
+    step = deepspeed_step(params, lr=1e-3)
+    return None if step is None else _around(step, params, grads, weights)
+
+
+def _around(
+    step: Callable[[], Any], params: list[torch.nn.Parameter], grads: list[torch.Tensor], weights: list[torch.Tensor]
+) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         for param, grad in zip(params, grads, strict=True):
             assert param.grad is not None
             param.grad.copy_(grad)
-        optimizer.step()
+        step()
         for weight, param in zip(weights, params, strict=True):
             weight.copy_(param)
 
@@ -91,7 +111,8 @@ def _sequence(workload: Workload, grads: list[torch.Tensor], **how: Any) -> Call
 
 
 def _interleaved(workload: Workload, jobs: dict[str, Callable[[], Any]], round_count: int, seed: int) -> list[Round]:
-    runs = {who: seconds_of(partial(_run_and_drop, jobs[who])) for who in workload.contenders}
+    # A peer that is not installed has no job.
+    runs = {who: seconds_of(partial(_run_and_drop, jobs[who])) for who in workload.contenders if who in jobs}
     return interleave(runs, round_count=round_count, seed=seed)
 
 

@@ -14,19 +14,19 @@ from fastimpl.streams import InlineEngine
 from perf.harness.paired import Round, interleave, seconds_of
 from perf.harness.workloads import Workload
 
-__all__ = ["measure_snapshots", "measure_steps"]
+__all__ = ["measure_small_steps", "measure_snapshots", "measure_steps"]
 
 _STEPS = 4  # Of one sample.
 
 
-def _optimizer(workload: Workload) -> torch.optim.Optimizer:
+def _optimizer(workload: Workload, **options: Any) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     params = [
         torch.nn.Parameter(torch.randn(workload.shape, generator=generator)) for _ in range(workload.tensor_count)
     ]
     for param in params:
         param.grad = torch.randn(workload.shape, generator=generator)
-    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    optimizer = torch.optim.AdamW(params, lr=1e-3, **options)
     optimizer.step()
     return optimizer
 
@@ -54,6 +54,30 @@ def measure_steps(rank: Rank, workload: Workload, folder: str, round_count: int,
     _check_same(optimizers)
     for offloader in offloaders.values():
         offloader.close()
+    return rounds
+
+
+def measure_small_steps(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
+    """A fused step of many small states: ``plain``, ``ours``, and a ``loop`` of ``.to`` around it, in and out."""
+    optimizers = {who: _optimizer(workload, fused=True) for who in workload.contenders}
+    offloader = _offloader(rank, optimizers["ours"], 1.0)
+
+    def move() -> None:
+        for state in optimizers["loop"].state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to("cpu", copy=True)
+
+    def loop() -> None:
+        move()
+        optimizers["loop"].step()
+        move()
+
+    jobs: dict[str, Callable[[], Any]] = {who: optimizer.step for who, optimizer in optimizers.items()}
+    jobs["loop"] = loop
+    runs = {who: seconds_of(jobs[who]) for who in workload.contenders}
+    rounds = interleave(runs, round_count=round_count, seed=seed)
+    _check_same(optimizers)
+    offloader.close()
     return rounds
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch.optim import Optimizer
 
 from refimpl.errors import ConfigError, OffloadConflictError
 from refimpl.offload.cpu_step import check_cpu_step
-from refimpl.offload.driver import StepDriver, check_gradients, check_optimizer
-from refimpl.offload.loading import copied, load_states
+from refimpl.offload.driver import StepDriver, check_devices, check_gradients, check_optimizer
+from refimpl.offload.loading import check_saved, copied, load_states
 from refimpl.offload.masters import MasterWeights
 from refimpl.offload.reports import OffloadStats, Residency
 from refimpl.offload.states import (
@@ -84,10 +83,12 @@ class OffloaderBase(MegatronVerbs):
         self.counts = OffloadStats()
         self.bundles: list[Bundle] = []
         self._known: set[torch.Tensor] = set()
+        self._listed_count = 0
         self._adopt_params()
         self._driver = StepDriver(optimizer, self, self._run)
         self._handles: list[Any] = [
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(check_saved),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing()),
             optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
         ]
@@ -206,14 +207,6 @@ class OffloaderBase(MegatronVerbs):
         if self.masters is not None:
             self.masters.attach(self.optimizer)
 
-    def __enter__(self) -> OffloaderBase:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # Bookkeeping.
 
     def _check_open(self) -> None:
@@ -222,15 +215,8 @@ class OffloaderBase(MegatronVerbs):
 
     def _engine_of(self, engine: Any) -> Any:
         devices = {local_of(p).device for group in self.optimizer.param_groups for p in group["params"]}
-        if engine is None and self.step_device == "device" and all(device.type == "cpu" for device in devices):
-            raise OffloadConflictError(
-                "the parameters are on the CPU, where their state is already: nothing to offload",
-                got="parameters on cpu",
-                expected="an accelerator, or an engine that stands in for one",
-                where="step_device='device'",
-            )
-        if engine is None and len(devices) > 1:
-            raise ConfigError("one offloader serves one device", got=sorted(map(str, devices)), where="optimizer")
+        if engine is None:
+            check_devices(devices, self.step_device)
         return engine if engine is not None else self.default_engine(devices.pop())
 
     def _adopt_params(self) -> None:
@@ -255,10 +241,23 @@ class OffloaderBase(MegatronVerbs):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 if tensors:
                     new.append(make_bundle(param, tensors))
+        listed_count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if found or listed_count != self._listed_count:
+            self._forget_unlisted()
+            self._listed_count = listed_count
         self.bundles += self.place(select(new, self.fraction))
         self._known.update(found)
         if turned:
             self._refit()
+
+    def _forget_unlisted(self) -> None:
+        """Give what was taken out of its group back to the device, where its state is the user's."""
+        listed = {param for group in self.optimizer.param_groups for param in group["params"]}
+        gone = [bundle for bundle in self.bundles if bundle.param not in listed]
+        self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
+        for bundle in gone:
+            self.unplace(bundle)
+        self._known &= listed
 
     def place(self, bundles: list[Bundle]) -> list[Bundle]:
         """Give bundles their host memory."""

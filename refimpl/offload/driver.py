@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from refimpl.errors import OffloadConflictError, UnsupportedError
+from refimpl.errors import ConfigError, OffloadConflictError, UnsupportedError
 
-__all__ = ["StepDriver", "arithmetic_of", "check_gradients", "check_optimizer"]
+__all__ = ["StepDriver", "arithmetic_of", "check_devices", "check_gradients", "check_optimizer"]
 
 # Whole parameters can be stepped in any partition, bit for bit (facts/offload.md 6.1). LBFGS couples them.
 SUPPORTED = (
@@ -62,6 +62,23 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_devices(devices: set[torch.device], step_device: str) -> None:
+    """Refuse parameters that no engine of ours serves.
+
+    Raises:
+        OffloadConflictError: they are on the CPU, and so is their state. ConfigError: several devices.
+    """
+    if step_device == "device" and all(device.type == "cpu" for device in devices):
+        raise OffloadConflictError(
+            "the parameters are on the CPU, where their state is already: nothing to offload",
+            got="parameters on cpu",
+            expected="an accelerator, or an engine that stands in for one",
+            where="step_device='device'",
+        )
+    if len(devices) > 1:
+        raise ConfigError("one offloader serves one device", got=sorted(map(str, devices)), where="optimizer")
+
+
 def check_gradients(params: Iterable[torch.Tensor]) -> None:
     """Refuse sparse ones: a momentum of them is sparse itself, and has no place of a known size.
 
@@ -69,10 +86,11 @@ def check_gradients(params: Iterable[torch.Tensor]) -> None:
         UnsupportedError: naming the gradient.
     """
     for param in params:
-        if param.grad is not None and param.grad.layout is not torch.strided:
+        grad = param.grad
+        if grad is not None and grad.layout is not torch.strided:
             raise UnsupportedError(
                 "sparse gradients are not supported",
-                got=param.grad.layout,
+                got=grad.layout,
                 expected=torch.strided,
                 where=f"gradient of shape {tuple(param.shape)}",
             )

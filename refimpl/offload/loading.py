@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from refimpl.errors import PlanError
-from refimpl.offload.states import Place, expected_states, is_movable, lies_on_device, local_of, view_of
+from refimpl.offload.states import Place, check_plain, expected_states, is_movable, lies_on_device, local_of, view_of
 
-__all__ = ["check_states", "copied", "load_states"]
+__all__ = ["check_saved", "check_states", "copied", "load_states"]
 
 
 def copied(value: Any) -> Any:
@@ -26,12 +26,21 @@ def copied(value: Any) -> Any:
     return [copied(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
+def check_saved(_: Any, state_dict: dict[str, Any]) -> None:
+    """Refuse what cannot be moved, before torch's own load changes anything. Raises UnsupportedError."""
+    for number, state in state_dict["state"].items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            check_plain(value, f"state {name} of parameter {number}")
+
+
 def check_states(offloader: Any, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
     """The states by our parameters.
 
     Raises:
-        PlanError: other groups, parameters, states or shapes than the optimizer has.
+        PlanError: other groups, parameters, states or shapes than the optimizer has. UnsupportedError: see
+            ``check_saved``.
     """
+    check_saved(offloader.optimizer, state_dict)
     optimizer, saved = offloader.optimizer, state_dict["param_groups"]
     ours, theirs = [len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in saved]
     if ours != theirs:
@@ -90,6 +99,12 @@ def load_states(offloader: Any, state_dict: dict[str, Any]) -> None:
                     name: _settled(offloader, group, name, value, moves=param in selected)
                     for name, value in states[param].items()
                 }
+    make_counters(optimizer)
+
+
+def make_counters(optimizer: Any) -> None:
+    """As torch's load ends: counters that are numbers, in old checkpoints for instance, become what it counts with."""
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _settled(offloader: Any, group: dict[str, Any], name: str, value: Any, *, moves: bool) -> Any:

@@ -19,7 +19,17 @@ from torch.optim import Optimizer
 from refimpl.errors import UnsupportedError
 from refimpl.offload.driver import arithmetic_of
 
-__all__ = ["ALIGN_BYTES", "Bundle", "Place", "expected_states", "is_movable", "lies_on_device", "local_of", "view_of"]
+__all__ = [
+    "ALIGN_BYTES",
+    "Bundle",
+    "Place",
+    "check_plain",
+    "expected_states",
+    "is_movable",
+    "lies_on_device",
+    "local_of",
+    "view_of",
+]
 
 ALIGN_BYTES = 256
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
@@ -38,6 +48,17 @@ def lies_on_device(optimizer: Optimizer, group: dict[str, Any], name: str) -> bo
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: of a DTensor, this rank's shard."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse a tensor whose values are not its memory: a quantized state, for instance, is several tensors and a rule.
+
+    Raises:
+        UnsupportedError: naming its class. A DTensor is fine, whose shard is looked at.
+    """
+    kind = type(local_of(value)) if isinstance(value, torch.Tensor) else torch.Tensor
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
 
 
 def is_movable(value: Any) -> bool:
@@ -92,9 +113,12 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
     """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
 
     Raises:
-        UnsupportedError: a parameter that this optimizer cannot step.
+        UnsupportedError: a parameter that this optimizer cannot step; one, or a state, that is not plain memory.
     """
     local = local_of(param)
+    check_plain(param, "parameter")
+    for name, value in optimizer.state.get(param, {}).items():
+        check_plain(value, f"state {name}")
     if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
         # Its factors are means over whole rows and columns, which no rank has.
         raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")

@@ -1,8 +1,13 @@
-"""Megatron's verbs (facts/offload.md 1.1), for loops that call them; a step needs none of them."""
+"""Megatron's verbs (facts/offload.md 1.1), for loops that call them; a step needs none of them. And ``with``."""
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import TypeVar
+
 __all__ = ["MegatronVerbs"]
+
+_Self = TypeVar("_Self", bound="MegatronVerbs")
 
 
 class MegatronVerbs:
@@ -16,8 +21,20 @@ class MegatronVerbs:
         """See ``OffloaderBase``."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """See ``OffloaderBase``."""
+        raise NotImplementedError
+
     def _check_open(self) -> None:
         raise NotImplementedError
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def reload(self) -> None:
         """``prefetch``."""

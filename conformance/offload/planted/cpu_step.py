@@ -93,6 +93,15 @@ def _remembered(original: Any, bundle: Any, group: Any, weight: Any, grad: Any, 
     return original(bundle, group, vars(bundle).setdefault("weight", weight), grad, has_master)
 
 
+def _gradient_remembered(original: Any, bundle: Any, group: Any, weight: Any, grad: Any, has_master: bool) -> Any:
+    return original(bundle, group, weight, vars(bundle).setdefault("grad", grad), has_master)
+
+
+def _takes_scale(original: Any, offloader: Any, optimizer: Any, **options: Any) -> None:
+    original(offloader, optimizer, **options)
+    optimizer._step_supports_amp_scaling = True
+
+
 def _states_too(original: Any, offloader: Any, arithmetic: Any) -> None:
     original(offloader, arithmetic)
     if offloader.step_device == "cpu":
@@ -192,6 +201,10 @@ PLANTED = (
          wrap(f"{SHARED}:_in_order", _decayed_first), BOTH),
     _bug("cpu_parameter_remembered", "torchao: the memory of a parameter is taken once.", ("OPT-207",),
          wrap(f"{SHARED}:Update", _remembered), BOTH),
+    _bug("cpu_gradient_remembered", "The memory of a gradient is taken once; FSDP2 makes it anew for each step.",
+         ("OPT-217",), wrap(f"{SHARED}:Update", _gradient_remembered), BOTH),
+    _bug("cpu_scale_promised", "Says that it unscales, as fused kernels do, and steps with scaled gradients.",
+         ("OPT-216",), wrap("refimpl.offload.base:OffloaderBase.__init__", _takes_scale), BOTH),
     _bug("cpu_states_sent", "The states go up and down with the weights.", ("OPT-203",),
          wrap("refimpl.offload.base:OffloaderBase._run", _states_too), BOTH),
     _bug("cpu_refuses_nothing", "Whatever it is, it is stepped as Adam.", ("OPT-204",),

@@ -24,6 +24,12 @@ def _home_of_all(original: Any, offloader: Any, number: int, chunk: Any, arithme
     original(offloader, number, chunk, arithmetic)
 
 
+def _once(original: Any, listing: Any, groups: Any, moving: Any) -> None:
+    # A group that has grown or shrunk is noticed; another order is not.
+    if [len(group["params"]) for group in groups] != list(map(len, listing._ids)) or not listing._moving:
+        original(listing, groups, moving)
+
+
 def _params_replaced(original: Any, offloader: Any, arithmetic: Any) -> None:
     original(offloader, arithmetic)
     for group in offloader.optimizer.param_groups:
@@ -159,6 +165,19 @@ PLANTED = (
         "prefetch() looks at every tensor once for each parameter.",
         ("OPT-238",),
         wrap(f"{FAST}.prefetch", _looks_around),
+        "fastimpl",
+    ),
+    _bug(
+        "unlisted_kept",
+        "A parameter that left its group is offloaded for ever.",
+        ("OPT-243",),
+        swap(f"{BASE}._forget_unlisted", lambda offloader: None),
+    ),
+    _bug(
+        "order_remembered",
+        "Where a parameter stands in its group is looked up once, and only a group of another length looked at again.",
+        ("OPT-243",),
+        wrap("fastimpl.offload.listing:Listing.refresh", _once),
         "fastimpl",
     ),
 )

@@ -64,4 +64,10 @@ PLANTED = (
         ("OPT-082",),
         wrap(f"{LOADING}:_settled", _through_the_device),
     ),
+    _bug(
+        "counts_left_as_numbers",
+        "A loaded step count that is a number stays one, which adding to it does not change.",
+        ("OPT-246",),
+        swap(f"{LOADING}:make_counters", lambda optimizer: None),
+    ),
 )

@@ -33,6 +33,10 @@ def _taken_over_first(original: Any, offloader: Any) -> None:
     original(offloader)
 
 
+def _power_of_two(original: Any, offloader: Any, size_bytes: int) -> Any:
+    return original(offloader, 1 << max(size_bytes - 1, 0).bit_length())[:size_bytes]
+
+
 def _first_device(original: Any, offloader: Any, engine: Any) -> Any:
     return offloader.default_engine(torch.device("cpu")) if engine is None else original(offloader, engine)
 
@@ -61,5 +65,17 @@ PLANTED = (
         "Adafactor's factors are taken of each shard.",
         ("OPT-086",),
         wrap("refimpl.offload.base:expected_states", _as_if_plain),
+    ),
+    _bug(
+        "quantized_taken_for_bytes",
+        "facts 2, torchao low-bit: a state of several tensors is moved as if it were one.",
+        ("OPT-244",),
+        swap("refimpl.offload.loading:check_plain", lambda value, where: None),
+    ),
+    _bug(
+        "host_memory_rounded",
+        "pytorch #150517: each block of host memory is a power of two.",
+        ("OPT-245",),
+        wrap(f"{BASE}.host_empty", _power_of_two),
     ),
 )

@@ -1,0 +1,78 @@
+"""What torch's allocators and its sync debug mode say of a GPU; behind one class, so that CI puts another there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaMeter", "Meter"]
+
+
+class Meter(Protocol):
+    """Bytes of device and pinned memory, and waits of the host."""
+
+    def settle(self) -> None:
+        """Give cached memory back and forget peaks."""
+
+    def active_bytes(self) -> int:
+        """In use, or still needed by work that was queued."""
+
+    def peak_bytes(self) -> int:
+        """The most that was active since ``settle``."""
+
+    def reserved_bytes(self) -> int:
+        """Taken from the device, in use or not."""
+
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of torch's own allocator of pinned memory."""
+
+    def pinned_bytes(self) -> int:
+        """Held by torch's own allocator of pinned memory, rounded as it rounds."""
+
+    def waits_in(self, job: Callable[[], Any]) -> int:
+        """How often the host waited for the device in a job, but for events that it asked for."""
+
+
+class CudaMeter:
+    """``torch.cuda``. Unproven: no GPU has run it."""
+
+    def settle(self) -> None:
+        """Of the current device."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def active_bytes(self) -> int:
+        """``memory_allocated`` falls before recorded streams are done with a block (facts/offload.md 5.2)."""
+        return int(torch.cuda.memory_stats()["active_bytes.all.current"])
+
+    def peak_bytes(self) -> int:
+        """Of the same."""
+        return int(torch.cuda.memory_stats()["active_bytes.all.peak"])
+
+    def reserved_bytes(self) -> int:
+        """As torch counts."""
+        return int(torch.cuda.memory_reserved())
+
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rounded up to a power of two (facts/offload.md 5.3)."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def pinned_bytes(self) -> int:
+        """As torch counts, after rounding."""
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+    def waits_in(self, job: Callable[[], Any]) -> int:
+        """Each is a warning of torch."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                job()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return sum("synchroniz" in str(warning.message) for warning in found)
