@@ -46,7 +46,8 @@ class Filled:
 
 def fresh_memory(shape: Sequence[int]) -> torch.Tensor:
     """Uint8 memory that no one has touched, in huge pages as the store's own."""
-    memory = mmap.mmap(-1, math.prod(shape))
+    # Shared memory, which Python's default is, has small pages whatever it is advised.
+    memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(*shape)
 
