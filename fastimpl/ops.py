@@ -29,6 +29,8 @@ __all__ = [
     "rect_place",
     "rect_read",
     "rect_take",
+    "row_keys",
+    "saved_rows_fit",
     "sort_ids",
     "strided_gather",
     "strided_scatter",
@@ -87,6 +89,8 @@ def _register_kv_fakes() -> None:
         "twinproof::kv_sort_ids",
         lambda ids, total, size, begin, end: (ids.new_empty(ids.numel(), 1), ids.new_empty(end - begin, 1), 0),
     )
+    torch.library.register_fake("twinproof::kv_keys", lambda rows: rows.new_empty(rows.shape[0], dtype=torch.int64))
+    torch.library.register_fake("twinproof::kv_saved_fit", lambda *args: True)
     for name in ("kv_delete", "kv_evict"):
         torch.library.register_fake(f"twinproof::{name}", lambda handle, *args: handle.new_empty(2))
 
@@ -316,3 +320,17 @@ def sort_ids(
     """
     found, counts, outside_count = torch.ops.twinproof.kv_sort_ids(ids, total_count, bucket_size, begin, end)
     return found, counts, int(outside_count)
+
+
+def row_keys(rows: torch.Tensor) -> torch.Tensor:
+    """The first 8 bytes of each row, uint8 [n, >= 16], as int64 [n]."""
+    keys: torch.Tensor = torch.ops.twinproof.kv_keys(rows)
+    return keys
+
+
+def saved_rows_fit(rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, start: int, bucket_size: int) -> bool:
+    """Whether rows, uint8 [n, >= 16], are in use, have the keys ``ids`` and stand in bucket order from ``start`` on.
+
+    ``ends`` int64 [buckets]: the rows up to the end of each. ``bucket_size`` as for ``sort_ids``.
+    """
+    return bool(torch.ops.twinproof.kv_saved_fit(rows, ids, ends, start, bucket_size))
