@@ -24,6 +24,7 @@ __all__ = [
     "KVHandle",
     "adam_step",
     "available",
+    "file_read",
     "library_path",
     "pack",
     "rect_place",
@@ -80,7 +81,7 @@ def _register_kv_fakes() -> None:
     """
     for name in ("kv_read", "kv_fail_after", "kv_close"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
-    for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update"):
+    for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update", "file_read"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kv_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
@@ -322,15 +323,17 @@ def sort_ids(
     return found, counts, int(outside_count)
 
 
+def file_read(file: int, begin: int, dense: torch.Tensor) -> bool:
+    """Fill ``dense`` from byte ``begin`` of an open file on; False where the file ends early or cannot be read."""
+    torch.autograd.graph.increment_version(dense)
+    return int(torch.ops.twinproof.file_read(file, begin, dense)) == 0
+
+
 def row_keys(rows: torch.Tensor) -> torch.Tensor:
     """The first 8 bytes of each row, uint8 [n, >= 16], as int64 [n]."""
-    keys: torch.Tensor = torch.ops.twinproof.kv_keys(rows)
-    return keys
+    return torch.ops.twinproof.kv_keys(rows)  # type: ignore[no-any-return]
 
 
 def saved_rows_fit(rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, start: int, bucket_size: int) -> bool:
-    """Whether rows, uint8 [n, >= 16], are in use, have the keys ``ids`` and stand in bucket order from ``start`` on.
-
-    ``ends`` int64 [buckets]: the rows up to the end of each. ``bucket_size`` as for ``sort_ids``.
-    """
+    """Whether saved rows are in use, have these keys, and stand in order from ``start``; ``ends`` are the buckets'."""
     return bool(torch.ops.twinproof.kv_saved_fit(rows, ids, ends, start, bucket_size))

@@ -1,12 +1,15 @@
-// CPU launchers of the row store's operators that need no store: ids and saved rows.
+// CPU launchers of the row store's operators that need no store: ids and rows in memory or in files.
 #include <torch/csrc/stable/library.h>
 
 #include "kernels/kv_saved.h"
+#include "kernels/rect_read.h"
 #include "kv_args.h"
 
 namespace {
 
 using namespace fastimpl::kv;
+
+constexpr int64_t kReadBytes = int64_t{1} << 20;  // Less is not worth another thread.
 
 // Ids by bucket, ascending inside, the buckets' counts, and how many ids were outside [begin, end): nothing is sorted
 // when there are any.
@@ -39,10 +42,27 @@ bool kv_saved_fit(Tensor rows, Tensor ids, Tensor ends, int64_t start, int64_t b
               {{ends.numel(), bucket_size}, static_cast<const int64_t*>(ends.data_ptr()), ends.numel()});
 }
 
+// Fills dense with the file's bytes from `begin` on; 0, an errno, or kEndOfFile. By the threads that work on the rows
+// afterwards: others would have to compete with them, who wait for work awake.
+int64_t file_read(int64_t file, int64_t begin, Tensor dense) {
+  STD_TORCH_CHECK(dense.is_contiguous() && dense.is_cpu(), "dense: not a contiguous CPU tensor");
+  auto* const to = static_cast<uint8_t*>(dense.data_ptr());
+  const int64_t byte_count = dense.numel() * static_cast<int64_t>(dense.element_size());
+  const Parallel parallel = parallel_of();
+  std::atomic<int64_t> status{0};
+  parallel.run_ranges(byte_count, kReadBytes, [&](int64_t first, int64_t last) {
+    fastimpl::ReadCounts counts;
+    const int64_t found = fastimpl::read_fully(static_cast<int>(file), to + first, last - first, begin + first, &counts);
+    if (found != 0) status = found;
+  });
+  return status;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("kv_sort_ids", TORCH_BOX(&kv_sort_ids));
   m.impl("kv_keys", TORCH_BOX(&kv_keys));
+  m.impl("file_read", TORCH_BOX(&file_read));
   m.impl("kv_saved_fit", TORCH_BOX(&kv_saved_fit));
 }

@@ -262,6 +262,10 @@ def load_with(
         check_room(store, table, behind - first)
         limited = store.options.capacities[table] is not None
         listed[table] = [ids for ids, _ in saved.chunks(table, begin, end, chunk_rows) if limited]
+    for table in names:
+        first, behind = saved.saved_table(table).rows_of(begin, end)
+        if store.size(table) == 0:
+            store.reserve(table, behind - first)
     checked, mark = time.perf_counter(), store.mark()
     for table in names:
         store.moments.set_loaded(table, None)
