@@ -17,7 +17,8 @@ std::tuple<Tensor, Tensor, int64_t> kv_sort_ids(Tensor ids, int64_t total_count,
   check(ids, ScalarType::Long, 1, "ids");
   STD_TORCH_CHECK(total_count >= 1 && bucket_size >= 0 && begin >= 0 && begin <= end && end <= total_count, "buckets: got ", begin, " to ", end, " of ", total_count);
   Tensor sorted = torch::stable::new_empty(ids, {ids.numel(), 1}), counts = torch::stable::new_empty(ids, {end - begin, 1});
-  const int64_t outside = sort_by_bucket(parallel_of(), static_cast<const int64_t*>(ids.data_ptr()), ids.numel(), {total_count, bucket_size}, begin, end,
+  const auto* const keys = static_cast<const int64_t*>(ids.data_ptr());
+  const int64_t outside = sort_by_bucket(parallel_of(), [keys](int64_t i) { return keys[i]; }, ids.numel(), {total_count, bucket_size}, begin, end,
                                          static_cast<int64_t*>(sorted.data_ptr()), static_cast<int64_t*>(counts.data_ptr()));
   return {sorted, counts, outside};
 }

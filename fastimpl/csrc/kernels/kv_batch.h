@@ -7,7 +7,7 @@
 namespace fastimpl::kv {
 
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kWindow = 1024, kGroupDistance = 24, kValuesDistance = 14;
+constexpr int64_t kWindow = 1024, kGroupDistance = 24, kValuesDistance = 14, kFarBytes = 32 << 10;
 
 // What is too large to stay in a cache is written past it.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
@@ -116,11 +116,17 @@ void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, I
   uint64_t hashes[kWindow];
   uint32_t slots[kWindow];
   const int64_t first_line = fetched.begin / kLineBytes * kLineBytes;
-  const int64_t distance = row_distance(fetched.end - first_line);
+  // Rows of many lines come in two steps, since a core waits for fewer lines than it takes to hide the memory.
+  const int64_t bytes = fetched.end - first_line, near = kInserts ? row_distance(bytes) : 4, far = std::max<int64_t>(8, std::min<int64_t>(20, kFarBytes / (bytes + 1)));
   const auto fetch_group = [&](int64_t at, int64_t index) {
     ids[at] = id_at(index);
     hashes[at] = hash_key(ids[at]);
     fetch_line(rows.shard(hashes[at]).home(hashes[at]));
+  };
+  const auto fetch_row_far = [&](int64_t at) {
+    if (kInserts || slots[at] == kAbsent) return;
+    const uint8_t* const row = rows.pool.at(slots[at]);
+    prefetch_far(row + first_line, row + fetched.end);
   };
   const auto fetch_row = [&](int64_t at) {
     if (slots[at] == kAbsent) return;
@@ -136,9 +142,11 @@ void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, I
       slots[at] = rows.shard(hashes[at]).candidate(hashes[at]);
     }
     if constexpr (kInserts) expect(count_absent(hashes, slots, size));
-    for (int64_t at = 0; at < std::min(distance, size); ++at) fetch_row(at);
+    for (int64_t at = 0; at < std::min(far, size); ++at) fetch_row_far(at);
+    for (int64_t at = 0; at < std::min(near, size); ++at) fetch_row(at);
     for (int64_t at = 0; at < size; ++at) {
-      if (at + distance < size) fetch_row(at + distance);
+      if (at + far < size) fetch_row_far(at + far);
+      if (at + near < size) fetch_row(at + near);
       uint32_t slot = slots[at];
       const bool is_it = slot == kAbsent ? !kInserts : RowPool::key(rows.pool.at(slot)) == ids[at];
       if (!is_it) slot = rows.shard(hashes[at]).find(hashes[at], ids[at]);
