@@ -86,15 +86,25 @@ class Workers {
 extern "C" Workers* start_workers(int64_t thread_count) { return new Workers(thread_count); }
 extern "C" void end_workers(Workers* workers) { delete workers; }
 
-// out[i] = rows[places[i]], rows of `row_bytes`, a multiple of 16; all aligned to 16.
+// out[i] = rows[places[i]], rows of `row_bytes`, a multiple of 8; all aligned to 16.
 extern "C" void gather(const uint8_t* rows, int64_t row_bytes, const int64_t* places, int64_t count, uint8_t* out, Workers* workers) {
   workers->run(count, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const uint8_t* const next = rows + places[std::min(i + kAhead, end - 1)] * row_bytes;
       for (int64_t line = 0; line < row_bytes; line += 64) asm volatile("prefetcht0 %0" : : "m"(next[line]));
-      const auto* const from = reinterpret_cast<const __m128i*>(rows + places[i] * row_bytes);
-      auto* const to = reinterpret_cast<__m128i*>(out + i * row_bytes);
-      for (int64_t word = 0; word < row_bytes / 16; ++word) _mm_stream_si128(to + word, _mm_load_si128(from + word));
+      const uint8_t* const from = rows + places[i] * row_bytes;
+      uint8_t* const to = out + i * row_bytes;
+      if (row_bytes % 16 == 0) {
+        for (int64_t at = 0; at < row_bytes; at += 16) {
+          _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_load_si128(reinterpret_cast<const __m128i*>(from + at)));
+        }
+      } else {
+        for (int64_t at = 0; at < row_bytes; at += 8) {
+          long long word;
+          std::memcpy(&word, from + at, sizeof word);
+          _mm_stream_si64(reinterpret_cast<long long*>(to + at), word);
+        }
+      }
     }
     _mm_sfence();
   });

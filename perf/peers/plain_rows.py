@@ -45,7 +45,7 @@ def _call(function: str, *values: torch.Tensor | int | Workers) -> None:
 
 
 def gather_rows(rows: torch.Tensor, places: torch.Tensor, out: torch.Tensor, workers: Workers) -> torch.Tensor:
-    """``out[i] = rows[places[i]]``: uint8 [n, bytes], int64 [k], uint8 [k, bytes], bytes a multiple of 16."""
+    """``out[i] = rows[places[i]]``: uint8 [n, bytes], int64 [k], uint8 [k, bytes], bytes a multiple of 8."""
     _call("gather", rows, rows.shape[1], places, places.numel(), out, workers)
     return out
 
