@@ -42,6 +42,7 @@ __all__ = [
     "bucketize",
     "check_bag_ids",
     "gather_blocks",
+    "file_read",
     "library_path",
     "mend_bag_ids",
     "pack",
@@ -49,6 +50,8 @@ __all__ = [
     "rect_place",
     "rect_read",
     "rect_take",
+    "row_keys",
+    "saved_rows_fit",
     "sort_ids",
     "step_bags",
     "strided_gather",
@@ -100,7 +103,7 @@ def _register_kv_fakes() -> None:
     """
     for name in ("kv_read", "kv_fail_after", "kv_close"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
-    for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update"):
+    for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update", "file_read"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kv_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
@@ -109,6 +112,8 @@ def _register_kv_fakes() -> None:
         "twinproof::kv_sort_ids",
         lambda ids, total, size, begin, end: (ids.new_empty(ids.numel(), 1), ids.new_empty(end - begin, 1), 0),
     )
+    torch.library.register_fake("twinproof::kv_keys", lambda rows: rows.new_empty(rows.shape[0], dtype=torch.int64))
+    torch.library.register_fake("twinproof::kv_saved_fit", lambda *args: True)
     for name in ("kv_delete", "kv_evict"):
         torch.library.register_fake(f"twinproof::{name}", lambda handle, *args: handle.new_empty(2))
 
@@ -338,3 +343,19 @@ def sort_ids(
     """
     found, counts, outside_count = torch.ops.twinproof.kv_sort_ids(ids, total_count, bucket_size, begin, end)
     return found, counts, int(outside_count)
+
+
+def file_read(file: int, begin: int, dense: torch.Tensor) -> bool:
+    """Fill ``dense`` from byte ``begin`` of an open file on; False where the file ends early or cannot be read."""
+    torch.autograd.graph.increment_version(dense)
+    return int(torch.ops.twinproof.file_read(file, begin, dense)) == 0
+
+
+def row_keys(rows: torch.Tensor) -> torch.Tensor:
+    """The first 8 bytes of each row, uint8 [n, >= 16], as int64 [n]."""
+    return torch.ops.twinproof.kv_keys(rows)  # type: ignore[no-any-return]
+
+
+def saved_rows_fit(rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, start: int, bucket_size: int) -> bool:
+    """Whether saved rows are in use, have these keys, and stand in order from ``start``; ``ends`` are the buckets'."""
+    return bool(torch.ops.twinproof.kv_saved_fit(rows, ids, ends, start, bucket_size))

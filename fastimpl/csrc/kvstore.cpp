@@ -4,6 +4,7 @@
 // makes the error: 0, kOutOfMemory, or the number of distinct ids that were too many.
 #include <unistd.h>
 
+#include "kv_args.h"
 #include "kv_handles.h"
 
 namespace {
@@ -14,24 +15,6 @@ using torch::headeronly::ScalarType;
 constexpr int64_t kOutOfMemory = -1;
 constexpr int64_t kFormatWords = 19;
 constexpr int64_t kPlanWords = 11;
-
-Parallel parallel_of() {
-  return {static_cast<int64_t>(torch::stable::get_num_threads()), [](int64_t worker_count, const std::function<void(int64_t)>& work) {
-            torch::stable::parallel_for(0, worker_count, 1, [&work](int64_t begin, int64_t end) {
-              for (int64_t i = begin; i < end; ++i) work(i);
-            });
-          }};
-}
-
-void check(const Tensor& t, ScalarType type, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() && t.is_cpu() && t.dim() == dim, name, ": not a contiguous CPU tensor of the dtype and rank");
-}
-
-const int64_t* ids_of(const Tensor& ids) {
-  check(ids, ScalarType::Long, 1, "ids");
-  STD_TORCH_CHECK(ids.numel() <= kSlotsMax, "ids: got ", ids.numel(), ", a batch holds at most ", kSlotsMax);
-  return static_cast<const int64_t*>(ids.data_ptr());
-}
 
 template <typename Values = std::vector<int64_t>>
 Tensor longs(const Tensor& like, const Values& values) {
@@ -320,17 +303,6 @@ void kv_fail_after(Tensor handle, int64_t table_index, int64_t allocation_count)
   Handles::table().get(handle)->table(table_index).memory.fail_after(allocation_count);
 }
 
-// Ids by bucket, ascending inside, the buckets' counts, and how many ids were outside [begin, end): nothing is sorted
-// when there are any.
-std::tuple<Tensor, Tensor, int64_t> kv_sort_ids(Tensor ids, int64_t total_count, int64_t bucket_size, int64_t begin, int64_t end) {
-  check(ids, ScalarType::Long, 1, "ids");
-  STD_TORCH_CHECK(total_count >= 1 && bucket_size >= 0 && begin >= 0 && begin <= end && end <= total_count, "buckets: got ", begin, " to ", end, " of ", total_count);
-  Tensor sorted = torch::stable::new_empty(ids, {ids.numel(), 1}), counts = torch::stable::new_empty(ids, {end - begin, 1});
-  const int64_t outside = sort_by_bucket(parallel_of(), static_cast<const int64_t*>(ids.data_ptr()), ids.numel(), {total_count, bucket_size}, begin, end,
-                                         static_cast<int64_t*>(sorted.data_ptr()), static_cast<int64_t*>(counts.data_ptr()));
-  return {sorted, counts, outside};
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
@@ -354,5 +326,4 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("kv_stats", TORCH_BOX(&kv_stats));
   m.impl("kv_snapshot", TORCH_BOX(&kv_snapshot));
   m.impl("kv_fail_after", TORCH_BOX(&kv_fail_after));
-  m.impl("kv_sort_ids", TORCH_BOX(&kv_sort_ids));
 }

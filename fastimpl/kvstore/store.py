@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fastimpl import ops
 from fastimpl.kvstore.native import check_status, format_words, hyper_values, plan_words
 from fastimpl.ops import KVHandle
 from refimpl.errors import ConfigError, StoreClosedError
@@ -97,6 +98,9 @@ class KVStore(_NativeSource, KVStoreBase):
 
     def _write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
         self._change(table, self._handle.write, ids, values, begin, now, visit)
+
+    def _keys(self, rows: torch.Tensor) -> torch.Tensor:
+        return ops.row_keys(rows)
 
     def _write_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         self._change(table, self._handle.write_rows, ids, rows)

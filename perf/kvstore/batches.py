@@ -11,7 +11,7 @@ from conformance.harness import Rank
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
 from perf.kvstore.rows import TABLE, THREADS, Filled, clock, fill, fresh_memory, row_layout
-from perf.peers.plain_rows import copy_bytes, gather_rows
+from perf.peers.plain_rows import Workers, copy_bytes, gather_rows
 
 __all__ = ["measure_fresh_sets", "measure_gets", "measure_sets", "measure_zipf_gets"]
 
@@ -21,6 +21,7 @@ Reader = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def _readers(filled: Filled) -> dict[str, Reader]:
     rows, words = filled.matrix, filled.matrix.view(torch.int64)
     keys, order = filled.ids.sort()
+    workers = Workers(THREADS)
     # Everybody fills the same memory: fresh pages would cost more than the rows.
     out = torch.empty(filled.batch, rows.shape[1], dtype=torch.uint8)
     out_words = out.view(torch.int64)
@@ -41,11 +42,11 @@ def _readers(filled: Filled) -> dict[str, Reader]:
 
     return {
         "ours": lambda places, ids: filled.store.get_rows(TABLE, ids, out=out),
-        "gather": lambda places, ids: gather_rows(rows, places, out, THREADS),
+        "gather": lambda places, ids: gather_rows(rows, places, out, workers),
         "torch": torch_store,
         "one-by-one": one_by_one,
         "copy": lambda places, ids: out.copy_(some(places)),
-        "memcpy": lambda places, ids: copy_bytes(some(places), out, THREADS),
+        "memcpy": lambda places, ids: copy_bytes(some(places), out, workers),
     }
 
 
@@ -123,7 +124,7 @@ def measure_fresh_sets(rank: Rank, workload: Workload, folder: str, round_count:
     filled, kvstore = fill(rank, workload), rank.component("kvstore")
     filled.store.close()
     count, touched = filled.ids.numel(), fresh_memory(filled.matrix.shape).zero_()
-    layout = row_layout(kvstore, workload)
+    layout, workers = row_layout(kvstore, workload), Workers(THREADS)
 
     def set_rows(reserved: bool) -> Sample:
         with kvstore.KVStore({TABLE: layout}, optimizer_in_row=True, clock=clock) as store:
@@ -135,7 +136,7 @@ def measure_fresh_sets(rank: Rank, workload: Workload, folder: str, round_count:
         return sample
 
     def copied(out: torch.Tensor) -> Sample:
-        return seconds_of(lambda: copy_bytes(filled.matrix, out, THREADS))()
+        return seconds_of(lambda: copy_bytes(filled.matrix, out, workers))()
 
     contenders = {
         "ours": lambda: set_rows(True),

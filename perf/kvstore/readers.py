@@ -11,7 +11,7 @@ from conformance.harness import Rank
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
 from perf.kvstore.rows import TABLE, fill
-from perf.peers.plain_rows import gather_rows
+from perf.peers.plain_rows import Workers, gather_rows
 
 __all__ = ["measure_readers"]
 
@@ -43,12 +43,12 @@ def measure_readers(rank: Rank, workload: Workload, folder: str, round_count: in
     places = [[filled.places(generator) for _ in range(_BATCHES)] for _ in range(2)]
     ids = [[filled.ids[some] for some in batches] for batches in places]
     outs = [torch.empty(filled.batch, filled.matrix.shape[1], dtype=torch.uint8) for _ in range(2)]
-    lock = threading.Lock()
+    lock, alone = threading.Lock(), [Workers(1), Workers(1)]
 
     def read(who: str, reader: int) -> None:
         for some, keys in zip(places[reader], ids[reader], strict=True):
             if who == "gather":
-                gather_rows(filled.matrix, some, outs[reader], 1)
+                gather_rows(filled.matrix, some, outs[reader], alone[reader])
             elif who == "ours":
                 filled.store.get_rows(TABLE, keys, out=outs[reader])
             else:

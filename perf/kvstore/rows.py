@@ -18,6 +18,7 @@ __all__ = ["TABLE", "THREADS", "Filled", "clock", "fill", "fresh_memory", "row_l
 TABLE = "t"
 THREADS = 2
 _WORDS_BESIDE_WEIGHT = 8  # The metaheader, and row-wise Adagrad's state with its padding.
+_HALF_WORDS_BESIDE_WEIGHT = 6  # The same beside float16.
 
 
 def clock() -> int:
@@ -46,14 +47,22 @@ class Filled:
 
 def fresh_memory(shape: Sequence[int]) -> torch.Tensor:
     """Uint8 memory that no one has touched, in huge pages as the store's own."""
-    memory = mmap.mmap(-1, math.prod(shape))
+    # Shared memory, which Python's default is, has small pages whatever it is advised.
+    memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(*shape)
 
 
 def row_layout(kvstore: Any, workload: Workload) -> Any:
-    """Rows of as many bytes as the workload says, with row-wise Adagrad's state. Raises Mismatch."""
-    layout = kvstore.RowLayout(workload.shape[1] - _WORDS_BESIDE_WEIGHT, optimizer="rowwise_adagrad")
+    """Rows of as many bytes as the workload says, with row-wise Adagrad's state. Raises Mismatch.
+
+    Float32 pads the state to 16 bytes and float16 to 8: which of them it is follows from the width.
+    """
+    if workload.shape[1] % 4 == 0:
+        layout = kvstore.RowLayout(workload.shape[1] - _WORDS_BESIDE_WEIGHT, optimizer="rowwise_adagrad")
+    else:
+        dim = 2 * (workload.shape[1] - _HALF_WORDS_BESIDE_WEIGHT)
+        layout = kvstore.RowLayout(dim, torch.float16, optimizer="rowwise_adagrad")
     if layout.row_bytes != 4 * workload.shape[1]:
         raise Mismatch("not as long as the workload says", got=layout.row_bytes, expected=4 * workload.shape[1])
     return layout
@@ -72,6 +81,8 @@ def fill(rank: Rank, workload: Workload) -> Filled:
     matrix = fresh_memory((count, layout.row_bytes))
     for start in range(0, count, batch):
         some = ids[start : start + batch]
-        store.set(TABLE, some, torch.rand(some.numel(), layout.embedding_dim, generator=generator))
+        store.set(
+            TABLE, some, torch.rand(some.numel(), layout.embedding_dim, generator=generator).to(layout.weight_dtype)
+        )
         store.get_rows(TABLE, some, out=matrix[start : start + batch])
     return Filled(store, ids, matrix, batch)

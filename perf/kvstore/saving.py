@@ -15,7 +15,7 @@ from perf.harness.counters import Counters
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
 from perf.kvstore.rows import TABLE, THREADS, Filled, fill, fresh_memory
-from perf.peers.plain_rows import copy_bytes
+from perf.peers.plain_rows import Workers, copy_bytes
 from refimpl.checkpoint.memory import buffer_of
 
 __all__ = ["measure_loads", "measure_saves"]
@@ -82,6 +82,7 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
     filled, kvstore, checkpoint = fill(rank, workload), rank.component("kvstore"), rank.component("checkpoint")
     layouts = filled.store.options.layouts
     options = {"buckets": kvstore.Buckets(_BUCKETS), "save_distributed": False}
+    workers = Workers(THREADS)
     kvstore.save(filled.store, Path(folder) / "rows", **options)
     kvstore.save(filled.store, Path(folder) / "separate", form="separate", **options)
     filled.store.close()
@@ -96,7 +97,7 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
     def run_of(who: str) -> Callable[[], Sample]:
         def run() -> Sample:
             if who == "fresh":
-                return _counted(lambda: copy_bytes(filled.matrix, fresh_memory(filled.matrix.shape), THREADS))
+                return _counted(lambda: copy_bytes(filled.matrix, fresh_memory(filled.matrix.shape), workers))
             with kvstore.KVStore(layouts, optimizer_in_row=True) as store:
                 sample = _counted(
                     lambda: kvstore.load(store, Path(folder) / "rows") if who == "ours" else applied(store)

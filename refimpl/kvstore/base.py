@@ -14,7 +14,7 @@ from refimpl.kvstore.buckets import Buckets
 from refimpl.kvstore.checks import check_count, check_ids, check_matrix, check_rows
 from refimpl.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions
 from refimpl.kvstore.eviction import EvictionRound
-from refimpl.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, as_bytes, unpack_header
+from refimpl.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, as_bytes
 from refimpl.kvstore.moments import Moments
 from refimpl.kvstore.primitives import RowStore
 from refimpl.kvstore.state import load_state_dict, state_dict
@@ -134,7 +134,7 @@ class KVStoreBase(RowStore):
             CapacityError, ConfigError, ShapeError, UnsupportedError.
         """
         checked = check_rows(rows, self.layout(table).row_bytes)
-        self._write_rows(table, unpack_header(checked).ids, checked)
+        self._write_rows(table, self._keys(checked), checked)
         self._written(table)
 
     def set_state(self, table: str, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:

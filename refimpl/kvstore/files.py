@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from refimpl.kvstore.convert import check_convertible, convert_rows
 from refimpl.kvstore.lazy import LazyRows, dense_rows
 from refimpl.kvstore.moments import Part, check_base, named, note_load, part_of
 from refimpl.kvstore.room import check_room, make_room
-from refimpl.kvstore.saved import SavedRows, content_metadata, read_range
+from refimpl.kvstore.saved import SavedRows, content_metadata
 from refimpl.kvstore.state import gathered, place_rows, rank_and_world
 from refimpl.kvstore.views import KVTensor
 
@@ -214,7 +215,7 @@ def load(
             may hold. DeltaBaseError: a delta on another base. FileNotFoundError.
     """
     return load_with(
-        read_range,
+        SavedRows,
         store,
         path,
         weights_only=weights_only,
@@ -226,7 +227,7 @@ def load(
 
 
 def load_with(
-    read: Any,
+    open_saved: Callable[[str | os.PathLike[str]], SavedRows],
     store: KVStoreBase,
     path: str | os.PathLike[str],
     *,
@@ -236,11 +237,11 @@ def load_with(
     owned: tuple[int, int] | None = None,
     chunk_rows: int = LOAD_CHUNK_ROWS,
 ) -> LoadReport:
-    """``load`` with another way to read ranges."""
+    """``load`` with another way to read saved rows."""
     if type(chunk_rows) is not int or chunk_rows < 1:
         raise ConfigError("not a chunk", got=chunk_rows, expected="rows >= 1", where="chunk_rows")
     started = time.perf_counter()
-    saved = SavedRows(path, read=read)
+    saved = open_saved(path)
     if tables is None and set(saved.tables) != set(store.tables):
         raise ConfigError("other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables))
     names = store.tables if tables is None else tables
@@ -261,6 +262,10 @@ def load_with(
         check_room(store, table, behind - first)
         limited = store.options.capacities[table] is not None
         listed[table] = [ids for ids, _ in saved.chunks(table, begin, end, chunk_rows) if limited]
+    for table in names:
+        first, behind = saved.saved_table(table).rows_of(begin, end)
+        if store.size(table) == 0:
+            store.reserve(table, behind - first)
     checked, mark = time.perf_counter(), store.mark()
     for table in names:
         store.moments.set_loaded(table, None)

@@ -14,6 +14,7 @@ import torch
 
 from refimpl.kvstore.config import EvictionPolicy, StoreStats
 from refimpl.kvstore.eviction import RoundPlan
+from refimpl.kvstore.layout import unpack_header
 from refimpl.kvstore.reading import SnapshotBase, TrackedSource
 from refimpl.optimizers import Hyper
 
@@ -35,6 +36,10 @@ class RowStore(TrackedSource):
         become ``now`` and counts grow by occurrences, saturating (not under the score policy); without, headers stay.
         Raises CapacityError before any change.
         """
+
+    def _keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """The ids of whole rows, uint8 [n, row_bytes]: the keys in their headers."""
+        return unpack_header(rows).ids
 
     @abstractmethod
     def _write_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:

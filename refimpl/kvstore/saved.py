@@ -169,11 +169,14 @@ class SavedRows(RowSource):
             names = ("weight", "metadata", *layout.state_slots)
             parts = {n: self._read_range(self.catalog, f"{table}.{n}", start, length) for n in names}
             rows = assemble_rows(layout, ids, parts["metadata"][:, 0], parts)
+        self._check(table, ids, rows, start)
+        return ids, rows
+
+    def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
         check_keys(rows, ids, table)
         if not bool(unpack_header(rows).used.all()):
             raise CorruptionError("a row is not in use", where=f"{self.path}: {table}")
         self._check_order(table, ids, start)
-        return ids, rows
 
     def _check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
         ends = self.saved_table(table).bucket_counts.cumsum(0)

@@ -7,7 +7,7 @@
 namespace fastimpl::kv {
 
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kWindow = 1024, kGroupDistance = 24;
+constexpr int64_t kWindow = 1024, kGroupDistance = 24, kValuesDistance = 14, kFarBytes = 32 << 10;
 
 // What is too large to stay in a cache is written past it.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
@@ -55,12 +55,16 @@ inline Grouped group_by_shards(const Parallel& parallel, const int64_t* ids, int
   Scratch<uint8_t> groups(count);
   std::vector<int64_t> next(static_cast<size_t>(part_count * group_count));
   const auto range_of = [&](int64_t part) { return Range{count * part / part_count, count * (part + 1) / part_count}; };
+  // Divisions are dear: each shard's group is found once.
+  std::vector<uint8_t> group_of(static_cast<size_t>(shard_count));
+  for (int64_t shard = 0; shard < shard_count; ++shard) group_of[static_cast<size_t>(shard)] = static_cast<uint8_t>(shard * group_count / shard_count);
   parallel.run(part_count, [&](int64_t part) {
     std::vector<int64_t> counts(static_cast<size_t>(group_count));
-    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) {
-      const int64_t group = shard_of(hash_key(ids[i]), shard_count) * group_count / shard_count;
-      groups[i] = static_cast<uint8_t>(group);
-      ++counts[static_cast<size_t>(group)];
+    const Range range = range_of(part);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const uint8_t group = group_of[static_cast<size_t>(shard_of(hash_key(ids[i]), shard_count))];
+      groups[i] = group;
+      ++counts[group];
     }
     std::copy(counts.begin(), counts.end(), next.begin() + part * group_count);
   });
@@ -73,7 +77,8 @@ inline Grouped group_by_shards(const Parallel& parallel, const int64_t* ids, int
   parallel.run(part_count, [&](int64_t part) {
     std::vector<int64_t> places(next.begin() + part * group_count, next.begin() + (part + 1) * group_count);
     uint32_t* const positions = grouped.positions.data();
-    for (int64_t i = range_of(part).begin; i < range_of(part).end; ++i) positions[places[groups[i]]++] = static_cast<uint32_t>(i);
+    const Range range = range_of(part);
+    for (int64_t i = range.begin; i < range.end; ++i) positions[places[groups[i]]++] = static_cast<uint32_t>(i);
   });
   return grouped;
 }
@@ -82,20 +87,46 @@ inline void prefetch_lines(const uint8_t* begin, const uint8_t* end) {
   for (const uint8_t* line = begin; line < end; line += kLineBytes) fetch_line(line);
 }
 
+// The same into the second level: a line that is wanted later takes no place among those that a core waits for.
+inline void prefetch_far(const uint8_t* begin, const uint8_t* end) {
+  for (const uint8_t* line = begin; line < end; line += kLineBytes) asm volatile("prefetcht1 %0" : : "m"(*line));
+}
+
+// How many distinct ids without a slot are in a window, or a few less: those that share 16 bits of their hash count once.
+inline int64_t count_absent(const uint64_t* hashes, const uint32_t* slots, int64_t size) {
+  if (std::find(slots, slots + size, kAbsent) == slots + size) return 0;
+  uint64_t seen[1024] = {};
+  int64_t count = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    uint64_t& word = seen[(hashes[i] >> 16) & 1023];
+    const uint64_t bit = uint64_t{slots[i] == kAbsent} << ((hashes[i] >> 26) & 63);
+    count += (word & bit) == 0 && bit != 0;
+    word |= bit;
+  }
+  return count;
+}
+
 // Windows of ids, each in two passes of which either is simple enough to keep many lines on their way: the first finds
 // the slot that an id's tag points at, the second fetches rows ahead and calls `visit(index, hash, id, slot or kAbsent)`,
-// in ascending order. `visit` may insert: what was not there at first is looked up again.
-template <bool kInserts, typename IdAt, typename Visit>
-void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, IdAt&& id_at, Visit&& visit) {
+// in ascending order. `visit` may insert: what was not there at first is looked up again, and `expect` is told before each
+// window how many ids, at least, it will insert.
+template <bool kInserts, typename IdAt, typename Expect, typename Visit>
+void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, IdAt&& id_at, Expect&& expect, Visit&& visit) {
   int64_t ids[kWindow];
   uint64_t hashes[kWindow];
   uint32_t slots[kWindow];
   const int64_t first_line = fetched.begin / kLineBytes * kLineBytes;
-  const int64_t distance = row_distance(fetched.end - first_line);
+  // Rows of many lines come in two steps, since a core waits for fewer lines than it takes to hide the memory.
+  const int64_t bytes = fetched.end - first_line, near = kInserts ? row_distance(bytes) : 4, far = std::max<int64_t>(8, std::min<int64_t>(20, kFarBytes / (bytes + 1)));
   const auto fetch_group = [&](int64_t at, int64_t index) {
     ids[at] = id_at(index);
     hashes[at] = hash_key(ids[at]);
     fetch_line(rows.shard(hashes[at]).home(hashes[at]));
+  };
+  const auto fetch_row_far = [&](int64_t at) {
+    if (kInserts || slots[at] == kAbsent) return;
+    const uint8_t* const row = rows.pool.at(slots[at]);
+    prefetch_far(row + first_line, row + fetched.end);
   };
   const auto fetch_row = [&](int64_t at) {
     if (slots[at] == kAbsent) return;
@@ -110,15 +141,23 @@ void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, I
       if (at + kGroupDistance < size) fetch_group(at + kGroupDistance, start + at + kGroupDistance);
       slots[at] = rows.shard(hashes[at]).candidate(hashes[at]);
     }
-    for (int64_t at = 0; at < std::min(distance, size); ++at) fetch_row(at);
+    if constexpr (kInserts) expect(count_absent(hashes, slots, size));
+    for (int64_t at = 0; at < std::min(far, size); ++at) fetch_row_far(at);
+    for (int64_t at = 0; at < std::min(near, size); ++at) fetch_row(at);
     for (int64_t at = 0; at < size; ++at) {
-      if (at + distance < size) fetch_row(at + distance);
+      if (at + far < size) fetch_row_far(at + far);
+      if (at + near < size) fetch_row(at + near);
       uint32_t slot = slots[at];
       const bool is_it = slot == kAbsent ? !kInserts : RowPool::key(rows.pool.at(slot)) == ids[at];
       if (!is_it) slot = rows.shard(hashes[at]).find(hashes[at], ids[at]);
       visit(start + at, hashes[at], ids[at], slot);
     }
   }
+}
+
+template <typename IdAt, typename Visit>
+void visit_rows(const RowSet& rows, int64_t begin, int64_t end, Range fetched, IdAt&& id_at, Visit&& visit) {
+  visit_rows<false>(rows, begin, end, fetched, id_at, [](int64_t) {}, visit);
 }
 
 }  // namespace fastimpl::kv

@@ -18,6 +18,10 @@ constexpr int64_t kChunkRowsMin = 16;
 constexpr int64_t kSlotsMax = int64_t{0xFFFFFFF0};
 constexpr int64_t kVersionBytes = 8;
 
+struct SlotRange {
+  int64_t next = 0, end = 0;
+};
+
 class RowPool {
  public:
   RowPool(Memory& memory, int64_t row_bytes)
@@ -59,14 +63,15 @@ class RowPool {
     chunk_limit_ = limit;
   }
 
-  // A new last row, its block not yet written; several threads may push at once. Throws std::bad_alloc, and then there
-  // is no new row.
-  int64_t push() {
-    int64_t slot = size();
+  // At least one and at most `wanted` new last rows, their blocks not yet written, and no more than memory is held for where
+  // it is held for one; several threads may push at once. Throws std::bad_alloc, and then there is no new row.
+  SlotRange push(int64_t wanted) {
+    int64_t slot = size(), behind;
     do {
       if (slot >= held_rows_.load(std::memory_order_acquire)) hold(slot + 1);
-    } while (!size_.compare_exchange_weak(slot, slot + 1, std::memory_order_relaxed));
-    return slot;
+      behind = std::min(slot + wanted, held_rows_.load(std::memory_order_acquire));
+    } while (!size_.compare_exchange_weak(slot, behind, std::memory_order_relaxed));
+    return {slot, behind};
   }
 
   // Undoes all pushes since there were `row_count` rows; nothing is given back.
@@ -141,6 +146,29 @@ class RowPool {
   alignas(64) std::atomic<int64_t> size_{0};
   alignas(64) std::atomic<int64_t> held_rows_{0};
   std::mutex growth_;
+};
+
+// Where one thread's new rows go: it takes a run of slots at once, since threads that push row by row wait for each other.
+class SlotRun {
+ public:
+  explicit SlotRun(RowPool& pool) : pool_(pool) {}
+
+  // At least this many slots are about to be taken.
+  void expect(int64_t count) { expected_ = count; }
+
+  // A new row. Throws std::bad_alloc.
+  uint32_t take() {
+    if (run_.next == run_.end) run_ = pool_.push(std::max<int64_t>(1, expected_));
+    --expected_;
+    if (run_.next + kAhead < run_.end) __builtin_prefetch(pool_.at(run_.next + kAhead), 1);
+    return static_cast<uint32_t>(run_.next++);
+  }
+
+ private:
+  static constexpr int64_t kAhead = 16;
+  RowPool& pool_;
+  SlotRange run_;
+  int64_t expected_ = 0;
 };
 
 }  // namespace fastimpl::kv

