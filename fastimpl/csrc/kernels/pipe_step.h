@@ -13,9 +13,10 @@
 namespace fastimpl::pipe {
 
 constexpr int kDigitBits = 11;
-// Occurrences of one row from which on its columns are split.
+// A row has many occurrences when it has so many, and a considerable share of all: then its columns are split.
 constexpr int64_t kLongRow = 4096;
-constexpr int64_t kColumnBlock = 64;
+// Columns of a cache line, which no two threads should read.
+constexpr int64_t kLineColumns = 16;
 
 inline int bit_width(uint64_t value) { return value == 0 ? 0 : 64 - __builtin_clzll(value); }
 
@@ -111,6 +112,7 @@ struct StepJob {
   const Occurrences& found;
   const float* grad;
   const Hyper& hyper;
+  int64_t long_row;
 
   // Its bag: feature, number in the feature.
   FASTIMPL_INLINE uint64_t bag_of(uint64_t payload) const { return batch.weights == nullptr ? payload : found.bag_of[payload]; }
@@ -189,7 +191,7 @@ struct StepJob {
     float* const sum = scratch + table.dim;
     for (int64_t at = begin; at < end;) {
       const int64_t last = segment_end(at, end);
-      if (last - at >= kLongRow) {
+      if (last - at >= long_row) {
         leave(at, last);
         at = last;
         continue;
@@ -240,8 +242,10 @@ void step_long_row(const Parallel& parallel, const StepJob<Id>& job, const Span&
   const BagTable& table = job.batch.tables[row.table];
   std::vector<float> scratch(static_cast<size_t>(2 * table.dim));
   float* const sum = scratch.data() + table.dim;
-  parallel.run((table.dim + kColumnBlock - 1) / kColumnBlock, [&](int64_t block) {
-    const int64_t column = block * kColumnBlock, count = std::min(kColumnBlock, table.dim - column);
+  const int64_t lines = (table.dim + kLineColumns - 1) / kLineColumns, ways = std::max<int64_t>(1, parallel.thread_count);
+  const int64_t width = (lines + ways - 1) / ways * kLineColumns;
+  parallel.run((table.dim + width - 1) / width, [&](int64_t block) {
+    const int64_t column = block * width, count = std::min(width, table.dim - column);
     run_on(isa, [&](auto) FASTIMPL_INLINED { job.sum_columns(table, row.begin, row.end, column, count, sum + column); });
   });
   with_kernel(table.type, optimizer, isa, [&](auto type, auto formula, auto unit) FASTIMPL_INLINED {
@@ -254,7 +258,7 @@ template <typename Id>
 void step_bags(const Parallel& parallel, const BagBatch<Id>& batch, const float* grad, Optimizer optimizer, const Hyper& hyper, Isa isa) {
   if (batch.id_count == 0) return;
   const Occurrences found = sort_occurrences(parallel, batch);
-  const StepJob<Id> job{batch, found, grad, hyper};
+  const StepJob<Id> job{batch, found, grad, hyper, std::max(kLongRow, batch.id_count / (4 * std::max<int64_t>(1, parallel.thread_count)))};
   const int64_t part_count = parallel.thread_count <= 1 ? 1 : std::max<int64_t>(1, std::min(16 * parallel.thread_count, batch.id_count / 512));
   const std::vector<int64_t> cuts = row_cuts(found, batch.id_count, part_count);
   std::mutex guard;
