@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from conformance.pipeline.sharding import collection_of, random_plan, sharded_of
 from conformance.pipeline.support import assert_bits, random_jagged, random_tables, values_of
-from conformance.pipeline.test_sharded import collection_of, random_plan, sharded_of
 
 EXACT = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
 KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")

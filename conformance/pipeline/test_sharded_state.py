@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.support import OPTIMIZERS, Naive, assert_bits, joined, random_tables, values_of
-from conformance.pipeline.test_sharded import (
+from conformance.pipeline.sharding import (
     assert_shards,
     batches_of,
     collection_of,
@@ -20,6 +19,7 @@ from conformance.pipeline.test_sharded import (
     sharded_of,
     train,
 )
+from conformance.pipeline.support import OPTIMIZERS, Naive, assert_bits, joined, random_tables, values_of
 from refimpl.errors import MissingKeyError, ShapeError, UnsupportedError
 from refimpl.optimizers import Hyper
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from refimpl.pipeline import embeddings
 from refimpl.pipeline.data import offsets_of
 from refimpl.pipeline.jagged import Bags
 
@@ -179,34 +178,6 @@ def _one_step_late(original: Any, config: Any, lr: float, step: int) -> Any:
     return original(config, lr, step + 1)
 
 
-def _weights_lost(original: Any, batch: Any, indices: Any) -> Any:
-    found = original(batch, indices)
-    found._weights = None
-    return found
-
-
-def _in_their_order(original: Any, tensors: Any, groups: Any) -> Any:
-    order = [key for tensor in tensors for key in tensor.keys()]  # noqa: SIM118
-    return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])
-
-
-_BACKWARD = embeddings._Pooled.backward
-
-
-def _once_more(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-    found = _BACKWARD(ctx, *grads)
-    return (*found[:4], *(grad * (1 + (grad.abs().amax(1, keepdim=True) > 1)) for grad in found[4:]))
-
-
-def _plain_names(tables: Any) -> list[str]:
-    return [f"{name}{i}" for i, table in enumerate(tables) for name in table.feature_names]
-
-
-def _next_position(original: Any, module: Any, name: str, bags: Bags, weights: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = original(module, name, bags, weights.roll(-1))
-    return result
-
-
 def _accepted(*args: Any, **options: Any) -> None:
     return None
 
@@ -329,52 +300,6 @@ PLANTED = (
         "Offsets that do not cut the ids are taken.",
         ("PIPE-104",),
         "refimpl.pipeline.bags:TableBatchedEmbeddingBagsBase._check_offsets",
-        _accepted,
-    ),
-    exported(
-        "permute_loses_weights",
-        "A permuted batch has no weights.",
-        ("PIPE-100",),
-        ("KeyedJaggedTensor.permute", _weights_lost),
-    ),
-    shared_swap(
-        "batch_not_checked",
-        "Parts that disagree make a batch.",
-        ("PIPE-101",),
-        "refimpl.pipeline.data:KeyedJaggedTensor._check",
-        _accepted,
-    ),
-    exported(
-        "regroup_keeps_order",
-        "Groups keep the tensors' order.",
-        ("PIPE-102",),
-        ("KeyedTensor.regroup", _in_their_order),
-    ),
-    shared_swap(
-        "dense_gradient_twice",
-        "Dense gradients of some rows are added twice.",
-        ("PIPE-110",),
-        "refimpl.pipeline.embeddings:_Pooled.backward",
-        staticmethod(_once_more),
-    ),
-    shared_swap(
-        "names_without_tables",
-        "Shared features are not told apart.",
-        ("PIPE-110",),
-        "refimpl.pipeline.embeddings:embedding_names",
-        _plain_names,
-    ),
-    exported(
-        "positions_count_from_one",
-        "The first id of a bag has the second weight.",
-        ("PIPE-111", "PIPE-106"),
-        ("PositionWeightedModuleCollection.weights", _next_position),
-    ),
-    shared_swap(
-        "plans_not_checked",
-        "Plans that do not fit are taken.",
-        ("PIPE-105",),
-        "refimpl.pipeline.shards:check_plan",
         _accepted,
     ),
     exported(

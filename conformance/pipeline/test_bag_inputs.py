@@ -1,0 +1,127 @@
+"""F. What table-batched lookups are given: bad ids, nothing, other dtypes and strides, edits, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.pipeline.support import (
+    Jagged,
+    Naive,
+    assert_bits,
+    assert_tables,
+    random_jagged,
+    values_of,
+)
+from conformance.pipeline.test_bags import EPS, LR, lookups_of, train
+from refimpl.errors import IdRangeError, ShapeError
+from refimpl.optimizers import Hyper
+
+
+@requirement(
+    "PIPE-040",
+    "An id outside its table MUST raise and change nothing under fatal, and be row 0 under warning, with a line in the "
+    "log, and under ignore, without.",
+)
+def test_bad_ids(pipeline: Any, caplog: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weight = values_of((6, 4), 1)
+    for bad in (-1, 6, 2**40, -(2**63)):
+        batch, mended = Jagged(["f"], [[[1, bad], [], [2]]]), Jagged(["f"], [[[1, 0], [], [2]]])
+        lookups = lookups_of(pipeline, [config], [weight], "adam")
+        with raises(IdRangeError, mentions=(str(bad), "0 to 5", "table t", "sample 0")):
+            lookups(*batch.flat())
+        assert_bits(lookups.weight(0), weight, "weight after a refusal")
+        for check, lines in (("warning", 1), ("ignore", 0)):
+            caplog.clear()
+            lookups, naive = (
+                lookups_of(pipeline, [config], [weight], "adam", bounds_check=check),
+                Naive([config], [weight], "adam"),
+            )
+            ids, offsets, _ = batch.flat()
+            given_ids = ids.clone()
+            pooled = lookups(ids, offsets)
+            assert_bits(ids, given_ids, "ids of the caller")
+            assert_bits(pooled.detach(), naive.pooled(mended), f"{check} pooled")
+            pooled.backward(torch.ones(3, 4))
+            naive.step(mended, torch.ones(3, 4), Hyper(LR, 1, EPS))
+            assert_tables(lookups, naive, check)
+            assert_equal(sum(str(bad) in record.getMessage() for record in caplog.records), lines, where=f"{check} log")
+
+
+@requirement(
+    "PIPE-064",
+    "Batches with no ids at all, with features that are always empty, with one sample and of changing size MUST work.",
+)
+def test_empty(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights = [values_of((6, 4), i) for i in range(2)]
+    lookups, naive = lookups_of(pipeline, configs, weights, "adam"), Naive(configs, weights, "adam")
+    steps: list[list[list[list[int]]]] = [
+        [[[], []], [[], []]],
+        [[[1]], [[]]],
+        [[[], [2, 2], []], [[], [], []]],
+        [[[0]], [[5]]],
+    ]
+    for step, bags in enumerate(steps):
+        train(lookups, naive, Jagged(["f0", "f1"], bags), step, f"step {step}")
+
+
+@requirement(
+    "PIPE-068",
+    "Ids and offsets of int32 and int64, strided ids, and ids that share storage MUST give the same bits, and stay as "
+    "they were.",
+)
+def test_dtypes_of_ids(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weight = values_of((6, 4), 1)
+    batch = random_jagged(["f"], [6], 5, 3, weighted=True)
+    ids, offsets, scale = batch.flat()
+    assert scale is not None
+    wide = torch.stack([ids, ids + 100], dim=1)
+    forms = {
+        "int32": (ids.int(), offsets.int(), scale),
+        "mixed": (ids.int(), offsets, scale),
+        "strided": (wide[:, 0], offsets, torch.stack([scale, -scale], dim=1)[:, 0]),
+    }
+    expected = lookups_of(pipeline, [config], [weight])
+    first = expected(ids, offsets, scale)
+    first.backward(torch.ones(5, 4))
+    for name, form in forms.items():
+        lookups, copies = lookups_of(pipeline, [config], [weight]), [part.clone() for part in form]
+        pooled = lookups(*form)
+        assert_bits(pooled.detach(), first.detach(), f"{name} pooled")
+        pooled.backward(torch.ones(5, 4))
+        assert_bits(lookups.weight(0), expected.weight(0), f"{name} weight")
+        for part, copy in zip(form, copies, strict=True):
+            assert_bits(part, copy, f"{name} input")
+
+
+@requirement("PIPE-061", "An edit of a table in place between steps MUST be seen by the next lookup.")
+def test_edit(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    lookups = lookups_of(pipeline, [config], [values_of((6, 4), 1)])
+    flat = Jagged(["f"], [[[2], [3]]]).flat()
+    lookups(*flat).backward(torch.ones(2, 4))
+    lookups.weight(0)[2] = 7.0
+    assert_bits(lookups(*flat).detach()[0], torch.full((4,), 7.0), "the edited row")
+
+
+@requirement(
+    "PIPE-104",
+    "Offsets that do not cut the ids, or weights of another number, MUST be refused before anything is read.",
+)
+def test_refusals(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights = [values_of((6, 4), i) for i in range(2)]
+    lookups = lookups_of(pipeline, configs, weights)
+    ids = torch.tensor([1, 2, 3])
+    for offsets in ([0, 1, 3, 3], [0, 4, 3], [1, 2, 3], [0, 1, 2], [0, 3, 2, 2, 3], []):
+        with raises(ShapeError):
+            lookups(ids, torch.tensor(offsets, dtype=torch.int64))
+    with raises(ShapeError, mentions=("weight",)):
+        lookups(ids, torch.tensor([0, 1, 3]), torch.ones(2))
+    for index, weight in enumerate(weights):
+        assert_bits(lookups.weight(index), weight, "weight")
