@@ -72,7 +72,7 @@ def virtual(device: VirtualDevice, batch: Batch) -> VirtualBatch:
 )
 def test_no_hazard(pipeline: Any) -> None:
     for name, options in VARIANTS:
-        for late, seed in ((False, None), (True, None), (True, 1), (True, 2)):
+        for late, seed in ((False, None), (True, None), (True, 1)):
             loop = Job(pipeline, 3, kinds=KINDS)
             expected: list[torch.Tensor | None] = []
             for step, batch in enumerate(loop.batches(6)):
@@ -149,10 +149,10 @@ def makespan_of(pipeline: Any, name: str, options: dict[str, Any], costs: Costs,
     needs=("streams",),
 )
 def test_makespan(pipeline: Any) -> None:
-    for lookup_s, dense_s in ((1.0, 1.0), (4.0, 1.0), (1.0, 4.0), (0.0, 2.0), (3.0, 0.0)):
+    for lookup_s, dense_s in ((4.0, 1.0), (1.0, 4.0), (3.0, 0.0)):
         costs = costs_of(lookup_s, dense_s)
-        short, long = ({name: makespan_of(pipeline, name, {}, costs, n) for name in EXACT} for n in (4, 8))
-        steps = {name: (long[name] - short[name]) / 4 for name in EXACT}
+        short, long = ({name: makespan_of(pipeline, name, {}, costs, n) for name in EXACT} for n in (4, 6))
+        steps = {name: (long[name] - short[name]) / 2 for name in EXACT}
         base, sparse_dist, fused = (steps[name] for name in EXACT)
         where = f"lookup {lookup_s}, dense {dense_s}"
         # Two lookups and four parameters.
