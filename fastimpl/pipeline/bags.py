@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from refimpl.pipeline.jagged import Bags
 __all__ = ["TableBatchedEmbeddingBags"]
 
 _NONE = torch.empty(0)
+_HUGE_BYTES = 4 << 20
 
 
 def _plain(bags: Bags) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -23,6 +25,14 @@ def _plain(bags: Bags) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 class TableBatchedEmbeddingBags(TableBatchedEmbeddingBagsBase):
     __doc__ = TableBatchedEmbeddingBagsBase.__doc__
+
+    @staticmethod
+    def fresh(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        # Rows are touched at random: in small pages every one would miss the translation cache as well.
+        memory = torch.empty(shape, dtype=dtype, device=device)
+        if memory.nbytes >= _HUGE_BYTES and memory.device.type == "cpu":
+            ops.advise_huge_pages(memory)
+        return memory
 
     @staticmethod
     def outside(bags: Bags, row_counts: Sequence[int]) -> tuple[int, int]:

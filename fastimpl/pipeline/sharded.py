@@ -78,7 +78,7 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
     def _exchange_back(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
         strides = ctx.strides
         widths = [sum(group.width for group in groups) for groups in self.rank_groups]
-        blocks = self.columns.take_apart(grad, ctx.bags)
+        blocks = self.columns.take_apart(grad, ctx.bags, self.world_size)
         words = blocks[0].reshape(-1) if len(blocks) == 1 else torch.cat([block.reshape(-1) for block in blocks])
         sent = [strides[self.rank] * width for width in widths]
         flat = self._all_to_all(words, [samples * widths[self.rank] for samples in strides], sent)

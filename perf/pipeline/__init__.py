@@ -11,6 +11,7 @@ import torch
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
+from perf.pipeline.sparse_nn import BATCH, measure_sparse_nn
 from perf.pipeline.tables import Plan
 from perf.pipeline.training import measure_training
 
@@ -25,7 +26,10 @@ _PLANS = {
 
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
 JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
-    name: partial(measure_training, plan) for name, plan in _PLANS.items()
+    **{name: partial(measure_training, plan) for name, plan in _PLANS.items()},
+    "sparse-nn": partial(measure_sparse_nn, BATCH),
+    # So small that what is left is the host's own work.
+    "sparse-nn-tiny": partial(measure_sparse_nn, 4),
 }
 
 __all__ = ["JOBS"]

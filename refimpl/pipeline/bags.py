@@ -137,8 +137,13 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
             )
         self.register_buffer(f"weight_{index}", weight.detach())
         for name, width in self.fused_optimizer.config.state_widths(table.embedding_dim).items():
-            state = torch.zeros(table.num_embeddings, width, device=weight.device)
-            self.register_buffer(f"{name}_{index}", state)
+            state = self.fresh((table.num_embeddings, width), torch.float32, weight.device)
+            self.register_buffer(f"{name}_{index}", state.zero_())
+
+    @staticmethod
+    def fresh(shape: tuple[int, int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """Memory for a table or a state, not initialised."""
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def weight(self, index: int) -> torch.Tensor:
         """The weight [E, D] of one table, itself and not a copy."""

@@ -34,13 +34,17 @@ class Columns:
             self.begins.append(self.width)
             self.width += 0 if index in dense else table.embedding_dim
 
-    def _places(self, rank: int) -> list[tuple[Slot, slice, slice]]:
-        """(slot, its columns of the result, its columns of the rank's block)."""
-        places, at = [], 0
+    def _places(self, rank: int) -> list[tuple[bool, slice, slice]]:
+        """(partial sums, columns of the result, columns of the rank's block); neighbours in both are one."""
+        places: list[tuple[bool, slice, slice]] = []
+        at = 0
         for slot in self.slots[rank]:
-            begin = self.begins[slot.feature] + slot.shard.columns[0]
-            width = slot.shard.width
-            places.append((slot, slice(begin, begin + width), slice(at, at + width)))
+            begin, width = self.begins[slot.feature] + slot.shard.columns[0], slot.shard.width
+            partial, there, here = is_partial(slot.shard), slice(begin, begin + width), slice(at, at + width)
+            if places and places[-1][0] == partial and places[-1][1].stop == begin:
+                _, before, block = places.pop()
+                there, here = slice(before.start, there.stop), slice(block.start, here.stop)
+            places.append((partial, there, here))
             at += width
         return places
 
@@ -60,8 +64,8 @@ class Columns:
         stride = (bags.offsets.numel() - 1) // len(self._tables)
         result = torch.zeros(stride, self.width, device=bags.offsets.device)
         for rank, block in enumerate(blocks):
-            for slot, there, here in self._places(rank):
-                if is_partial(slot.shard):
+            for partial, there, here in self._places(rank):
+                if partial:
                     result[:, there] += block[:, here]
                 else:
                     result[:, there] = block[:, here]
@@ -69,15 +73,21 @@ class Columns:
             result[:, self._of(feature)] /= bags.feature(feature, len(self._tables)).lengths()
         return result
 
-    def take_apart(self, grad: torch.Tensor, bags: Bags) -> list[torch.Tensor]:
-        """``assemble`` backwards: the gradient [B, columns of the rank] of each rank's block."""
-        means = self._means()
-        if means:
-            grad = grad.clone()
-        for feature in means:
-            grad[:, self._of(feature)] /= bags.feature(feature, len(self._tables)).lengths()
-        empty = grad[:, :0]
-        return [
-            torch.cat([empty, *(grad[:, there] for _, there, _ in self._places(rank))], dim=1)
-            for rank in range(len(self.slots))
-        ]
+    def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> list[torch.Tensor]:
+        """``assemble`` backwards: each rank's block [B, columns of the rank] of the gradient over ``divisor``."""
+        blocks = []
+        for rank in range(len(self.slots)):
+            places = self._places(rank)
+            block = grad.new_empty(grad.shape[0], places[-1][2].stop if places else 0)
+            for _, there, here in places:
+                torch.div(grad[:, there], divisor, out=block[:, here])
+            blocks.append(block)
+        for feature in self._means():
+            lengths = bags.feature(feature, len(self._tables)).lengths()
+            for rank, slots in enumerate(self.slots):
+                at = 0
+                for slot in slots:
+                    if slot.feature == feature:
+                        blocks[rank][:, at : at + slot.shard.width] /= lengths
+                    at += slot.shard.width
+        return blocks

@@ -69,7 +69,7 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         return self.columns.assemble([whole[begin : begin + ctx.strides[self.rank]] for whole in everyone], ctx.bags)
 
     def _exchange_back(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
-        everyone = gathered(lambda: self.columns.take_apart(grad, ctx.bags), self.process_group)
+        everyone = gathered(lambda: self.columns.take_apart(grad, ctx.bags, self.world_size), self.process_group)
         mine = torch.cat([blocks[self.rank] for blocks in everyone])
         return list(torch.split(mine, [group.width for group in self.groups], dim=1))
 

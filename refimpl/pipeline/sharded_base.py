@@ -67,7 +67,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         module = ctx.module
         module.fused_optimizer.step_count += 1
-        parts = module._exchange_back(ctx.context, grads[0].contiguous() / module.world_size)
+        parts = module._exchange_back(ctx.context, grads[0].contiguous())
         return None, None, None, None, *parts, *(torch.zeros_like(param) for param in ctx.replicated)
 
 
@@ -148,7 +148,9 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             whole: torch.Tensor = collection.embedding_bags[table.name].weight.detach()
             if whole.device.type == "meta":
                 return initial_shard(table, shard.table, shard, seed)
-            return whole[slice(*shard.rows), slice(*shard.columns)].clone(memory_format=torch.contiguous_format)
+            part = whole[slice(*shard.rows), slice(*shard.columns)]
+            mine: torch.Tensor = self.bags_type.fresh(tuple(part.shape), part.dtype, part.device)
+            return mine.copy_(part)
 
         self.groups = [
             make_group(group, self.tables, self.plan, self.bags_type, self.fused_optimizer, weight_of)
@@ -285,7 +287,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
 
     @abstractmethod
     def _exchange_back(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of each lookup's columns, over all ranks' samples: ``Columns.take_apart`` of every rank."""
+        """The gradient of each lookup's columns, over all ranks' samples: ``Columns.take_apart`` by W of every rank."""
 
     @abstractmethod
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ SHARDED = "ShardedEmbeddingBagCollection"
 _BASE = "refimpl.pipeline.sharded_base"
 
 
-def _not_mean(original: Any, columns: Any, grad: torch.Tensor, bags: Any) -> Any:
-    return original(columns, grad * len(columns.slots), bags)
+def _not_mean(original: Any, columns: Any, grad: torch.Tensor, bags: Any, divisor: int) -> Any:
+    return original(columns, grad, bags, 1)
 
 
 def _descending(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Tensor:
@@ -34,15 +34,18 @@ def _no_means(original: Any, columns: Any) -> list[int]:
 
 
 def _first_columns(original: Any, columns: Any, rank: int) -> Any:
-    found = original(columns, rank)
-    begins = columns.begins
-    return [
-        (slot, slice(begins[slot.feature], begins[slot.feature] + slot.shard.width), here) for slot, _, here in found
-    ]
+    from refimpl.pipeline.lookups import is_partial
+
+    places, at = [], 0
+    for slot in columns.slots[rank]:
+        begin, width = columns.begins[slot.feature], slot.shard.width
+        places.append((is_partial(slot.shard), slice(begin, begin + width), slice(at, at + width)))
+        at += width
+    return places
 
 
-def _last_rank_missed(original: Any, columns: Any, grad: torch.Tensor, bags: Any) -> Any:
-    blocks = original(columns, grad, bags)
+def _last_rank_missed(original: Any, columns: Any, grad: torch.Tensor, bags: Any, divisor: int) -> Any:
+    blocks = original(columns, grad, bags, divisor)
     return [*blocks[:-1], torch.zeros_like(blocks[-1])] if len(blocks) > 1 else blocks
 
 
@@ -64,7 +67,7 @@ def _summed(original: Any, module: Any, value: torch.Tensor) -> torch.Tensor:
 def _only_with_tables(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     module = ctx.module
     module.fused_optimizer.step_count += bool(module.groups)
-    parts = module._exchange_back(ctx.context, grads[0].contiguous() / module.world_size)
+    parts = module._exchange_back(ctx.context, grads[0].contiguous())
     return None, None, None, None, *parts, *(torch.zeros_like(param) for param in ctx.replicated)
 
 

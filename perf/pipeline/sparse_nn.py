@@ -1,0 +1,186 @@
+"""SparseNN: sharded tables, a dense bottom and top, trained on every rank, by this project and by torchrec.
+
+Each rank has a run of tables, so that pooled columns stand in one order everywhere. The optimizer of the tables is
+row-wise Adagrad, that of the dense part SGD. Every contender trains its own model on the same batches; predictions of
+the first steps are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.harness import Mismatch, Rank
+from fastimpl import pipeline
+from perf.harness.paired import Round, Sample, interleave
+from perf.harness.workloads import Workload
+from perf.peers import torchrec_model
+
+__all__ = ["measure_sparse_nn"]
+
+BATCH, POOLING, DENSE = 1024, 10, 16
+STEPS = 4
+LR, EPS = 0.05, 1e-8
+
+
+@dataclass
+class Batch:
+    """Dense features [B, 16], ids of all features, targets [B]; what torchrec's pipelines ask of a batch."""
+
+    dense: torch.Tensor
+    ids: Any
+    target: torch.Tensor
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """On the CPU already."""
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        """There are no streams on the CPU."""
+
+    def pin_memory(self) -> Batch:
+        """There is nothing to pin for."""
+        return self
+
+
+class SparseNN(torch.nn.Module):
+    """Returns (loss [1], predictions [B])."""
+
+    def __init__(self, collection: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.collection = collection
+        self.bottom = torch.nn.Linear(DENSE, 64)
+        self.top = torch.nn.Sequential(torch.nn.Linear(64 + width, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        with torch.no_grad():
+            for part in (self.bottom, self.top):
+                for param in part.parameters():
+                    param.copy_(torch.rand(param.shape, generator=generator).sub_(0.5).mul_(0.1))
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean square of prediction less target."""
+        pooled = self.collection(batch.ids).values()
+        dense = torch.relu(self.bottom(batch.dense))
+        predictions = self.top(torch.cat([dense, pooled], dim=1))[:, 0]
+        return (predictions - batch.target).square().mean().reshape(1), predictions.detach()
+
+
+@dataclass
+class _Arm:
+    """One contender: a model, its dense optimizer, how it is stepped, and the class of its batches."""
+
+    model: Any
+    optimizer: Any
+    make_ids: Any
+    schedule: Any = None
+    batch_class: Any = Batch
+
+    def run(self, batches: list[Batch]) -> torch.Tensor:
+        """A few steps; the last predictions."""
+        loader, output = iter(batches), torch.empty(0)
+        for batch in batches:
+            if self.schedule is not None:
+                output = self.schedule.progress(loader)
+                continue
+            self.optimizer.zero_grad()
+            loss, output = self.model(batch)
+            loss.sum().backward()
+            self.optimizer.step()
+        return output
+
+
+def _batches(workload: Workload, seed: int, batch: int, arm: _Arm) -> Iterator[Batch]:
+    names = [f"f{i}" for i in range(workload.tensor_count)]
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(1000 * seed + 10 * step + dist.get_rank())
+        lengths = torch.randint(0, 2 * POOLING + 1, (workload.tensor_count * batch,), generator=generator)
+        values = torch.randint(0, workload.shape[0], (int(lengths.sum()),), generator=generator)
+        dense, target = torch.rand(batch, DENSE, generator=generator), torch.rand(batch, generator=generator)
+        yield arm.batch_class(dense, arm.make_ids(names, values, lengths=lengths), target)
+
+
+def _our_arm(workload: Workload, schedule: str | None) -> _Arm:
+    rows, dim = workload.shape
+    tables = [
+        pipeline.EmbeddingBagConfig(rows, dim, f"t{i}", feature_names=[f"f{i}"]) for i in range(workload.tensor_count)
+    ]
+    collection = pipeline.EmbeddingBagCollection(tables)
+    _fill(collection)
+    plan = {
+        f"t{i}": pipeline.table_wise(i * workload.rank_count // workload.tensor_count)
+        for i in range(workload.tensor_count)
+    }
+    optimizer = pipeline.FusedOptimizer("rowwise_adagrad", lr=LR, eps=EPS)
+    sharded = pipeline.ShardedEmbeddingBagCollection(collection, plan, optimizer=optimizer)
+    model = SparseNN(sharded, workload.tensor_count * dim)
+    dense = torch.optim.SGD(model.parameters(), lr=LR)
+    driver = None if schedule is None else getattr(pipeline, schedule)(model, dense)
+    return _Arm(model, dense, pipeline.KeyedJaggedTensor, driver)
+
+
+def _their_arm(workload: Workload, schedule: str | None) -> _Arm:
+    rows, dim = workload.shape
+    sharded = torchrec_model.sharded(rows, dim, workload.tensor_count, workload.rank_count, LR, EPS, _fill)
+    model = SparseNN(sharded, workload.tensor_count * dim)
+    dense_params = [*model.bottom.parameters(), *model.top.parameters()]
+    dense = torch.optim.SGD(dense_params, lr=LR)
+    driver = None if schedule is None else torchrec_model.schedule(schedule, model, dense)
+    return _Arm(model, dense, torchrec_model.jagged(), driver, torchrec_model.pipelineable(Batch))
+
+
+def _fill(collection: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, param in sorted(collection.named_parameters()):
+            param.copy_(torch.rand(param.shape, generator=generator).sub_(0.5).mul_(0.1))
+
+
+def measure_sparse_nn(
+    batch: int, rank: Rank, workload: Workload, folder: str, round_count: int, seed: int
+) -> list[Round]:
+    """``seconds`` of four steps.
+
+    ``ours`` and ``torchrec`` call the model in a loop; ``fused``, ``sparse-dist`` and ``base`` are our pipelines,
+    ``torchrec-sparse-dist`` is torchrec's. Ranks have one thread each.
+    """
+    torch.set_num_threads(1)
+    makers: dict[str, Callable[[], _Arm]] = {
+        "ours": lambda: _our_arm(workload, None),
+        "fused": lambda: _our_arm(workload, "TrainPipelineFusedSparseDist"),
+        "sparse-dist": lambda: _our_arm(workload, "TrainPipelineSparseDist"),
+        "base": lambda: _our_arm(workload, "TrainPipelineBase"),
+    }
+    if torchrec_model.installed():
+        makers["torchrec"] = lambda: _their_arm(workload, None)
+        makers["torchrec-sparse-dist"] = lambda: _their_arm(workload, "TrainPipelineSparseDist")
+    arms = {name: makers[name]() for name in workload.contenders if name in makers}
+    _check_first_losses(workload, batch, arms)
+    turn = [0]
+
+    def runner(arm: _Arm) -> Callable[[], Sample]:
+        def run() -> Sample:
+            turn[0] += 1
+            batches = list(_batches(workload, seed + turn[0], batch, arm))
+            dist.barrier()
+            begun = time.perf_counter()
+            arm.run(batches)
+            return {"seconds": time.perf_counter() - begun}
+
+        return run
+
+    return interleave({name: runner(arm) for name, arm in arms.items()}, round_count=round_count, seed=seed)
+
+
+def _check_first_losses(workload: Workload, batch: int, arms: dict[str, _Arm]) -> None:
+    """All have the same model: predictions of four steps are the same within float32 noise of the sums' order."""
+    found = {name: arm.run(list(_batches(workload, 0, batch, arm))).detach().double() for name, arm in arms.items()}
+    first = next(iter(found.values()))
+    for name, output in found.items():
+        worst = float((output - first).abs().max() / first.abs().max())
+        if worst > 1e-4:
+            raise Mismatch("contenders do not train the same model", got=worst, expected="<= 1e-4", where=name)
