@@ -111,6 +111,17 @@ def _counted_failure(original: Any, schedule: Any, flight: Any) -> None:
         call.module.fused_optimizer.step_count += 1
 
 
+def _outputs_kept(original: Any, schedule: Any, loader: Any) -> Any:
+    output = original(schedule, loader)
+    schedule.__dict__.setdefault("_kept", []).append(output)
+    return output
+
+
+def _batch_kept(original: Any, schedule: Any, loader: Any) -> Any:
+    schedule._last = schedule._queue[0].batch if schedule._queue else None
+    return original(schedule, loader)
+
+
 def _left_attached(original: Any, attachment: Any) -> None:
     """Forwards stay replaced."""
 
@@ -212,6 +223,8 @@ PLANTED = (
         f"{_BASE}._drop",
         _counted_failure,
     ),
+    shared("outputs_kept", "Every output is kept.", ("PIPE-103",), f"{_BASE}.progress", _outputs_kept),
+    shared("last_batch_kept", "A batch is kept for a step more.", ("PIPE-131",), f"{_BASE}.progress", _batch_kept),
     shared(
         "forward_not_restored",
         "detach() leaves the driven forward.",
