@@ -314,7 +314,7 @@ def test_nothing(rank_pool: Any) -> None:
 
 def _moved(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
-    configs, weights, keys, limits = random_tables(pipeline, 3)
+    configs, weights, keys, limits = random_tables(pipeline, 3, dtypes=DTYPES[:2], multiple=4)
     batches = batches_of(rank, keys, limits, 7)
     results = []
     for shift in range(rank.world_size):
@@ -437,7 +437,7 @@ def test_processed(rank_pool: Any) -> None:
 
 def _alone(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
-    configs, weights, keys, limits = random_tables(pipeline, 5)
+    configs, weights, keys, limits = random_tables(pipeline, 5, dtypes=DTYPES[:2], multiple=4)
     plan = random_plan(pipeline, configs, 1, 5, ("table_wise", "row_wise"))
     batches = batches_of(rank, keys, limits, 5)
     pooled = []
