@@ -309,10 +309,7 @@ def test_bad_ids(pipeline: Any, caplog: Any) -> None:
 def test_empty(pipeline: Any) -> None:
     configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
     weights = [values_of((6, 4), i) for i in range(2)]
-    lookups, naive = (
-        lookups_of(pipeline, configs, weights, "rowwise_adagrad"),
-        Naive(configs, weights, "rowwise_adagrad"),
-    )
+    lookups, naive = lookups_of(pipeline, configs, weights, "adam"), Naive(configs, weights, "adam")
     steps: list[list[list[list[int]]]] = [
         [[[], []], [[], []]],
         [[[1]], [[]]],
