@@ -185,6 +185,7 @@ class _Sharded(torch.nn.Module):
         self.in_order = _InOrder(module)
         self._names = [config.name for config in module.embedding_bag_configs()]
         self.fused_optimizer = self.module.fused_optimizer
+        # Upstream counts lookups inside its kernels, not backwards: there is no count of steps to compare, so none is.
         self.fused_optimizer.step_count = 0
 
     def forward(self, features: Any) -> Any:
