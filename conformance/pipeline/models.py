@@ -77,7 +77,9 @@ class Job:
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
-        self.tables = [random_tables(pipeline, 2 * seed + i) for i in range(2)]
+        # Not every implementation has other dims, or trains in bfloat16 on the CPU; neither is what a schedule changes.
+        kinds_of_tables: dict[str, Any] = {"dtypes": (torch.float32, torch.float16), "multiple": 4}
+        self.tables = [random_tables(pipeline, 2 * seed + i, **kinds_of_tables) for i in range(2)]
         collections: list[Any] = []
         for index, (configs, weights, _, _) in enumerate(self.tables):
             plan = random_plan(pipeline, configs, world_size, seed + index, kinds)

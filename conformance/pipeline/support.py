@@ -190,9 +190,19 @@ def assert_tables(lookups: Any, naive: Naive, where: str = "") -> None:
 
 
 def random_tables(
-    pipeline: Any, seed: int, *, count: int = 3, dtypes: Sequence[torch.dtype] = DTYPES, rows: int = 9, dims: int = 12
+    pipeline: Any,
+    seed: int,
+    *,
+    count: int = 3,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    rows: int = 9,
+    dims: int = 12,
+    multiple: int = 1,
 ) -> tuple[list[Any], list[torch.Tensor], list[str], list[int]]:
-    """Configs, weights, and the features of a batch with their row limits; features are shared within and between."""
+    """Configs, weights, and the features of a batch with their row limits; features are shared within and between.
+
+    Dims are multiples of ``multiple``: of 4 where the dim is not the point, which is what other implementations take.
+    """
     generator = generator_of(seed)
 
     def draw(low: int, high: int) -> int:
@@ -203,7 +213,7 @@ def random_tables(
     for index in range(count):
         # Every table has its own feature; some have the common last one too.
         names = [keys[index], keys[count]][: draw(1, 2)] if index else [keys[0], keys[count]]
-        size, width, dtype = draw(1, rows), draw(1, dims), dtypes[draw(0, len(dtypes) - 1)]
+        size, width, dtype = draw(1, rows), multiple * draw(1, dims // multiple), dtypes[draw(0, len(dtypes) - 1)]
         pooling = (pipeline.PoolingType.SUM, pipeline.PoolingType.MEAN)[draw(0, 1)]
         configs.append(pipeline.EmbeddingBagConfig(size, width, f"t{index}", dtype, names, pooling))
         weights.append(torch.randn(size, width, generator=generator).to(dtype))

@@ -30,15 +30,15 @@ def test_bad_ids(pipeline: Any, caplog: Any) -> None:
     weight = values_of((6, 4), 1)
     for bad in (-1, 6, 2**40, -(2**63)):
         batch, mended = Jagged(["f"], [[[1, bad], [], [2]]]), Jagged(["f"], [[[1, 0], [], [2]]])
-        lookups = lookups_of(pipeline, [config], [weight], "adam")
+        lookups = lookups_of(pipeline, [config], [weight], "adagrad")
         with raises(IdRangeError, mentions=(str(bad), "0 to 5", "table t", "sample 0")):
             lookups(*batch.flat())
         assert_bits(lookups.weight(0), weight, "weight after a refusal")
         for check, lines in (("warning", 1), ("ignore", 0)):
             caplog.clear()
             lookups, naive = (
-                lookups_of(pipeline, [config], [weight], "adam", bounds_check=check),
-                Naive([config], [weight], "adam"),
+                lookups_of(pipeline, [config], [weight], "adagrad", bounds_check=check),
+                Naive([config], [weight], "adagrad"),
             )
             ids, offsets, _ = batch.flat()
             given_ids = ids.clone()

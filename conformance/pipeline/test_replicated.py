@@ -19,6 +19,7 @@ from conformance.pipeline.sharding import (
     train,
 )
 from conformance.pipeline.support import (
+    DTYPES,
     Jagged,
     Naive,
     assert_bits,
@@ -135,7 +136,7 @@ def test_processed(rank_pool: Any) -> None:
 
 def _alone(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
-    configs, weights, keys, limits = random_tables(pipeline, 5)
+    configs, weights, keys, limits = random_tables(pipeline, 5, dtypes=DTYPES[:2], multiple=4)
     plan = random_plan(pipeline, configs, 1, 5, ("table_wise", "row_wise"))
     batches = batches_of(rank, keys, limits, 5)
     pooled = []

@@ -246,7 +246,7 @@ def test_nothing(rank_pool: Any) -> None:
 
 def _moved(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
-    configs, weights, keys, limits = random_tables(pipeline, 3)
+    configs, weights, keys, limits = random_tables(pipeline, 3, dtypes=DTYPES[:2], multiple=4)
     batches = batches_of(rank, keys, limits, 7)
     results = []
     for shift in range(rank.world_size):

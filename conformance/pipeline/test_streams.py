@@ -97,6 +97,40 @@ def test_no_hazard(pipeline: Any) -> None:
                 assert_same_state(job, loop, f"{name} {options} late {late}")
 
 
+def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS) -> list[str]:
+    """What the virtual device finds in a few training steps of each schedule."""
+    found = []
+    for name, options in variants:
+        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds)
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
+        with device:
+            schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+            for _ in range(4):
+                schedule.progress(loader)
+        found += [f"{name} {options}: {hazard}" for hazard in device.hazards]
+    return found
+
+
+@requirement(
+    "PIPE-094",
+    "Whatever reads a batch on the device MUST be ordered behind its copy: exchanges, lookups and the forward.",
+    needs=("streams",),
+)
+def test_copies_ordered(pipeline: Any) -> None:
+    found = [hazard for hazard in hazards_of(pipeline, VARIANTS[1:3]) if "copy at" in hazard]
+    assert_equal(found, [], where="accesses that no event orders behind a copy")
+
+
+@requirement(
+    "PIPE-095",
+    "Memory that one stream allocated and another uses MUST be recorded for the other before it is given back.",
+    needs=("streams",),
+)
+def test_memory_recorded(pipeline: Any) -> None:
+    found = [hazard for hazard in hazards_of(pipeline, VARIANTS[2:4]) if "released:" in hazard]
+    assert_equal(found, [], where="memory given back while a stream needs it")
+
+
 @requirement(
     "PIPE-128",
     "An edit of a table on the caller's stream between two steps MUST be ordered before the next lookup.",

@@ -213,7 +213,7 @@ PLANTED = (
     exported(
         "shared_feature_gradient_lost",
         "The last feature of a shared table loses gradients.",
-        ("PIPE-010",),
+        ("PIPE-110",),
         (f"{LOOKUPS}._update", _last_feature_lost),
     ),
     exported("untouched_states_decay", "Rows without ids lose state.", ("PIPE-011",), (f"{LOOKUPS}._update", _decayed)),
@@ -296,7 +296,7 @@ PLANTED = (
         _one_step_late,
     ),
     shared_swap(
-        "offsets_not_checked",
+        "bag_offsets_not_checked",
         "Offsets that do not cut the ids are taken.",
         ("PIPE-104",),
         "refimpl.pipeline.bags:TableBatchedEmbeddingBagsBase._check_offsets",

@@ -105,13 +105,13 @@ PLANTED = (
     fast(
         "exchange_before_copy",
         "The exchange does not wait for the copy.",
-        ("PIPE-093",),
+        ("PIPE-094",),
         wrap(f"{_STAGES}._flight_of", _missing("moved")),
     ),
     fast(
         "memory_not_recorded",
         "Memory that crosses streams is not recorded (torchrec 4497).",
-        ("PIPE-093",),
+        ("PIPE-095",),
         wrap(f"{_STAGES}._hand_over", _not_kept),
     ),
     fast(
