@@ -14,7 +14,7 @@ def register_row_fakes() -> None:
     """
     for name in ("kv_read", "kv_fail_after", "kv_close"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
-    for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update", "file_read"):
+    for name in ("kv_write", "kv_write_rows", "kv_write_metadata", "kv_update"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kv_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
@@ -24,6 +24,9 @@ def register_row_fakes() -> None:
         lambda ids, total, size, begin, end: (ids.new_empty(ids.numel(), 1), ids.new_empty(end - begin, 1), 0),
     )
     torch.library.register_fake("twinproof::kv_keys", lambda rows: rows.new_empty(rows.shape[0], dtype=torch.int64))
+    torch.library.register_fake(
+        "twinproof::file_read", lambda file, begin, dense: dense.new_empty(1, dtype=torch.int64)
+    )
     torch.library.register_fake("twinproof::kv_saved_fit", lambda *args: True)
     for name in ("kv_delete", "kv_evict"):
         torch.library.register_fake(f"twinproof::{name}", lambda handle, *args: handle.new_empty(2))
@@ -147,7 +150,7 @@ def sort_ids(
 def file_read(file: int, begin: int, dense: torch.Tensor) -> bool:
     """Fill ``dense`` from byte ``begin`` of an open file on; False where the file ends early or cannot be read."""
     torch.autograd.graph.increment_version(dense)
-    return int(torch.ops.twinproof.file_read(file, begin, dense)) == 0
+    return int(torch.ops.twinproof.file_read(file, begin, dense).item()) == 0
 
 
 def row_keys(rows: torch.Tensor) -> torch.Tensor:

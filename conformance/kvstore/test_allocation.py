@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
@@ -145,3 +146,38 @@ def test_failing_load(kvstore: Any, tmp_path: Path) -> None:
     assert_equal(count > 0, True, where="a load that grows the table allocates")
     with raises(MemoryError, where="reserve"):
         store.reserve("t", 2**32 - 16)
+
+
+@requirement(
+    "KV-135",
+    "After reserve(n), batches of n distinct ids in all MUST NOT allocate memory for rows or maps, whatever duplicates "
+    "they hold and however many threads insert.",
+    needs=("injected_allocation_failure",),
+)
+@pytest.mark.parametrize("thread_count", [1, 2, 8])
+def test_reserved_rows_need_no_memory(kvstore: Any, thread_count: int) -> None:
+    count, generator = 20_000, torch.Generator().manual_seed(thread_count)
+    before = torch.get_num_threads()
+    torch.set_num_threads(thread_count)
+    try:
+        store, outcome = store_of(kvstore, kvstore.RowLayout(6), num_shards=64), "enough"
+        store.reserve("t", count)
+        reserved = store.stats()
+        store.fail_allocations("t", 0)
+        ids = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+        # Each batch has half of its ids twice, and rows that an earlier batch inserted.
+        for begin in range(0, count, count // 2):
+            part = torch.cat([ids[: begin + count // 2], ids[begin : begin + count // 2]])
+            batch = part[torch.randperm(part.numel(), generator=generator)]
+            try:
+                store.set("t", batch, torch.ones(batch.numel(), 6))
+            except MemoryError as error:
+                outcome = f"{error} at {begin}"
+        stats = store.stats()
+    finally:
+        torch.set_num_threads(before)
+    assert_equal(outcome, "enough", where=f"memory on {thread_count} threads")
+    assert_equal(stats.row_count, count, where="rows")
+    assert_equal(
+        (stats.allocated_bytes, stats.map_bytes), (reserved.allocated_bytes, reserved.map_bytes), where="bytes"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, assert_le, requirement
+from conformance.harness import assert_equal, assert_le, assert_same_bytes, requirement
 from conformance.kvstore.folders import filled, fresh, save
 from conformance.kvstore.huge import repeated
 from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_bits, store_of
@@ -165,3 +165,22 @@ def test_rows_are_written_as_they_are_read(kvstore: Any, tmp_path: Path, monkeyp
         kvstore.save(store, tmp_path / "saved", form=form, save_distributed=False, thread_count=1)
     assert_le(40 * MIB, read_bytes, where="bytes read")
     assert_le(max(held), 16 * MIB, where="bytes read and not yet written")
+
+
+@requirement(
+    "KV-136",
+    "The bytes of a save MUST NOT depend on the size of the blocks that are written, wherever those cut rows.",
+    needs=("streamed_saves",),
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_blocks_cut_rows(kvstore: Any, tmp_path: Path, form: str) -> None:
+    store, saved = filled(kvstore, range(-900, 900)), {}
+    for block_bytes in (4096, 1 << 14, 1 << 22):
+        folder = tmp_path / f"{block_bytes}"
+        save(kvstore, store, folder, form=form, block_bytes=block_bytes, chunk_rows=700, buckets=kvstore.Buckets(5))
+        saved[block_bytes] = b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+    for block_bytes, found in saved.items():
+        assert_same_bytes(found, saved[1 << 22], where=f"blocks of {block_bytes} bytes")
+    other = fresh(kvstore)
+    kvstore.load(other, tmp_path / "4096")
+    assert_contents(other, contents(store), where="loaded again")

@@ -14,7 +14,7 @@ import torch
 
 from fastimpl import ops
 from fastimpl.checkpoint.geometry import Geometry
-from fastimpl.checkpoint.source import Source
+from fastimpl.checkpoint.source import LazySource, Source
 from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
 from refimpl.checkpoint.memory import buffer_of
 from refimpl.errors import CorruptionError, PlanError
@@ -58,6 +58,14 @@ class LocalPart:
             return self.staged
         return self.source.read(self.skip, self.skip + self.count)
 
+    def place(self, window: torch.Tensor, window_start: int) -> None:
+        """Copy or read the bytes to where they lie in a window of the file, uint8, which begins at ``window_start``."""
+        if isinstance(self.source, LazySource) and self.is_run:
+            begin = self.file_offset - window_start
+            self.source.fill(self.skip, self.skip + self.count, window[begin : begin + self.count])
+        else:
+            ops.rect_place(window, window_start, self.data(), torch.tensor(self.descriptor()))
+
     def descriptor(self) -> list[int]:
         """For ``ops.rect_place``."""
         return self.geometry.descriptor(self.base, self.skip, self.count)
@@ -85,7 +93,7 @@ def assemble(
     large = _zero_copy(parts, size_bytes)
     for part in parts:
         if part not in large:
-            ops.rect_place(window, block.start, part.data(), torch.tensor(part.descriptor()))
+            part.place(window, block.start)
     filled = (
         len(head)
         + sum(part.count for part in parts)

@@ -16,7 +16,7 @@ from fastimpl import ops
 from refimpl.checkpoint.memory import as_bits
 from refimpl.errors import PlanError
 
-__all__ = ["LazySource", "RowReader", "Source"]
+__all__ = ["LazySource", "RowFiller", "RowReader", "Source"]
 
 
 @runtime_checkable
@@ -27,6 +27,15 @@ class RowReader(Protocol):
 
     def read_rows(self, start: int, length: int) -> torch.Tensor:
         """Rows [start, start + length) of this rank, from ``row_offset`` of the global tensor on."""
+        ...
+
+
+@runtime_checkable
+class RowFiller(RowReader, Protocol):
+    """A reader that can also fill memory of the caller."""
+
+    def read_rows_into(self, start: int, length: int, out: torch.Tensor) -> None:
+        """The bytes of the same rows into ``out``, uint8 [length, bytes of a row], contiguous."""
         ...
 
 
@@ -75,6 +84,9 @@ class Source:
 class LazySource(Source):
     """Byte ranges of rows that are read when they are asked for, and forgotten.
 
+    A writer has them read into its own block, where the reader can: memory new for each block costs page faults,
+    and the heap keeps it.
+
     Args:
         reader: where the rows come from.
         offsets, sizes: of the chunk in the global tensor: whole rows.
@@ -82,7 +94,7 @@ class LazySource(Source):
         dtype: dtype in the file.
     """
 
-    is_view = True  # What is read is contiguous memory of its own.
+    is_view = False
 
     def __init__(
         self, reader: RowReader, offsets: Sequence[int], sizes: Sequence[int], stored: torch.dtype, dtype: torch.dtype
@@ -92,6 +104,24 @@ class LazySource(Source):
         self._first, self._row_shape = offsets[0] - reader.row_offset, tuple(sizes[1:])
         self._row_bytes = math.prod(self._row_shape) * dtype.itemsize
         self.size_bytes = sizes[0] * self._row_bytes
+
+    def fill(self, begin: int, end: int, out: torch.Tensor) -> None:
+        """Bytes ``begin`` to ``end`` of the chunk into ``out``, uint8 [end - begin].
+
+        Whole rows come in place, a row that is cut by ``begin`` or ``end`` by way of memory of its own.
+        """
+        first, last = -(-begin // self._row_bytes), end // self._row_bytes
+        reader = self._reader
+        if self._stored != self.dtype or first >= last or not isinstance(reader, RowFiller):
+            out.copy_(self.read(begin, end))
+            return
+        head_bytes, whole_bytes = first * self._row_bytes - begin, (last - first) * self._row_bytes
+        whole = out[head_bytes : head_bytes + whole_bytes].view(last - first, self._row_bytes)
+        reader.read_rows_into(self._first + first, last - first, whole)
+        if head_bytes:
+            out[:head_bytes] = self.read(begin, begin + head_bytes)
+        if head_bytes + whole_bytes < end - begin:
+            out[head_bytes + whole_bytes :] = self.read(begin + head_bytes + whole_bytes, end)
 
     def dense(self, begin: int, end: int) -> torch.Tensor:
         """The bytes; the reader's rows must be what was planned, else PlanError."""

@@ -43,9 +43,10 @@ bool kv_saved_fit(Tensor rows, Tensor ids, Tensor ends, int64_t start, int64_t b
               {{ends.numel(), bucket_size}, static_cast<const int64_t*>(ends.data_ptr()), ends.numel()});
 }
 
-// Fills dense with the file's bytes from `begin` on; 0, an errno, or kEndOfFile. By the threads that work on the rows
-// afterwards: others would have to compete with them, who wait for work awake.
-int64_t file_read(int64_t file, int64_t begin, Tensor dense) {
+// Fills dense with the file's bytes from `begin` on; a tensor of one status, since torch's functionalization takes no other
+// result of an operator that writes: 0, an errno, or kEndOfFile. By the threads that work on the rows afterwards: others
+// would have to compete with them, who wait for work awake.
+Tensor file_read(int64_t file, int64_t begin, Tensor dense) {
   STD_TORCH_CHECK(dense.is_contiguous() && dense.is_cpu(), "dense: not a contiguous CPU tensor");
   auto* const to = static_cast<uint8_t*>(dense.data_ptr());
   const int64_t byte_count = dense.numel() * static_cast<int64_t>(dense.element_size());
@@ -56,7 +57,9 @@ int64_t file_read(int64_t file, int64_t begin, Tensor dense) {
     const int64_t found = fastimpl::read_fully(static_cast<int>(file), to + first, last - first, begin + first, &counts);
     if (found != 0) status = found;
   });
-  return status;
+  Tensor result = torch::stable::new_empty(dense, {1}, ScalarType::Long);
+  *static_cast<int64_t*>(result.data_ptr()) = status;
+  return result;
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("kv_snapshot(Tensor handle) -> Tensor");
   m.def("kv_fail_after(Tensor handle, int table, int allocation_count) -> ()");
   m.def("kv_sort_ids(Tensor ids, int total_count, int bucket_size, int begin, int end) -> (Tensor, Tensor, int)");
-  m.def("file_read(int file, int begin, Tensor(a!) dense) -> int");
+  m.def("file_read(int file, int begin, Tensor(a!) dense) -> Tensor");
   m.def("kv_keys(Tensor rows) -> Tensor");
   m.def("kv_saved_fit(Tensor rows, Tensor ids, Tensor ends, int start, int bucket_size) -> bool");
 }

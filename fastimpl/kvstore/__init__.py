@@ -38,7 +38,9 @@ else:
 
 # What the suite may ask beyond the contract; without the library this is the reference, which promises none of it.
 CAPABILITIES = frozenset(
-    {"injected_allocation_failure", "large_batches", "shared_readers", "streamed_saves"} if ops.available() else ()
+    {"injected_allocation_failure", "large_batches", "operators", "shared_readers", "streamed_saves"}
+    if ops.available()
+    else ()
 )
 
 __all__ = [

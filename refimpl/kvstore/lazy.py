@@ -123,6 +123,11 @@ class LazyRows(torch.Tensor):
 class _Dense(LazyRows):
     _rows: torch.Tensor
 
+    def read_rows_into(self, start: int, length: int, out: torch.Tensor) -> None:
+        """The same as bytes, into ``out``, uint8 [length, bytes of a row]."""
+        rows = self._rows[start : start + length].contiguous()
+        out.copy_(rows.view(length, -1).view(torch.uint8))
+
     def read_rows(self, start: int, length: int) -> torch.Tensor:
         return self._rows[start : start + length].clone()
 

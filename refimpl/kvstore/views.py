@@ -142,6 +142,12 @@ class KVTensor(LazyRows):
         """Rows [start, start + length), fresh, from the source as it is now."""
         return self.get_weights_by_ids(self._ids[start : start + length])
 
+    def read_rows_into(self, start: int, length: int, out: torch.Tensor) -> None:
+        """The same as bytes, into ``out``, uint8 [length, bytes of a row], contiguous. Raises ShapeError."""
+        begin, end = self._range
+        ids = self._ids[start : start + length]
+        self.source.get_rows(self.table, ids, offset_bytes=begin, width_bytes=end - begin, out=out)
+
     def get_weights_by_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """What this view shows of any ids, [n, width]; a missing id reads as in ``RowSource``."""
         begin, end = self._range

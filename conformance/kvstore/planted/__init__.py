@@ -1,8 +1,19 @@
 """Planted bugs of the row store: the hazards of FBGEMM's first (facts/kvstore.md 1.12)."""
 
-from conformance.kvstore.planted import bounds, corners, hazards, lifecycle, loading, real, saving, waiting, writing
+from conformance.kvstore.planted import (
+    bounds,
+    corners,
+    hazards,
+    lifecycle,
+    loading,
+    operators,
+    real,
+    saving,
+    waiting,
+    writing,
+)
 
-_MODULES = (hazards, writing, saving, loading, lifecycle, corners, bounds, waiting, real)
+_MODULES = (hazards, writing, saving, loading, lifecycle, corners, bounds, waiting, operators, real)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -64,6 +64,13 @@ def _zeroed_by_failure(original: Any, store: Any, table: str, ids: torch.Tensor,
         raise
 
 
+def _cut_rows_from_their_start(original: Any, source: Any, begin: int, end: int, out: torch.Tensor) -> None:
+    original(source, begin, end, out)
+    cut_bytes = -begin % source._row_bytes
+    if 0 < cut_bytes <= end - begin:
+        out[:cut_bytes] = source.read(begin - begin % source._row_bytes, end)[:cut_bytes]
+
+
 PLANTED = (
     PlantedBug(
         "half_a_batch_before_memory_ran_out",
@@ -112,5 +119,12 @@ PLANTED = (
         ("KV-131",),
         "fastimpl",
         wrap("fastimpl.checkpoint.writer:_reader_of", lambda original, item, planner: None),
+    ),
+    PlantedBug(
+        "cut_rows_from_their_start",
+        "The rest of a row that the block before cut is taken from the row's start.",
+        ("KV-136",),
+        "fastimpl",
+        wrap("fastimpl.checkpoint.source:LazySource.fill", _cut_rows_from_their_start),
     ),
 )

@@ -7,10 +7,27 @@ namespace fastimpl::kv {
 
 // Ids in [first, last], ascending.
 inline Ids list_ids(const Table& table, const Parallel& parallel, int64_t first, int64_t last, const Overlay* snapshot) {
-  Ids ids;
-  ids.reserve(static_cast<size_t>(table.rows.pool.size()));
-  for_each_key(table, snapshot, [&](int64_t key, uint64_t) {
-    if (first <= key && key <= last) ids.push_back(key);
+  const int64_t row_count = table.rows.pool.size(), part_count = std::max<int64_t>(1, std::min(parallel.thread_count, row_count / 65536));
+  const auto begin_of = [&](int64_t part) { return row_count * part / part_count; };
+  Ids ids(static_cast<size_t>(row_count));
+  std::vector<int64_t> ends(static_cast<size_t>(part_count));
+  const auto is_wanted = [&](int64_t key) { return first <= key && key <= last; };
+  parallel.run(part_count, [&](int64_t part) {
+    int64_t at = begin_of(part);
+    for_live_keys(table, snapshot, at, begin_of(part + 1), [&](int64_t key, uint64_t) {
+      if (is_wanted(key)) ids[static_cast<size_t>(at++)] = key;
+    });
+    ends[static_cast<size_t>(part)] = at;
+  });
+  // Each part wrote from its begin on; what it passed over is closed here.
+  auto behind = ids.begin();
+  for (int64_t part = 0; part < part_count; ++part) {
+    const auto from = ids.begin() + begin_of(part), to = ids.begin() + ends[static_cast<size_t>(part)];
+    behind = from == behind ? to : std::move(from, to, behind);
+  }
+  ids.erase(behind, ids.end());
+  for_kept_keys(table, snapshot, [&](int64_t key, uint64_t) {
+    if (is_wanted(key)) ids.push_back(key);
   });
   sort_keys(parallel, ids.data(), static_cast<int64_t>(ids.size()));
   return ids;

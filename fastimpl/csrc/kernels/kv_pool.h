@@ -99,11 +99,12 @@ class RowPool {
   int64_t held_bytes() const { return held_rows_.load(std::memory_order_relaxed) * stride_; }
 
  private:
-  // Memory grows in steps of an eighth, so that a few rows more or less need no other amount.
+  // Memory grows in steps of about a hundredth, so that a few rows more or less need no other amount; what is held and not
+  // yet touched, and so not resident, is less than that.
   int64_t step_up(int64_t row_count) const {
     if (row_count == 0) return 0;
     int64_t step = std::max<int64_t>(1, 16384 / stride_);
-    while (step * 8 < row_count) step *= 2;
+    while (step * 128 < row_count) step *= 2;
     return (row_count + step - 1) / step * step;
   }
 

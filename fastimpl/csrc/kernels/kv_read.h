@@ -42,15 +42,22 @@ inline void contains_rows(const Table& table, const Parallel& parallel, const in
   });
 }
 
-// Calls `body(key, version)` for every row, now or in the snapshot, in no particular order.
+// Calls `body(key, version)` for every row in slots [begin, end) that is now as it was in the snapshot, in no particular
+// order; for every row there where the snapshot is null.
 template <typename Body>
-void for_each_key(const Table& table, const Overlay* snapshot, Body&& body) {
+void for_live_keys(const Table& table, const Overlay* snapshot, int64_t begin, int64_t end, Body&& body) {
   const RowPool& pool = table.rows.pool;
-  for (int64_t slot = 0; slot < pool.size(); ++slot) {
+  for (int64_t slot = begin; slot < end; ++slot) {
     const uint8_t* const row = pool.at(slot);
     const uint64_t version = pool.version(row);
     if (snapshot == nullptr || version <= snapshot->version) body(RowPool::key(row), version);
   }
+}
+
+// The same for every row of the snapshot that has changed or gone since.
+template <typename Body>
+void for_kept_keys(const Table& table, const Overlay* snapshot, Body&& body) {
+  const RowPool& pool = table.rows.pool;
   if (snapshot == nullptr) return;
   const size_t first = table.index_of(snapshot);
   for (size_t i = first; i < table.overlays.size(); ++i) {
@@ -65,6 +72,13 @@ void for_each_key(const Table& table, const Overlay* snapshot, Body&& body) {
       body(key, pool.version(row));
     });
   }
+}
+
+// The same for every row, now or in the snapshot.
+template <typename Body>
+void for_each_key(const Table& table, const Overlay* snapshot, Body&& body) {
+  for_live_keys(table, snapshot, 0, table.rows.pool.size(), body);
+  for_kept_keys(table, snapshot, body);
 }
 
 inline int64_t count_rows(const Table& table, const Overlay* snapshot) {
