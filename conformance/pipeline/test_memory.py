@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, requirement
-from conformance.pipeline.models import EXACT, Job, outputs_of
+from conformance.pipeline.models import Job, outputs_of
 
-ALL = (*EXACT, "TrainPipelineSemiSync")
+LONGEST = ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
 
 
 def live() -> tuple[int, int]:
@@ -24,7 +24,7 @@ def live() -> tuple[int, int]:
 
 @requirement("PIPE-103", "200 steady steps MUST leave as many tensors, and as many bytes in them, as 20 did.")
 def test_growth(pipeline: Any) -> None:
-    for name in ALL:
+    for name in LONGEST:
         job = Job(pipeline, 14)
         schedule, batch = job.schedule(name), job.batch(0)
         loader = iter([batch] * 210)
@@ -39,7 +39,7 @@ def test_growth(pipeline: Any) -> None:
     "PIPE-131", "A batch that was processed MUST be gone once the caller lets go of it, in steady state and at the end."
 )
 def test_released(pipeline: Any) -> None:
-    for name in ALL:
+    for name in LONGEST:
         job = Job(pipeline, 15)
         schedule = job.schedule(name)
         seen: list[Any] = []
@@ -54,9 +54,7 @@ def test_released(pipeline: Any) -> None:
         batches = loader()
         for step in range(3):
             schedule.progress(batches)
-            gc.collect()
             alive = [reference() is not None for reference in seen[: step + 1]]
             assert_equal(alive, [False] * (step + 1), where=f"{name} processed batches after step {step}")
         outputs_of(schedule, batches)
-        gc.collect()
         assert_equal([reference() is not None for reference in seen], [False] * 6, where=f"{name} batches at the end")
