@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -248,92 +247,3 @@ def _failed_on_ranks(rank: Rank, name: str) -> None:
 def test_failed_on_ranks(rank_pool: Any) -> None:
     for name in ALL:
         rank_pool.run(_failed_on_ranks, 2, name)
-
-
-@requirement(
-    "PIPE-042",
-    "detach() MUST give the model back as it was, its own forward and names; progress() MUST attach again and go on, "
-    "at every step; a driven module that is called directly, or after detach, MUST say so or work.",
-)
-def test_detach(pipeline: Any) -> None:
-    for name in EXACT:
-        job, loop = Job(pipeline, 9), Job(pipeline, 9)
-        names = list(job.model.state_dict())
-        schedule, loader = job.schedule(name), iter(job.batches(5))
-        for step, batch in enumerate(loop.batches(5)):
-            with raises(PipelineError, mentions=("detach", "collections.0")):
-                job.model(batch)
-            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
-            model = schedule.detach()
-            assert_equal(model is job.model, True, where="the model")
-            assert_equal(["forward" in vars(each) for each in job.collections], [False] * 2, where="another forward")
-            assert_equal(list(model.state_dict()), names, where="names")
-            with torch.no_grad():
-                assert_bits(model(batch)[1], loop.model(batch)[1], f"{name} step {step} detached")
-            schedule.attach()
-    twice = Twice(job.model)
-    with raises(ConfigError, mentions=("twice",)):
-        getattr(pipeline, FUSED)(twice, job.optimizer)
-
-
-class Twice(torch.nn.Module):
-    """Calls its sharded module two times."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.collection = model.collections[0]
-
-    def forward(self, batch: Any) -> Any:
-        """The sum of both."""
-        return self.collection(batch.ids[0]).values().sum() + self.collection(batch.ids[0]).values().sum()
-
-
-@requirement(
-    "PIPE-048",
-    "Switches between train and eval at any step MUST equal the loop with the same switches: in evaluation no "
-    "gradient, no update and no step is counted, and batches that were pulled in training count as any other.",
-)
-def test_modes(pipeline: Any) -> None:
-    for name in EXACT:
-        for options in ({}, {"embedding_lookup_before_optimizer": True}) if name == FUSED else ({},):
-            for pattern in (0b0110100, 0b1011011, 0b1111111):
-                job, loop = Job(pipeline, 10), Job(pipeline, 10)
-                schedule, loader = job.schedule(name, **options), iter(job.batches(7))
-                for step, batch in enumerate(loop.batches(7)):
-                    for model in (job.model, loop.model):
-                        model.train(not pattern >> step & 1)
-                    where = f"{name} {options} pattern {pattern} step {step}"
-                    assert_bits(schedule.progress(loader), loop.step(batch), where)
-                    assert_same_state(job, loop, where)
-
-
-@requirement(
-    "PIPE-099",
-    "Edits of tables and dense parameters in place, and loads, between two calls MUST be seen by the next batch, also "
-    "where it was looked up before.",
-)
-def test_edits(pipeline: Any) -> None:
-    for name in EXACT:
-        for options in ({}, {"embedding_lookup_before_optimizer": True}) if name == FUSED else ({},):
-            job, loop = Job(pipeline, 11), Job(pipeline, 11)
-            schedule, loader = job.schedule(name, **options), iter(job.batches(5))
-            for step, batch in enumerate(loop.batches(5)):
-                assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {options} step {step}")
-                for each in (job, loop):
-                    for collection in each.collections:
-                        for _, weight, _ in collection.local_shards().values():
-                            weight.mul_(1.5)
-                    with torch.no_grad():
-                        each.model.top.weight.add_(0.25)
-            assert_same_state(job, loop, f"{name} {options}")
-
-
-@requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")
-def test_threads(pipeline: Any) -> None:
-    before = threading.active_count()
-    for name in ALL:
-        job = Job(pipeline, 12)
-        schedule = job.schedule(name)
-        schedule.progress(iter(job.batches(4)))
-        del schedule
-    assert_equal(threading.active_count(), before, where="threads")

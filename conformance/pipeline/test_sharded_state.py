@@ -157,12 +157,18 @@ def _made_here(rank: Rank) -> list[tuple[str, Any, Any, bytes]]:
     pipeline = rank.component("pipeline")
     configs, _, _, _ = random_tables(pipeline, 21, rows=13)
     parts = []
-    for seed in (1, 2):
-        plan = random_plan(pipeline, configs, rank.world_size, seed, KINDS)
+    for seed in (1, 2, 3):
+        plan = random_plan(pipeline, configs, rank.world_size, seed, (*KINDS, "data_parallel"))
         collection = pipeline.EmbeddingBagCollection(configs, device="meta")
         sharded = sharded_of(pipeline, collection, plan, "sgd", rank.group, seed=7)
-        for name, (shard, weight, _) in sharded.local_shards().items():
-            parts.append((name, shard.rows, shard.columns, weight.contiguous().view(torch.uint8).numpy().tobytes()))
+        held = {
+            name: (shard.rows, shard.columns, weight) for name, (shard, weight, _) in sharded.local_shards().items()
+        }
+        for name, table in sharded.embedding_bags.items():
+            whole = table.weight.detach()
+            held[name] = ((0, whole.shape[0]), (0, whole.shape[1]), whole)
+        for name, (rows, columns, weight) in held.items():
+            parts.append((name, rows, columns, weight.contiguous().view(torch.uint8).numpy().tobytes()))
     return parts
 
 

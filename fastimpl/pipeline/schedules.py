@@ -113,16 +113,17 @@ class TrainPipelineFusedSparseDist(Streamed):
     def _begin(self, flight: StreamedFlight) -> None:
         if self._hoists:
             self._forget_outdated(flight)
-        if not self._after_dist:
+        with self._undone_on_error(flight):
+            if not self._after_dist:
+                self._look_up_early(flight)
+            while len(self._queue) < self.ahead_count and self._pull():
+                pass
+            following = self._following()
+            if following is not None:
+                self._start(following)
+            while len(self._queue) <= self.ahead_count and self._pull():
+                pass
             self._look_up_early(flight)
-        while len(self._queue) < self.ahead_count and self._pull():
-            pass
-        following = self._following()
-        if following is not None:
-            self._start(following)
-        while len(self._queue) <= self.ahead_count and self._pull():
-            pass
-        self._look_up_early(flight)
 
     def _look_up_early(self, flight: StreamedFlight) -> None:
         missing = [call for call in self._calls if call.name not in flight.results]
@@ -185,9 +186,10 @@ class EvalPipelineFusedSparseDist(EvalPipelineSparseDist):
     __doc__ = schedules.EvalPipelineFusedSparseDist.__doc__
 
     def _begin(self, flight: StreamedFlight) -> None:
-        if not flight.results:
-            self._look_up_on(self._lookup_stream, flight, self._calls)
-        super()._begin(flight)
+        with self._undone_on_error(flight):
+            if not flight.results:
+                self._look_up_on(self._lookup_stream, flight, self._calls)
+            super()._begin(flight)
 
     def _step(self, flight: StreamedFlight) -> Any:
         _, output = self._forward_on_current(flight)
@@ -212,13 +214,14 @@ class TrainPipelineSemiSync(Streamed):
             pass
 
     def _begin(self, flight: StreamedFlight) -> None:
-        self._prepare(flight)
-        for _ in range(2):
-            following = self._following()
-            if following is not None:
-                self._start(following)
-            while len(self._queue) <= self.ahead_count and self._pull():
-                pass
+        with self._undone_on_error(flight):
+            self._prepare(flight)
+            for _ in range(2):
+                following = self._following()
+                if following is not None:
+                    self._start(following)
+                while len(self._queue) <= self.ahead_count and self._pull():
+                    pass
 
     def _prepare(self, flight: StreamedFlight) -> None:
         """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""

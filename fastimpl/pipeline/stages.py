@@ -92,6 +92,16 @@ class Streamed(PipelineBase[StreamedFlight]):
         except Exception as error:
             flight.failure = error
 
+    @contextmanager
+    def _undone_on_error(self, flight: StreamedFlight) -> Iterator[None]:
+        """Rows looked up in a call that a loader ended would be stale by the next call, and perhaps of another mode."""
+        before = dict(flight.results), flight.with_grad
+        try:
+            yield
+        except BaseException:
+            flight.results, flight.with_grad = before
+            raise
+
     def _look_up_on(self, stream: Any, flight: StreamedFlight, calls: list[Call]) -> None:
         """L and O, behind I and T, and behind P where P updates what is read."""
         self._exchange(flight)

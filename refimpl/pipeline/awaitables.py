@@ -16,12 +16,18 @@ class Awaitable(Generic[Value]):
     def __init__(self, finish: Callable[[], Value]) -> None:
         self._finish: Callable[[], Value] | None = finish
         self._value: Value
+        self._failure: Exception | None = None
 
     def wait(self) -> Value:
-        """The value; what ``finish`` raises is raised each time."""
+        """The value; what ``finish`` raised is raised each time."""
         if self._finish is not None:
-            self._value = self._finish()
-            self._finish = None
+            finish, self._finish = self._finish, None
+            try:
+                self._value = finish()
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
         return self._value
 
 

@@ -6,6 +6,7 @@ the same exchange whether every rank has one, and what was pulled is either proc
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -238,9 +239,13 @@ class PipelineBase(Generic[AnyFlight]):
         """The batch on the device."""
 
     def _recall(self, flight: AnyFlight) -> None:
-        """Forget how far a batch has come; what other ranks sent is received first, so that nothing is left behind."""
+        """Forget how far a batch has come; what other ranks sent is received first, so that nothing is left behind.
+
+        What an exchange raised is raised when the batch is sent again, at its own turn.
+        """
         for given in flight.dists.values():
-            given.wait().wait()
+            with contextlib.suppress(Exception):
+                given.wait().wait()
         flight.forget()
 
     def _result_of(self, name: str) -> Any:

@@ -140,7 +140,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         self.fused_optimizer = InBackwardOptimizer(optimizer or FusedOptimizer())
         slots = slots_of(self.tables, self.shards)
         self.rank_groups = [groups_of(self.shards, slots, rank) for rank in range(self.world_size)]
-        self._replicate(collection)
+        self._replicate(collection, seed)
         self.columns = Columns(self.tables, self.rank_groups, self._dense)
 
         def weight_of(shard: Shard) -> torch.Tensor:
@@ -165,7 +165,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         if self.feature_processors is not None and kinds - {"table_wise", "column_wise"}:
             raise ConfigError("feature processors need whole bags on one rank", got=sorted(kinds), where="plan")
 
-    def _replicate(self, collection: Any) -> None:
+    def _replicate(self, collection: Any, seed: int) -> None:
         """Parameters for the data-parallel tables."""
         self._dense = [i for i, sharding in enumerate(self.plan) if sharding.kind == "data_parallel"]
         self.embedding_bags = torch.nn.ModuleDict()
@@ -173,7 +173,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             whole = collection.embedding_bags[table.name].weight.detach()
             if whole.device.type == "meta":
                 shard = Shard(self.tables.index(table), 0, "", (0, table.num_embeddings), (0, table.embedding_dim))
-                whole = initial_shard(table, shard.table, shard, 0)
+                whole = initial_shard(table, shard.table, shard, seed)
             replica = _Table(table, "meta")
             replica.weight = torch.nn.Parameter(whole.clone())
             self.embedding_bags[table.name] = replica

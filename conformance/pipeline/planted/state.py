@@ -46,7 +46,18 @@ def _local_rows(table: Any, index: int, shard: Shard, seed: int) -> torch.Tensor
     return made.contiguous()
 
 
+def _seed_forgotten(original: Any, module: Any, collection: Any, seed: int) -> None:
+    original(module, collection, 0)
+
+
 PLANTED = (
+    shared(
+        "seed_of_dense_tables_forgotten",
+        "Data-parallel tables are made from another seed.",
+        ("PIPE-108",),
+        "refimpl.pipeline.sharded_base:ShardedEmbeddingBagCollectionBase._replicate",
+        _seed_forgotten,
+    ),
     shared(
         "step_not_loaded",
         "The step begins again after a load.",

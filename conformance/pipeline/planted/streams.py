@@ -77,7 +77,30 @@ def _stale() -> Any:
         yield
 
 
+def _recalled_loudly(original: Any, schedule: Any, flight: Any) -> None:
+    for given in flight.dists.values():
+        given.wait().wait()
+    flight.forget()
+
+
+@contextlib.contextmanager
+def _not_undone(schedule: Any, flight: Any) -> Any:
+    yield
+
+
 PLANTED = (
+    fast(
+        "recall_raises",
+        "A batch in flight whose exchange failed makes detach() fail.",
+        ("PIPE-133",),
+        wrap("refimpl.pipeline.schedules_base:PipelineBase._recall", _recalled_loudly),
+    ),
+    fast(
+        "lookup_outlives_loader_error",
+        "Rows looked up in a call that a loader ended are kept for the next.",
+        ("PIPE-132",),
+        swap(f"{_STAGES}._undone_on_error", _not_undone),
+    ),
     fast(
         "stale_feature_processors",
         "Lookups of what the optimizer updates are hoisted.",

@@ -1,0 +1,156 @@
+"""D. Attaching, detaching, modes and edits: what happens between two steps is what the next one starts from."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.models import EXACT, Job, assert_same_state
+from conformance.pipeline.support import assert_bits
+from conformance.pipeline.test_interruptions import ALL, FUSED, Breaking, LoaderError, _with_bad_id
+from refimpl.errors import ConfigError, PipelineError
+
+
+@requirement(
+    "PIPE-042",
+    "detach() MUST give the model back as it was, its own forward and names; progress() MUST attach again and go on, "
+    "at every step; a driven module that is called directly, or after detach, MUST say so or work.",
+)
+def test_detach(pipeline: Any) -> None:
+    for name in EXACT:
+        job, loop = Job(pipeline, 9), Job(pipeline, 9)
+        names = list(job.model.state_dict())
+        schedule, loader = job.schedule(name), iter(job.batches(5))
+        for step, batch in enumerate(loop.batches(5)):
+            with raises(PipelineError, mentions=("detach", "collections.0")):
+                job.model(batch)
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+            model = schedule.detach()
+            assert_equal(model is job.model, True, where="the model")
+            assert_equal(["forward" in vars(each) for each in job.collections], [False] * 2, where="another forward")
+            assert_equal(list(model.state_dict()), names, where="names")
+            with torch.no_grad():
+                assert_bits(model(batch)[1], loop.model(batch)[1], f"{name} step {step} detached")
+            schedule.attach()
+    twice = Twice(job.model)
+    with raises(ConfigError, mentions=("twice",)):
+        getattr(pipeline, FUSED)(twice, job.optimizer)
+
+
+class Twice(torch.nn.Module):
+    """Calls its sharded module two times."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.collection = model.collections[0]
+
+    def forward(self, batch: Any) -> Any:
+        """The sum of both."""
+        return self.collection(batch.ids[0]).values().sum() + self.collection(batch.ids[0]).values().sum()
+
+
+@requirement(
+    "PIPE-048",
+    "Switches between train and eval at any step MUST equal the loop with the same switches: in evaluation no "
+    "gradient, no update and no step is counted, and batches that were pulled in training count as any other.",
+)
+def test_modes(pipeline: Any) -> None:
+    for name in EXACT:
+        for options in ({}, {"embedding_lookup_before_optimizer": True}) if name == FUSED else ({},):
+            for pattern in (0b0110100, 0b1011011, 0b1111111):
+                job, loop = Job(pipeline, 10), Job(pipeline, 10)
+                schedule, loader = job.schedule(name, **options), iter(job.batches(7))
+                for step, batch in enumerate(loop.batches(7)):
+                    for model in (job.model, loop.model):
+                        model.train(not pattern >> step & 1)
+                    where = f"{name} {options} pattern {pattern} step {step}"
+                    assert_bits(schedule.progress(loader), loop.step(batch), where)
+                    assert_same_state(job, loop, where)
+
+
+@requirement(
+    "PIPE-099",
+    "Edits of tables and dense parameters in place, and loads, between two calls MUST be seen by the next batch, also "
+    "where it was looked up before.",
+)
+def test_edits(pipeline: Any) -> None:
+    for name in EXACT:
+        for options in ({}, {"embedding_lookup_before_optimizer": True}) if name == FUSED else ({},):
+            job, loop = Job(pipeline, 11), Job(pipeline, 11)
+            schedule, loader = job.schedule(name, **options), iter(job.batches(5))
+            for step, batch in enumerate(loop.batches(5)):
+                assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {options} step {step}")
+                for each in (job, loop):
+                    for collection in each.collections:
+                        for _, weight, _ in collection.local_shards().values():
+                            weight.mul_(1.5)
+                    with torch.no_grad():
+                        each.model.top.weight.add_(0.25)
+            assert_same_state(job, loop, f"{name} {options}")
+
+
+@requirement(
+    "PIPE-132",
+    "Edits and a switch of the mode between a loader's error and the next call MUST be seen by the batch that waits.",
+)
+def test_edits_after_an_error(pipeline: Any) -> None:
+    for name in ALL:
+        for at in (2, 3):
+            job, loop = Job(pipeline, 16), Job(pipeline, 16)
+            schedule, loader = job.schedule(name), Breaking(job.batches(6), {at}, LoaderError("here"))
+            batches = iter(loop.batches(6))
+            for call in range(7):
+                # In evaluation when the loader fails, in training afterwards.
+                for each in (job, loop):
+                    each.model.train(call != 1)
+                try:
+                    output = schedule.progress(loader)
+                except LoaderError:
+                    for each in (job, loop):
+                        for collection in each.collections:
+                            for _, weight, _ in collection.local_shards().values():
+                                weight.mul_(1.5)
+                    continue
+                assert_bits(output, loop.step(next(batches)), f"{name} error at {at} call {call}")
+                assert_same_state(job, loop, f"{name} error at {at} call {call}")
+
+
+def _detached_with_a_bad_batch(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job = Job(pipeline, 7, rank)
+    batches = job.batches(4)
+    if rank.rank == 1:
+        batches[1].ids[1] = _with_bad_id(pipeline, batches[1].ids[1])
+    schedule, loader, outcomes = job.schedule(name), iter(batches), []
+    for step in (schedule.progress, lambda _: schedule.detach(), schedule.progress):
+        try:
+            step(loader)
+            outcomes.append("done")
+        except Exception as error:
+            outcomes.append(type(error.__cause__ or error).__name__)
+    assert_equal(outcomes, ["done", "done", "IdRangeError"], where=f"{name}: a step, detach, the bad batch's own step")
+    schedule.reset()
+    schedule.progress(iter(job.batches(1, 30)))
+
+
+@requirement(
+    "PIPE-133",
+    "detach() MUST work while a bad batch is in flight, whose error comes out at its own step, on every rank.",
+)
+def test_detached_with_a_bad_batch(rank_pool: Any) -> None:
+    for name in ALL:
+        rank_pool.run(_detached_with_a_bad_batch, 2, name)
+
+
+@requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")
+def test_threads(pipeline: Any) -> None:
+    before = threading.active_count()
+    for name in ALL:
+        job = Job(pipeline, 12)
+        schedule = job.schedule(name)
+        schedule.progress(iter(job.batches(4)))
+        del schedule
+    assert_equal(threading.active_count(), before, where="threads")
