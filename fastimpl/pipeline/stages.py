@@ -8,9 +8,10 @@ ran, and B's end waits it. Each is an event, though stream order would often do:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,6 +22,22 @@ from refimpl.pipeline.rewrite import Call
 from refimpl.pipeline.schedules_base import PipelineBase, finished
 
 __all__ = ["Streamed"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _stage(name: str) -> Callable[[Method], Method]:
+    """What the method enqueues is of this stage."""
+
+    def named(method: Method) -> Method:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            with self._engine.stage(name):
+                return method(self, *args, **options)
+
+        return cast("Method", run)
+
+    return named
 
 
 class Streamed(PipelineBase[StreamedFlight]):
@@ -35,6 +52,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         self._updated, self._stepped, self._edited = (self._engine.event() for _ in range(3))
         self._versions: dict[str, Any] = {}
 
+    @_stage("batch_copy")
     def _flight_of(self, batch: Any) -> StreamedFlight:
         """H: the batch on the device. The host's copy is held until the batch is done."""
         engine = self._engine
@@ -66,6 +84,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
             yield
 
+    @_stage("input_dist")
     def _start(self, flight: StreamedFlight) -> None:
         """S: sizes of all modules in one exchange, behind H."""
         if flight.dists or flight.inputs or flight.failure is not None:
@@ -76,6 +95,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             self._send(flight)
             fuse_input_dists(list(flight.dists.values()))
 
+    @_stage("input_dist")
     def _exchange(self, flight: StreamedFlight) -> None:
         """I: wait for sizes, send ids."""
         self._start(flight)
@@ -102,13 +122,14 @@ class Streamed(PipelineBase[StreamedFlight]):
             flight.results, flight.with_grad = before
             raise
 
+    @_stage("lookup")
     def _look_up_on(self, stream: Any, flight: StreamedFlight, calls: list[Call]) -> None:
         """L and O, behind I and T, and behind P where P updates what is read."""
         self._exchange(flight)
         if flight.failure is not None or not calls:
             return
         engine = self._engine
-        with engine.on(self._dist):
+        with engine.stage("input_dist"), engine.on(self._dist):
             for call in calls:
                 if call.name not in flight.given:
                     flight.given[call.name] = flight.inputs[call.name].wait()
@@ -139,6 +160,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             self._engine.record(self._edited, self._engine.current())
             self._engine.wait(stream, self._edited)
 
+    @_stage("forward")
     def _forward_on_current(self, flight: StreamedFlight) -> tuple[torch.Tensor, Any]:
         """F, behind H and L; behind P by the caller's own stream, which P runs on."""
         engine, current = self._engine, self._engine.current()
@@ -148,12 +170,14 @@ class Streamed(PipelineBase[StreamedFlight]):
         with self._mode():
             return self._run_forward(flight)
 
+    @_stage("backward")
     def _backward(self, loss: torch.Tensor) -> None:
         """B and T; autograd joins the lookup's stream into the current one at the end."""
         loss.backward()  # type: ignore[no-untyped-call]
         self._engine.record(self._updated, self._engine.current())
         self._versions = {call.name: versions_of(call.module) for call in self._calls}
 
+    @_stage("dense_optimizer")
     def _update_dense(self) -> None:
         """P. Gradients of what a lookup reads were made on the lookup's stream."""
         for call in self._calls:
