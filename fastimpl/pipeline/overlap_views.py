@@ -17,6 +17,7 @@ _COLOURS = {
     "batch_copy": "#8c6bb1",
     "input_dist": "#d9822b",
     "lookup": "#2f8f4e",
+    "prefetch": "#66c2a5",
     "forward": "#4a86c5",
     "backward": "#1f4e79",
     "dense_optimizer": "#c4302b",
@@ -120,7 +121,7 @@ def _legend() -> str:
     for stage, colour in _COLOURS.items():
         parts.append(f'<rect x="{x}" y="4" width="10" height="10" fill="{colour}"/>')
         parts.append(_text(x + 14, 13, stage.replace("_", " "), size=11))
-        x += 115
+        x += 105
     return "".join(parts)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fastimpl import ops
 from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
 from fastimpl.pipeline.input_dist import InputDist, Segments
+from fastimpl.pipeline.prefetch import PrefetchedBags, prefetch
 from fastimpl.pipeline.route import Cut, Route
 from refimpl.pipeline.awaitables import Awaitable
 from refimpl.pipeline.data import KeyedJaggedTensor
@@ -28,6 +29,7 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
     __doc__ = ShardedEmbeddingBagCollectionBase.__doc__
 
     bags_type = TableBatchedEmbeddingBags
+    key_value_type = PrefetchedBags
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -43,6 +45,10 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
                 raise
             # The others wait for this rank: they are told, and all raise.
             return InputDist(self, ctx, None, error)
+
+    def prefetch_rows(self, ctx: ShardedContext, dist_input: list[Bags]) -> None:
+        """Read the rows of key-value tables that ``compute`` will want; the context holds them, for one batch."""
+        ctx.prefetched = prefetch([group.module for group in self.groups], dist_input)
 
     def _segments(self, bags: Bags) -> Segments:
         """Every feature whole, then the cut ones by rank."""

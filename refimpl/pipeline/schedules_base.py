@@ -278,6 +278,9 @@ class PipelineBase(Generic[AnyFlight]):
     def _begin(self, flight: AnyFlight) -> None:
         """Work before a step that updates nothing; what a loader raises here leaves every batch where it is."""
 
+    def _step_dense(self) -> None:
+        self._optimizer.step()
+
     @abstractmethod
     def _step(self, flight: AnyFlight) -> Any:
         """One batch, from wherever it is to the model's output."""

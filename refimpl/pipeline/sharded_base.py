@@ -21,7 +21,7 @@ from refimpl.pipeline.config import FusedOptimizer, TableSharding
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
 from refimpl.pipeline.jagged import Bags
-from refimpl.pipeline.lookups import groups_of, make_group
+from refimpl.pipeline.lookups import KeyValueBags, groups_of, make_group
 from refimpl.pipeline.sharded_state import ShardedState
 from refimpl.pipeline.shards import Shard, initial_shard, shards_of, slots_of
 
@@ -35,11 +35,13 @@ class ShardedContext:
         bags: this rank's own, of all features.
         strides: samples of each rank.
         replicated: parameters of the feature processors.
+        prefetched: what a pipeline read ahead, held for the batch's own lookup.
     """
 
     bags: Bags
     strides: list[int]
     replicated: tuple[torch.Tensor, ...] = ()
+    prefetched: Any = None
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the batch until ``stream`` has passed this point."""
@@ -113,6 +115,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     """
 
     bags_type: Any
+    key_value_type: Any = KeyValueBags
 
     def __init__(
         self,
@@ -153,7 +156,9 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             return mine.copy_(part)
 
         self.groups = [
-            make_group(group, self.tables, self.plan, self.bags_type, self.fused_optimizer, weight_of)
+            make_group(
+                group, self.tables, self.plan, (self.bags_type, self.key_value_type), self.fused_optimizer, weight_of
+            )
             for group in self.rank_groups[self.rank]
         ]
 
