@@ -53,7 +53,7 @@ def figures_of(pipeline: Any, name: str, options: dict[str, Any], seconds: dict[
 
 
 @requirement(
-    "PIPE-140",
+    "PIPE-160",
     "A replay of what was recorded MUST end every step when the virtual clock did, for every schedule and placement.",
     needs=("streams",),
 )
@@ -66,7 +66,7 @@ def test_replay_is_exact(pipeline: Any) -> None:
 
 
 @requirement(
-    "PIPE-141",
+    "PIPE-161",
     "The report of Fused MUST say that a lookup of L seconds and a dense optimizer of P hide min(L, P) of each other, "
     "and that without one of them a step takes what the other takes.",
     needs=("streams",),
@@ -85,7 +85,7 @@ def test_fused_hides_the_shorter(pipeline: Any) -> None:
 
 
 @requirement(
-    "PIPE-142",
+    "PIPE-162",
     "The report of SparseDist MUST say that the input dist is hidden as far as the rest of a step is as long, and "
     "that lookup, forward and dense optimizer are exposed in full.",
     needs=("streams",),
@@ -102,7 +102,7 @@ def test_sparse_dist_hides_the_input_dist(pipeline: Any) -> None:
 
 
 @requirement(
-    "PIPE-143",
+    "PIPE-163",
     "The exposed time of a stage MUST be what a step is shorter when the schedule is run with ops of that stage that "
     "take no time.",
     needs=("streams",),
@@ -116,7 +116,7 @@ def test_counterfactual_is_a_rerun(pipeline: Any) -> None:
 
 
 @requirement(
-    "PIPE-144",
+    "PIPE-164",
     "In the trace, work MUST begin when the work before it on its track ends, when a wait of the host ends, or where "
     "an arrow ends that comes from work that is just over.",
     needs=("streams",),
@@ -154,7 +154,7 @@ def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:
 
 
 @requirement(
-    "PIPE-145",
+    "PIPE-165",
     "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time.",
     needs=("streams",),
 )
