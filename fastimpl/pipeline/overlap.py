@@ -30,9 +30,6 @@ __all__ = [
     "replay",
 ]
 
-# Steps at each end whose neighbours were not recorded.
-_MARGIN = 2
-
 
 @dataclass(frozen=True)
 class Work:
@@ -201,38 +198,40 @@ class OverlapReport:
     stages: tuple[StageOverlap, ...]
 
 
-def overlap_report(program: Sequence[Instruction], *, schedule: str, device: str) -> OverlapReport:
-    """The figures of a program of n steps, of which the first two and the last two are not counted.
+def overlap_report(
+    program: Sequence[Instruction], *, schedule: str, device: str, margin_count: int = 2
+) -> OverlapReport:
+    """The figures of a program; ``margin_count`` steps at each end, whose neighbours were not recorded, do not count.
 
     Raises:
-        ConfigError: fewer than six steps.
+        ConfigError: fewer than two steps are left.
     """
     whole = replay(program)
-    count = len(whole.ends_s) - 2 * _MARGIN
+    count = len(whole.ends_s) - 2 * margin_count
     if count < 2:
-        raise ConfigError("too few steps", got=len(whole.ends_s), expected=f">= {2 + 2 * _MARGIN}", where=schedule)
-    steady = range(_MARGIN, _MARGIN + count)
+        raise ConfigError("too few steps", got=len(whole.ends_s), expected=f">= {2 + 2 * margin_count}", where=schedule)
+    steady = range(margin_count, margin_count + count)
     counted = [span for span in whole.spans if span.step in steady]
     stages = []
     for stage in dict.fromkeys(span.stage for span in counted):
         mine = [span for span in counted if span.stage == stage]
         duration_s, hidden_s = sum(span.end_s - span.begin_s for span in mine), _hidden_s(mine, whole.spans)
-        exposed_s = _step_s(whole, count) - _step_s(replay(program, without=stage), count)
+        exposed_s = _step_s(whole, steady) - _step_s(replay(program, without=stage), steady)
         stages.append(StageOverlap(stage, duration_s / count, hidden_s / duration_s, exposed_s))
     waits = [span.end_s - span.begin_s for span in whole.host_waits if span.step in steady]
     return OverlapReport(
         schedule=schedule,
         device=device,
         step_count=count,
-        step_s=_step_s(whole, count),
+        step_s=_step_s(whole, steady),
         serial_s=sum(stage.duration_s for stage in stages),
         host_blocked_s=sum(waits) / count,
         stages=tuple(stages),
     )
 
 
-def _step_s(timeline: Timeline, count: int) -> float:
-    return (timeline.ends_s[_MARGIN + count - 1] - timeline.ends_s[_MARGIN - 1]) / count
+def _step_s(timeline: Timeline, steps: range) -> float:
+    return (timeline.ends_s[steps[-1]] - timeline.ends_s[steps[0] - 1]) / len(steps)
 
 
 def _hidden_s(mine: Sequence[Span], everything: Sequence[Span]) -> float:

@@ -122,6 +122,17 @@ class Recorder:
         """The stage of what is enqueued now."""
         return self._labels[-1]
 
+    @property
+    def step_count(self) -> int:
+        """Steps that are over."""
+        return self._step
+
+    def forget(self) -> None:
+        """Begin anew, between two steps; edges from what was before are no more."""
+        self._made.clear()
+        self._events.clear()
+        self._step, self._begun_s, self._blocked_s = 0, self._clock.host_s(), 0.0
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """One call of ``progress``."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -66,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order of contenders")
+    parser.add_argument(
+        "--overlap", type=Path, metavar="STEM", help="pipeline: what schedules hide, as STEM.json, .trace.json and .svg"
+    )
+    parser.add_argument(
+        "--stage-ms", nargs="+", default=[], metavar="STAGE=MS", help="durations for --overlap where there is no GPU"
+    )
     parser.set_defaults(form="full")
     return parser
 
@@ -73,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
 def _bench(words: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(words)
+    if arguments.overlap is not None:
+        if arguments.component != "pipeline":
+            parser.error("--overlap belongs to pipeline")
+        overlap = importlib.import_module("perf.pipeline.overlap")
+        overlap.write_overlap(arguments.overlap, overlap.stage_durations(arguments.stage_ms), print)
+        return 0
     workloads = read_workloads()
     gates = read_gates(workloads)
     if arguments.only is not None:
