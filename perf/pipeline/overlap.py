@@ -21,6 +21,7 @@ from fastimpl.pipeline.overlap import Instruction, OverlapReport, Timeline, over
 from fastimpl.pipeline.overlap_views import to_document, to_svg, to_trace
 from fastimpl.pipeline.recording import CudaClock, Recorder
 from fastimpl.streams import CudaEngine
+from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.seed_model import Batch, Sizes, loader_of, make_model
 from refimpl.errors import ConfigError
 
@@ -67,7 +68,7 @@ def stage_durations(words: list[str]) -> dict[str, float]:
 
 def measure_overlap(stage_ms: Mapping[str, float]) -> list[Run]:
     """Every schedule, on the GPU if there is one."""
-    measured = torch.cuda.is_available()
+    measured = reason_against_gpu() is None
     device = torch.cuda.get_device_name() if measured else "the virtual device, with given durations"
     runs = []
     for title, name, options in _SCHEDULES:
