@@ -11,7 +11,7 @@ import torch
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
-from perf.pipeline.sparse_nn import BATCH, measure_sparse_nn
+from perf.pipeline.sparse_nn import SparseJob, measure_sparse_nn
 from perf.pipeline.tables import Plan
 from perf.pipeline.training import measure_training
 
@@ -27,9 +27,10 @@ _PLANS = {
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
 JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     **{name: partial(measure_training, plan) for name, plan in _PLANS.items()},
-    "sparse-nn": partial(measure_sparse_nn, BATCH),
+    "sparse-nn": partial(measure_sparse_nn, SparseJob(batch=1024, step_count=4, optimizer="adagrad")),
+    "sparse-nn-rowwise": partial(measure_sparse_nn, SparseJob(batch=1024, step_count=4, optimizer="rowwise_adagrad")),
     # So small that what is left is the host's own work.
-    "sparse-nn-tiny": partial(measure_sparse_nn, 4),
+    "sparse-nn-tiny": partial(measure_sparse_nn, SparseJob(batch=4, step_count=50, optimizer="adagrad")),
 }
 
 __all__ = ["JOBS"]
