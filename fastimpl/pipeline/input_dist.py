@@ -19,8 +19,7 @@ from fastimpl import ops
 from fastimpl.pipeline.route import Route
 from refimpl.kvstore.state import gathered
 from refimpl.pipeline.awaitables import Awaitable
-from refimpl.pipeline.data import offsets_of
-from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.jagged import Bags, offsets_of
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
 

@@ -12,23 +12,12 @@ import torch
 from refimpl.kvstore.state import gathered
 from refimpl.pipeline.awaitables import Awaitable, Ready
 from refimpl.pipeline.bags import TableBatchedEmbeddingBags
-from refimpl.pipeline.data import KeyedJaggedTensor, offsets_of
-from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.data import KeyedJaggedTensor
+from refimpl.pipeline.jagged import Bags, joined, offsets_of
 from refimpl.pipeline.sharded_base import ShardedContext, ShardedEmbeddingBagCollectionBase
 from refimpl.pipeline.shards import Shard
 
 __all__ = ["ShardedEmbeddingBagCollection"]
-
-
-def _joined(parts: Sequence[Bags]) -> Bags:
-    """Bags one after the other."""
-    return Bags(
-        torch.cat([part.indices for part in parts]),
-        offsets_of(torch.cat([part.offsets.diff() for part in parts])),
-        torch.cat([part.weights for part in parts if part.weights is not None])
-        if parts[0].weights is not None
-        else None,
-    )
 
 
 def _kept(bags: Bags, keep: torch.Tensor, first_row: int) -> Bags:
@@ -48,10 +37,8 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         ctx.bags = everyone[self.rank]
         count = len(self.feature_names)
         ctx.strides = [(bags.offsets.numel() - 1) // count for bags in everyone]
-        joined = [_joined([bags.feature(index, count) for bags in everyone]) for index in range(count)]
-        parts = [
-            _joined([self._part(joined[slot.feature], slot.shard) for slot in group.slots]) for group in self.groups
-        ]
+        whole = [joined([bags.feature(index, count) for bags in everyone]) for index in range(count)]
+        parts = [joined([self._part(whole[slot.feature], slot.shard) for slot in group.slots]) for group in self.groups]
         return Ready(Ready(parts))
 
     def _part(self, bags: Bags, shard: Shard) -> Bags:

@@ -20,7 +20,7 @@ from refimpl.pipeline.columns import Columns
 from refimpl.pipeline.config import FusedOptimizer, TableSharding
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
-from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.jagged import Bags, joined
 from refimpl.pipeline.lookups import groups_of, make_group
 from refimpl.pipeline.sharded_state import ShardedState
 from refimpl.pipeline.shards import Shard, initial_shard, shards_of, slots_of
@@ -249,7 +249,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         for f in bounded:
             table = self.tables[self._feature_tables[f]]
             parts[f] = check_bounds(parts[f], [table.num_embeddings], [table.name], self.bounds_check, self.bags_type)
-        return Bags(torch.cat([part.indices for part in parts]), bags.offsets, bags.weights)
+        return joined(parts)
 
     def _processed(self, ctx: ShardedContext, group: Any, bags: Bags) -> Bags:
         """The bags with the processors' weights."""
@@ -276,10 +276,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     def _features_of(self, bags: Bags, features: Sequence[int]) -> Bags:
         if len(features) == len(self._feature_tables):
             return bags
-        parts = [bags.feature(f, len(self._feature_tables)) for f in features]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.offsets.diff() for part in parts)]).cumsum(0)
-        weights = None if bags.weights is None else torch.cat([p.weights for p in parts if p.weights is not None])
-        return Bags(torch.cat([part.indices for part in parts]), offsets, weights)
+        return joined([bags.feature(f, len(self._feature_tables)) for f in features])
 
     @abstractmethod
     def _exchange(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

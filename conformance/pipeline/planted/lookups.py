@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from refimpl.pipeline.data import offsets_of
-from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.jagged import Bags, offsets_of
 
 LOOKUPS = "TableBatchedEmbeddingBags"
 

@@ -19,13 +19,13 @@ def _not_mean(original: Any, columns: Any, grad: torch.Tensor, bags: Any, diviso
 
 
 def _descending(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Tensor:
-    """Partial sums of the ranks in descending order: the blocks' slots are turned with them."""
-    slots = columns.slots
-    columns.slots = slots[::-1]
+    """Partial sums of the ranks in descending order: the blocks' places are turned with them."""
+    places = columns.places
+    columns.places = places[::-1]
     try:
         result: torch.Tensor = original(columns, list(blocks)[::-1], bags)
     finally:
-        columns.slots = slots
+        columns.places = places
     return result
 
 
