@@ -27,6 +27,14 @@ class Bags:
         ids = slice(int(ends[0]), int(ends[-1]))
         return Bags(self.indices[ids], ends - ends[0], None if self.weights is None else self.weights[ids])
 
+    def detached(self) -> Bags:
+        """The same, whose weights get no gradient."""
+        return Bags(self.indices, self.offsets, None if self.weights is None else self.weights.detach())
+
+    def wants_gradient(self) -> bool:
+        """Whether the weights require a gradient."""
+        return self.weights is not None and self.weights.requires_grad
+
     def bag_of_each(self) -> torch.Tensor:
         """The bag of each id, int64 [N]."""
         return torch.arange(self.offsets.numel() - 1).repeat_interleave(self.offsets.diff())
