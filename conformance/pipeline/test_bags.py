@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -233,6 +234,18 @@ def test_learning_rate(pipeline: Any) -> None:
     expected = weight.clone()
     expected[[0, 3]] -= torch.tensor(LR * 0.5) * grad
     assert_bits(lookups.weight(0), expected, "after a scheduler's step")
+
+
+@requirement("PIPE-117", "A copy of a module of lookups MUST go on as the original does, and apart from it.")
+def test_copy(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weights = [values_of((6, 4), 1)]
+    lookups, naive = lookups_of(pipeline, [config], weights, "adam"), Naive([config], weights, "adam")
+    train(lookups, naive, random_jagged(["f"], [6], 3, 1), 1)
+    again, apart = copy.deepcopy(lookups), copy.deepcopy(naive)
+    for step in (2, 3):
+        train(lookups, naive, random_jagged(["f"], [6], 3, step), step, f"original, step {step}")
+    train(again, apart, random_jagged(["f"], [6], 3, 7), 7, "copy")
 
 
 @requirement(

@@ -12,6 +12,7 @@ from refimpl.optimizers import Hyper
 from refimpl.pipeline.bags import TableBatchedEmbeddingBags, check_bounds, initial_weight
 from refimpl.pipeline.config import EmbeddingBagConfig, FusedOptimizer, check_tables, embedding_names
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline.eager import eagerly
 from refimpl.pipeline.jagged import Bags, joined
 
 __all__ = [
@@ -104,6 +105,7 @@ class EmbeddingBagCollectionBase(torch.nn.Module):
         """Whether batches carry weights."""
         return self._is_weighted
 
+    @eagerly
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of each feature, float32 [B, D] side by side, by table, then feature.
 

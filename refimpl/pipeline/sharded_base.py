@@ -19,6 +19,7 @@ from refimpl.pipeline.bags import InBackwardOptimizer, check_bounds, lookup
 from refimpl.pipeline.columns import Columns
 from refimpl.pipeline.config import FusedOptimizer, TableSharding
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline.eager import eagerly
 from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
 from refimpl.pipeline.exchange import Exchange, Replicated, SentWeights, ShardedContext
 from refimpl.pipeline.jagged import Bags, joined
@@ -165,6 +166,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         """Both, as torchrec names it."""
         return self.output_dist(ctx, self.compute(ctx, dist_input))
 
+    @eagerly
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of each feature for this rank's samples, float32 [B, D] side by side, by table, then feature."""
         ctx = self.create_context()

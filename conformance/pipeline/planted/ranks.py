@@ -102,8 +102,8 @@ def _by_rank_first(original: Any, dist: Any, requests: Any, sizes: Any, ends: An
 
 
 def _stays_divided(original: Any, module: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = original(module, ctx, grads)
-    return found / module.world_size
+    found: torch.Tensor = original(module, ctx, grads) / module.world_size
+    return found
 
 
 def _none_without_tables(original: Any, module: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
