@@ -7,6 +7,7 @@ exchange of sizes that modules share (``fuse_input_dists``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from fastimpl import ops
 from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
-from fastimpl.pipeline.input_dist import InputDist, Segments
+from fastimpl.pipeline.input_dist import InputDist, Segments, WayHome
 from fastimpl.pipeline.prefetch import PrefetchedBags, prefetch
 from fastimpl.pipeline.route import Cut, Route
 from refimpl.pipeline.awaitables import Awaitable
@@ -39,7 +40,8 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
     def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[Bags]]]:
         try:
             ctx.bags = self._local_bags(features)
-            return InputDist(self, ctx, self._segments(ctx.bags))
+            segments = self._segments(ctx.bags.detached(), wants_gradient=ctx.bags.wants_gradient())
+            return InputDist(self, ctx, segments)
         except Exception as error:
             if self.world_size == 1:
                 raise
@@ -50,12 +52,17 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         """Read the rows of key-value tables that ``compute`` will want; the context holds them, for one batch."""
         ctx.prefetched = prefetch([group.module for group in self.groups], dist_input)
 
-    def _segments(self, bags: Bags) -> Segments:
+    def _segments(self, bags: Bags, *, wants_gradient: bool) -> Segments:
         """Every feature whole, then the cut ones by rank."""
         stride = (bags.offsets.numel() - 1) // len(self.feature_names)
-        result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride)
+        positions = torch.arange(bags.indices.numel()) if wants_gradient else None
+        result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride, positions)
         for cut in self.route.cuts:
-            result = result.then(self._cut(cut, self._features_of(bags, cut.features), stride))
+            part = self._cut(cut, self._features_of(bags, cut.features), stride)
+            if positions is not None:
+                where = self._features_of(Bags(positions, bags.offsets), cut.features).indices
+                part = replace(part, positions=where[part.positions])
+            result = result.then(part)
         return result
 
     def _cut(self, cut: Cut, bags: Bags, stride: int) -> Segments:
@@ -66,10 +73,10 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
             owners = None
         else:
             blocks, owners = None, self.owner_of(bags.indices, cut.tables[0])
-        lengths, ids, weights, _ = ops.bucketize(
+        lengths, ids, weights, positions = ops.bucketize(
             bags.indices.contiguous(), bags.offsets, bags.weights, blocks, self.world_size, destinations=owners
         )
-        return Segments(lengths, ids, weights, stride)
+        return Segments(lengths, ids, weights, stride, positions)
 
     def _exchange(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         strides, stride = ctx.strides, ctx.strides[self.rank]
@@ -90,6 +97,13 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         flat = self._all_to_all(words, [samples * widths[self.rank] for samples in strides], sent)
         mine = flat.view(sum(strides), widths[self.rank])
         return list(torch.split(mine, [group.width for group in self.groups], dim=1))
+
+    def _exchange_weight_gradients(self, ctx: ShardedContext, grads: torch.Tensor) -> torch.Tensor:
+        way: WayHome = ctx.way_home
+        home = self._all_to_all(way.by_rank(grads), way.sent, way.received)
+        total = torch.zeros(ctx.bags.indices.numel())
+        # Without positions nobody asks for the sums.
+        return total if way.positions is None else total.index_add_(0, way.positions, home)
 
     def _all_to_all(self, data: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         if self.world_size == 1:

@@ -17,6 +17,7 @@ import torch
 from refimpl.errors import ConfigError, IdRangeError, ShapeError
 from refimpl.optimizers import Hyper, reduce_duplicates, row_sum, update
 from refimpl.pipeline.config import BOUNDS_CHECKS, EmbeddingBagConfig, FusedOptimizer, PoolingType, check_tables
+from refimpl.pipeline.eager import eagerly
 from refimpl.pipeline.jagged import Bags, pool, spread
 
 __all__ = [
@@ -49,6 +50,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def __init__(self, config: FusedOptimizer) -> None:
         super().__init__([torch.nn.Parameter(torch.zeros(0))], {"lr": config.lr})
         self.config, self.step_count = config, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer names what is copied and pickled; its own attributes are not among it.
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "config": self.config, "step_count": self.step_count}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The backward has taken it already."""
@@ -154,6 +160,7 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
         widths = self.fused_optimizer.config.state_widths(self.tables[index].embedding_dim)
         return {name: self.get_buffer(f"{name}_{index}") for name in widths}
 
+    @eagerly
     def forward(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
