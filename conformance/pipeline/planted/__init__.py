@@ -1,8 +1,18 @@
 """Planted bugs of the embeddings: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
 
-from conformance.pipeline.planted import batches, key_value, lookups, operators, ranks, schedules, state, streams
+from conformance.pipeline.planted import (
+    batches,
+    callers,
+    key_value,
+    lookups,
+    operators,
+    ranks,
+    schedules,
+    state,
+    streams,
+)
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value)
+_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, callers)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]
