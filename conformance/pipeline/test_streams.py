@@ -137,7 +137,7 @@ def test_memory_recorded(pipeline: Any) -> None:
     needs=("streams",),
 )
 def test_edit_ordered(pipeline: Any) -> None:
-    for name, options in VARIANTS[:-1]:
+    for name, options in VARIANTS:
         device = VirtualDevice()
         job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(5))]
@@ -149,6 +149,52 @@ def test_edit_ordered(pipeline: Any) -> None:
                     for _, weight, _ in collection.local_shards().values():
                         weight.mul_(1.5)
         device.check(this_branch_only=True)
+
+
+@requirement(
+    "PIPE-158",
+    "Called under a stream of the caller's, a pipeline MUST run the model there, leave that stream the current one, "
+    "and have streams of its own that are pairwise distinct.",
+    needs=("streams",),
+)
+def test_callers_stream(pipeline: Any) -> None:
+    for name, options in VARIANTS[1:4]:
+        device, job, loop = VirtualDevice(), Job(pipeline, 4, kinds=KINDS), Job(pipeline, 4, kinds=KINDS)
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
+        ran_on = set[str]()
+        with device, device.engine.on(device.engine.stream("caller")):
+            job.model.top.register_forward_hook(lambda *_, d=device, s=ran_on: s.add(d.engine.current()))
+            schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+            for _ in range(4):
+                schedule.progress(loader)
+                assert_equal(device.engine.current(), "caller", where=f"{name} {options} the current stream after")
+        device.check(this_branch_only=True)
+        assert_equal(ran_on, {"caller"}, where=f"{name} {options} streams of the model")
+        made = 4 if options.get("emb_lookup_stream") == "new" else 3
+        assert_equal(device.engine.stream_count, made, where=f"{name} {options} streams, the caller's among them")
+        for batch in loop.batches(4):
+            loop.step(batch)
+        assert_same_state(job, loop, f"{name} {options}")
+
+
+@requirement(
+    "PIPE-159",
+    "From the exchange of ids on, in the lookup, its output, the backward and the tables' update, the host MUST NOT "
+    "look at a value of the device.",
+    needs=("streams",),
+)
+def test_host_does_not_look(pipeline: Any) -> None:
+    for kinds in (("table_wise", "column_wise"), ("row_wise",), ("data_parallel",)):
+        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds)
+        batch = virtual(device, on_host(device, [job.batch(1, 4)])[0])
+        with device:
+            for collection, ids in zip(job.collections, batch.to("cpu").ids, strict=True):
+                ctx = collection.create_context()
+                given = collection.input_dist(ctx, ids).wait().wait()
+                device.not_covered.clear()
+                pooled = collection.output_dist(ctx, collection.compute(ctx, given)).wait().values()
+                pooled.sum().backward()
+                assert_equal(device.not_covered, [], where=f"{kinds} looks of the host")
 
 
 def costs_of(lookup_s: float, dense_s: float) -> Costs:

@@ -136,6 +136,9 @@ class TrainPipelineFusedSparseDist(Placement, Streamed):
             self._look_up_on(self._stream(), following, hoisted)
             following.seen = {call.name: versions_of(call.module) for call in hoisted}
         self._update_dense()
+        if self._hoists and following is not None:
+            # Behind the optimizer, which it may overlap; an edit on the caller's stream must not overtake its reads.
+            self._engine.wait(self._engine.current(), following.looked_up)
         return output
 
     def _may_hoist(self, call: Call) -> bool:

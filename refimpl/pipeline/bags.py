@@ -63,6 +63,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """There are no gradients."""
 
+    def count_step(self) -> None:
+        """A backward is a step; schedulers, which may only follow one, are told."""
+        self.step_count += 1
+        self._opt_called = True
+
     def hyper(self) -> Hyper:
         """Hyperparameters of the step that is being taken."""
         return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)
@@ -203,7 +208,7 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
 
     def _step(self, bags: Bags, grad: torch.Tensor) -> None:
         if self._counts:
-            self.fused_optimizer.step_count += 1
+            self.fused_optimizer.count_step()
         self._update(bags, grad, self.fused_optimizer.hyper())
 
     @staticmethod

@@ -71,7 +71,7 @@ class Columns:
                 else:
                     result[:, there] = block[:, here]
         for feature in self._means():
-            result[:, self._of(feature)] /= bags.feature(feature, len(self._tables)).lengths()
+            result[:, self._of(feature)] /= bags.lengths_of(feature, len(self._tables))
         return result
 
     def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ class Columns:
                 torch.div(grad[:, there], divisor, out=block[:, here])
             blocks.append(block)
         for feature in self._means():
-            lengths = bags.feature(feature, len(self._tables)).lengths()
+            lengths = bags.lengths_of(feature, len(self._tables))
             for rank, slots in enumerate(self.slots):
                 at = 0
                 for slot in slots:

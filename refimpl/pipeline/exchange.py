@@ -53,7 +53,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         module = ctx.module
-        module.fused_optimizer.step_count += 1
+        module.fused_optimizer.count_step()
         parts = module._exchange_back(ctx.context, grads[0].contiguous())
         return None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)
 

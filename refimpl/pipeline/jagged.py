@@ -41,7 +41,13 @@ class Bags:
 
     def lengths(self) -> torch.Tensor:
         """Ids of each bag, at least 1, as float32 [B, 1]: what a mean divides by."""
-        return self.offsets.diff().clamp(min=1).to(torch.float32)[:, None]
+        return self.lengths_of(0, 1)
+
+    def lengths_of(self, index: int, feature_count: int) -> torch.Tensor:
+        """``lengths`` of one feature's bags, without a look at how many ids it has."""
+        stride = (self.offsets.numel() - 1) // feature_count
+        ends = self.offsets[index * stride : (index + 1) * stride + 1]
+        return ends.diff().clamp(min=1).to(torch.float32)[:, None]
 
 
 def joined(parts: Sequence[Bags]) -> Bags:

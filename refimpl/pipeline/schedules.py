@@ -138,7 +138,7 @@ class _Exact(_Loop):
             loss, output = self._run_forward(flight)
         if training:
             loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
+            self._step_dense()
         return output
 
 

@@ -2,6 +2,7 @@
 
 from conformance.pipeline.planted import (
     batches,
+    callers,
     key_value,
     lookups,
     operators,
@@ -12,7 +13,7 @@ from conformance.pipeline.planted import (
     streams,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap)
+_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, callers, overlap)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

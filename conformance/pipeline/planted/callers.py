@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections import deque
 from typing import Any
+
+import torch
 
 from conformance.harness import wrap
 from conformance.pipeline.planted.planting import fast, shared
 
 _BASE = "refimpl.pipeline.schedules_base:PipelineBase"
-_STAGES = "fastimpl.pipeline.stages:Streamed"
 _FUSED = "fastimpl.pipeline.schedules:TrainPipelineFusedSparseDist"
 _COLLECTION = "fastimpl.pipeline.sharded:ShardedEmbeddingBagCollection"
 
@@ -37,7 +38,8 @@ def _first_rate(original: Any, schedule: Any) -> None:
 
 
 def _without_hooks(original: Any, schedule: Any) -> None:
-    inspect.unwrap(type(schedule._optimizer).step)(schedule._optimizer)
+    with torch.no_grad():
+        inspect.unwrap(type(schedule._optimizer).step)(schedule._optimizer)
 
 
 def _model_itself(original: Any, schedule: Any, flight: Any) -> Any:
@@ -45,21 +47,20 @@ def _model_itself(original: Any, schedule: Any, flight: Any) -> Any:
     return original(schedule, flight)
 
 
-_ONE_QUEUE: deque[Any] = deque()
-
-
-def _in_one_queue(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
-    original(schedule, *args, **options)
-    schedule._queue = _ONE_QUEUE
+def _in_one_queue(original: Any, schedule: Any, model: Any, *args: Any, **options: Any) -> None:
+    original(schedule, model, *args, **options)
+    others = [other for other in gc.get_objects() if type(other) is type(schedule) and other is not schedule]
+    for other in others:
+        schedule._queue = other._queue
 
 
 def _first_model(original: Any, schedule: Any, model: Any = None) -> None:
     original(schedule, schedule.__dict__.setdefault("_first_model", schedule._model))
 
 
-def _outputs_held(original: Any, schedule: Any, stream: Any, flight: Any, calls: Any) -> None:
-    original(schedule, stream, flight, calls)
-    schedule.__dict__.setdefault("_outputs", deque(maxlen=3)).append(dict(flight.results))
+def _outputs_held(original: Any, schedule: Any, flight: Any) -> None:
+    original(schedule, flight)
+    schedule.__dict__.setdefault("_outputs", []).append(dict(flight.results))
 
 
 def _failures_held(original: Any, schedule: Any, flight: Any) -> None:
@@ -115,7 +116,7 @@ PLANTED = (
         "lookup_outputs_held",
         "Lookup outputs outlive their step.",
         ("PIPE-156",),
-        wrap(f"{_STAGES}._look_up_on", _outputs_held),
+        wrap(f"{_FUSED}._look_up_early", _outputs_held),
     ),
     shared("failures_held", "Failed batches are kept.", ("PIPE-157",), f"{_BASE}._drop", _failures_held),
     fast(
