@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fastimpl import ops, pipeline
-from fastimpl.pipeline.overlap import HostWait, Record, Span, StepEnd, Work, overlap_report, replay
+from fastimpl.pipeline.overlap import HostWait, Instruction, Record, Span, StepEnd, Work, overlap_report, replay
 from fastimpl.pipeline.recording import HostClock, Recorder
 from fastimpl.streams import InlineEngine
 from perf.pipeline import overlap
@@ -64,7 +64,7 @@ def test_nothing_is_hidden_where_the_host_does_all() -> None:
 
 
 def test_work_waits_for_the_host_and_the_host_for_work() -> None:
-    program = [
+    program: list[Instruction] = [
         Work("a", 0, "left", 5.0),
         Record(1, "left"),
         HostWait(1, 0, issued_s=1.0),
