@@ -218,8 +218,9 @@ class TrainPipelineSemiSync(OneStale, Streamed):
             if self.processed_count >= self._start_batch:
                 self._prepare(following)
         if training:
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._update_tables(looked_up, leaves)
+            with self._engine.stage("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                self._update_tables(looked_up, leaves)
             self._update_dense()
         return output
 

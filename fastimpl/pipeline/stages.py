@@ -8,9 +8,10 @@ ran, and B's end waits it. Each is an event, though stream order would often do:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,6 +22,22 @@ from refimpl.pipeline.rewrite import Call
 from refimpl.pipeline.schedules_base import PipelineBase, finished
 
 __all__ = ["Streamed"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _stage(name: str) -> Callable[[Method], Method]:
+    """What the method enqueues is of this stage."""
+
+    def named(method: Method) -> Method:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            with self._engine.stage(name):
+                return method(self, *args, **options)
+
+        return cast("Method", run)
+
+    return named
 
 
 class Streamed(PipelineBase[StreamedFlight]):
@@ -38,6 +55,7 @@ class Streamed(PipelineBase[StreamedFlight]):
     def _make_lookup_stream(self) -> Any:
         return self._dist
 
+    @_stage("batch_copy")
     def _flight_of(self, batch: Any) -> StreamedFlight:
         """H: the batch on the device. The host's copy is held until the batch is done."""
         engine = self._engine
@@ -71,6 +89,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
             yield
 
+    @_stage("input_dist")
     def _start(self, flight: StreamedFlight) -> None:
         """S: sizes of all modules in one exchange, behind H."""
         if flight.dists or flight.inputs or flight.failure is not None:
@@ -81,6 +100,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             self._send(flight)
             fuse_input_dists(list(flight.dists.values()))
 
+    @_stage("input_dist")
     def _exchange(self, flight: StreamedFlight) -> None:
         """I: wait for sizes, send ids."""
         self._start(flight)
@@ -107,6 +127,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             flight.results, flight.with_grad = before
             raise
 
+    @_stage("lookup")
     def _look_up_on(self, stream: Any, flight: StreamedFlight, calls: list[Call]) -> None:
         """L and O, behind I and T, and behind P where P updates what is read."""
         self._exchange(flight)
@@ -129,6 +150,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             engine.record(flight.looked_up, stream)
         flight.with_grad = self._model.training
 
+    @_stage("input_dist")
     def _take_ids(self, flight: StreamedFlight, calls: list[Call]) -> None:
         """The end of I."""
         with self._engine.on(self._dist):
@@ -137,6 +159,7 @@ class Streamed(PipelineBase[StreamedFlight]):
                     flight.given[call.name] = flight.inputs[call.name].wait()
             self._engine.record(flight.sent, self._dist)
 
+    @_stage("prefetch")
     def _prefetch(self, flight: StreamedFlight) -> None:
         """R: rows of key-value tables, read ahead of L; what T updates meanwhile is read again by the tables."""
         calls = [call for call in self._calls if hasattr(call.module, "prefetch_rows")]
@@ -159,6 +182,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             self._engine.record(self._edited, self._engine.current())
             self._engine.wait(stream, self._edited)
 
+    @_stage("forward")
     def _forward_on_current(self, flight: StreamedFlight) -> tuple[torch.Tensor, Any]:
         """F, behind H and L; behind P by the caller's own stream, which P runs on."""
         engine, current = self._engine, self._engine.current()
@@ -168,6 +192,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         with self._mode():
             return self._run_forward(flight)
 
+    @_stage("backward")
     def _backward(self, loss: torch.Tensor) -> None:
         """B and T; autograd joins the lookup's stream into the current one at the end."""
         loss.backward()  # type: ignore[no-untyped-call]
@@ -179,6 +204,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         if self._engine.stands_for_device:
             self._versions = {call.name: versions_of(call.module) for call in self._calls}
 
+    @_stage("dense_optimizer")
     def _update_dense(self) -> None:
         """P. Gradients of what a lookup reads were made on the lookup's stream."""
         for call in self._calls:

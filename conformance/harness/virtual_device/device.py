@@ -116,7 +116,7 @@ class VirtualDevice:
     def backward_ended(self) -> None:
         """``backward`` is over: the caller's stream joins every stream that gradients were computed on."""
         for stream in self._backward_used:
-            self.tracker.clocks[self.engine.current()].join(self.tracker.clocks[stream])
+            self.engine.follow(self.engine.current(), stream)
         self._backward_used, self._last_backward = set(), None
 
     def stream_of_op(self) -> str:
@@ -130,7 +130,7 @@ class VirtualDevice:
         stream = self._forward_streams.get((thread, node._sequence_nr()), current)
         # Autograd orders a node behind those that fed it; the order of this run is one that it allows.
         before = self._last_backward if self._last_backward is not None else current
-        self.tracker.clocks[stream].join(self.tracker.clocks[before])
+        self.engine.follow(stream, before)
         self._last_backward = stream
         self._backward_used.add(stream)
         return stream

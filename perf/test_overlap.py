@@ -1,0 +1,62 @@
+"""The overlap report's command on the virtual device, and its recorder on a CPU, where nothing overlaps."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from fastimpl import ops, pipeline
+from fastimpl.pipeline.overlap import overlap_report
+from fastimpl.pipeline.recording import HostClock, Recorder
+from fastimpl.streams import InlineEngine
+from perf.pipeline import overlap
+from perf.pipeline.seed_model import Sizes, loader_of, make_model
+from refimpl.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(not ops.available(), reason="no library was built")
+
+
+def test_files_say_what_fused_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = [found for found in overlap._SCHEDULES if found[0] == "Fused, lookup stream new"]
+    monkeypatch.setattr(overlap, "_SCHEDULES", tuple(fused))
+    said: list[str] = []
+    overlap.write_overlap(tmp_path / "new" / "figures", overlap.stage_durations(["lookup=10"]), said.append)
+    (report,) = json.loads((tmp_path / "new" / "figures.json").read_text())["reports"]
+    # The example of facts/pipeline.md 8, with a shorter lookup: F + B + max(P, L).
+    assert report["step_s"] == pytest.approx(0.030 + 0.087 + 0.015)
+    stages = {stage["stage"]: stage for stage in report["stages"]}
+    assert stages["lookup"]["exposed_s"] == pytest.approx(0.0)
+    assert stages["dense_optimizer"]["exposed_s"] == pytest.approx(0.005)
+    assert "step 132.00" in said[0]
+    trace = json.loads((tmp_path / "new" / "figures.trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in trace} == {"M", "X", "s", "f"}
+    picture = ElementTree.parse(tmp_path / "new" / "figures.svg").getroot()
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}title")) >= 3 * 4
+
+
+def test_wrong_durations_are_refused() -> None:
+    for word in ("lookups=3", "lookup", "lookup=-1", "lookup=x"):
+        with pytest.raises(ConfigError, match="not a duration of a stage"):
+            overlap.stage_durations([word])
+
+
+def test_nothing_is_hidden_where_the_host_does_all() -> None:
+    sizes = Sizes(table_count=2, rows=16, dim=4, batch=4, pooling=2, width=4)
+    model, optimizer = make_model(sizes)
+    recorder = Recorder(InlineEngine(), HostClock())
+    schedule = pipeline.TrainPipelineFusedSparseDist(model, optimizer, engine=recorder)
+    batches = islice(loader_of(sizes, 0), 8)
+    for _ in range(6):
+        with recorder.step():
+            schedule.progress(batches)
+    report = overlap_report(recorder.program(), schedule="Fused", device="cpu")
+    assert set(overlap.STAGE_MS) <= {stage.stage for stage in report.stages}
+    for stage in report.stages:
+        assert stage.hidden_fraction == 0
+        assert stage.exposed_s == pytest.approx(stage.duration_s, rel=1e-6)
+    with pytest.raises(ConfigError, match="too few steps"):
+        overlap_report(recorder.program(), schedule="Fused", device="cpu", margin_count=3)
