@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from fastimpl import ops, pipeline
-from fastimpl.pipeline.overlap import overlap_report
+from fastimpl.pipeline.overlap import HostWait, Instruction, Record, Span, StepEnd, Work, overlap_report, replay
 from fastimpl.pipeline.recording import HostClock, Recorder
 from fastimpl.streams import InlineEngine
 from perf.pipeline import overlap
@@ -60,3 +61,67 @@ def test_nothing_is_hidden_where_the_host_does_all() -> None:
         assert stage.exposed_s == pytest.approx(stage.duration_s, rel=1e-6)
     with pytest.raises(ConfigError, match="too few steps"):
         overlap_report(recorder.program(), schedule="Fused", device="cpu", margin_count=3)
+
+
+def test_work_waits_for_the_host_and_the_host_for_work() -> None:
+    program: list[Instruction] = [
+        Work("a", 0, "left", 5.0),
+        Record(1, "left"),
+        HostWait(1, 0, issued_s=1.0),
+        Work("b", 0, "right", 2.0, issued_s=1.5),
+        StepEnd(0, issued_s=2.0),
+    ]
+    found = replay(program)
+    # The host waits from 1 to 5, and needs half a second more for what it had ready at 1.5.
+    assert found.host_waits == [Span("wait", 0, "host", 1.0, 5.0)]
+    assert found.spans[1] == Span("b", 0, "right", 5.5, 7.5)
+    assert replay(program, without="a").ends_s == [3.5]
+
+
+class _SlowHost(HostClock):
+    """A host whose clock moves when it is told to."""
+
+    now_s = 0.0
+
+    def lane(self, name: str) -> str:
+        return name
+
+    def mark(self, stream: Any) -> float:
+        return 0.0
+
+    def host_s(self) -> float:
+        return self.now_s
+
+
+class _Events(InlineEngine):
+    """Waiting for an event takes the host three seconds."""
+
+    def __init__(self, clock: _SlowHost) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def event(self) -> Any:
+        return object()
+
+    def synchronize(self, event: Any) -> None:
+        self.clock.now_s += 3.0
+
+
+def test_the_time_that_the_host_waits_is_not_its_own() -> None:
+    clock = _SlowHost()
+    recorder = Recorder(_Events(clock), clock)
+    event = recorder.event()
+    with recorder.step():
+        clock.now_s += 1.0
+        recorder.record(event, "side")
+        recorder.synchronize(event)
+        clock.now_s += 0.5
+        with recorder.stage("forward"):
+            pass
+    found = recorder.program()
+    assert [one.issued_s for one in found if isinstance(one, HostWait)] == [1.0]
+    assert [one.issued_s for one in found if isinstance(one, StepEnd)] == [1.5]
+    assert recorder.step_count == 1
+    with pytest.raises(StopIteration), recorder.step():
+        raise StopIteration
+    assert recorder.step_count == 1, "a step that raised is none"

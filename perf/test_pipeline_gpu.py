@@ -72,7 +72,9 @@ def test_missing_kernels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(gpu.CONFIGS))
 def test_jobs_run_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seed_table, "_STEPS", 2)
+    monkeypatch.setattr(seed_table, "_WARM_UP", 2)
     monkeypatch.setattr(gpu, "_RECORDED", 6)
+    monkeypatch.setattr(gpu, "_WARM_UP", 1)
     workload = replace(WORKLOADS[f"gpu-config-{name}-100x100k"], shape=(16, 4), tensor_count=2)
     config = replace(gpu.CONFIGS[name], batch=4, width=4, share_min=0.0)
     rounds = gpu.schedules("cpu", config, workload, 1, 0)

@@ -17,7 +17,7 @@ from perf.harness.paired import Round
 from perf.harness.workloads import read_workloads
 from perf.pipeline import JOBS, seed_report, seed_table
 from perf.pipeline.meters import LiveBytes
-from perf.pipeline.seed_report import table_lines
+from perf.pipeline.seed_lines import table_lines
 from perf.pipeline.seed_table import CONTENDERS, measure_table
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no library was built")
@@ -51,7 +51,7 @@ def test_quantiles_speed_and_peaks_are_shown() -> None:
 
     workload = replace(SMALL, contenders=("base", "sparse-dist"))
     rounds: list[Round] = [{"base": sample(20 + i, 5), "sparse-dist": sample(10 + i / 2, 3)} for i in range(10)]
-    base, sparse_dist = (line.split() for line in table_lines(workload, rounds, "cpu")[-2:])
+    base, sparse_dist = (line.split() for line in table_lines(workload, rounds)[-2:])
     assert base == ["base", "24.00", "28.00", "0.50", "[0.50,", "0.50]", "5.0", "MiB", "-"]
     assert sparse_dist == ["sparse-dist", "12.00", "14.00", "-", "3.0", "MiB", "-"]
 
@@ -61,6 +61,7 @@ def test_the_seeds_own_size_needs_a_gpu() -> None:
     workload = read_workloads()["seed-table-gpu-200x100k"]
     assert workload.payload_bytes == 200 * 100_000 * 512 * 4
     assert JOBS[workload.job](ALONE, workload, "", 1, 0) == []
+    assert table_lines(workload, [])[1:] == ["  was not measured: no GPU here"]
 
 
 def test_evidence_keeps_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

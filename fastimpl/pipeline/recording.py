@@ -135,11 +135,13 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One call of ``progress``."""
+        """One call of ``progress``; one that raises is no step."""
         self._begin(self._engine.current())
-        yield
-        self._cut()
-        self._open.clear()
+        try:
+            yield
+            self._cut()
+        finally:
+            self._open.clear()
         number, issued_s = self._step, self._own_s()
         self._made.append(lambda: StepEnd(number, issued_s))
         self._step += 1

@@ -114,8 +114,10 @@ def _bench(words: list[str]) -> int:
     )
     roofline = measure_roofline(folder).as_dict()
     print(", ".join(f"{name.split('_')[0]} {rate / 1e9:.2f} GB/s" for name, rate in roofline.items()), flush=True)
+    own_lines = getattr(importlib.import_module(f"perf.{bench.component}"), "LINES", {})
     for workload in bench.run():
-        print("\n".join(["", *workload_lines(workload, bench.rounds[workload.name])]), flush=True)
+        lines_of = own_lines.get(workload.job, workload_lines)
+        print("\n".join(["", *lines_of(workload, bench.rounds[workload.name])]), flush=True)
     outcomes = bench.outcomes()
     failed = [outcome for outcome in outcomes if outcome.failed]
     duration_s = time.monotonic() - begun

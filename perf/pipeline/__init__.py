@@ -3,7 +3,7 @@
 A workload's shape is [rows of a table, dim], ``tensor_count`` is the number of tables; a batch has 4096 bags of each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.pipeline.gpu import CONFIGS, measure_config
+from perf.pipeline.seed_lines import table_lines
 from perf.pipeline.seed_table import measure_table
 from perf.pipeline.sparse_nn import SparseJob, measure_sparse_nn
 from perf.pipeline.tables import Plan
@@ -39,4 +40,9 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     **{f"gpu-config-{name}": partial(measure_config, name) for name in CONFIGS},
 }
 
-__all__ = ["JOBS"]
+# Where the bench's own table says too little: job -> lines of a workload and its rounds.
+LINES: dict[str, Callable[[Workload, Sequence[Round]], list[str]]] = dict.fromkeys(
+    ("seed-table-gpu", "seed-table"), table_lines
+)
+
+__all__ = ["JOBS", "LINES"]
