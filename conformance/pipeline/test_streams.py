@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, assert_le, requirement
+from conformance.harness import Rank, assert_equal, assert_le, requirement
 from conformance.harness.virtual_device import Costs, VirtualDevice
 from conformance.pipeline.models import EXACT, Batch, Job, assert_same_state
 from conformance.pipeline.support import assert_bits
@@ -97,11 +97,11 @@ def test_no_hazard(pipeline: Any) -> None:
                 assert_same_state(job, loop, f"{name} {options} late {late}")
 
 
-def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS) -> list[str]:
+def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS, rank: Rank | None = None) -> list[str]:
     """What the virtual device finds in a few training steps of each schedule."""
     found = []
     for name, options in variants:
-        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds)
+        device, job = VirtualDevice(), Job(pipeline, 6, rank, kinds=kinds)
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
         with device:
             schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -109,6 +109,20 @@ def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS) -> list[str]:
                 schedule.progress(loader)
         found += [f"{name} {options}: {hazard}" for hazard in device.hazards]
     return found
+
+
+def _no_hazard_on_ranks(rank: Rank) -> None:
+    found = hazards_of(rank.component("pipeline"), VARIANTS[1:4], rank=rank)
+    assert_equal(found, [], where="accesses that nothing orders, collectives among them")
+
+
+@requirement(
+    "PIPE-198",
+    "Nor MUST there be any on two ranks, where collectives read and write on the stream that they were started on.",
+    needs=("streams",),
+)
+def test_no_hazard_on_ranks(rank_pool: Any) -> None:
+    rank_pool.run(_no_hazard_on_ranks, 2)
 
 
 @requirement(

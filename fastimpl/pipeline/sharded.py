@@ -125,5 +125,7 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         for part in torch.split(parts, block):
             total += part
         result = torch.empty_like(padded)
-        dist.all_gather_into_tensor(result, total, group=self.process_group)
+        # torch 2.13 renames it and warns about the old name; 2.11 does not know the new one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(result, total, group=self.process_group)
         return result[: value.numel()]

@@ -230,7 +230,9 @@ class PipelineBase(Generic[AnyFlight]):
         """The least that any rank says."""
         if self._world_size == 1:
             return said
-        words = torch.tensor([said])
+        # A group of one backend for devices only, NCCL's, takes no tensor of the host.
+        on_host = "cpu" in dist.get_backend_config(self._group)
+        words = torch.tensor([said], device="cpu" if on_host else self._device)
         dist.all_reduce(words, dist.ReduceOp.MIN, group=self._group)
         return int(words)
 

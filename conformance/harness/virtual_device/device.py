@@ -222,6 +222,9 @@ class _Functions(TorchFunctionMode):
         return result
 
 
+_COLLECTIVE_OUTPUTS = ("output", "output_tensor", "output_tensors", "tensors")
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         # A sparse tensor is two dense ones; other layouts have no storage that could be watched.
@@ -246,6 +249,8 @@ def _operands(
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
+        # Schemas of collectives do not say what they write.
+        is_written |= func.namespace == "c10d" and argument.name in _COLLECTIVE_OUTPUTS
         (writes if is_written else reads).extend(_tensors(value))
     return reads, writes
 

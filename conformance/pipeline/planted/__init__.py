@@ -1,4 +1,4 @@
-"""Planted bugs of the embeddings: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
+"""Planted bugs of embeddings and pipelines: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
 
 from conformance.pipeline.planted import (
     batches,
@@ -13,7 +13,7 @@ from conformance.pipeline.planted import (
     streams,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, callers, overlap)
+_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]
