@@ -23,15 +23,20 @@ ALL = {LOOKUP: 7.0, UPDATE: 5.0, DENSE: 2.0, LINEAR: 4.0, IDS: 1.0, "byte": 0.03
 
 
 def recorded(
-    pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float]
+    pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float], *, sees_reads: bool = False
 ) -> tuple[list[Any], VirtualEngine, list[float]]:
-    """Six steps: the program, the engine with its clocks, and when each ends; ``seconds`` are those of ops by name."""
+    """Six steps: the program, the engine with its clocks, and when each ends; ``seconds`` are those of ops by name.
+
+    ``sees_reads``: the recorder finds the host's reads itself, as on a GPU; else the device tells of them.
+    """
     from fastimpl.pipeline.recording import Recorder
 
     costs = Costs(h2d_s_per_byte=seconds.get("byte", 0.0), op_s=lambda op, size_bytes: seconds.get(op, 0.0))
     device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",))
-    engine, recorder = device.engine, Recorder(device.engine, VirtualClock(device.engine))
-    device.engine = recorder  # type: ignore[assignment]  # The device's own waits go through it too.
+    engine = device.engine
+    recorder = Recorder(engine, VirtualClock(engine), sees_reads=sees_reads)
+    if not sees_reads:
+        device.engine = recorder  # type: ignore[assignment]
     batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number) for number in range(6)])]
     with device:
         schedule, loader = job.schedule(name, engine=recorder, **options), iter(batches)
@@ -63,6 +68,8 @@ def test_replay_is_exact(pipeline: Any) -> None:
     for name, options in SCHEDULES:
         program, _, ends_s = recorded(pipeline, name, options, ALL)
         assert_equal(replay(program).ends_s, ends_s, where=f"ends of steps, {name} {options}")
+    program, _, ends_s = recorded(pipeline, FUSED, {}, ALL, sees_reads=True)
+    assert_equal(replay(program).ends_s, ends_s, where="ends of steps, reads seen by the recorder")
 
 
 @requirement(
