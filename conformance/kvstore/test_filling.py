@@ -60,7 +60,8 @@ def test_looked_at_meanwhile(kvstore: Any, tmp_path: Path) -> None:
     expected = contents(source)
     for writes in ("a", "b", None):
         store = fresh(kvstore, track_changes=True)
-        before, seen = store.snapshot(), []
+        before = store.snapshot()
+        seen: list[Any] = []
         extra = random_rows(store, [99], 5, table=writes or "a")
 
         def look(table: str, store: Any = store, seen: Any = seen, writes: Any = writes, extra: Any = extra) -> None:
