@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-from conformance.harness import assert_equal, requirement
+from conformance.harness import assert_equal, assert_le, requirement
 from conformance.harness.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
 from conformance.pipeline.models import EXACT, Job
 from conformance.pipeline.test_schedules import FUSED
@@ -172,3 +173,23 @@ def test_host_blocked(pipeline: Any) -> None:
         program, engine, _ = recorded(pipeline, name, {}, ALL)
         waits = [span.end_s - span.begin_s for span in replay(program).host_waits]
         assert_equal(sum(waits), engine.time_s["host"], where=f"waits of the host, {name}")
+
+
+@requirement(
+    "PIPE-199",
+    "With a lookup stream of its own a step of Fused MUST NOT take longer than one of SparseDist, nor that than one of "
+    "Base, whatever lookup, exchange, forward, update and dense optimizer take.",
+    needs=("streams",),
+)
+def test_never_longer(pipeline: Any) -> None:
+    chosen = random.Random(5)
+    schedules: tuple[tuple[str, dict[str, Any]], ...] = (
+        *((name, {}) for name in EXACT[:2]),
+        (FUSED, {"emb_lookup_stream": "new"}),
+    )
+    for _ in range(6):
+        seconds = {op: float(chosen.randint(0, 6)) for op in (LOOKUP, UPDATE, DENSE, LINEAR, IDS)}
+        all_ends_s = [recorded(pipeline, name, options, seconds)[2] for name, options in schedules]
+        base, sparse_dist, fused = (ends_s[-1] - ends_s[2] for ends_s in all_ends_s)
+        assert_le(sparse_dist, base, where=f"SparseDist against Base, {seconds}")
+        assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {seconds}")
