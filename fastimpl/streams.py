@@ -75,6 +75,9 @@ class Engine(Protocol):
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
 
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Name what is enqueued inside, for reports and profiles."""
+
 
 class InlineEngine:
     """Everything is over when the call returns: the CPU, where host and device memory are one."""
@@ -131,6 +134,10 @@ class InlineEngine:
     def is_capturing(self) -> bool:
         """Never."""
         return False
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Nobody asks."""
+        return contextlib.nullcontext()
 
 
 class CudaEngine:
@@ -207,6 +214,10 @@ class CudaEngine:
     def is_capturing(self) -> bool:
         """As torch says."""
         return torch.cuda.is_current_stream_capturing()
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """A range of torch's profiler, which a trace shows on the host and on the device."""
+        return torch.profiler.record_function(name)
 
 
 def engine_for(device: torch.device) -> Engine:

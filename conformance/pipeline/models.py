@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from conformance.harness import assert_equal
 from conformance.pipeline.sharding import collection_of, random_plan, sharded_of
 from conformance.pipeline.support import assert_bits, random_jagged, random_tables, values_of
 
@@ -62,6 +64,7 @@ class Job:
         rank: None trains alone, without a group.
         optimizer: of the tables; dense parameters have SGD with momentum.
         processed: ids weigh by their position, by parameters that the dense optimizer updates.
+        key_value: every other table lives in a key-value store, one store for each collection.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Job:
         kinds: Any = KINDS,
         dropout: float = 0.0,
         processed: bool = False,
+        key_value: bool = False,
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
@@ -81,8 +85,11 @@ class Job:
         kinds_of_tables: dict[str, Any] = {"dtypes": (torch.float32, torch.float16), "multiple": 4}
         self.tables = [random_tables(pipeline, 2 * seed + i, **kinds_of_tables) for i in range(2)]
         collections: list[Any] = []
+        self.stored: list[tuple[Any, str, torch.Tensor]] = []
         for index, (configs, weights, _, _) in enumerate(self.tables):
             plan = random_plan(pipeline, configs, world_size, seed + index, kinds)
+            if key_value:
+                plan |= self._stored(configs[::2], weights[::2], optimizer, world_size)
             whole = collection_of(pipeline, configs, weights, is_weighted=processed)
             if processed:
                 names = {name: 4 for config in configs for name in config.feature_names}
@@ -98,6 +105,21 @@ class Job:
             ):
                 param.copy_(values_of(param.shape, 77 + index))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+
+    def _stored(self, configs: Any, weights: Any, optimizer: str, world_size: int) -> dict[str, Any]:
+        """Tables in one store, with this rank's rows in it."""
+        kvstore = import_module(self.pipeline.__name__.replace(".pipeline", ".kvstore"))
+        layouts = {
+            c.name: kvstore.RowLayout(c.embedding_dim, weight_dtype=c.data_type, optimizer=optimizer) for c in configs
+        }
+        store, buckets = kvstore.KVStore(layouts, optimizer_in_row=True, clock=lambda: 1), kvstore.Buckets(4)
+        begin, end = kvstore.rank_buckets(4, world_size, self.rank)
+        for config, weight in zip(configs, weights, strict=True):
+            ids = torch.arange(config.num_embeddings)
+            mine = ids[(ids % 4 >= begin) & (ids % 4 < end)]
+            store.set(config.name, mine, weight[mine])
+            self.stored.append((store, config.name, mine))
+        return {config.name: self.pipeline.key_value(store, buckets) for config in configs}
 
     def batch(self, number: int, stride: int = 4) -> Batch:
         """Batch ``number`` of this rank."""
@@ -137,6 +159,8 @@ class Job:
                 found[f"{index} {name}"] = weight.clone()
                 found |= {f"{index} {name} {state}": value.clone() for state, value in states.items()}
             found[f"{index} steps"] = torch.tensor(collection.fused_optimizer.step_count)
+        for index, (store, table, ids) in enumerate(self.stored):
+            found[f"stored {index}"] = store.get_rows(table, ids)
         return found
 
     def schedule(self, name: str, **options: Any) -> Any:
@@ -148,7 +172,7 @@ class Job:
 def assert_same_state(got: Job, expected: Job, where: str) -> None:
     """Every bit that training changes."""
     mine, theirs = got.state(), expected.state()
-    assert sorted(mine) == sorted(theirs)
+    assert_equal(sorted(mine), sorted(theirs), where=f"{where} names of what is held")
     for name, value in mine.items():
         assert_bits(value, theirs[name], f"{where} {name}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, assert_same_bytes
+from conformance.harness import assert_same_tensor
 from refimpl.optimizers import Hyper, update
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
@@ -175,10 +175,7 @@ class Naive:
 
 def assert_bits(got: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
     """Equal dtype, shape and bytes."""
-    found = (got.dtype, tuple(got.shape))
-    assert_equal(found, (expected.dtype, tuple(expected.shape)), where=f"{where} dtype and shape")
-    pair = [v.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for v in (got, expected)]
-    assert_same_bytes(pair[0], pair[1], where=where)
+    assert_same_tensor(got, expected, where=where)
 
 
 def assert_tables(lookups: Any, naive: Naive, where: str = "") -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.pipeline.support import DTYPES, generator_of
-from refimpl.optimizers import Hyper, reduce_duplicates, update
+from conformance.pipeline.support import DTYPES, Jagged, Naive, generator_of
+from refimpl.optimizers import Hyper
+from refimpl.pipeline.config import EmbeddingBagConfig, PoolingType
 
 __all__ = ["Arguments", "draw_arguments"]
 
@@ -113,40 +114,51 @@ class Arguments:
                     yield table, int(self.indices[at]), grad, scaled
             column += dim
 
+    def _naive(self) -> tuple[Naive, Jagged, torch.Tensor]:
+        """The oracle with these tables and states, the batch, and where its columns, by table, stand in ``grad``."""
+        names, count = [str(feature) for feature in range(len(self.feature_tables))], self.grad.shape[0]
+        configs = [
+            EmbeddingBagConfig(
+                table.shape[0],
+                table.shape[1],
+                data_type=table.dtype,
+                feature_names=[name for name, used in zip(names, self.feature_tables, strict=True) if used == index],
+                pooling=PoolingType.MEAN if self.means[index] else PoolingType.SUM,
+            )
+            for index, table in enumerate(self.tables)
+        ]
+        naive = Naive(configs, self.tables, self.optimizer)
+        for name, momenta in (("momentum1", self.momentum1), ("momentum2", self.momentum2)):
+            for table, momentum in zip(naive.tables, momenta, strict=True):
+                if momentum.numel():
+                    table.states[name] = momentum.reshape(momentum.shape[0], -1).clone()
+
+        def bags(values: torch.Tensor) -> list[list[Any]]:
+            flat = [part.tolist() for part in torch.split(values, self.lengths().tolist())]
+            return [flat[feature * count : (feature + 1) * count] for feature in range(len(names))]
+
+        batch = Jagged(names, bags(self.indices), None if self.weights is None else bags(self.weights))
+        widths = [self.tables[table].shape[1] for table in self.feature_tables]
+        columns = torch.split(torch.arange(sum(widths)), widths)
+        order = sorted(range(len(names)), key=self.feature_tables.__getitem__)
+        return naive, batch, torch.cat([columns[feature] for feature in order])
+
     def pooled(self) -> torch.Tensor:
         """Sums from +0, one row after the other."""
-        columns, count = [], self.grad.shape[0]
-        for feature, table in enumerate(self.feature_tables):
-            sums = torch.zeros(count, self.tables[table].shape[1])
-            for bag in range(count):
-                first, last = self.offsets[feature * count + bag : feature * count + bag + 2].tolist()
-                for at in range(first, last):
-                    row = self.tables[table][int(self.indices[at])].float()
-                    sums[bag] += row if self.weights is None else self.weights[at] * row
-                if self.means[table] and last > first:
-                    sums[bag] /= torch.tensor(float(last - first))
-            columns.append(sums)
-        return torch.cat(columns, 1)
+        naive, batch, columns = self._naive()
+        result = torch.empty_like(self.grad)
+        result[:, columns] = naive.pooled(batch)
+        return result
 
     def stepped(self) -> list[list[torch.Tensor]]:
         """What a step has to write."""
-        result = [[tensor.clone() for tensor in group] for group in self.written()]
-        found = list(self.occurrences())
-        for table in range(len(self.tables)):
-            mine = [(row, grad) for t, row, _, grad in found if t == table]
-            if not mine:
-                continue
-            rows, sums = reduce_duplicates(torch.tensor([row for row, _ in mine]), torch.stack([g for _, g in mine]))
-            names = [
-                name for name, group in zip(("momentum1", "momentum2"), result[1:], strict=True) if group[table].numel()
-            ]
-            states = {name: getattr(self, name)[table][rows].reshape(rows.numel(), -1) for name in names}
-            weight, after = update(self.optimizer, self.tables[table][rows], sums, states, Hyper(LR, self.step_number))
-            result[0][table][rows] = weight
-            for name, state in after.items():
-                target = result[1 if name == "momentum1" else 2][table]
-                target[rows] = state.reshape(target[rows].shape)
-        return result
+        naive, batch, columns = self._naive()
+        naive.step(batch, self.grad[:, columns], Hyper(LR, self.step_number))
+        after = [[table.weight for table in naive.tables]]
+        for name, before in (("momentum1", self.momentum1), ("momentum2", self.momentum2)):
+            pairs = zip(naive.tables, before, strict=True)
+            after.append([table.states[name].reshape(b.shape) if b.numel() else b for table, b in pairs])
+        return after
 
 
 def draw_arguments(data: st.DataObject, optimizer: str = "sgd", *, is_filled: bool = False) -> Arguments:

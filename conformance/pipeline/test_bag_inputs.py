@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.test_training import EPS, LR
 from conformance.pipeline.support import (
     Jagged,
     Naive,
@@ -15,7 +16,7 @@ from conformance.pipeline.support import (
     random_jagged,
     values_of,
 )
-from conformance.pipeline.test_bags import EPS, LR, lookups_of, train
+from conformance.pipeline.test_bags import lookups_of, train
 from refimpl.errors import IdRangeError, ShapeError
 from refimpl.optimizers import Hyper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, requirement
+from conformance.kvstore.test_training import EPS, LR, dense_steps
 from conformance.pipeline.support import (
     DTYPES,
     OPTIMIZERS,
@@ -23,8 +25,6 @@ from conformance.pipeline.support import (
     values_of,
 )
 from refimpl.optimizers import Hyper
-
-LR, EPS = 0.05, 1e-8
 
 
 def lookups_of(pipeline: Any, configs: Any, weights: Any, optimizer: str = "sgd", **options: Any) -> Any:
@@ -127,24 +127,6 @@ def test_weight_gradients(pipeline: Any, seed: int, tolerance_factor: float) -> 
     assert_within_derived(wanting.grad, results[0], results[1], factor=tolerance_factor, where="gradient of weights")
 
 
-def textbook(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Dense steps by the textbook, in the dtype."""
-    w = weight.to(dtype)
-    m1, m2 = torch.zeros_like(w), torch.zeros_like(w)
-    for step, grad in enumerate(grads, start=1):
-        g = grad.to(dtype)
-        square = (g * g).mean(dim=1, keepdim=True).expand_as(g) if "rowwise" in optimizer else g * g
-        if optimizer == "sgd":
-            w = w - LR * g
-        elif "adagrad" in optimizer:
-            m2 = m2 + square
-            w = w - LR * g / (m2.sqrt() + EPS)
-        else:
-            m1, m2 = 0.9 * m1 + 0.1 * g, 0.999 * m2 + 0.001 * square
-            w = w - LR / (1 - 0.9**step) * m1 / (m2.sqrt() / (1 - 0.999**step) ** 0.5 + EPS)
-    return w
-
-
 @requirement(
     "PIPE-014",
     "k steps MUST be k steps of the textbook's dense optimizer, within twice its own float32 error; k = 1, 2, 3.",
@@ -158,7 +140,7 @@ def test_textbook(pipeline: Any, tolerance_factor: float, optimizer: str) -> Non
     for step in range(3):
         grads.append(values_of((8, 36), 10 + step))
         lookups(*batch.flat()).backward(grads[-1])
-        naive, exact = (textbook(optimizer, weight, grads, dtype) for dtype in (torch.float32, torch.float64))
+        naive, exact = (dense_steps(optimizer, weight, grads, dtype) for dtype in (torch.float32, torch.float64))
         assert_within_derived(lookups.weight(0), naive, exact, factor=tolerance_factor, where=optimizer)
 
 
@@ -252,6 +234,18 @@ def test_learning_rate(pipeline: Any) -> None:
     expected = weight.clone()
     expected[[0, 3]] -= torch.tensor(LR * 0.5) * grad
     assert_bits(lookups.weight(0), expected, "after a scheduler's step")
+
+
+@requirement("PIPE-117", "A copy of a module of lookups MUST go on as the original does, and apart from it.")
+def test_copy(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weights = [values_of((6, 4), 1)]
+    lookups, naive = lookups_of(pipeline, [config], weights, "adam"), Naive([config], weights, "adam")
+    train(lookups, naive, random_jagged(["f"], [6], 3, 1), 1)
+    again, apart = copy.deepcopy(lookups), copy.deepcopy(naive)
+    for step in (2, 3):
+        train(lookups, naive, random_jagged(["f"], [6], 3, step), step, f"original, step {step}")
+    train(again, apart, random_jagged(["f"], [6], 3, 7), 7, "copy")
 
 
 @requirement(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, requirement
+from conformance.harness import assert_equal, assert_le, requirement
+from conformance.harness.virtual_device import VirtualDevice
 from conformance.pipeline.models import Job, outputs_of
+from conformance.pipeline.test_interruptions import Breaking, LoaderError
+from conformance.pipeline.test_streams import on_host, virtual
 
 LONGEST = ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
 
@@ -33,6 +37,61 @@ def test_growth(pipeline: Any) -> None:
             if step == 20:
                 before = live()
         assert_equal(live(), before, where=f"{name} tensors and bytes")
+
+
+def peaks_of(pipeline: Any, name: str, **options: Any) -> tuple[int, int]:
+    """Device bytes at the worst moment: alive, and alive or still needed by a stream."""
+    device, job = VirtualDevice(), Job(pipeline, 17, kinds=("table_wise",))
+    batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number, 64) for number in range(6)])]
+    with device:
+        schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+        for _ in range(6):
+            schedule.progress(loader)
+    return device.tracker.peak_bytes, device.tracker.peak_held_bytes
+
+
+@requirement(
+    "PIPE-156",
+    "Live bytes of Fused MUST be at most those of SparseDist and one lookup output, and with the lookup on the stream "
+    "of the exchange, bytes that are held at most those with a stream of its own.",
+    needs=("streams",),
+)
+def test_peak(pipeline: Any) -> None:
+    fused = "TrainPipelineFusedSparseDist"
+    output_bytes = 64 * Job(pipeline, 17, kinds=("table_wise",)).width * 4
+    base, _ = peaks_of(pipeline, "TrainPipelineSparseDist")
+    live_bytes, held_bytes = peaks_of(pipeline, fused)
+    assert_le(live_bytes, base + output_bytes, where="live bytes of Fused")
+    assert_le(held_bytes, peaks_of(pipeline, fused, emb_lookup_stream="new")[1], where="bytes held")
+
+
+@requirement("PIPE-157", "Loaders and models that fail again and again MUST leave as many tensors as one failure did.")
+def test_failures_leave_nothing(pipeline: Any) -> None:
+    for name in LONGEST:
+        job = Job(pipeline, 18)
+        batch, failing = job.batch(0), set[int]()
+        schedule = job.schedule(name, custom_model_fwd=partial(_fail_at, job, failing))
+        for turn in range(12):
+            loader = Breaking([batch] * 8, {3}, LoaderError("here"))
+            failing.add(turn)
+            while True:
+                try:
+                    schedule.progress(loader)
+                except LoaderError:
+                    continue
+                except StopIteration:
+                    break
+            if turn == 1:
+                before = live()
+        assert_equal(live(), before, where=f"{name} tensors and bytes after failures")
+
+
+def _fail_at(job: Job, failing: set[int], batch: Any) -> Any:
+    losses = job.model(batch)
+    if failing:
+        failing.clear()
+        raise LoaderError("in forward")
+    return losses
 
 
 @requirement(

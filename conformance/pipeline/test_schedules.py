@@ -59,10 +59,8 @@ def test_equal_alone(pipeline: Any) -> None:
 
 
 def _equal_on_ranks(rank: Rank, seeds: range) -> None:
-    # Every schedule, and the placements in turn: four sizes of the group see them all.
-    turn = (rank.world_size - 1) % 3
-    variants = (*VARIANTS[:3], *VARIANTS[3 + turn : -1 : 3], VARIANTS[-1])
-    _equal(rank.component("pipeline"), rank, seeds, variants)
+    # A third of the schedules each: four sizes of the group see them all, and some twice.
+    _equal(rank.component("pipeline"), rank, seeds, VARIANTS[(rank.world_size - 1) % 3 :: 3])
 
 
 @requirement("PIPE-121", "The same MUST hold on 1 to 4 ranks, for plans that mix every kind of sharding.")
@@ -166,11 +164,41 @@ def test_not_all(pipeline: Any) -> None:
 def test_semi_sync(pipeline: Any) -> None:
     import refimpl.pipeline as reference
 
-    for start in (0, 2, 5):
-        jobs = [Job(package, 7, kinds=("table_wise", "row_wise")) for package in (pipeline, reference)]
-        schedules = [job.schedule("TrainPipelineSemiSync", start_batch=start) for job in jobs]
+    _equal_to_stale((pipeline, reference), (0, 2, 5), stash=False)
+
+
+@requirement(
+    "PIPE-136",
+    "With stash_gradients SemiSync MUST step the dense part with the gradients of the step before, from its start on; "
+    "the first such step has none and does not step.",
+)
+def test_stashed(pipeline: Any) -> None:
+    import refimpl.pipeline as reference
+
+    _equal_to_stale((pipeline, reference), (0, 2), stash=True)
+
+
+@requirement(
+    "PIPE-137",
+    "SemiSync with strict MUST refuse an optimizer that updates what a lookup reads, by the names of the modules; "
+    "without it MUST train.",
+)
+def test_strict(pipeline: Any) -> None:
+    for kinds, processed in ((("data_parallel",), False), (("table_wise",), True)):
+        job = Job(pipeline, 7, kinds=kinds, processed=processed)
+        with raises(ConfigError, mentions=("collections.0",)):
+            job.schedule("TrainPipelineSemiSync", strict=True)
+        outputs_of(job.schedule("TrainPipelineSemiSync", start_batch=1), iter(job.batches(3)))
+    Job(pipeline, 7, kinds=("table_wise",)).schedule("TrainPipelineSemiSync", strict=True)
+
+
+def _equal_to_stale(packages: tuple[Any, ...], starts: tuple[int, ...], *, stash: bool) -> None:
+    for start in starts:
+        jobs = [Job(package, 7, kinds=("table_wise", "row_wise")) for package in packages]
+        options = {"start_batch": start, "stash_gradients": stash}
+        schedules = [job.schedule("TrainPipelineSemiSync", **options) for job in jobs]
         loaders = [iter(job.batches(6)) for job in jobs]
-        stale = StaleLoop(Job(pipeline, 7, kinds=("table_wise", "row_wise")), start)
+        stale = StaleLoop(Job(packages[0], 7, kinds=("table_wise", "row_wise")), start, stash=stash)
         for step in range(6):
             expected = stale.step(step)
             for package, schedule, loader in zip(("under test", "reference"), schedules, loaders, strict=True):
@@ -181,8 +209,9 @@ def test_semi_sync(pipeline: Any) -> None:
 class StaleLoop:
     """SemiSync by hand, with the modules' three steps: batch n + 1 is looked up before update n."""
 
-    def __init__(self, job: Job, start: int) -> None:
-        self.job, self.start, self.ready = job, start, None
+    def __init__(self, job: Job, start: int, *, stash: bool) -> None:
+        self.job, self.start, self.ready, self.stash = job, start, None, stash
+        self.stashed: list[Any] | None = None
 
     def _look_up(self, number: int) -> Any:
         batch = self.job.batches(6)[number]
@@ -203,7 +232,15 @@ class StaleLoop:
         loss.backward()
         for each, leaf in zip(pooled, leaves, strict=True):
             each.backward(leaf.grad)
-        job.optimizer.step()
+        if not self.stash or number < self.start:
+            job.optimizer.step()
+        else:
+            params = list(job.model.parameters())
+            before, self.stashed = self.stashed, [param.grad for param in params]
+            for param, grad in zip(params, before or (), strict=before is not None):
+                param.grad = grad
+            if before is not None:
+                job.optimizer.step()
         found: torch.Tensor = predictions.detach()
         return found
 

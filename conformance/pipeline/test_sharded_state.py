@@ -251,7 +251,8 @@ def _counted(rank: Rank, module_count: int) -> None:
         sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "sgd", rank.group)
         modules.append((sharded, batches_of(rank, keys, limits, index)))
     calls: list[str] = []
-    names = ("all_to_all_single", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_gather")
+    names = ["all_to_all_single", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_gather"]
+    names += [name for name in ("all_gather_single",) if hasattr(dist, name)]
     originals = {name: getattr(dist, name) for name in names}
 
     def counting(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, assert_le, requirement
+from conformance.harness import Rank, assert_equal, assert_le, requirement
 from conformance.harness.virtual_device import Costs, VirtualDevice
 from conformance.pipeline.models import EXACT, Batch, Job, assert_same_state
 from conformance.pipeline.support import assert_bits
@@ -97,11 +97,11 @@ def test_no_hazard(pipeline: Any) -> None:
                 assert_same_state(job, loop, f"{name} {options} late {late}")
 
 
-def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS) -> list[str]:
+def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS, rank: Rank | None = None) -> list[str]:
     """What the virtual device finds in a few training steps of each schedule."""
     found = []
     for name, options in variants:
-        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds)
+        device, job = VirtualDevice(), Job(pipeline, 6, rank, kinds=kinds)
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
         with device:
             schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -109,6 +109,20 @@ def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS) -> list[str]:
                 schedule.progress(loader)
         found += [f"{name} {options}: {hazard}" for hazard in device.hazards]
     return found
+
+
+def _no_hazard_on_ranks(rank: Rank) -> None:
+    found = hazards_of(rank.component("pipeline"), VARIANTS[1:4], rank=rank)
+    assert_equal(found, [], where="accesses that nothing orders, collectives among them")
+
+
+@requirement(
+    "PIPE-198",
+    "Nor MUST there be any on two ranks, where collectives read and write on the stream that they were started on.",
+    needs=("streams",),
+)
+def test_no_hazard_on_ranks(rank_pool: Any) -> None:
+    rank_pool.run(_no_hazard_on_ranks, 2)
 
 
 @requirement(
@@ -137,7 +151,7 @@ def test_memory_recorded(pipeline: Any) -> None:
     needs=("streams",),
 )
 def test_edit_ordered(pipeline: Any) -> None:
-    for name, options in VARIANTS[:-1]:
+    for name, options in VARIANTS:
         device = VirtualDevice()
         job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(5))]
@@ -149,6 +163,52 @@ def test_edit_ordered(pipeline: Any) -> None:
                     for _, weight, _ in collection.local_shards().values():
                         weight.mul_(1.5)
         device.check(this_branch_only=True)
+
+
+@requirement(
+    "PIPE-158",
+    "Called under a stream of the caller's, a pipeline MUST run the model there, leave that stream the current one, "
+    "and have streams of its own that are pairwise distinct.",
+    needs=("streams",),
+)
+def test_callers_stream(pipeline: Any) -> None:
+    for name, options in VARIANTS[1:4]:
+        device, job, loop = VirtualDevice(), Job(pipeline, 4, kinds=KINDS), Job(pipeline, 4, kinds=KINDS)
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
+        ran_on = set[str]()
+        with device, device.engine.on(device.engine.stream("caller")):
+            job.model.top.register_forward_hook(lambda *_, d=device, s=ran_on: s.add(d.engine.current()))
+            schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
+            for _ in range(4):
+                schedule.progress(loader)
+                assert_equal(device.engine.current(), "caller", where=f"{name} {options} the current stream after")
+        device.check(this_branch_only=True)
+        assert_equal(ran_on, {"caller"}, where=f"{name} {options} streams of the model")
+        made = 4 if options.get("emb_lookup_stream") == "new" else 3
+        assert_equal(device.engine.stream_count, made, where=f"{name} {options} streams, the caller's among them")
+        for batch in loop.batches(4):
+            loop.step(batch)
+        assert_same_state(job, loop, f"{name} {options}")
+
+
+@requirement(
+    "PIPE-159",
+    "From the exchange of ids on, in the lookup, its output, the backward and the tables' update, the host MUST NOT "
+    "look at a value of the device.",
+    needs=("streams",),
+)
+def test_host_does_not_look(pipeline: Any) -> None:
+    for kinds in (("table_wise", "column_wise"), ("row_wise",), ("data_parallel",)):
+        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds)
+        batch = virtual(device, on_host(device, [job.batch(1, 4)])[0])
+        with device:
+            for collection, ids in zip(job.collections, batch.to("cpu").ids, strict=True):
+                ctx = collection.create_context()
+                given = collection.input_dist(ctx, ids).wait().wait()
+                device.not_covered.clear()
+                pooled = collection.output_dist(ctx, collection.compute(ctx, given)).wait().values()
+                pooled.sum().backward()
+                assert_equal(device.not_covered, [], where=f"{kinds} looks of the host")
 
 
 def costs_of(lookup_s: float, dense_s: float) -> Costs:

@@ -34,6 +34,7 @@ if TYPE_CHECKING or ops.available():
     from fastimpl.pipeline.schedules import (
         EvalPipelineFusedSparseDist,
         EvalPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
         TrainPipelineBase,
         TrainPipelineFusedSparseDist,
         TrainPipelineSemiSync,
@@ -45,6 +46,7 @@ else:
         EmbeddingBagCollection,
         EvalPipelineFusedSparseDist,
         EvalPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
         ShardedEmbeddingBagCollection,
         TableBatchedEmbeddingBags,
         TrainPipelineBase,
@@ -72,6 +74,7 @@ __all__ = [
     "KeyedTensor",
     "PoolingType",
     "PositionWeightedModuleCollection",
+    "PrefetchTrainPipelineSparseDist",
     "ShardedContext",
     "ShardedEmbeddingBagCollection",
     "TableBatchedEmbeddingBags",

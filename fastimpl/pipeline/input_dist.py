@@ -19,31 +19,36 @@ from fastimpl import ops
 from fastimpl.pipeline.route import Route
 from refimpl.kvstore.state import gathered
 from refimpl.pipeline.awaitables import Awaitable
-from refimpl.pipeline.data import offsets_of
-from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.jagged import Bags, offsets_of
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
 
-# Words before the sizes: samples of the sender, and whether it failed.
-_HEAD = 2
+# Words before the sizes: samples of the sender, whether it failed, and whether its weights require a gradient.
+_HEAD = 3
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Bags that may be sent, ``stride`` a segment: lengths int64 [segments * stride], and ids and weights in order."""
+    """Bags that may be sent, ``stride`` a segment: lengths int64 [segments * stride], and ids and weights in order.
+
+    ``positions`` of the ids in the batch are known where weights require a gradient.
+    """
 
     lengths: torch.Tensor
     indices: torch.Tensor
     weights: torch.Tensor | None
     stride: int
+    positions: torch.Tensor | None = None
 
     def then(self, other: Segments) -> Segments:
         """These and more of the same stride."""
-        weights = self.weights
+        weights, positions = self.weights, self.positions
         if weights is not None and other.weights is not None:
             weights = torch.cat([weights, other.weights])
+        if positions is not None and other.positions is not None:
+            positions = torch.cat([positions, other.positions])
         lengths = torch.cat([self.lengths, other.lengths])
-        return Segments(lengths, torch.cat([self.indices, other.indices]), weights, self.stride)
+        return Segments(lengths, torch.cat([self.indices, other.indices]), weights, self.stride, positions)
 
     def ends(self, segment_count: int) -> torch.Tensor:
         """Where the ids of each segment begin, and the end: int64 [segments + 1]."""
@@ -54,6 +59,35 @@ def _blocks(data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor, total
     out = torch.empty(total, dtype=data.dtype, device=data.device)
     ops.gather_blocks(data.contiguous(), begins, sizes, out)
     return out
+
+
+def _gather(data: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
+    table = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).t().contiguous()
+    return _blocks(data, table[0], table[1], sum(size for _, size in places))
+
+
+@dataclass(frozen=True)
+class WayHome:
+    """Where gradients of weights go: ``sizes[rank][slot]`` ids came from each rank, and ``sent`` went to each.
+
+    ``positions`` in the batch of what was sent, int64 [sum of sent], are None where this rank wants no gradient.
+    """
+
+    sizes: list[list[int]]
+    sent: list[int]
+    positions: torch.Tensor | None
+
+    @property
+    def received(self) -> list[int]:
+        """Ids that came from each rank."""
+        return [sum(row) for row in self.sizes]
+
+    def by_rank(self, grads: torch.Tensor) -> torch.Tensor:
+        """By rank, then slot, from by slot, then rank."""
+        flat = [row[slot] for slot in range(len(self.sizes[0])) for row in self.sizes]
+        begins, count = list(accumulate(flat, initial=0)), len(self.sizes)
+        places = [(begins[slot * count + r], size) for r, row in enumerate(self.sizes) for slot, size in enumerate(row)]
+        return _gather(grads, places)
 
 
 class InputDist(Awaitable[Awaitable[list[Bags]]]):
@@ -89,11 +123,11 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         """For each rank: samples, failed, and the ids of each segment that goes there."""
         counts, order = self._route.slot_counts, self._route.order
         if self._segments is None:
-            return torch.cat([torch.tensor([0, 1] + [0] * count) for count in counts])
+            return torch.cat([torch.tensor([0, 1, 0] + [0] * count) for count in counts])
         segment_count = self._module.segment_count
         self._ends = self._segments.ends(segment_count)
         self._sent = self._ends.diff()[order]
-        head = torch.tensor([self._segments.stride, 0])
+        head = torch.tensor([self._segments.stride, 0, self._segments.positions is not None])
         parts = [part for sizes in torch.split(self._sent, counts) for part in (head, sizes)]
         return torch.cat(parts)
 
@@ -109,7 +143,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         if any(row[1] for row in rows):
             self._raise_first()
         self._ctx.strides = [row[0] for row in rows]
-        return self._exchange([row[_HEAD:] for row in rows])
+        return self._exchange([row[_HEAD:] for row in rows], wanted=any(row[2] for row in rows))
 
     def _raise_first(self) -> None:
         def fail() -> None:
@@ -118,7 +152,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
 
         gathered(fail, self.group)
 
-    def _exchange(self, sizes: list[list[int]]) -> Awaitable[list[Bags]]:
+    def _exchange(self, sizes: list[list[int]], *, wanted: bool) -> Awaitable[list[Bags]]:
         """Send lengths and ids; ``sizes[rank][slot]`` ids come from each rank for each slot."""
         assert self._segments is not None
         segments, counts, order = self._segments, self._route.slot_counts, self._route.order
@@ -136,6 +170,11 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         if segments.weights is not None:
             weights = _blocks(segments.weights, self._ends[:-1][order], self._sent, sum(sent))
             requests.append(self._send(weights, received, sent))
+        if wanted:
+            positions = segments.positions
+            if positions is not None:
+                positions = _blocks(positions, self._ends[:-1][order], self._sent, sum(sent))
+            self._ctx.way_home = WayHome(sizes, sent, positions)
         return Awaitable(lambda: self._arrange(requests, sizes, out_words))
 
     def _send(self, data: torch.Tensor, out: list[int], sent: list[int]) -> tuple[torch.Tensor, Any]:
@@ -155,20 +194,15 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         lengths = [(at[r] + slot * stride, stride) for slot in slots for r, stride in enumerate(strides)]
         starts = [list(accumulate([at[r] + len(slots) * strides[r], *row])) for r, row in enumerate(sizes)]
         ids = [(starts[r][slot], row[slot]) for slot in slots for r, row in enumerate(sizes)]
-        moved = self._gather(words, lengths + ids)
+        moved = _gather(words, lengths + ids)
         length_count = len(slots) * sum(strides)
         weights = None
         if len(requests) == 2:
             base = [0, *accumulate(sum(row) for row in sizes)]
             starts = [list(accumulate([base[r], *row])) for r, row in enumerate(sizes)]
             places = [(starts[r][slot], row[slot]) for slot in slots for r, row in enumerate(sizes)]
-            weights = self._gather(requests[1][0], places)
+            weights = _gather(requests[1][0], places)
         return self._bags(moved[:length_count], moved[length_count:], weights, sizes)
-
-    @staticmethod
-    def _gather(data: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
-        table = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).t().contiguous()
-        return _blocks(data, table[0], table[1], sum(size for _, size in places))
 
     def _bags(
         self, lengths: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, sizes: list[list[int]]

@@ -12,12 +12,13 @@ from fastimpl.pipeline.flights import StreamedFlight, versions_of
 from fastimpl.pipeline.stages import Streamed
 from refimpl.pipeline import schedules
 from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules import check_placement
+from refimpl.pipeline.schedules import OneStale, Placement
 from refimpl.pipeline.schedules_base import as_leaf
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
@@ -30,20 +31,12 @@ class _Exact(Streamed):
 
     sends_ahead = False
 
-    def _fill(self) -> None:
-        while not self._queue and self._pull():
-            pass
-
     def _begin(self, flight: StreamedFlight) -> None:
         if self.sends_ahead:
             self._exchange(flight)
-            while len(self._queue) < self.ahead_count and self._pull():
-                pass
-            following = self._following()
-            if following is not None:
-                self._start(following)
-        while len(self._queue) <= self.ahead_count and self._pull():
-            pass
+            self._start_ahead()
+        else:
+            self._pull_until(self.ahead_count + 1)
 
     def _step(self, flight: StreamedFlight) -> Any:
         training = self._model.training
@@ -53,13 +46,17 @@ class _Exact(Streamed):
         if flight.failure is not None:
             raise flight.failure
         loss, output = self._forward_on_current(flight)
-        following = self._following()
-        if self.sends_ahead and following is not None:
-            self._exchange(following)
+        self._behind_forward()
         if training:
             self._backward(loss)
             self._update_dense()
         return output
+
+    def _behind_forward(self) -> None:
+        """The next batch's ids travel while this one's backward runs."""
+        following = self._following()
+        if self.sends_ahead and following is not None:
+            self._exchange(following)
 
 
 class TrainPipelineBase(_Exact):
@@ -75,40 +72,31 @@ class TrainPipelineSparseDist(_Exact):
     sends_ahead = True
 
 
-class TrainPipelineFusedSparseDist(Streamed):
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
+    __doc__ = schedules.PrefetchTrainPipelineSparseDist.__doc__
+
+    def _begin(self, flight: StreamedFlight) -> None:
+        super()._begin(flight)
+        following = self._following()
+        if following is not None:
+            self._exchange(following)
+
+    def _behind_forward(self) -> None:
+        following = self._following()
+        if following is not None:
+            self._prefetch(following)
+
+
+class TrainPipelineFusedSparseDist(Placement, Streamed):
     __doc__ = schedules.TrainPipelineFusedSparseDist.__doc__
 
     ahead_count = 2
 
-    def __init__(
-        self,
-        *args: Any,
-        emb_lookup_stream: str = "data_dist",
-        embedding_lookup_after_data_dist: bool = False,
-        embedding_lookup_before_optimizer: bool = False,
-        use_emb_lookup_stream: bool | None = None,
-        embedding_lookup_after_opt: bool = False,
-        **options: Any,
-    ) -> None:
-        chosen = check_placement(
-            emb_lookup_stream,
-            use_emb_lookup_stream,
-            embedding_lookup_after_data_dist,
-            embedding_lookup_before_optimizer,
-            embedding_lookup_after_opt,
-        )
-        super().__init__(*args, **options)
-        self._after_dist, self._hoists = embedding_lookup_after_data_dist, embedding_lookup_before_optimizer
-        self._chosen = chosen
-        if chosen == "new":
-            self._lookup_stream = self._engine.stream("emb_lookup")
+    def _make_lookup_stream(self) -> Any:
+        return self._engine.stream("emb_lookup") if self._chosen == "new" else self._dist
 
     def _stream(self) -> Any:
         return self._engine.current() if self._chosen == "current" else self._lookup_stream
-
-    def _fill(self) -> None:
-        while not self._queue and self._pull():
-            pass
 
     def _begin(self, flight: StreamedFlight) -> None:
         if self._hoists:
@@ -116,13 +104,7 @@ class TrainPipelineFusedSparseDist(Streamed):
         with self._undone_on_error(flight):
             if not self._after_dist:
                 self._look_up_early(flight)
-            while len(self._queue) < self.ahead_count and self._pull():
-                pass
-            following = self._following()
-            if following is not None:
-                self._start(following)
-            while len(self._queue) <= self.ahead_count and self._pull():
-                pass
+            self._start_ahead()
             self._look_up_early(flight)
 
     def _look_up_early(self, flight: StreamedFlight) -> None:
@@ -150,8 +132,13 @@ class TrainPipelineFusedSparseDist(Streamed):
             return output
         self._backward(loss)
         if self._hoists and following is not None:
-            self._look_up_on(self._stream(), following, [call for call in self._calls if self._may_hoist(call)])
+            hoisted = [call for call in self._calls if self._may_hoist(call)]
+            self._look_up_on(self._stream(), following, hoisted)
+            following.seen = {call.name: versions_of(call.module) for call in hoisted}
         self._update_dense()
+        if self._hoists and following is not None:
+            # Behind the optimizer, which it may overlap; an edit on the caller's stream must not overtake its reads.
+            self._engine.wait(self._engine.current(), following.looked_up)
         return output
 
     def _may_hoist(self, call: Call) -> bool:
@@ -199,29 +186,18 @@ class EvalPipelineFusedSparseDist(EvalPipelineSparseDist):
         return output
 
 
-class TrainPipelineSemiSync(Streamed):
+class TrainPipelineSemiSync(OneStale, Streamed):
     __doc__ = schedules.TrainPipelineSemiSync.__doc__
 
     ahead_count = 3
 
-    def __init__(self, *args: Any, start_batch: int = 900, **options: Any) -> None:
-        self._start_batch = start_batch
-        super().__init__(*args, **options)
-        self._lookup_stream = self._engine.stream("emb_lookup")
-
-    def _fill(self) -> None:
-        while not self._queue and self._pull():
-            pass
+    def _make_lookup_stream(self) -> Any:
+        return self._engine.stream("emb_lookup")
 
     def _begin(self, flight: StreamedFlight) -> None:
         with self._undone_on_error(flight):
             self._prepare(flight)
-            for _ in range(2):
-                following = self._following()
-                if following is not None:
-                    self._start(following)
-                while len(self._queue) <= self.ahead_count and self._pull():
-                    pass
+            self._start_ahead()
 
     def _prepare(self, flight: StreamedFlight) -> None:
         """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
@@ -242,8 +218,9 @@ class TrainPipelineSemiSync(Streamed):
             if self.processed_count >= self._start_batch:
                 self._prepare(following)
         if training:
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._update_tables(looked_up, leaves)
+            with self._engine.stage("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                self._update_tables(looked_up, leaves)
             self._update_dense()
         return output
 
@@ -253,5 +230,4 @@ class TrainPipelineSemiSync(Streamed):
             grad = leaves[name].values().grad
             if grad is not None:
                 result.values().backward(grad)
-        self._engine.record(self._updated, self._engine.current())
-        self._versions = {call.name: versions_of(call.module) for call in self._calls}
+        self._note_update()

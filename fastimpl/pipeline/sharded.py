@@ -7,6 +7,7 @@ exchange of sizes that modules share (``fuse_input_dists``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from fastimpl import ops
 from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
-from fastimpl.pipeline.input_dist import InputDist, Segments
+from fastimpl.pipeline.input_dist import InputDist, Segments, WayHome
+from fastimpl.pipeline.prefetch import PrefetchedBags, prefetch
 from fastimpl.pipeline.route import Cut, Route
 from refimpl.pipeline.awaitables import Awaitable
 from refimpl.pipeline.data import KeyedJaggedTensor
@@ -28,6 +30,7 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
     __doc__ = ShardedEmbeddingBagCollectionBase.__doc__
 
     bags_type = TableBatchedEmbeddingBags
+    key_value_type = PrefetchedBags
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -37,19 +40,29 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
     def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[Bags]]]:
         try:
             ctx.bags = self._local_bags(features)
-            return InputDist(self, ctx, self._segments(ctx.bags))
+            segments = self._segments(ctx.bags.detached(), wants_gradient=ctx.bags.wants_gradient())
+            return InputDist(self, ctx, segments)
         except Exception as error:
             if self.world_size == 1:
                 raise
             # The others wait for this rank: they are told, and all raise.
             return InputDist(self, ctx, None, error)
 
-    def _segments(self, bags: Bags) -> Segments:
+    def prefetch_rows(self, ctx: ShardedContext, dist_input: list[Bags]) -> None:
+        """Read the rows of key-value tables that ``compute`` will want; the context holds them, for one batch."""
+        ctx.prefetched = prefetch([group.module for group in self.groups], dist_input)
+
+    def _segments(self, bags: Bags, *, wants_gradient: bool) -> Segments:
         """Every feature whole, then the cut ones by rank."""
         stride = (bags.offsets.numel() - 1) // len(self.feature_names)
-        result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride)
+        positions = torch.arange(bags.indices.numel()) if wants_gradient else None
+        result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride, positions)
         for cut in self.route.cuts:
-            result = result.then(self._cut(cut, self._features_of(bags, cut.features), stride))
+            part = self._cut(cut, self._features_of(bags, cut.features), stride)
+            if positions is not None:
+                where = self._features_of(Bags(positions, bags.offsets), cut.features).indices
+                part = replace(part, positions=where[part.positions])
+            result = result.then(part)
         return result
 
     def _cut(self, cut: Cut, bags: Bags, stride: int) -> Segments:
@@ -60,10 +73,10 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
             owners = None
         else:
             blocks, owners = None, self.owner_of(bags.indices, cut.tables[0])
-        lengths, ids, weights, _ = ops.bucketize(
+        lengths, ids, weights, positions = ops.bucketize(
             bags.indices.contiguous(), bags.offsets, bags.weights, blocks, self.world_size, destinations=owners
         )
-        return Segments(lengths, ids, weights, stride)
+        return Segments(lengths, ids, weights, stride, positions)
 
     def _exchange(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         strides, stride = ctx.strides, ctx.strides[self.rank]
@@ -85,6 +98,13 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         mine = flat.view(sum(strides), widths[self.rank])
         return list(torch.split(mine, [group.width for group in self.groups], dim=1))
 
+    def _exchange_weight_gradients(self, ctx: ShardedContext, grads: torch.Tensor) -> torch.Tensor:
+        way: WayHome = ctx.way_home
+        home = self._all_to_all(way.by_rank(grads), way.sent, way.received)
+        total = torch.zeros(ctx.bags.indices.numel())
+        # Without positions nobody asks for the sums.
+        return total if way.positions is None else total.index_add_(0, way.positions, home)
+
     def _all_to_all(self, data: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         if self.world_size == 1:
             return data
@@ -105,5 +125,7 @@ class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
         for part in torch.split(parts, block):
             total += part
         result = torch.empty_like(padded)
-        dist.all_gather_into_tensor(result, total, group=self.process_group)
+        # torch 2.13 renames it and warns about the old name; 2.11 does not know the new one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(result, total, group=self.process_group)
         return result[: value.numel()]

@@ -8,9 +8,10 @@ ran, and B's end waits it. Each is an event, though stream order would often do:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,6 +23,22 @@ from refimpl.pipeline.schedules_base import PipelineBase, finished
 
 __all__ = ["Streamed"]
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _stage(name: str) -> Callable[[Method], Method]:
+    """What the method enqueues is of this stage."""
+
+    def named(method: Method) -> Method:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            with self._engine.stage(name):
+                return method(self, *args, **options)
+
+        return cast("Method", run)
+
+    return named
+
 
 class Streamed(PipelineBase[StreamedFlight]):
     """Stages on their streams; what follows when is the subclass's."""
@@ -31,10 +48,14 @@ class Streamed(PipelineBase[StreamedFlight]):
         self._engine = self._engine or engine_for(self._device)
         self._memcpy = self._engine.stream("memcpy")
         self._dist = self._engine.stream("data_dist")
-        self._lookup_stream = self._dist
+        self._lookup_stream = self._make_lookup_stream()
         self._updated, self._stepped, self._edited = (self._engine.event() for _ in range(3))
         self._versions: dict[str, Any] = {}
 
+    def _make_lookup_stream(self) -> Any:
+        return self._dist
+
+    @_stage("batch_copy")
     def _flight_of(self, batch: Any) -> StreamedFlight:
         """H: the batch on the device. The host's copy is held until the batch is done."""
         engine = self._engine
@@ -57,6 +78,8 @@ class Streamed(PipelineBase[StreamedFlight]):
 
     def _hand_over(self, value: Any, stream: Any) -> None:
         """Memory of one stream that another is about to use."""
+        if not self._engine.stands_for_device:
+            return
         for tensor in tensors_in(value):
             if self._engine.holds(tensor):
                 self._engine.keep(tensor, stream)
@@ -66,6 +89,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
             yield
 
+    @_stage("input_dist")
     def _start(self, flight: StreamedFlight) -> None:
         """S: sizes of all modules in one exchange, behind H."""
         if flight.dists or flight.inputs or flight.failure is not None:
@@ -76,6 +100,7 @@ class Streamed(PipelineBase[StreamedFlight]):
             self._send(flight)
             fuse_input_dists(list(flight.dists.values()))
 
+    @_stage("input_dist")
     def _exchange(self, flight: StreamedFlight) -> None:
         """I: wait for sizes, send ids."""
         self._start(flight)
@@ -102,17 +127,14 @@ class Streamed(PipelineBase[StreamedFlight]):
             flight.results, flight.with_grad = before
             raise
 
+    @_stage("lookup")
     def _look_up_on(self, stream: Any, flight: StreamedFlight, calls: list[Call]) -> None:
         """L and O, behind I and T, and behind P where P updates what is read."""
         self._exchange(flight)
         if flight.failure is not None or not calls:
             return
         engine = self._engine
-        with engine.on(self._dist):
-            for call in calls:
-                if call.name not in flight.given:
-                    flight.given[call.name] = flight.inputs[call.name].wait()
-            engine.record(flight.sent, self._dist)
+        self._take_ids(flight, calls)
         for event in (flight.sent, self._updated):
             engine.wait(stream, event)
         if any(self._is_late(call) for call in calls):
@@ -127,18 +149,40 @@ class Streamed(PipelineBase[StreamedFlight]):
                 flight.dists.pop(call.name, None)
             engine.record(flight.looked_up, stream)
         flight.with_grad = self._model.training
-        flight.seen |= {call.name: versions_of(call.module) for call in calls}
+
+    @_stage("input_dist")
+    def _take_ids(self, flight: StreamedFlight, calls: list[Call]) -> None:
+        """The end of I."""
+        with self._engine.on(self._dist):
+            for call in calls:
+                if call.name not in flight.given:
+                    flight.given[call.name] = flight.inputs[call.name].wait()
+            self._engine.record(flight.sent, self._dist)
+
+    @_stage("prefetch")
+    def _prefetch(self, flight: StreamedFlight) -> None:
+        """R: rows of key-value tables, read ahead of L; what T updates meanwhile is read again by the tables."""
+        calls = [call for call in self._calls if hasattr(call.module, "prefetch_rows")]
+        if flight.failure is not None or not calls:
+            return
+        with self._noted(flight):
+            self._take_ids(flight, calls)
+            for call in calls:
+                call.module.prefetch_rows(flight.contexts[call.name], flight.given[call.name])
 
     def _is_late(self, call: Call) -> bool:
         return call.is_late(self._optimizer)
 
     def _wait_for_edits(self, stream: Any, calls: list[Call]) -> None:
         """Tables that somebody else wrote, on the caller's stream, since the last update."""
+        if not self._engine.stands_for_device:
+            return
         changed = any(self._versions.get(call.name) != versions_of(call.module) for call in calls)
         if changed:
             self._engine.record(self._edited, self._engine.current())
             self._engine.wait(stream, self._edited)
 
+    @_stage("forward")
     def _forward_on_current(self, flight: StreamedFlight) -> tuple[torch.Tensor, Any]:
         """F, behind H and L; behind P by the caller's own stream, which P runs on."""
         engine, current = self._engine, self._engine.current()
@@ -148,19 +192,42 @@ class Streamed(PipelineBase[StreamedFlight]):
         with self._mode():
             return self._run_forward(flight)
 
+    @_stage("backward")
     def _backward(self, loss: torch.Tensor) -> None:
         """B and T; autograd joins the lookup's stream into the current one at the end."""
         loss.backward()  # type: ignore[no-untyped-call]
-        self._engine.record(self._updated, self._engine.current())
-        self._versions = {call.name: versions_of(call.module) for call in self._calls}
+        self._note_update()
 
+    def _note_update(self) -> None:
+        """T is done; edits after it are told by the tables' versions."""
+        self._engine.record(self._updated, self._engine.current())
+        if self._engine.stands_for_device:
+            self._versions = {call.name: versions_of(call.module) for call in self._calls}
+
+    @_stage("dense_optimizer")
     def _update_dense(self) -> None:
         """P. Gradients of what a lookup reads were made on the lookup's stream."""
         for call in self._calls:
             if self._is_late(call):
                 self._hand_over([param.grad for param in call.module.parameters()], self._engine.current())
-        self._optimizer.step()
+        self._step_dense()
         self._engine.record(self._stepped, self._engine.current())
 
     def _following(self) -> StreamedFlight | None:
         return self._queue[1] if len(self._queue) > 1 else None
+
+    def _fill(self) -> None:
+        """One batch is enough to begin: those ahead are pulled where their copies overlap."""
+        self._pull_until(1)
+
+    def _pull_until(self, count: int) -> None:
+        while len(self._queue) < count and self._pull():
+            pass
+
+    def _start_ahead(self) -> None:
+        """S of the next batch, then H of the one behind it."""
+        self._pull_until(self.ahead_count)
+        following = self._following()
+        if following is not None:
+            self._start(following)
+        self._pull_until(self.ahead_count + 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -66,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order of contenders")
+    parser.add_argument("--table", action="store_true", help="pipeline: the seed's table of schedules, and no gates")
+    parser.add_argument(
+        "--overlap", type=Path, metavar="STEM", help="pipeline: what schedules hide, as STEM.json, .trace.json and .svg"
+    )
+    parser.add_argument(
+        "--stage-ms", nargs="+", default=[], metavar="STAGE=MS", help="durations for --overlap where there is no GPU"
+    )
     parser.set_defaults(form="full")
     return parser
 
@@ -73,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
 def _bench(words: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(words)
+    folder = arguments.fs or (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+    if arguments.table or arguments.overlap is not None:
+        if arguments.component != "pipeline":
+            parser.error("--table and --overlap belong to pipeline")
+        _show_schedules(arguments, folder)
+        return 0
     workloads = read_workloads()
     gates = read_gates(workloads)
     if arguments.only is not None:
@@ -81,7 +95,6 @@ def _bench(words: list[str]) -> int:
             parser.error(f"no gate of that name: {', '.join(unknown)}")
         gates = [gate for gate in gates if gate.id in arguments.only]
     begun = time.monotonic()
-    folder = arguments.fs or (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
     facts = facts_of(folder, arguments.impl)
     bench = Bench(
         implementation=arguments.impl,
@@ -101,8 +114,10 @@ def _bench(words: list[str]) -> int:
     )
     roofline = measure_roofline(folder).as_dict()
     print(", ".join(f"{name.split('_')[0]} {rate / 1e9:.2f} GB/s" for name, rate in roofline.items()), flush=True)
+    own_lines = getattr(importlib.import_module(f"perf.{bench.component}"), "LINES", {})
     for workload in bench.run():
-        print("\n".join(["", *workload_lines(workload, bench.rounds[workload.name])]), flush=True)
+        lines_of = own_lines.get(workload.job, workload_lines)
+        print("\n".join(["", *lines_of(workload, bench.rounds[workload.name])]), flush=True)
     outcomes = bench.outcomes()
     failed = [outcome for outcome in outcomes if outcome.failed]
     duration_s = time.monotonic() - begun
@@ -122,6 +137,16 @@ def _bench(words: list[str]) -> int:
         write_evidence(evidence, arguments.json)
         print(f"evidence: {arguments.json}")
     return 1 if arguments.gates and failed else 0
+
+
+def _show_schedules(arguments: argparse.Namespace, folder: Path) -> None:
+    """What is looked at and not judged."""
+    if arguments.table:
+        seed_report = importlib.import_module("perf.pipeline.seed_report")
+        seed_report.print_table(folder=folder, seed=arguments.seed, evidence=arguments.json, say=print)
+    if arguments.overlap is not None:
+        overlap = importlib.import_module("perf.pipeline.overlap")
+        overlap.write_overlap(arguments.overlap, overlap.stage_durations(arguments.stage_ms), print)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,14 @@ Sample = dict[str, float]
 Round = dict[str, Sample]
 
 # These are properties of one process; everything else adds up over ranks.
-_BY_MAXIMUM = ("seconds", "rss_growth_bytes", "open_fd_count", "thread_count")
+_BY_MAXIMUM = (
+    "seconds",
+    "rss_growth_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "open_fd_count",
+    "thread_count",
+)
 
 
 def seconds_of(function: Callable[[], Any]) -> Callable[[], Sample]:

@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["installed", "jagged", "pipelineable", "schedule", "sharded"]
+__all__ = ["Tables", "installed", "jagged", "pipelineable", "schedule", "sharded"]
 
 
 def installed() -> bool:
@@ -36,24 +37,35 @@ def pipelineable(batch_class: type) -> Any:
     return type(batch_class.__name__, (batch_class, _module("torchrec.streamable").Pipelineable), {})
 
 
-def sharded(
-    rows: int, dim: int, table_count: int, rank_count: int, lr: float, eps: float, fill: Callable[[Any], None]
-) -> Any:
-    """A run of tables for each rank, row-wise Adagrad in the backward."""
+@dataclass(frozen=True)
+class Tables:
+    """Tables of one shape, and the optimizer in their backward, by our name of it."""
+
+    rows: int
+    dim: int
+    count: int
+    optimizer: str
+    lr: float
+    eps: float
+
+
+def sharded(tables: Tables, rank_count: int, fill: Callable[[Any], None]) -> Any:
+    """A run of tables for each rank."""
     torchrec, plans = _module("torchrec"), _module("torchrec.distributed.sharding_plan")
     sharder_class = _module("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder
     environment = _module("torchrec.distributed.types").ShardingEnv
-    kind = _module("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    tables = [
-        torchrec.EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name=f"t{i}", feature_names=[f"f{i}"])
-        for i in range(table_count)
+    kind = _module("fbgemm_gpu.split_embedding_configs").EmbOptimType[f"EXACT_{tables.optimizer.upper()}"]
+    rows, dim, names = tables.rows, tables.dim, [f"t{i}" for i in range(tables.count)]
+    configs = [
+        torchrec.EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name=name, feature_names=[f"f{i}"])
+        for i, name in enumerate(names)
     ]
-    collection = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    collection = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))
     fill(collection)
-    sharder = sharder_class(fused_params={"optimizer": kind, "learning_rate": lr, "eps": eps})
+    sharder = sharder_class(fused_params={"optimizer": kind, "learning_rate": tables.lr, "eps": tables.eps})
     chosen = {
-        f"t{i}": plans.table_wise(rank=i * rank_count // table_count, compute_kernel="fused")
-        for i in range(table_count)
+        name: plans.table_wise(rank=i * rank_count // tables.count, compute_kernel="fused")
+        for i, name in enumerate(names)
     }
     plan = plans.construct_module_sharding_plan(collection, chosen, sharder, rank_count, rank_count, device_type="cpu")
     whole = {name: param.detach().clone() for name, param in collection.named_parameters()}

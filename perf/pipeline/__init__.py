@@ -3,7 +3,7 @@
 A workload's shape is [rows of a table, dim], ``tensor_count`` is the number of tables; a batch has 4096 bags of each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,10 @@ import torch
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
-from perf.pipeline.sparse_nn import BATCH, measure_sparse_nn
+from perf.pipeline.gpu import CONFIGS, measure_config
+from perf.pipeline.seed_lines import table_lines
+from perf.pipeline.seed_table import measure_table
+from perf.pipeline.sparse_nn import SparseJob, measure_sparse_nn
 from perf.pipeline.tables import Plan
 from perf.pipeline.training import measure_training
 
@@ -27,9 +30,19 @@ _PLANS = {
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
 JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     **{name: partial(measure_training, plan) for name, plan in _PLANS.items()},
-    "sparse-nn": partial(measure_sparse_nn, BATCH),
+    "sparse-nn": partial(measure_sparse_nn, SparseJob(batch=1024, step_count=4, optimizer="adagrad")),
+    "sparse-nn-rowwise": partial(measure_sparse_nn, SparseJob(batch=1024, step_count=4, optimizer="rowwise_adagrad")),
     # So small that what is left is the host's own work.
-    "sparse-nn-tiny": partial(measure_sparse_nn, 4),
+    "sparse-nn-tiny": partial(measure_sparse_nn, SparseJob(batch=4, step_count=50, optimizer="adagrad")),
+    # Batch and width of the over-arch: the seed's own on a GPU.
+    "seed-table-gpu": partial(measure_table, "cuda", 8192, 1000),
+    "seed-table": partial(measure_table, "cpu", 512, 128),
+    **{f"gpu-config-{name}": partial(measure_config, name) for name in CONFIGS},
 }
 
-__all__ = ["JOBS"]
+# Where the bench's own table says too little: job -> lines of a workload and its rounds.
+LINES: dict[str, Callable[[Workload, Sequence[Round]], list[str]]] = dict.fromkeys(
+    ("seed-table-gpu", "seed-table"), table_lines
+)
+
+__all__ = ["JOBS", "LINES"]

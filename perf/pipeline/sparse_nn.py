@@ -1,31 +1,42 @@
 """SparseNN: sharded tables, a dense bottom and top, trained on every rank, by this project and by torchrec.
 
 Each rank has a run of tables, so that pooled columns stand in one order everywhere. The optimizer of the tables is
-row-wise Adagrad, that of the dense part SGD. Every contender trains its own model on the same batches; predictions of
-the first steps are compared.
+Adagrad, that of the dense part SGD, as in the benchmark of torchrec PR 2916 (facts/pipeline.md 4.2); a second job has
+row-wise Adagrad. Every contender trains its own model on the same batches; predictions of the first steps are compared.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import refimpl.pipeline
 from conformance.harness import Mismatch, Rank
 from fastimpl import pipeline
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.peers import torchrec_model
 
-__all__ = ["measure_sparse_nn"]
+__all__ = ["SparseJob", "measure_sparse_nn"]
 
-BATCH, POOLING, DENSE = 1024, 10, 16
-STEPS = 4
+POOLING, DENSE = 10, 16
 LR, EPS = 0.05, 1e-8
+# Which loop each pipeline drives the modules of.
+LOOPS = {"fused": "ours", "sparse-dist": "ours", "base": "ours", "torchrec-sparse-dist": "torchrec"}
+
+
+@dataclass(frozen=True)
+class SparseJob:
+    """Samples of a rank's batch, steps of one measurement, the optimizer of the tables."""
+
+    batch: int
+    step_count: int
+    optimizer: str
 
 
 @dataclass
@@ -94,9 +105,9 @@ class _Arm:
         return output
 
 
-def _batches(workload: Workload, seed: int, batch: int, arm: _Arm) -> Iterator[Batch]:
-    names = [f"f{i}" for i in range(workload.tensor_count)]
-    for step in range(STEPS):
+def _batches(workload: Workload, seed: int, job: SparseJob, arm: _Arm) -> Iterator[Batch]:
+    names, batch = [f"f{i}" for i in range(workload.tensor_count)], job.batch
+    for step in range(job.step_count):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * step + dist.get_rank())
         lengths = torch.randint(0, 2 * POOLING + 1, (workload.tensor_count * batch,), generator=generator)
         values = torch.randint(0, workload.shape[0], (int(lengths.sum()),), generator=generator)
@@ -104,28 +115,30 @@ def _batches(workload: Workload, seed: int, batch: int, arm: _Arm) -> Iterator[B
         yield arm.batch_class(dense, arm.make_ids(names, values, lengths=lengths), target)
 
 
-def _our_arm(workload: Workload, schedule: str | None) -> _Arm:
+def _our_arm(workload: Workload, job: SparseJob, schedule: str | None, implementation: Any = pipeline) -> _Arm:
     rows, dim = workload.shape
     tables = [
-        pipeline.EmbeddingBagConfig(rows, dim, f"t{i}", feature_names=[f"f{i}"]) for i in range(workload.tensor_count)
+        implementation.EmbeddingBagConfig(rows, dim, f"t{i}", feature_names=[f"f{i}"])
+        for i in range(workload.tensor_count)
     ]
-    collection = pipeline.EmbeddingBagCollection(tables)
+    collection = implementation.EmbeddingBagCollection(tables)
     _fill(collection)
     plan = {
-        f"t{i}": pipeline.table_wise(i * workload.rank_count // workload.tensor_count)
+        f"t{i}": implementation.table_wise(i * workload.rank_count // workload.tensor_count)
         for i in range(workload.tensor_count)
     }
-    optimizer = pipeline.FusedOptimizer("rowwise_adagrad", lr=LR, eps=EPS)
-    sharded = pipeline.ShardedEmbeddingBagCollection(collection, plan, optimizer=optimizer)
+    optimizer = implementation.FusedOptimizer(job.optimizer, lr=LR, eps=EPS)
+    sharded = implementation.ShardedEmbeddingBagCollection(collection, plan, optimizer=optimizer)
     model = SparseNN(sharded, workload.tensor_count * dim)
     dense = torch.optim.SGD(model.parameters(), lr=LR)
-    driver = None if schedule is None else getattr(pipeline, schedule)(model, dense)
-    return _Arm(model, dense, pipeline.KeyedJaggedTensor, driver)
+    driver = None if schedule is None else getattr(implementation, schedule)(model, dense)
+    return _Arm(model, dense, implementation.KeyedJaggedTensor, driver)
 
 
-def _their_arm(workload: Workload, schedule: str | None) -> _Arm:
+def _their_arm(workload: Workload, job: SparseJob, schedule: str | None) -> _Arm:
     rows, dim = workload.shape
-    sharded = torchrec_model.sharded(rows, dim, workload.tensor_count, workload.rank_count, LR, EPS, _fill)
+    tables = torchrec_model.Tables(rows, dim, workload.tensor_count, job.optimizer, LR, EPS)
+    sharded = torchrec_model.sharded(tables, workload.rank_count, _fill)
     model = SparseNN(sharded, workload.tensor_count * dim)
     dense_params = [*model.bottom.parameters(), *model.top.parameters()]
     dense = torch.optim.SGD(dense_params, lr=LR)
@@ -141,31 +154,32 @@ def _fill(collection: torch.nn.Module) -> None:
 
 
 def measure_sparse_nn(
-    batch: int, rank: Rank, workload: Workload, folder: str, round_count: int, seed: int
+    job: SparseJob, rank: Rank, workload: Workload, folder: str, round_count: int, seed: int
 ) -> list[Round]:
-    """``seconds`` of four steps.
+    """``seconds`` of some steps; ``progress_seconds`` of a pipeline are what it adds to a loop over the same modules.
 
     ``ours`` and ``torchrec`` call the model in a loop; ``fused``, ``sparse-dist`` and ``base`` are our pipelines,
-    ``torchrec-sparse-dist`` is torchrec's. Ranks have one thread each.
+    ``torchrec-sparse-dist`` is torchrec's, ``reference`` the plain loop. Ranks have one thread each.
     """
     torch.set_num_threads(1)
     makers: dict[str, Callable[[], _Arm]] = {
-        "ours": lambda: _our_arm(workload, None),
-        "fused": lambda: _our_arm(workload, "TrainPipelineFusedSparseDist"),
-        "sparse-dist": lambda: _our_arm(workload, "TrainPipelineSparseDist"),
-        "base": lambda: _our_arm(workload, "TrainPipelineBase"),
+        "ours": lambda: _our_arm(workload, job, None),
+        "fused": lambda: _our_arm(workload, job, "TrainPipelineFusedSparseDist"),
+        "sparse-dist": lambda: _our_arm(workload, job, "TrainPipelineSparseDist"),
+        "base": lambda: _our_arm(workload, job, "TrainPipelineBase"),
+        "reference": lambda: _our_arm(workload, job, "TrainPipelineFusedSparseDist", refimpl.pipeline),
     }
     if torchrec_model.installed():
-        makers["torchrec"] = lambda: _their_arm(workload, None)
-        makers["torchrec-sparse-dist"] = lambda: _their_arm(workload, "TrainPipelineSparseDist")
+        makers["torchrec"] = lambda: _their_arm(workload, job, None)
+        makers["torchrec-sparse-dist"] = lambda: _their_arm(workload, job, "TrainPipelineSparseDist")
     arms = {name: makers[name]() for name in workload.contenders if name in makers}
-    _check_first_losses(workload, batch, arms)
+    _check_first_losses(workload, job, arms)
     turn = [0]
 
     def runner(arm: _Arm) -> Callable[[], Sample]:
         def run() -> Sample:
             turn[0] += 1
-            batches = list(_batches(workload, seed + turn[0], batch, arm))
+            batches = list(_batches(workload, seed + turn[0], job, arm))
             dist.barrier()
             begun = time.perf_counter()
             arm.run(batches)
@@ -173,12 +187,18 @@ def measure_sparse_nn(
 
         return run
 
-    return interleave({name: runner(arm) for name, arm in arms.items()}, round_count=round_count, seed=seed)
+    rounds = interleave({name: runner(arm) for name, arm in arms.items()}, round_count=round_count, seed=seed)
+    for found in rounds:
+        for name, loop in LOOPS.items():
+            if name in found and loop in found:
+                found[name]["progress_seconds"] = found[name]["seconds"] - found[loop]["seconds"]
+    return rounds
 
 
-def _check_first_losses(workload: Workload, batch: int, arms: dict[str, _Arm]) -> None:
+def _check_first_losses(workload: Workload, job: SparseJob, arms: dict[str, _Arm]) -> None:
     """All have the same model: predictions of four steps are the same within float32 noise of the sums' order."""
-    found = {name: arm.run(list(_batches(workload, 0, batch, arm))).detach().double() for name, arm in arms.items()}
+    few = replace(job, step_count=4)
+    found = {name: arm.run(list(_batches(workload, 0, few, arm))).detach().double() for name, arm in arms.items()}
     first = next(iter(found.values()))
     for name, output in found.items():
         worst = float((output - first).abs().max() / first.abs().max())

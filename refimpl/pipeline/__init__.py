@@ -26,6 +26,7 @@ from refimpl.pipeline.embeddings import (
 from refimpl.pipeline.schedules import (
     EvalPipelineFusedSparseDist,
     EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
     TrainPipelineSemiSync,
@@ -52,6 +53,7 @@ __all__ = [
     "KeyedTensor",
     "PoolingType",
     "PositionWeightedModuleCollection",
+    "PrefetchTrainPipelineSparseDist",
     "ShardedContext",
     "ShardedEmbeddingBagCollection",
     "TableBatchedEmbeddingBags",

@@ -17,6 +17,7 @@ import torch
 from refimpl.errors import ConfigError, IdRangeError, ShapeError
 from refimpl.optimizers import Hyper, reduce_duplicates, row_sum, update
 from refimpl.pipeline.config import BOUNDS_CHECKS, EmbeddingBagConfig, FusedOptimizer, PoolingType, check_tables
+from refimpl.pipeline.eager import eagerly
 from refimpl.pipeline.jagged import Bags, pool, spread
 
 __all__ = [
@@ -50,12 +51,22 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         super().__init__([torch.nn.Parameter(torch.zeros(0))], {"lr": config.lr})
         self.config, self.step_count = config, 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer names what is copied and pickled; its own attributes are not among it.
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "config": self.config, "step_count": self.step_count}
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The backward has taken it already."""
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """There are no gradients."""
+
+    def count_step(self) -> None:
+        """A backward is a step; schedulers, which may only follow one, are told."""
+        self.step_count += 1
+        self._opt_called = True
 
     def hyper(self) -> Hyper:
         """Hyperparameters of the step that is being taken."""
@@ -154,6 +165,7 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
         widths = self.fused_optimizer.config.state_widths(self.tables[index].embedding_dim)
         return {name: self.get_buffer(f"{name}_{index}") for name in widths}
 
+    @eagerly
     def forward(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -196,7 +208,7 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
 
     def _step(self, bags: Bags, grad: torch.Tensor) -> None:
         if self._counts:
-            self.fused_optimizer.step_count += 1
+            self.fused_optimizer.count_step()
         self._update(bags, grad, self.fused_optimizer.hyper())
 
     @staticmethod

@@ -33,6 +33,7 @@ class Columns:
         for index, table in zip(feature_tables, self._tables, strict=True):
             self.begins.append(self.width)
             self.width += 0 if index in dense else table.embedding_dim
+        self.places = [self._places(rank) for rank in range(len(self.slots))]
 
     def _places(self, rank: int) -> list[tuple[bool, slice, slice]]:
         """(partial sums, columns of the result, columns of the rank's block); neighbours in both are one."""
@@ -64,26 +65,25 @@ class Columns:
         stride = (bags.offsets.numel() - 1) // len(self._tables)
         result = torch.zeros(stride, self.width, device=bags.offsets.device)
         for rank, block in enumerate(blocks):
-            for partial, there, here in self._places(rank):
+            for partial, there, here in self.places[rank]:
                 if partial:
                     result[:, there] += block[:, here]
                 else:
                     result[:, there] = block[:, here]
         for feature in self._means():
-            result[:, self._of(feature)] /= bags.feature(feature, len(self._tables)).lengths()
+            result[:, self._of(feature)] /= bags.lengths_of(feature, len(self._tables))
         return result
 
     def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> list[torch.Tensor]:
         """``assemble`` backwards: each rank's block [B, columns of the rank] of the gradient over ``divisor``."""
         blocks = []
-        for rank in range(len(self.slots)):
-            places = self._places(rank)
+        for places in self.places:
             block = grad.new_empty(grad.shape[0], places[-1][2].stop if places else 0)
             for _, there, here in places:
                 torch.div(grad[:, there], divisor, out=block[:, here])
             blocks.append(block)
         for feature in self._means():
-            lengths = bags.feature(feature, len(self._tables)).lengths()
+            lengths = bags.lengths_of(feature, len(self._tables))
             for rank, slots in enumerate(self.slots):
                 at = 0
                 for slot in slots:

@@ -11,19 +11,15 @@ from typing import Any
 import torch
 
 from refimpl.errors import ConfigError, MissingKeyError, ShapeError
+from refimpl.pipeline.jagged import Bags, joined, offsets_of
 
-__all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "offsets_of"]
+__all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"]
 
 _IDS = (torch.int64, torch.int32)
 
 
-def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Int64 [n + 1]: 0, then the running sums of lengths [n]."""
-    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
-
-
-class JaggedTensor:
-    """The bags of one feature: values [N], lengths [B] and, where there are any, weights [N]."""
+class _Jagged:
+    """Values and the bags that they are cut into, by lengths or offsets, exactly one of which is given."""
 
     def __init__(
         self,
@@ -33,8 +29,8 @@ class JaggedTensor:
         offsets: torch.Tensor | None = None,
     ) -> None:
         if (lengths is None) == (offsets is None):
-            raise ConfigError("exactly one of lengths and offsets", where="JaggedTensor")
-        self._values, self._weights = values, weights
+            raise ConfigError("exactly one of lengths and offsets", where=type(self).__name__)
+        self._values, self._weights, self._offsets = values, weights, offsets
         self._lengths = offsets.diff() if lengths is None and offsets is not None else lengths
 
     def values(self) -> torch.Tensor:
@@ -52,16 +48,26 @@ class JaggedTensor:
         return self._weights
 
     def lengths(self) -> torch.Tensor:
-        """Ids of each bag, [B]."""
+        """Ids of each bag, [bags]."""
         assert self._lengths is not None
         return self._lengths
 
     def offsets(self) -> torch.Tensor:
-        """Where each bag begins, int64 [B + 1]."""
-        return offsets_of(self.lengths())
+        """Where each bag begins, [bags + 1]; computed once."""
+        if self._offsets is None:
+            self._offsets = offsets_of(self.lengths())
+        return self._offsets
+
+    def bags(self) -> Bags:
+        """The same, as lookups take it; offsets are int64."""
+        return Bags(self._values, self.offsets().to(torch.int64), self._weights)
 
 
-class KeyedJaggedTensor:
+class JaggedTensor(_Jagged):
+    """The bags of one feature: values [N], lengths [B] and, where there are any, weights [N]."""
+
+
+class KeyedJaggedTensor(_Jagged):
     """The bags of several features of one batch, feature-major.
 
     Args:
@@ -87,16 +93,12 @@ class KeyedJaggedTensor:
         offsets: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> None:
-        if (lengths is None) == (offsets is None):
-            raise ConfigError("exactly one of lengths and offsets", where="KeyedJaggedTensor")
-        self._keys, self._values, self._weights = tuple(keys), values, weights
-        self._offsets = offsets
+        super().__init__(values, weights, lengths, offsets)
+        self._keys = tuple(keys)
         self._length_per_key: list[int] | None = None
-        self._lengths = offsets.diff() if lengths is None and offsets is not None else lengths
-        assert self._lengths is not None
         if len(set(self._keys)) != len(self._keys):
             raise ConfigError("a feature is named twice", got=self._keys, where="keys")
-        self._stride = self._lengths.numel() // len(self._keys) if self._keys else stride or 0
+        self._stride = self.lengths().numel() // len(self._keys) if self._keys else stride or 0
         self._check(stride)
 
     def _check(self, stride: int | None) -> None:
@@ -138,41 +140,12 @@ class KeyedJaggedTensor:
             raise ConfigError("some parts have weights and some have none", got=weighted, where="concat")
         if len({part._stride for part in parts}) > 1:
             raise ShapeError("parts of different stride", got=[part._stride for part in parts], where="concat")
-        return cls(
-            [key for part in parts for key in part._keys],
-            torch.cat([part._values for part in parts]),
-            torch.cat([part.weights() for part in parts]) if any(weighted) else None,
-            lengths=torch.cat([part.lengths() for part in parts]),
-        )
+        bags = joined([part.bags() for part in parts])
+        return cls([key for part in parts for key in part._keys], bags.indices, bags.weights, offsets=bags.offsets)
 
     def keys(self) -> list[str]:
         """Feature names."""
         return list(self._keys)
-
-    def values(self) -> torch.Tensor:
-        """Ids [N]."""
-        return self._values
-
-    def weights_or_none(self) -> torch.Tensor | None:
-        """Per-sample weights [N], or None."""
-        return self._weights
-
-    def weights(self) -> torch.Tensor:
-        """Per-sample weights [N]. Raises ConfigError when there are none."""
-        if self._weights is None:
-            raise ConfigError("this batch carries no weights", where="weights")
-        return self._weights
-
-    def lengths(self) -> torch.Tensor:
-        """Ids of each bag, [F * B]."""
-        assert self._lengths is not None
-        return self._lengths
-
-    def offsets(self) -> torch.Tensor:
-        """Where each bag begins, [F * B + 1]."""
-        if self._offsets is None:
-            self._offsets = offsets_of(self.lengths())
-        return self._offsets
 
     def stride(self) -> int:
         """B, samples of the batch."""
@@ -219,14 +192,10 @@ class KeyedJaggedTensor:
         """The features at ``indices``, in that order. Raises ConfigError for an index that is none of a feature."""
         if any(not 0 <= index < len(self._keys) for index in indices):
             raise ConfigError("not a feature", got=list(indices), expected=f"0 to {len(self._keys) - 1}")
-        picked = [self[self._keys[index]] for index in indices]
-        return KeyedJaggedTensor(
-            [self._keys[index] for index in indices],
-            torch.cat([part.values() for part in picked]) if picked else self._values[:0],
-            None if self._weights is None else torch.cat([self._weights[:0], *(part.weights() for part in picked)]),
-            lengths=torch.cat([part.lengths() for part in picked]) if picked else self.lengths()[:0],
-            stride=self._stride,
-        )
+        none = Bags(self._values[:0], self.offsets()[:1], None if self._weights is None else self._weights[:0])
+        keys = [self._keys[index] for index in indices]
+        bags = joined([none, *(self[key].bags() for key in keys)])
+        return KeyedJaggedTensor(keys, bags.indices, bags.weights, offsets=bags.offsets, stride=self._stride)
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Consecutive features, ``segments[i]`` in part i. Raises ConfigError when they are not all features."""

@@ -11,8 +11,9 @@ from refimpl.errors import ConfigError, IdRangeError, MissingKeyError
 from refimpl.optimizers import Hyper
 from refimpl.pipeline.bags import TableBatchedEmbeddingBags, check_bounds, initial_weight
 from refimpl.pipeline.config import EmbeddingBagConfig, FusedOptimizer, check_tables, embedding_names
-from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor, offsets_of
-from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline.eager import eagerly
+from refimpl.pipeline.jagged import Bags, joined
 
 __all__ = [
     "EmbeddingBagCollection",
@@ -29,14 +30,8 @@ def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool)
     if missing:
         raise MissingKeyError("not features of this batch", got=missing, expected=features.keys())
     weights = features.weights() if weighted else None
-    if features.keys() == list(names):
-        return Bags(features.values(), features.offsets().to(torch.int64), weights)
-    parts = [features[name] for name in names]
-    return Bags(
-        torch.cat([part.values() for part in parts]),
-        offsets_of(torch.cat([part.lengths() for part in parts])),
-        torch.cat([part.weights() for part in parts]) if weighted else None,
-    )
+    bags = features.bags() if features.keys() == list(names) else joined([features[name].bags() for name in names])
+    return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights)
 
 
 class _Pooled(torch.autograd.Function):
@@ -110,6 +105,7 @@ class EmbeddingBagCollectionBase(torch.nn.Module):
         """Whether batches carry weights."""
         return self._is_weighted
 
+    @eagerly
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of each feature, float32 [B, D] side by side, by table, then feature.
 
@@ -167,8 +163,7 @@ class PositionWeightedModuleCollection(torch.nn.Module):
         if missing:
             raise MissingKeyError("no position weights", got=missing, expected=sorted(self.position_weights))
         weights = [
-            self.weights(key, Bags(part.values(), part.offsets()), self.position_weights[key])
-            for key, part in features.to_dict().items()
+            self.weights(key, part.bags(), self.position_weights[key]) for key, part in features.to_dict().items()
         ]
         return KeyedJaggedTensor(features.keys(), features.values(), torch.cat(weights), lengths=features.lengths())
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["Bags", "pool", "spread"]
+__all__ = ["Bags", "joined", "offsets_of", "pool", "spread"]
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Int64 [n + 1]: 0, then the running sums of lengths [n]."""
+    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
 
 
 class Bags:
@@ -20,13 +27,37 @@ class Bags:
         ids = slice(int(ends[0]), int(ends[-1]))
         return Bags(self.indices[ids], ends - ends[0], None if self.weights is None else self.weights[ids])
 
+    def detached(self) -> Bags:
+        """The same, whose weights get no gradient."""
+        return Bags(self.indices, self.offsets, None if self.weights is None else self.weights.detach())
+
+    def wants_gradient(self) -> bool:
+        """Whether the weights require a gradient."""
+        return self.weights is not None and self.weights.requires_grad
+
     def bag_of_each(self) -> torch.Tensor:
         """The bag of each id, int64 [N]."""
         return torch.arange(self.offsets.numel() - 1).repeat_interleave(self.offsets.diff())
 
     def lengths(self) -> torch.Tensor:
         """Ids of each bag, at least 1, as float32 [B, 1]: what a mean divides by."""
-        return self.offsets.diff().clamp(min=1).to(torch.float32)[:, None]
+        return self.lengths_of(0, 1)
+
+    def lengths_of(self, index: int, feature_count: int) -> torch.Tensor:
+        """``lengths`` of one feature's bags, without a look at how many ids it has."""
+        stride = (self.offsets.numel() - 1) // feature_count
+        ends = self.offsets[index * stride : (index + 1) * stride + 1]
+        return ends.diff().clamp(min=1).to(torch.float32)[:, None]
+
+
+def joined(parts: Sequence[Bags]) -> Bags:
+    """Bags one after the other: of one part or more, which have weights all or none."""
+    weights = [part.weights for part in parts if part.weights is not None]
+    return Bags(
+        torch.cat([part.indices for part in parts]),
+        offsets_of(torch.cat([part.offsets.diff() for part in parts])),
+        torch.cat(weights) if weights else None,
+    )
 
 
 def pool(rows: torch.Tensor, bags: Bags, mean: bool) -> torch.Tensor:

@@ -67,7 +67,9 @@ class KeyValueBags:
         return rows.to(torch.float32)
 
     def _pool(self, bags: Bags) -> torch.Tensor:
-        return torch.cat([pool(self._rows(part), part, mean=False) for part in self._parts(bags)], dim=1)
+        parts = self._parts(bags)
+        rows = torch.split(self._rows(bags), [part.indices.numel() for part in parts])
+        return torch.cat([pool(some, part, mean=False) for some, part in zip(rows, parts, strict=True)], dim=1)
 
     def _spread(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
         columns = torch.split(grad, self.table.embedding_dim, dim=1)
@@ -87,14 +89,18 @@ def make_group(
     group: Group,
     tables: Sequence[EmbeddingBagConfig],
     plan: Sequence[TableSharding],
-    bags_type: Any,
+    module_types: tuple[Any, Any],
     optimizer: InBackwardOptimizer,
     weight_of: Callable[[Shard], torch.Tensor],
 ) -> Group:
-    """The group with its module: ``weight_of`` gives each shard's weights, which the module then owns."""
+    """The group with its module, of one of the types of bags and of key-value bags.
+
+    ``weight_of`` gives each shard's weights, which the module then owns.
+    """
+    bags_type, key_value_type = module_types
     first = group.shards[0]
     if first.kind == "key_value":
-        module: Any = KeyValueBags(plan[first.table].store, tables[first.table], optimizer)
+        module: Any = key_value_type(plan[first.table].store, tables[first.table], optimizer)
         return replace(group, module=module)
     configs = [
         replace(

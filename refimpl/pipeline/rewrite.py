@@ -47,8 +47,8 @@ class Call:
 
     def is_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return any(id(param) in held for param in self.module.parameters())
+        read = {id(param) for param in self.module.parameters()}
+        return bool(read) and any(id(param) in read for group in optimizer.param_groups for param in group["params"])
 
 
 class _Tracer(torch.fx.Tracer):

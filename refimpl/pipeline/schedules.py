@@ -6,22 +6,28 @@ hold ahead. SemiSync looks a batch up before the update of the one before it.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from refimpl.errors import ConfigError
+from refimpl.pipeline.rewrite import Call
 from refimpl.pipeline.schedules_base import Flight, PipelineBase, as_leaf, moved_to
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
+    "OneStale",
+    "Placement",
+    "PrefetchTrainPipelineSparseDist",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
-    "check_placement",
 ]
+
+logger = logging.getLogger("refimpl.pipeline")
 
 LOOKUP_STREAMS = ("data_dist", "new", "current")
 
@@ -48,6 +54,71 @@ def check_placement(
     return "new" if use_emb_lookup_stream else "data_dist"
 
 
+class Placement:
+    """Where a Fused pipeline looks up: options of both implementations, which move work and never change a result."""
+
+    def __init__(
+        self,
+        *args: Any,
+        emb_lookup_stream: str = "data_dist",
+        embedding_lookup_after_data_dist: bool = False,
+        embedding_lookup_before_optimizer: bool = False,
+        use_emb_lookup_stream: bool | None = None,
+        embedding_lookup_after_opt: bool = False,
+        **options: Any,
+    ) -> None:
+        self._chosen = check_placement(
+            emb_lookup_stream,
+            use_emb_lookup_stream,
+            embedding_lookup_after_data_dist,
+            embedding_lookup_before_optimizer,
+            embedding_lookup_after_opt,
+        )
+        self._after_dist, self._hoists = embedding_lookup_after_data_dist, embedding_lookup_before_optimizer
+        super().__init__(*args, **options)
+
+
+class OneStale:
+    """Options of both SemiSync pipelines, and the dense step they mean."""
+
+    _calls: list[Call]
+    _optimizer: torch.optim.Optimizer
+    processed_count: int
+
+    def __init__(
+        self,
+        *args: Any,
+        start_batch: int = 900,
+        stash_gradients: bool = False,
+        strict: bool = False,
+        **options: Any,
+    ) -> None:
+        self._start_batch, self._stashes, self._strict = start_batch, stash_gradients, strict
+        self._stash: dict[torch.Tensor, torch.Tensor | None] | None = None
+        super().__init__(*args, **options)
+
+    def attach(self, model: torch.nn.Module | None = None) -> None:
+        """As ``PipelineBase.attach``. Raises ConfigError if ``strict`` and the optimizer updates what lookups read."""
+        super().attach(model)  # type: ignore[misc]
+        stale = [call.name for call in self._calls if call.is_late(self._optimizer)]
+        if stale and self._strict:
+            self.detach()  # type: ignore[attr-defined]
+            raise ConfigError("parameters of the optimizer would be read one update stale", got=stale, where="strict")
+        if stale:
+            logger.warning("parameters of the optimizer are read one update stale in %s", stale)
+
+    def _step_dense(self) -> None:
+        """One optimizer step, with the gradients of the step before if they are stashed; the first has none."""
+        if not self._stashes or self.processed_count < self._start_batch:
+            self._optimizer.step()
+            return
+        given, self._stash = self._stash, {}
+        for param in (param for group in self._optimizer.param_groups for param in group["params"]):
+            self._stash[param], param.grad = param.grad, None if given is None else given.get(param)
+        if given is not None:
+            self._optimizer.step()
+
+
 class _Loop(PipelineBase[Flight]):
     def _flight_of(self, batch: Any) -> Flight:
         return Flight(moved_to(batch, self._device))
@@ -67,7 +138,7 @@ class _Exact(_Loop):
             loss, output = self._run_forward(flight)
         if training:
             loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
+            self._step_dense()
         return output
 
 
@@ -83,7 +154,16 @@ class TrainPipelineSparseDist(_Exact):
     ahead_count = 2
 
 
-class TrainPipelineFusedSparseDist(_Exact):
+class PrefetchTrainPipelineSparseDist(_Exact):
+    __doc__ = f"""As ``TrainPipelineSparseDist``, with the rows of key-value tables read while the step before runs.
+
+    torchrec's prefetches into a cache on the device; rows that the step before updates are read again here, so that
+    nothing is stale. {PipelineBase.__doc__}"""
+
+    ahead_count = 2
+
+
+class TrainPipelineFusedSparseDist(Placement, _Exact):
     __doc__ = f"""The lookup, too, overlaps the dense optimizer of the step before (torchrec PR 2916).
 
     Args of its own, which move work and never change a result:
@@ -94,25 +174,6 @@ class TrainPipelineFusedSparseDist(_Exact):
     {PipelineBase.__doc__}"""
 
     ahead_count = 2
-
-    def __init__(
-        self,
-        *args: Any,
-        emb_lookup_stream: str = "data_dist",
-        embedding_lookup_after_data_dist: bool = False,
-        embedding_lookup_before_optimizer: bool = False,
-        use_emb_lookup_stream: bool | None = None,
-        embedding_lookup_after_opt: bool = False,
-        **options: Any,
-    ) -> None:
-        check_placement(
-            emb_lookup_stream,
-            use_emb_lookup_stream,
-            embedding_lookup_after_data_dist,
-            embedding_lookup_before_optimizer,
-            embedding_lookup_after_opt,
-        )
-        super().__init__(*args, **options)
 
 
 class EvalPipelineSparseDist(_Exact):
@@ -132,17 +193,19 @@ class EvalPipelineFusedSparseDist(EvalPipelineSparseDist):
     __doc__ = f"""As ``EvalPipelineSparseDist``, with the lookup issued early. {PipelineBase.__doc__}"""
 
 
-class TrainPipelineSemiSync(_Loop):
+class TrainPipelineSemiSync(OneStale, _Loop):
     __doc__ = f"""From ``start_batch`` on, a batch is looked up before the update of the one before it.
 
-    Tables are one update stale then, the dense part never is; before it every bit is that of the exact loop.
+    What a lookup reads is one update stale then: tables, and whatever of data-parallel tables and feature processors
+    the optimizer updates. The rest of the dense part is not, and before ``start_batch`` every bit is the exact loop's.
+
+    Args of its own:
+        stash_gradients: the dense part, too, steps with the gradients of the step before; the first such step does not
+            step, and the last gradients are never applied.
+        strict: refuse an optimizer that updates what a lookup reads, rather than say so in the log.
     {PipelineBase.__doc__}"""
 
     ahead_count = 3
-
-    def __init__(self, *args: Any, start_batch: int = 900, **options: Any) -> None:
-        self._start_batch = start_batch
-        super().__init__(*args, **options)
 
     def _step(self, flight: Flight) -> Any:
         self._prepare(flight)
@@ -160,7 +223,7 @@ class TrainPipelineSemiSync(_Loop):
         if training:
             loss.backward()  # type: ignore[no-untyped-call]
             self._update_tables(looked_up, leaves)
-            self._optimizer.step()
+            self._step_dense()
         return output
 
     def _prepare(self, flight: Flight) -> None:

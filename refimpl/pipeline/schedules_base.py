@@ -230,7 +230,9 @@ class PipelineBase(Generic[AnyFlight]):
         """The least that any rank says."""
         if self._world_size == 1:
             return said
-        words = torch.tensor([said])
+        # A group of one backend for devices only, NCCL's, takes no tensor of the host.
+        on_host = "cpu" in dist.get_backend_config(self._group)
+        words = torch.tensor([said], device="cpu" if on_host else self._device)
         dist.all_reduce(words, dist.ReduceOp.MIN, group=self._group)
         return int(words)
 
@@ -277,6 +279,9 @@ class PipelineBase(Generic[AnyFlight]):
 
     def _begin(self, flight: AnyFlight) -> None:
         """Work before a step that updates nothing; what a loader raises here leaves every batch where it is."""
+
+    def _step_dense(self) -> None:
+        self._optimizer.step()
 
     @abstractmethod
     def _step(self, flight: AnyFlight) -> Any:

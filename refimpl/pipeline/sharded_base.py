@@ -19,71 +19,15 @@ from refimpl.pipeline.bags import InBackwardOptimizer, check_bounds, lookup
 from refimpl.pipeline.columns import Columns
 from refimpl.pipeline.config import FusedOptimizer, TableSharding
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline.eager import eagerly
 from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
-from refimpl.pipeline.jagged import Bags
-from refimpl.pipeline.lookups import groups_of, make_group
+from refimpl.pipeline.exchange import Exchange, Replicated, SentWeights, ShardedContext
+from refimpl.pipeline.jagged import Bags, joined
+from refimpl.pipeline.lookups import KeyValueBags, groups_of, make_group
 from refimpl.pipeline.sharded_state import ShardedState
 from refimpl.pipeline.shards import Shard, initial_shard, shards_of, slots_of
 
 __all__ = ["ShardedContext", "ShardedEmbeddingBagCollectionBase"]
-
-
-class ShardedContext:
-    """One batch on its way through ``input_dist``, ``compute`` and ``output_dist``.
-
-    Attributes:
-        bags: this rank's own, of all features.
-        strides: samples of each rank.
-        replicated: parameters of the feature processors.
-    """
-
-    bags: Bags
-    strides: list[int]
-    replicated: tuple[torch.Tensor, ...] = ()
-
-    def record_stream(self, stream: Any) -> None:
-        """Keep the memory of the batch until ``stream`` has passed this point."""
-        for value in (self.bags.indices, self.bags.offsets, self.bags.weights):
-            if value is not None and value.device.type != "cpu":
-                value.record_stream(stream)
-
-
-class _Exchange(torch.autograd.Function):
-    """Pooled columns of all ranks' shards for this rank's samples; the backward sends gradients to the shards.
-
-    Replicated parameters pass through without a gradient of their own, so that every rank's backward visits them: their
-    gradients are summed over ranks, and a rank that looks nothing up would be missed by the others.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, module: Any, context: ShardedContext, count: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.module, ctx.context, ctx.replicated = module, context, tensors[count:]
-        result: torch.Tensor = module._exchange(context, tensors[:count])
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        module = ctx.module
-        module.fused_optimizer.step_count += 1
-        parts = module._exchange_back(ctx.context, grads[0].contiguous())
-        return None, None, None, None, *parts, *(torch.zeros_like(param) for param in ctx.replicated)
-
-
-class _Replicated(torch.autograd.Function):
-    """Parameters that every rank holds; their gradient is the sum over ranks, each divided by ``divisor`` first."""
-
-    @staticmethod
-    def forward(ctx: Any, module: Any, divisor: int, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.module, ctx.divisor = module, divisor
-        return tuple(param.view_as(param) for param in params)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        flat = torch.cat([grad.reshape(-1).to(torch.float32) for grad in grads]) / ctx.divisor
-        parts = ctx.module._sum_over_ranks(flat).split([grad.numel() for grad in grads])
-        return None, None, *(part.reshape(g.shape).to(g.dtype) for part, g in zip(parts, grads, strict=True))
 
 
 class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
@@ -102,7 +46,8 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     Every rank makes the same calls in the same order. Ranks may have batches of different size, or none. One backward
     is one step; a row's gradient is the mean over ranks, its duplicates added by feature, rank, sample and position.
     Column-wise tables with an optimizer that keeps one value for a row keep one for each column block, and so differ
-    from the uncut table by design (facts/pipeline.md 0.16). Weights of a batch get no gradient, processors' do.
+    from the uncut table by design (facts/pipeline.md 0.16). Weights of a batch that require a gradient get that of
+    their own rank's loss, by one more exchange in every rank's backward; torchrec gives them none.
 
     Attributes:
         fused_optimizer: a handle for schedulers on the optimizer in the backward; see ``InBackwardOptimizer``.
@@ -113,6 +58,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     """
 
     bags_type: Any
+    key_value_type: Any = KeyValueBags
 
     def __init__(
         self,
@@ -153,7 +99,9 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             return mine.copy_(part)
 
         self.groups = [
-            make_group(group, self.tables, self.plan, self.bags_type, self.fused_optimizer, weight_of)
+            make_group(
+                group, self.tables, self.plan, (self.bags_type, self.key_value_type), self.fused_optimizer, weight_of
+            )
             for group in self.rank_groups[self.rank]
         ]
 
@@ -194,7 +142,9 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         if self.feature_processors is not None:
             params = self.feature_processors.position_weights.values()
             # Gradients of samples were divided by W already, where they were sent.
-            ctx.replicated = _Replicated.apply(self, 1, *params)  # type: ignore[no-untyped-call]
+            ctx.passing = Replicated.apply(self, 1, *params)  # type: ignore[no-untyped-call]
+        if ctx.way_home is not None:
+            dist_input = self._with_gradient(ctx, dist_input)
         outputs = [
             lookup(group.module, self._processed(ctx, group, bags))
             for group, bags in zip(self.groups, dist_input, strict=True)
@@ -205,7 +155,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         """Pooled columns of all features for this rank's own samples."""
         count = len(self.groups)
         anchor = torch.zeros(0, requires_grad=True)
-        exchanged = _Exchange.apply(anchor, self, ctx, count, *output[:count], *ctx.replicated)  # type: ignore[no-untyped-call]
+        exchanged = Exchange.apply(anchor, self, ctx, count, *output[:count], *ctx.passing)  # type: ignore[no-untyped-call]
         widths = {f: self.tables[t].embedding_dim for f, t in enumerate(self._feature_tables)}
         sent = [f for f, t in enumerate(self._feature_tables) if t not in self._dense]
         columns = dict(zip(sent, torch.split(exchanged, [widths[f] for f in sent], dim=1), strict=True))
@@ -219,6 +169,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         """Both, as torchrec names it."""
         return self.output_dist(ctx, self.compute(ctx, dist_input))
 
+    @eagerly
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of each feature for this rank's samples, float32 [B, D] side by side, by table, then feature."""
         ctx = self.create_context()
@@ -235,7 +186,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     def _local_bags(self, features: KeyedJaggedTensor) -> Bags:
         """This rank's bags, checked before anything is sent."""
         bags = select(features, self.feature_names, weighted=self.is_weighted)
-        bags = Bags(bags.indices.to(torch.int64), bags.offsets, None if bags.weights is None else bags.weights.detach())
+        bags = Bags(bags.indices.to(torch.int64), bags.offsets, bags.weights)
         kinds = [self.plan[table].kind for table in self._feature_tables]
         bounded = [f for f, kind in enumerate(kinds) if kind != "key_value"]
         if len(bounded) == len(kinds):
@@ -251,11 +202,18 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             parts[f] = check_bounds(parts[f], [table.num_embeddings], [table.name], self.bounds_check, self.bags_type)
         return Bags(torch.cat([part.indices for part in parts]), bags.offsets, bags.weights)
 
+    def _with_gradient(self, ctx: ShardedContext, received: Sequence[Bags]) -> list[Bags]:
+        """The received bags, whose weights are those that the ranks sent, to autograd too."""
+        anchor, weights = torch.zeros(0, requires_grad=True), [bags.weights for bags in received]
+        token, *known = SentWeights.apply(anchor, self, ctx, ctx.bags.weights, *weights)  # type: ignore[no-untyped-call]
+        ctx.passing = (token,)
+        return [Bags(bags.indices, bags.offsets, own) for bags, own in zip(received, known, strict=True)]
+
     def _processed(self, ctx: ShardedContext, group: Any, bags: Bags) -> Bags:
         """The bags with the processors' weights."""
         if self.feature_processors is None:
             return bags
-        params = dict(zip(self.feature_processors.position_weights, ctx.replicated, strict=True))
+        params = dict(zip(self.feature_processors.position_weights, ctx.passing, strict=True))
         names = [self.feature_names[slot.feature] for slot in group.slots]
         weights = [
             self.feature_processors.weights(name, bags.feature(index, len(names)), params[name])
@@ -269,17 +227,14 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         tables = [self.tables[index] for index in self._dense]
         features = [f for f, table in enumerate(self._feature_tables) if table in self._dense]
         params = [self.embedding_bags[table.name].weight for table in tables]
-        weights = _Replicated.apply(self, self.world_size, *params)  # type: ignore[no-untyped-call]
+        weights = Replicated.apply(self, self.world_size, *params)  # type: ignore[no-untyped-call]
         bags = self._features_of(ctx.bags, features)
         return [_Pooled.apply(self.bags_type, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]
 
     def _features_of(self, bags: Bags, features: Sequence[int]) -> Bags:
         if len(features) == len(self._feature_tables):
             return bags
-        parts = [bags.feature(f, len(self._feature_tables)) for f in features]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.offsets.diff() for part in parts)]).cumsum(0)
-        weights = None if bags.weights is None else torch.cat([p.weights for p in parts if p.weights is not None])
-        return Bags(torch.cat([part.indices for part in parts]), offsets, weights)
+        return joined([bags.feature(f, len(self._feature_tables)) for f in features])
 
     @abstractmethod
     def _exchange(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -288,6 +243,13 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     @abstractmethod
     def _exchange_back(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
         """The gradient of each lookup's columns, over all ranks' samples: ``Columns.take_apart`` by W of every rank."""
+
+    @abstractmethod
+    def _exchange_weight_gradients(self, ctx: ShardedContext, grads: torch.Tensor) -> torch.Tensor:
+        """Float32 [N] for the ids of this rank's batch, from those of each lookup's ids, one lookup after the other.
+
+        An id that several shards look up gets the sum from +0, by rank, then slot.
+        """
 
     @abstractmethod
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ device unless it came from ``host_empty`` or was computed from such memory alone
 """
 
 from conformance.harness.virtual_device.device import VirtualDevice
-from conformance.harness.virtual_device.engine import Costs, VirtualEngine
+from conformance.harness.virtual_device.engine import Costs, VirtualClock, VirtualEngine
 from conformance.harness.virtual_device.tracker import Hazard
 
-__all__ = ["Costs", "Hazard", "VirtualDevice", "VirtualEngine"]
+__all__ = ["Costs", "Hazard", "VirtualClock", "VirtualDevice", "VirtualEngine"]

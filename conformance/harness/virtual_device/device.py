@@ -116,7 +116,7 @@ class VirtualDevice:
     def backward_ended(self) -> None:
         """``backward`` is over: the caller's stream joins every stream that gradients were computed on."""
         for stream in self._backward_used:
-            self.tracker.clocks[self.engine.current()].join(self.tracker.clocks[stream])
+            self.engine.follow(self.engine.current(), stream)
         self._backward_used, self._last_backward = set(), None
 
     def stream_of_op(self) -> str:
@@ -130,7 +130,7 @@ class VirtualDevice:
         stream = self._forward_streams.get((thread, node._sequence_nr()), current)
         # Autograd orders a node behind those that fed it; the order of this run is one that it allows.
         before = self._last_backward if self._last_backward is not None else current
-        self.tracker.clocks[stream].join(self.tracker.clocks[before])
+        self.engine.follow(stream, before)
         self._last_backward = stream
         self._backward_used.add(stream)
         return stream
@@ -222,6 +222,9 @@ class _Functions(TorchFunctionMode):
         return result
 
 
+_COLLECTIVE_OUTPUTS = ("output", "output_tensor", "output_tensors", "tensors")
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         # A sparse tensor is two dense ones; other layouts have no storage that could be watched.
@@ -246,6 +249,8 @@ def _operands(
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
+        # Schemas of collectives do not say what they write.
+        is_written |= func.namespace == "c10d" and argument.name in _COLLECTIVE_OUTPUTS
         (writes if is_written else reads).extend(_tensors(value))
     return reads, writes
 

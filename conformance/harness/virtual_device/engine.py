@@ -6,7 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from conformance.harness.virtual_device.clocks import HOST, Clock
 from conformance.harness.virtual_device.tracker import Memory, Tracker, here
 from refimpl.errors import UnsupportedError
 
-__all__ = ["DEFAULT", "Costs", "Event", "VirtualEngine"]
+__all__ = ["DEFAULT", "Costs", "Event", "VirtualClock", "VirtualEngine"]
 
 DEFAULT = "default"
 _POISON = 0xFF  # NaN in every float dtype, -1 in every integer one.
@@ -209,6 +209,11 @@ class VirtualEngine:
         self.time_s[stream] = max(self.time_s.get(stream, 0.0), self.time_s[HOST]) + cost_s
         self.busy_s[stream] = self.busy_s.get(stream, 0.0) + cost_s
 
+    def follow(self, stream: str, other: str) -> None:
+        """Let ``stream`` go on when ``other`` is over, in knowledge and in time."""
+        self.tracker.clocks[stream].join(self.tracker.clocks[other])
+        self.time_s[stream] = max(self.time_s.get(stream, 0.0), self.time_s.get(other, 0.0))
+
     @property
     def makespan_s(self) -> float:
         """When the last op is over."""
@@ -247,6 +252,10 @@ class VirtualEngine:
         self.check_thread()
         return self.capturing
 
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """For a recorder in front of this engine."""
+        return nullcontext()
+
     def settle(self, stream: str) -> None:
         """Carry out all that ``stream`` was given: an op that is about to run on it sees the result."""
         self._run(stream, self._queue(stream).given)
@@ -272,6 +281,29 @@ class VirtualEngine:
         while queue.items and queue.done < position:
             queue.done += 1
             queue.items.popleft()()
+
+
+class VirtualClock:
+    """The virtual clock, as a recorder of stages reads it (``fastimpl.pipeline.recording.StreamClock``)."""
+
+    def __init__(self, engine: VirtualEngine) -> None:
+        self.engine = engine
+
+    def lane(self, name: str) -> str:
+        """Every stream works by itself."""
+        return name
+
+    def mark(self, stream: str) -> float:
+        """When the stream could begin with something new."""
+        return max(self.engine.time_s.get(stream, 0.0), self.engine.time_s[HOST])
+
+    def seconds(self, begin: float, end: float) -> float:
+        """The difference."""
+        return end - begin
+
+    def host_s(self) -> float:
+        """Enqueueing takes no time here."""
+        return 0.0
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,8 +1,19 @@
-"""Planted bugs of the embeddings: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
+"""Planted bugs of embeddings and pipelines: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
 
-from conformance.pipeline.planted import batches, lookups, operators, ranks, schedules, state, streams
+from conformance.pipeline.planted import (
+    batches,
+    callers,
+    key_value,
+    lookups,
+    operators,
+    overlap,
+    ranks,
+    schedules,
+    state,
+    streams,
+)
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams)
+_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from refimpl.pipeline.data import offsets_of
-from refimpl.pipeline.jagged import Bags
+from conformance.harness import swap
+from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
+from refimpl.pipeline.jagged import Bags, offsets_of
 
 LOOKUPS = "TableBatchedEmbeddingBags"
 
@@ -191,7 +191,28 @@ def _rounded_sum(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyp
             state.copy_(old + (state - old) * 0.5)
 
 
+def _step_forgotten(original: Any, optimizer: Any) -> dict[str, Any]:
+    return {**original(optimizer), "step_count": 0}
+
+
+def _never() -> bool:
+    return False
+
+
 PLANTED = (
+    shared(
+        "copies_count_from_zero",
+        "A copy of lookups counts steps from 0 again.",
+        ("PIPE-117",),
+        "refimpl.pipeline.bags:InBackwardOptimizer.__getstate__",
+        _step_forgotten,
+    ),
+    fast(
+        "lookups_are_traced",
+        "A compiler looks into lookups, and makes a graph of each step and length.",
+        ("PIPE-116",),
+        swap("torch.compiler:is_compiling", _never),
+    ),
     exported(
         "per_sample_weights_ignored", "Pooled rows ignore weights.", ("PIPE-012",), (f"{LOOKUPS}._pool", _unweighted)
     ),

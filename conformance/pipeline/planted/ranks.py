@@ -8,6 +8,7 @@ import torch
 
 from conformance.harness import swap, wrap
 from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
+from refimpl.optimizers import row_sum
 
 COLUMNS = "refimpl.pipeline.columns:Columns"
 SHARDED = "ShardedEmbeddingBagCollection"
@@ -19,13 +20,13 @@ def _not_mean(original: Any, columns: Any, grad: torch.Tensor, bags: Any, diviso
 
 
 def _descending(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Tensor:
-    """Partial sums of the ranks in descending order: the blocks' slots are turned with them."""
-    slots = columns.slots
-    columns.slots = slots[::-1]
+    """Partial sums of the ranks in descending order: the blocks' places are turned with them."""
+    places = columns.places
+    columns.places = places[::-1]
     try:
         result: torch.Tensor = original(columns, list(blocks)[::-1], bags)
     finally:
-        columns.slots = slots
+        columns.places = places
     return result
 
 
@@ -68,7 +69,7 @@ def _only_with_tables(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     module = ctx.module
     module.fused_optimizer.step_count += bool(module.groups)
     parts = module._exchange_back(ctx.context, grads[0].contiguous())
-    return None, None, None, None, *parts, *(torch.zeros_like(param) for param in ctx.replicated)
+    return None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)
 
 
 def _group_counts_more(original: Any, module: Any, ctx: Any, grad: torch.Tensor) -> Any:
@@ -100,7 +101,51 @@ def _by_rank_first(original: Any, dist: Any, requests: Any, sizes: Any, ends: An
     return found
 
 
+def _stays_divided(original: Any, module: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(module, ctx, grads) / module.world_size
+    return found
+
+
+def _none_without_tables(original: Any, module: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(module, ctx, grads)
+    return found if module.groups else torch.zeros_like(found)
+
+
+def _by_slot(original: Any, way: Any, grads: torch.Tensor) -> torch.Tensor:
+    return grads
+
+
+def _weighed_again(original: Any, module: Any, bags: Any, grad: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = row_sum(module._spread(bags, grad) * module._rows(bags))[:, 0]
+    return found
+
+
 PLANTED = (
+    exported(
+        "gradients_of_weights_stay_divided",
+        "What comes home is divided by the number of ranks.",
+        ("PIPE-113",),
+        (f"{SHARDED}._exchange_weight_gradients", _stays_divided),
+    ),
+    exported(
+        "no_gradients_of_weights_without_tables",
+        "A rank that holds no table gets no gradient of its weights.",
+        ("PIPE-114",),
+        (f"{SHARDED}._exchange_weight_gradients", _none_without_tables),
+    ),
+    fast(
+        "gradients_of_weights_sent_by_slot",
+        "Gradients of weights go back in the order of lookups, not of ranks.",
+        ("PIPE-113",),
+        wrap("fastimpl.pipeline.input_dist:WayHome.by_rank", _by_slot),
+    ),
+    shared(
+        "key_value_weights_weighed_again",
+        "The gradient of a weight at a key-value table is multiplied by the weight.",
+        ("PIPE-115",),
+        "refimpl.pipeline.lookups:KeyValueBags._weight_gradients",
+        _weighed_again,
+    ),
     shared(
         "gradient_summed_over_ranks",
         "Gradients are sums over ranks, not means.",
@@ -148,7 +193,7 @@ PLANTED = (
         "step_not_counted_without_tables",
         "A rank that holds no table counts no steps.",
         ("PIPE-082",),
-        f"{_BASE}:_Exchange.backward",
+        "refimpl.pipeline.exchange:Exchange.backward",
         staticmethod(_only_with_tables),
     ),
     exported(

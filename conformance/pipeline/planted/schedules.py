@@ -6,8 +6,7 @@ import contextlib
 import threading
 from typing import Any
 
-from conformance.harness import PlantedBug, swap
-from conformance.pipeline.planted.planting import BOTH, exported, shared
+from conformance.pipeline.planted.planting import exported, shared, shared_swap
 
 _BASE = "refimpl.pipeline.schedules_base:PipelineBase"
 _STAGES = "fastimpl.pipeline.stages:Streamed"
@@ -145,12 +144,15 @@ def _calls_once(original: Any, model: Any) -> Any:
     return []
 
 
-@contextlib.contextmanager
-def _both_placements() -> Any:
-    with contextlib.ExitStack() as stack:
-        for package in ("refimpl.pipeline.schedules", "fastimpl.pipeline.schedules"):
-            stack.enter_context(swap(f"{package}:check_placement", _any_placement))
-        yield
+def _first_steps_too(original: Any, schedule: Any) -> None:
+    if schedule._stashes and schedule._stash is None:
+        schedule._optimizer.step()
+    original(schedule)
+
+
+def _never_strict(original: Any, schedule: Any, model: Any = None) -> None:
+    schedule._strict = False
+    original(schedule, model)
 
 
 PLANTED = (
@@ -236,12 +238,26 @@ PLANTED = (
     exported(
         "semi_sync_never_stale", "SemiSync never begins.", ("PIPE-130",), ("TrainPipelineSemiSync.__init__", _fresh)
     ),
-    PlantedBug(
+    shared(
+        "stash_steps_at_once",
+        "The first stashed step steps.",
+        ("PIPE-136",),
+        "refimpl.pipeline.schedules:OneStale._step_dense",
+        _first_steps_too,
+    ),
+    shared(
+        "strict_forgotten",
+        "strict is not heeded.",
+        ("PIPE-137",),
+        "refimpl.pipeline.schedules:OneStale.attach",
+        _never_strict,
+    ),
+    shared_swap(
         "placements_not_checked",
         "Contradicting placements are taken.",
         ("PIPE-125",),
-        BOTH,
-        _both_placements,
+        "refimpl.pipeline.schedules:check_placement",
+        _any_placement,
     ),
     shared(
         "second_call_missed",

@@ -61,7 +61,7 @@ PLANTED = (
     shared(
         "step_not_loaded",
         "The step begins again after a load.",
-        ("PIPE-060",),
+        ("PIPE-060", "PIPE-146"),
         f"{STATE}.load_optimizer_state_dict",
         _step_lost,
     ),

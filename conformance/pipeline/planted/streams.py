@@ -116,13 +116,13 @@ PLANTED = (
     fast(
         "forward_before_lookup",
         "Forward does not wait for the lookup (torchrec, with a stream of its own).",
-        ("PIPE-093",),
+        ("PIPE-093", "PIPE-198"),
         wrap(f"{_STAGES}._flight_of", _missing("looked_up")),
     ),
     fast(
         "lookup_before_ids",
         "The lookup does not wait for ids (torchrec 4497).",
-        ("PIPE-093",),
+        ("PIPE-198",),
         wrap(f"{_STAGES}._flight_of", _missing("sent")),
     ),
     fast(

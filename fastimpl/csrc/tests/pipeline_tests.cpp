@@ -4,12 +4,12 @@
 #include "kernels/pipe_grid.h"
 #include "kernels/pipe_ids.h"
 #include "kernels/pipe_step.h"
-#include "kv_tests.h"
 
 namespace {
 
 using namespace fastimpl::pipe;
 using kv_tests::require;
+using pipe_tests::run_grid;
 using kv_tests::threads;
 using kv_tests::uniform;
 using Bytes = std::vector<uint8_t>;
@@ -225,15 +225,6 @@ void one_row_may_occur_any_number_of_times() {
   }
 }
 
-// The device's functors through a serial grid, its threads in random order.
-template <typename Body>
-void run_grid(int64_t count, const Body& body) {
-  std::vector<int64_t> order(static_cast<size_t>(count));
-  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
-  std::shuffle(order.begin(), order.end(), kv_tests::random_bits);
-  for (const int64_t i : order) body(i);
-}
-
 struct Grid {
   std::vector<GridTable> tables;
   std::vector<GridFeature> features;
@@ -276,6 +267,7 @@ void step_on_a_grid(World* w) {
 }
 
 void grids_have_the_bits_of_the_host() {
+  int64_t quad_count = 0;
   for (int i = 0; i < 150; ++i) {
     World w = random_world(12);
     if (w.bag_count == 0) continue;
@@ -286,6 +278,13 @@ void grids_have_the_bits_of_the_host() {
     run_grid(static_cast<int64_t>(pooled.size()), PoolElement<int64_t>{grid.batch, on_grid.data()});
     run_grid(static_cast<int64_t>(mine.size()), WeightGradient<int64_t>{grid.batch, w.grad.data(), mine.data()});
     require(are_same(on_grid, pooled), "pooling on a grid");
+    const auto has_quads = [](const GridTable& table) { return table.has_quads(); };
+    if (std::all_of(grid.tables.begin(), grid.tables.end(), has_quads) && !pooled.empty()) {
+      ++quad_count;
+      Floats by_quads(pooled.size(), 7.0F);
+      run_grid(static_cast<int64_t>(pooled.size() / 4), PoolQuad<int64_t>{grid.batch, by_quads.data()});
+      require(are_same(by_quads, pooled), "pooling by quads on a grid");
+    }
     require(are_same(mine, gradients), "gradients of weights on a grid");
     World expected = w;
     step_all_naively(&expected, kHyper);
@@ -293,6 +292,7 @@ void grids_have_the_bits_of_the_host() {
     require(w.rows == expected.rows, "a step on a grid");
     for (size_t t = 0; t < w.tables.size(); ++t) require(are_same(w.momentum1[t], expected.momentum1[t]) && are_same(w.momentum2[t], expected.momentum2[t]), "states on a grid");
   }
+  require(quad_count >= 10, "worlds that quads fit");
 }
 
 void grids_see_what_is_outside() {
@@ -451,6 +451,7 @@ void pipeline_tests() {
   one_row_may_occur_any_number_of_times();
   grids_have_the_bits_of_the_host();
   grids_see_what_is_outside();
+  pipeline_grid_tests();
   order_is_kept_by_sorting();
   ids_are_checked_and_mended<int64_t>();
   ids_are_checked_and_mended<int32_t>();

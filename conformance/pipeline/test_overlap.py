@@ -1,0 +1,174 @@
+"""The overlap report on the virtual device, whose clock knows every duration, held against closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import assert_equal, requirement
+from conformance.harness.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
+from conformance.pipeline.models import EXACT, Job
+from conformance.pipeline.test_schedules import FUSED
+from conformance.pipeline.test_streams import on_host, virtual
+
+SPARSE_DIST = "TrainPipelineSparseDist"
+SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in EXACT),
+    (FUSED, {"emb_lookup_stream": "new", "embedding_lookup_before_optimizer": True}),
+    ("TrainPipelineSemiSync", {"start_batch": 1}),
+)
+# Ops whose seconds are chosen. A step has two of each, and four dense parameters.
+LOOKUP, UPDATE, DENSE = "twinproof::pool_bags", "twinproof::step_bags", "aten::mul_"
+LINEAR, IDS = "aten::addmm", "twinproof::check_bag_ids"
+ALL = {LOOKUP: 7.0, UPDATE: 5.0, DENSE: 2.0, LINEAR: 4.0, IDS: 1.0, "byte": 0.03125}
+
+
+def recorded(
+    pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float], *, sees_reads: bool = False
+) -> tuple[list[Any], VirtualEngine, list[float]]:
+    """Six steps: the program, the engine with its clocks, and when each ends; ``seconds`` are those of ops by name.
+
+    ``sees_reads``: the recorder finds the host's reads itself, as on a GPU; else the device tells of them.
+    """
+    from fastimpl.pipeline.recording import Recorder
+
+    costs = Costs(h2d_s_per_byte=seconds.get("byte", 0.0), op_s=lambda op, size_bytes: seconds.get(op, 0.0))
+    device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",))
+    engine = device.engine
+    recorder = Recorder(engine, VirtualClock(engine), sees_reads=sees_reads)
+    if not sees_reads:
+        device.engine = recorder  # type: ignore[assignment]
+    batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number) for number in range(6)])]
+    with device:
+        schedule, loader = job.schedule(name, engine=recorder, **options), iter(batches)
+        ends_s = []
+        for _ in range(6):
+            with recorder.step():
+                schedule.progress(loader)
+            ends_s.append(engine.makespan_s)
+    return recorder.program(), engine, ends_s
+
+
+def figures_of(pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float]) -> tuple[Any, Any]:
+    """The report of a schedule, and its stages by name."""
+    from fastimpl.pipeline.overlap import overlap_report
+
+    program, _, _ = recorded(pipeline, name, options, seconds)
+    report = overlap_report(program, schedule=name, device="virtual")
+    return report, {stage.stage: stage for stage in report.stages}
+
+
+@requirement(
+    "PIPE-160",
+    "A replay of what was recorded MUST end every step when the virtual clock did, for every schedule and placement.",
+    needs=("streams",),
+)
+def test_replay_is_exact(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import replay
+
+    for name, options in SCHEDULES:
+        program, _, ends_s = recorded(pipeline, name, options, ALL)
+        assert_equal(replay(program).ends_s, ends_s, where=f"ends of steps, {name} {options}")
+    program, _, ends_s = recorded(pipeline, FUSED, {}, ALL, sees_reads=True)
+    assert_equal(replay(program).ends_s, ends_s, where="ends of steps, reads seen by the recorder")
+
+
+@requirement(
+    "PIPE-161",
+    "The report of Fused MUST say that a lookup of L seconds and a dense optimizer of P hide min(L, P) of each other, "
+    "and that without one of them a step takes what the other takes.",
+    needs=("streams",),
+)
+def test_fused_hides_the_shorter(pipeline: Any) -> None:
+    for lookup_s, dense_s in ((4.0, 1.0), (1.0, 4.0)):
+        report, stages = figures_of(pipeline, FUSED, {}, {LOOKUP: lookup_s, DENSE: dense_s})
+        both = {"lookup": 2 * lookup_s, "dense_optimizer": 4 * dense_s}
+        longer, shorter = max(both.values()), min(both.values())
+        assert_equal(report.step_s, longer, where=f"a step, {both}")
+        assert_equal(report.serial_s, longer + shorter, where=f"one after the other, {both}")
+        for stage, seconds in both.items():
+            assert_equal(stages[stage].duration_s, seconds, where=f"duration of {stage}, {both}")
+            assert_equal(stages[stage].hidden_fraction, shorter / seconds, where=f"hidden of {stage}, {both}")
+            assert_equal(stages[stage].exposed_s, seconds - shorter, where=f"exposed of {stage}, {both}")
+
+
+@requirement(
+    "PIPE-162",
+    "The report of SparseDist MUST say that the input dist is hidden as far as the rest of a step is as long, and "
+    "that lookup, forward and dense optimizer are exposed in full.",
+    needs=("streams",),
+)
+def test_sparse_dist_hides_the_input_dist(pipeline: Any) -> None:
+    for ids_s in (1.0, 16.0):
+        report, stages = figures_of(pipeline, SPARSE_DIST, {}, {IDS: ids_s, LOOKUP: 1.0, LINEAR: 4.0, DENSE: 1.0})
+        rest, exchange = 2 * 1.0 + 2 * 4.0 + 4 * 1.0, 2 * ids_s
+        assert_equal(report.step_s, max(rest, exchange), where=f"a step, ids {ids_s}")
+        assert_equal(stages["input_dist"].exposed_s, max(0.0, exchange - rest), where=f"exposed ids, {ids_s}")
+        if exchange < rest:
+            found = {name: stages[name].exposed_s for name in ("lookup", "forward", "dense_optimizer")}
+            assert_equal(found, {"lookup": 2.0, "forward": 8.0, "dense_optimizer": 4.0}, where="exposed")
+
+
+@requirement(
+    "PIPE-163",
+    "The exposed time of a stage MUST be what a step is shorter when the schedule is run with ops of that stage that "
+    "take no time.",
+    needs=("streams",),
+)
+def test_counterfactual_is_a_rerun(pipeline: Any) -> None:
+    seconds = {LOOKUP: 3.0, UPDATE: 5.0, DENSE: 2.0, IDS: 2.0}
+    report, stages = figures_of(pipeline, FUSED, {}, seconds)
+    for stage, op in (("lookup", LOOKUP), ("dense_optimizer", DENSE), ("input_dist", IDS)):
+        rerun, _ = figures_of(pipeline, FUSED, {}, {**seconds, op: 0.0})
+        assert_equal(stages[stage].exposed_s, report.step_s - rerun.step_s, where=f"exposed of {stage}")
+
+
+@requirement(
+    "PIPE-164",
+    "In the trace, work MUST begin when the work before it on its track ends, when a wait of the host ends, or where "
+    "an arrow ends that comes from work that is just over.",
+    needs=("streams",),
+)
+def test_trace_shows_why(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import replay
+    from fastimpl.pipeline.overlap_views import to_trace
+
+    program, _, _ = recorded(pipeline, FUSED, {}, ALL)
+    events = to_trace([(FUSED, replay(program))])["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert_equal(sorted(tracks.values()), ["data_dist", "default", "host", "memcpy"], where="tracks")
+    work = [event for event in events if event["ph"] == "X"]
+    ends = [(event["tid"], event["ts"] + event["dur"]) for event in work]
+    arrows = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
+    assert_equal(sorted(arrows["s"]), sorted(arrows["f"]), where="ends of arrows")
+    host = next(track for track, name in tracks.items() if name == "host")
+    for event in work:
+        reasons = {0.0, *(end for track, end in ends if track in (event["tid"], host))}
+        for number, target in arrows["f"].items():
+            if (target["tid"], target["ts"]) == (event["tid"], event["ts"]):
+                reasons.add(_end_around(work, arrows["s"][number]))
+        if event["tid"] != host:
+            why = event["ts"] if event["ts"] in reasons else None
+            assert_equal(why, event["ts"], where=f"reason of {event['name']} of step {event['args']['step']}")
+
+
+def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:
+    """When the work is over that a point of the trace lies in."""
+    for event in work:
+        if event["tid"] == point["tid"] and event["ts"] <= point["ts"] < event["ts"] + event["dur"]:
+            end: float = event["ts"] + event["dur"]
+            return end
+    return -1.0
+
+
+@requirement(
+    "PIPE-165",
+    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time.",
+    needs=("streams",),
+)
+def test_host_blocked(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import replay
+
+    for name in (SPARSE_DIST, FUSED):
+        program, engine, _ = recorded(pipeline, name, {}, ALL)
+        waits = [span.end_s - span.begin_s for span in replay(program).host_waits]
+        assert_equal(sum(waits), engine.time_s["host"], where=f"waits of the host, {name}")

@@ -1,0 +1,132 @@
+"""G. Weights of a batch whose rows lie on other ranks: their gradients come home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
+from conformance.pipeline.sharding import batches_of, collection_of, gradient_of, random_plan, sharded_of
+from conformance.pipeline.support import Jagged, random_tables
+from refimpl.optimizers import row_sum
+
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+def _gradient(pipeline: Any, module: Any, batch: Jagged, grad: torch.Tensor, *, wanting: bool = True) -> Any:
+    """The gradient of the batch's weights."""
+    kjt = batch.kjt(pipeline)
+    weights = kjt.weights().requires_grad_(wanting)
+    module(kjt).values().backward(grad)
+    return weights.grad
+
+
+def _blocks(sharding: Any, width: int) -> list[slice]:
+    """Columns of each rank, by rank."""
+    if sharding.kind != "column_wise":
+        return [slice(0, width)]
+    size = -(-width // len(sharding.ranks))
+    begins = sorted((rank, part * size) for part, rank in enumerate(sharding.ranks) if part * size < width)
+    return [slice(begin, min(begin + size, width)) for _, begin in begins]
+
+
+def _expected(
+    configs: Sequence[Any], weights: Sequence[Any], plan: Any, batch: Jagged, grad: torch.Tensor, world_size: int
+) -> torch.Tensor:
+    """Of each weight of the batch, in loops. A feature is in at most two tables, whose order then makes no bit."""
+    found = {key: [torch.zeros(len(bag)) for bag in bags] for key, bags in zip(batch.keys, batch.bags, strict=True)}
+    at = 0
+    for config, weight in zip(configs, weights, strict=True):
+        sharding, width = plan[config.name], config.embedding_dim
+        # Replicas are looked up at home, and nothing is sent.
+        divisor = 1 if sharding.kind == "data_parallel" else world_size
+        for name in config.feature_names:
+            for sample, bag in enumerate(batch.picked([name]).bags[0]):
+                g = grad[sample, at : at + width] / divisor
+                g = g / len(bag) if config.pooling.value == "MEAN" and bag else g
+                for position, row in enumerate(bag):
+                    total = torch.zeros(())
+                    for block in _blocks(sharding, width):
+                        total = total + row_sum((g[block] * weight[row, block].float())[None])[0, 0]
+                    found[name][sample][position] += total * divisor
+            at += width
+    return torch.cat([part for key in batch.keys for part in found[key]])
+
+
+def _width(configs: Sequence[Any]) -> int:
+    return sum(config.embedding_dim * len(config.feature_names) for config in configs)
+
+
+def _home(rank: Rank, seeds: Sequence[int]) -> None:
+    pipeline = rank.component("pipeline")
+    for seed in seeds:
+        configs, weights, keys, limits = random_tables(pipeline, seed, count=2)
+        collection = collection_of(pipeline, configs, weights, is_weighted=True)
+        plan = random_plan(pipeline, configs, rank.world_size, seed, KINDS)
+        batches = batches_of(rank, keys, limits, seed, weighted=True, uneven=True)
+        batch, grad = batches[rank.rank], gradient_of(batches, _width(configs), seed, rank.rank)
+        got = _gradient(pipeline, sharded_of(pipeline, collection, plan, "sgd", rank.group), batch, grad)
+        expected = _expected(configs, weights, plan, batch, grad, rank.world_size)
+        where = f"gradient of weights by {[sharding.kind for sharding in plan.values()]}, seed {seed}, rank {rank.rank}"
+        assert_same_tensor(got, expected, where=where)
+
+
+@requirement(
+    "PIPE-113",
+    "Weights of a batch that require a gradient MUST get that of their own rank's loss from tables cut in any way: "
+    "row_sum of the row times its bag's gradient over W, on each rank's columns, added by rank, and times W.",
+)
+def test_home(rank_pool: Any) -> None:
+    for world_size, seeds in ((1, (0, 1)), (2, range(8)), (3, (0, 1, 2))):
+        rank_pool.run(_home, world_size, seeds)
+
+
+def _keys(rank: Rank) -> None:
+    pipeline, kvstore = rank.component("pipeline"), rank.component("kvstore")
+    config = pipeline.EmbeddingBagConfig(9, 6, "t", feature_names=["f"], pooling=pipeline.PoolingType.MEAN)
+    weight = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+    store = kvstore.KVStore({"t": kvstore.RowLayout(6, optimizer="sgd")}, optimizer_in_row=True, clock=lambda: 1)
+    store.set("t", torch.arange(9), weight)
+    plan = {"t": pipeline.key_value(store, kvstore.Buckets(4))}
+    collection = collection_of(pipeline, [config], [weight], is_weighted=True)
+    batches = batches_of(rank, ["f"], [9], 3, weighted=True)
+    grad = gradient_of(batches, 6, 3, rank.rank)
+    got = _gradient(pipeline, sharded_of(pipeline, collection, plan, "sgd", rank.group), batches[rank.rank], grad)
+    expected = _expected([config], [weight], plan, batches[rank.rank], grad, rank.world_size)
+    assert_same_tensor(got, expected, where=f"gradient of weights of keys, rank {rank.rank}")
+
+
+@requirement(
+    "PIPE-115", "Weights of ids of a key-value table MUST get the same gradient, from the rank that has the row."
+)
+def test_keys(rank_pool: Any) -> None:
+    rank_pool.run(_keys, 2)
+
+
+def _some(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    configs, weights, keys, limits = random_tables(pipeline, 4, count=2, dtypes=[torch.float32])
+    # The last rank holds no table, and only its weights want a gradient.
+    plan = {config.name: pipeline.table_wise(0) for config in configs}
+    collection = collection_of(pipeline, configs, weights, is_weighted=True)
+    sharded = sharded_of(pipeline, collection, plan, "adagrad", rank.group)
+    batches = batches_of(rank, keys, limits, 4, weighted=True)
+    batch, grad = batches[rank.rank], gradient_of(batches, _width(configs), 4, rank.rank)
+    wanting = rank.rank == rank.world_size - 1
+    got = _gradient(pipeline, sharded, batch, grad, wanting=wanting)
+    assert_equal(got is not None, wanting, where=f"whether rank {rank.rank} has a gradient")
+    if wanting:
+        expected = _expected(configs, weights, plan, batch, grad, rank.world_size)
+        assert_same_tensor(got, expected, where="gradient of weights on the rank without tables")
+    assert_equal(sharded.fused_optimizer.step_count, 1, where="steps")
+
+
+@requirement(
+    "PIPE-114",
+    "Ranks whose weights want no gradient, and ranks without tables, MUST take part in sending gradients of weights "
+    "home, and get none that they did not ask for.",
+)
+def test_some(rank_pool: Any) -> None:
+    rank_pool.run(_some, 2)
