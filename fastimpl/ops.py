@@ -31,10 +31,11 @@ from fastimpl.bag_ops import (
     register_bag_fakes,
     step_bags,
 )
-from fastimpl.row_ops import KVHandle, file_read, register_row_fakes, row_keys, saved_rows_fit, sort_ids
+from fastimpl.row_ops import KVFilling, KVHandle, file_read, register_row_fakes, row_keys, saved_rows_fit, sort_ids
 from refimpl.offload.adam import AdamHyper
 
 __all__ = [
+    "KVFilling",
     "KVHandle",
     "adam_step",
     "advise_huge_pages",

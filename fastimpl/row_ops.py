@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["KVHandle", "file_read", "register_row_fakes", "row_keys", "saved_rows_fit", "sort_ids"]
+__all__ = ["KVFilling", "KVHandle", "file_read", "register_row_fakes", "row_keys", "saved_rows_fit", "sort_ids"]
 
 
 def register_row_fakes() -> None:
@@ -28,6 +28,8 @@ def register_row_fakes() -> None:
         "twinproof::file_read", lambda file, begin, dense: dense.new_empty(1, dtype=torch.int64)
     )
     torch.library.register_fake("twinproof::kv_saved_fit", lambda *args: True)
+    for name in ("kv_fill", "kv_fill_publish"):
+        torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     for name in ("kv_delete", "kv_evict"):
         torch.library.register_fake(f"twinproof::{name}", lambda handle, *args: handle.new_empty(2))
 
@@ -131,9 +133,40 @@ class KVHandle:
         taken = torch.ops.twinproof.kv_snapshot(self.tensor)
         return KVHandle(taken) if taken.numel() else None
 
+    def fill(self, table: int, row_count: int, ahead: int) -> KVFilling | None:
+        """Rows that wait for an empty table, with memory for so many; None where memory ran out.
+
+        ``ahead``: how many changes of the store will come between now and their publishing, if it is known.
+        """
+        opened = torch.ops.twinproof.kv_fill_open(self.tensor, table, row_count, ahead)
+        return KVFilling(opened) if opened.numel() else None
+
     def fail_after(self, table: int, allocation_count: int) -> None:
         """For tests: after so many more allocations of this table all fail; -1 ends it."""
         torch.ops.twinproof.kv_fail_after(self.tensor, table, allocation_count)
+
+
+class KVFilling:
+    """Rows beside an empty table, in the order of a file, which come into it in one step or not at all."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def add(self, file: int, begin: int, ids: torch.Tensor, ends: torch.Tensor, start: int, bucket_size: int) -> int:
+        """Read, check and keep the rows of ids [n], which lie from byte ``begin`` of an open file on.
+
+        ``start``, ``ends`` and ``bucket_size`` as for ``saved_rows_fit``. 0; -1: memory ran out; 1: they cannot be read
+        or are not what was saved, and nothing can be done with the filling any more but to close it.
+        """
+        return int(torch.ops.twinproof.kv_fill(self.tensor, file, begin, ids, ends, start, bucket_size))
+
+    def publish(self) -> int:
+        """Make them the table's: 0; -1: memory ran out; 1: the table is not empty any more."""
+        return int(torch.ops.twinproof.kv_fill_publish(self.tensor))
+
+    def close(self) -> None:
+        """Give back what the table did not take."""
+        torch.ops.twinproof.kv_close(self.tensor)
 
 
 def sort_ids(

@@ -14,6 +14,7 @@ from fastimpl import ops, pipeline
 from fastimpl.pipeline.overlap import HostWait, Instruction, Record, Span, StepEnd, Work, overlap_report, replay
 from fastimpl.pipeline.recording import HostClock, Recorder
 from fastimpl.streams import InlineEngine
+from perf.harness.cli import main
 from perf.pipeline import overlap
 from perf.pipeline.seed_model import Sizes, loader_of, make_model
 from refimpl.errors import ConfigError
@@ -43,6 +44,16 @@ def test_wrong_durations_are_refused() -> None:
     for word in ("lookups=3", "lookup", "lookup=-1", "lookup=x"):
         with pytest.raises(ConfigError, match="not a duration of a stage"):
             overlap.stage_durations([word])
+
+
+def test_the_command_line_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--table"], ["--overlap", str(tmp_path / "x")]):
+        with pytest.raises(SystemExit) as refused:
+            main(["offload", *option])
+        assert refused.value.code == 2
+    assert main(["pipeline", "--overlap", str(tmp_path / "x"), "--stage-ms", "lookups=3"]) == 2
+    assert "not a duration of a stage" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_hidden_where_the_host_does_all() -> None:

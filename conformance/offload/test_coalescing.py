@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, examples, raises, requirement
@@ -20,6 +20,8 @@ PACK = ("packed_tensors",)
     needs=PACK,
 )
 @examples(60)
+@example([(70_000, 3, 8)] * 3)  # More than one thread takes.
+@example([(5, 1, 2)] * 130)  # More than one call takes.
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9), st.sampled_from([1, 2, 4, 8])), max_size=40))
 def test_packing(offload: Any, items: list[tuple[int, int, int]]) -> None:
     from fastimpl.offload.coalesce import pack, unpack

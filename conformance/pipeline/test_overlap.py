@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-from conformance.harness import assert_equal, requirement
+from conformance.harness import assert_equal, assert_le, requirement
 from conformance.harness.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
 from conformance.pipeline.models import EXACT, Job
 from conformance.pipeline.test_schedules import FUSED
@@ -23,15 +24,20 @@ ALL = {LOOKUP: 7.0, UPDATE: 5.0, DENSE: 2.0, LINEAR: 4.0, IDS: 1.0, "byte": 0.03
 
 
 def recorded(
-    pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float]
+    pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float], *, sees_reads: bool = False
 ) -> tuple[list[Any], VirtualEngine, list[float]]:
-    """Six steps: the program, the engine with its clocks, and when each ends; ``seconds`` are those of ops by name."""
+    """Six steps: the program, the engine with its clocks, and when each ends; ``seconds`` are those of ops by name.
+
+    ``sees_reads``: the recorder finds the host's reads itself, as on a GPU; else the device tells of them.
+    """
     from fastimpl.pipeline.recording import Recorder
 
     costs = Costs(h2d_s_per_byte=seconds.get("byte", 0.0), op_s=lambda op, size_bytes: seconds.get(op, 0.0))
     device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",))
-    engine, recorder = device.engine, Recorder(device.engine, VirtualClock(device.engine))
-    device.engine = recorder  # type: ignore[assignment]  # The device's own waits go through it too.
+    engine = device.engine
+    recorder = Recorder(engine, VirtualClock(engine), sees_reads=sees_reads)
+    if not sees_reads:
+        device.engine = recorder  # type: ignore[assignment]
     batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number) for number in range(6)])]
     with device:
         schedule, loader = job.schedule(name, engine=recorder, **options), iter(batches)
@@ -63,6 +69,8 @@ def test_replay_is_exact(pipeline: Any) -> None:
     for name, options in SCHEDULES:
         program, _, ends_s = recorded(pipeline, name, options, ALL)
         assert_equal(replay(program).ends_s, ends_s, where=f"ends of steps, {name} {options}")
+    program, _, ends_s = recorded(pipeline, FUSED, {}, ALL, sees_reads=True)
+    assert_equal(replay(program).ends_s, ends_s, where="ends of steps, reads seen by the recorder")
 
 
 @requirement(
@@ -165,3 +173,23 @@ def test_host_blocked(pipeline: Any) -> None:
         program, engine, _ = recorded(pipeline, name, {}, ALL)
         waits = [span.end_s - span.begin_s for span in replay(program).host_waits]
         assert_equal(sum(waits), engine.time_s["host"], where=f"waits of the host, {name}")
+
+
+@requirement(
+    "PIPE-199",
+    "With a lookup stream of its own a step of Fused MUST NOT take longer than one of SparseDist, nor that than one of "
+    "Base, whatever lookup, exchange, forward, update and dense optimizer take.",
+    needs=("streams",),
+)
+def test_never_longer(pipeline: Any) -> None:
+    chosen = random.Random(5)
+    schedules: tuple[tuple[str, dict[str, Any]], ...] = (
+        *((name, {}) for name in EXACT[:2]),
+        (FUSED, {"emb_lookup_stream": "new"}),
+    )
+    for _ in range(6):
+        seconds = {op: float(chosen.randint(0, 6)) for op in (LOOKUP, UPDATE, DENSE, LINEAR, IDS)}
+        all_ends_s = [recorded(pipeline, name, options, seconds)[2] for name, options in schedules]
+        base, sparse_dist, fused = (ends_s[-1] - ends_s[2] for ends_s in all_ends_s)
+        assert_le(sparse_dist, base, where=f"SparseDist against Base, {seconds}")
+        assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {seconds}")

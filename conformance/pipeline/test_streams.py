@@ -239,7 +239,7 @@ def makespan_of(pipeline: Any, name: str, options: dict[str, Any], costs: Costs,
 @requirement(
     "PIPE-109",
     "On the virtual clock a step of Fused MUST take the longer of lookup and dense optimizer, where SparseDist takes "
-    "both, and never longer than SparseDist, nor that than Base, whatever the durations.",
+    "both, and never longer than SparseDist, nor that than Base, whatever these two take.",
     needs=("streams",),
 )
 def test_makespan(pipeline: Any) -> None:

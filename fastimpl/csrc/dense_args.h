@@ -37,14 +37,17 @@ inline bool have_same_order(const torch::stable::Tensor& a, const torch::stable:
   return true;
 }
 
+// So many entries need no memory of the heap. The C library gives and takes back arrays of up to 1 KiB without a look at
+// its other blocks; a larger one first merges all small blocks that were freed since, which were one or two a tensor.
+constexpr int64_t kFewEntries = 64;
+
 // Tensors and their places in a slab, which have to be in order and apart: then any split between threads is right.
-inline std::vector<PackEntry> pack_entries(const std::vector<torch::stable::Tensor>& tensors, const torch::stable::Tensor& slab,
-                                           const std::vector<int64_t>& offsets) {
+// Fills an entry for each, and returns the bytes of all.
+inline int64_t pack_entries(const std::vector<torch::stable::Tensor>& tensors, const torch::stable::Tensor& slab, const std::vector<int64_t>& offsets,
+                            PackEntry* entries) {
   STD_TORCH_CHECK(slab.scalar_type() == torch::headeronly::ScalarType::Byte && slab.is_contiguous() && slab.dim() == 1, "slab: not a contiguous 1-D uint8 tensor");
   STD_TORCH_CHECK(tensors.size() == offsets.size(), "offsets: got ", offsets.size(), " for ", tensors.size(), " tensors");
-  std::vector<PackEntry> entries;
-  entries.reserve(tensors.size());
-  int64_t end = 0;
+  int64_t end = 0, total = 0;
   const bool on_cpu = slab.is_cpu();
   const int64_t room = slab.numel();
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -54,10 +57,11 @@ inline std::vector<PackEntry> pack_entries(const std::vector<torch::stable::Tens
     STD_TORCH_CHECK(is_dense(t), "tensor ", i, ": has gaps");
     STD_TORCH_CHECK(offsets[i] >= end && offsets[i] <= room - size, "tensor ", i, ": bytes ", offsets[i], " + ", size, " of a slab of ", room,
                     ", of which ", end, " are taken");
-    entries.push_back({static_cast<uint8_t*>(t.data_ptr()), offsets[i], size});
+    entries[i] = {static_cast<uint8_t*>(t.data_ptr()), offsets[i], size};
     end = offsets[i] + size;
+    total += size;
   }
-  return entries;
+  return total;
 }
 
 }  // namespace fastimpl::offload

@@ -10,9 +10,12 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <unistd.h>
+
 #include <unordered_map>
 
 #include "kernels/kv_changes.h"
+#include "kernels/kv_fill.h"
 #include "kernels/kv_update.h"
 
 namespace fastimpl::kv {
@@ -25,10 +28,15 @@ struct Store {
   std::atomic<int64_t> snapshot_count{0};
 };
 
-// What a handle stands for: a store, or one moment of it.
+// What a handle stands for: a store, or one moment of it, or rows that wait for one of its tables.
 struct Source {
-  std::shared_ptr<Store> store;
+  explicit Source(std::shared_ptr<Store> store_) : store(std::move(store_)) {}
+  Source(const Source&) = delete;
+  Source& operator=(const Source&) = delete;
+
+  const std::shared_ptr<Store> store;
   std::vector<Overlay*> moment;  // By table; empty for the store itself.
+  std::unique_ptr<Filling> filling;
 
   Table& table(int64_t index) const {
     STD_TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(store->tables.size()), "table: got ", index, ", the store has ", store->tables.size());
@@ -50,6 +58,14 @@ struct Source {
     --store->snapshot_count;
   }
 };
+
+// Memory for this many rows, touched. Throws std::bad_alloc.
+inline void reserve_rows(RowSet& rows, const Parallel& parallel, int64_t row_count) {
+  // More than the machine has would not fail here but kill the process when it is touched.
+  const int64_t machine_bytes = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  if (row_count > kSlotsMax || row_count > machine_bytes / rows.pool.stride()) throw std::bad_alloc();
+  rows.reserve(parallel, row_count);
+}
 
 class Handles {
  public:

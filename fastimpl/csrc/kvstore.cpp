@@ -2,8 +2,6 @@
 //
 // Operators that may run out of memory or capacity return a status, of which the caller, who knows the table's name,
 // makes the error: 0, kOutOfMemory, or the number of distinct ids that were too many.
-#include <unistd.h>
-
 #include "kv_args.h"
 #include "kv_handles.h"
 
@@ -64,7 +62,7 @@ Tensor kv_create(Tensor formats, int64_t shard_count) {
                     "formats: table ", t, " has slots outside its row");
     store->tables.push_back(std::make_unique<Table>(format, shard_count));
   }
-  return Handles::table().add(std::make_shared<Source>(Source{std::move(store), {}}));
+  return Handles::table().add(std::make_shared<Source>(std::move(store)));
 }
 
 void kv_close(Tensor handle) { Handles::table().close(handle); }
@@ -251,10 +249,7 @@ Tensor kv_evict(Tensor handle, int64_t table_index, Tensor ids, Tensor plan) {
 int64_t kv_reserve(Tensor handle, int64_t table_index, int64_t row_count) {
   STD_TORCH_CHECK(row_count >= 0, "row_count: got ", row_count);
   return change_table(handle, table_index, 0, [&](Table& table, Change) {
-    // More than the machine has would not fail here but kill the process when it is touched.
-    const int64_t machine_bytes = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (row_count > kSlotsMax || row_count > machine_bytes / table.rows.pool.stride()) throw std::bad_alloc();
-    table.rows.reserve(parallel_of(), row_count);
+    reserve_rows(table.rows, parallel_of(), row_count);
   });
 }
 
@@ -280,7 +275,7 @@ std::tuple<Tensor, int64_t> kv_stats(Tensor handle) {
 Tensor kv_snapshot(Tensor handle) {
   const auto source = Handles::table().get(handle);
   STD_TORCH_CHECK(source->moment.empty(), "handle: a snapshot of a snapshot");
-  const auto taken = std::make_shared<Source>(Source{source->store, {}});
+  const auto taken = std::make_shared<Source>(source->store);
   Store& store = *source->store;
   std::vector<std::unique_lock<FairSharedMutex>> held;
   for (const auto& table : store.tables) held.emplace_back(table->lock);

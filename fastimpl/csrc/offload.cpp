@@ -81,8 +81,17 @@ void adam_step_cpu(Tensors grads, Tensors masters, Tensors averages, Tensors squ
 template <bool kGather>
 void move_all(const Tensors& tensors, const Tensor& slab, const std::vector<int64_t>& offsets) {
   STD_TORCH_CHECK(slab.is_cpu(), "slab: not on the CPU");
-  const PackPlan plan = plan_pack(pack_entries(tensors, slab, offsets));
+  const auto count = static_cast<int64_t>(tensors.size());
   auto* const bytes = static_cast<uint8_t*>(slab.data_ptr());
+  PackEntry few[kFewEntries];
+  std::vector<PackEntry> many(count > kFewEntries ? tensors.size() : 0);
+  PackEntry* const entries = many.empty() ? few : many.data();
+  if (pack_entries(tensors, slab, offsets, entries) <= kTaskBytes) {
+    // Waking a second thread would take as long.
+    move_pieces<kGather>(entries, 0, count, bytes);
+    return;
+  }
+  const PackPlan plan = plan_pack(entries, count);
   torch::stable::parallel_for(0, static_cast<int64_t>(plan.tasks.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run_task<kGather>(plan, plan.tasks[static_cast<size_t>(i)], bytes);
   });

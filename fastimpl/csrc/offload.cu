@@ -32,7 +32,8 @@ __global__ void for_each_word(const __grid_constant__ PackBatch<kGather> batch) 
 template <bool kGather>
 void move_all(const std::vector<Tensor>& tensors, const Tensor& slab, const std::vector<int64_t>& offsets) {
   STD_TORCH_CHECK(slab.is_cuda(), "slab: not on the device of the tensors");
-  const std::vector<PackEntry> entries = pack_entries(tensors, slab, offsets);
+  std::vector<PackEntry> entries(tensors.size());
+  pack_entries(tensors, slab, offsets, entries.data());
   const torch::stable::accelerator::DeviceGuard guard(slab.get_device_index());
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(slab.get_device(), &stream) == 0, "no current CUDA stream");

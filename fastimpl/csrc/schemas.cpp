@@ -51,6 +51,9 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("kv_stats(Tensor handle) -> (Tensor, int)");
   m.def("kv_snapshot(Tensor handle) -> Tensor");
   m.def("kv_fail_after(Tensor handle, int table, int allocation_count) -> ()");
+  m.def("kv_fill_open(Tensor handle, int table, int row_count, int ahead) -> Tensor");
+  m.def("kv_fill(Tensor filling, int file, int begin, Tensor ids, Tensor ends, int start, int bucket_size) -> int");
+  m.def("kv_fill_publish(Tensor filling) -> int");
   m.def("kv_sort_ids(Tensor ids, int total_count, int bucket_size, int begin, int end) -> (Tensor, Tensor, int)");
   m.def("file_read(int file, int begin, Tensor(a!) dense) -> Tensor");
   m.def("kv_keys(Tensor rows) -> Tensor");

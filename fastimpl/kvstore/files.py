@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fastimpl import ops
 from fastimpl.checkpoint import HuggingFaceStorageWriter
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.kvstore.buckets import sort_ids_by_bucket
+from fastimpl.kvstore.filling import fill
 from refimpl.checkpoint.catalog import Catalog
 from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.memory import buffer_of
@@ -24,6 +26,8 @@ __all__ = ["load", "save"]
 
 BLOCK_BYTES = 4 << 20
 CHUNK_BYTES = 8 << 20
+# Of a table that is filled: only the ids of so many rows are in memory twice, and threads meet once for each such part.
+FILL_ROWS = 1 << 20
 
 
 def save(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> SaveReport:
@@ -36,8 +40,11 @@ def save(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> Sa
 def load(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> LoadReport:
     # A chunk is small enough to be in a cache still when it is checked or written.
     widest = max(layout.row_bytes for layout in store.options.rows.values())
+    fill_rows = options.get("chunk_rows", FILL_ROWS)
     options.setdefault("chunk_rows", max(1, min(reference.LOAD_CHUNK_ROWS, CHUNK_BYTES // widest)))
-    return reference.load_with(lambda found: FastSavedRows(found, read=_Ranges().read), store, path, **options)
+    return reference.load_with(
+        lambda found: FastSavedRows(found, read=_Ranges().read), store, path, fill=partial(fill, fill_rows), **options
+    )
 
 
 class FastSavedRows(SavedRows):

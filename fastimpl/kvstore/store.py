@@ -12,7 +12,7 @@ import torch
 
 from fastimpl import ops
 from fastimpl.kvstore.native import check_status, format_words, hyper_values, plan_words
-from fastimpl.ops import KVHandle
+from fastimpl.ops import KVFilling, KVHandle
 from refimpl.errors import ConfigError, StoreClosedError
 from refimpl.kvstore.base import KVStoreBase
 from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
@@ -138,6 +138,10 @@ class KVStore(_NativeSource, KVStoreBase):
         if type(row_count) is not int or not 0 <= row_count <= ROWS_MAX:
             raise ConfigError("not a number of rows", got=row_count, expected="an int >= 0", where="row_count")
         self._change(table, self._handle.reserve, row_count)
+
+    def open_filling(self, table: str, row_count: int, ahead: int) -> KVFilling | None:
+        """Rows that wait for an empty table, see ``KVHandle.fill``; None where memory ran out."""
+        return self._call(table, self._handle.fill, row_count, ahead)
 
     def fail_allocations(self, table: str, after_count: int) -> None:
         """For tests: the table's allocation after ``after_count`` more fails, and every later one; -1 ends it."""

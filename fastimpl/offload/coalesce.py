@@ -16,8 +16,9 @@ from refimpl.offload.states import ALIGN_BYTES
 __all__ = ["Layout", "pack", "unpack", "view_like"]
 
 
-# Tensors of one call: it passes over them several times, and so many stay in a cache meanwhile.
-_BATCH = 512
+# Tensors of one call. Lists of so many come from the first cache of the C library and go back to it; longer ones make
+# it merge the small blocks that were freed since, two a tensor, which takes as long as copying 1 KiB.
+_BATCH = 64
 
 
 class Layout:

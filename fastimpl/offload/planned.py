@@ -9,6 +9,7 @@ import torch
 from fastimpl.offload.chunks import Chunk
 from fastimpl.offload.roster import Sight
 from refimpl.offload.base import OffloaderBase
+from refimpl.offload.states import options_on
 
 __all__ = ["PlannedMoves"]
 
@@ -20,8 +21,19 @@ class PlannedMoves(OffloaderBase):
     _edge: Any
     _out: Any
 
+    # Of each group: its parameters, by ids that those that are known keep, and which options are on.
+    _listed: list[tuple[list[int], dict[str, bool]]] | None = None
+
     def _drop_fetched(self) -> None:
         raise NotImplementedError
+
+    def _adopt_params(self) -> None:
+        """Nothing, while the groups list what they listed, with the same options: no hash of every parameter."""
+        groups = self.optimizer.param_groups
+        listed = [(list(map(id, group["params"])), options_on(group)) for group in groups]
+        if listed != self._listed:
+            super()._adopt_params()
+            self._listed = listed
 
     def send_as_planned(self) -> bool:
         """One copy for each chunk that lies on the device as it lies in host memory; the others are home."""

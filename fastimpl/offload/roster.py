@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -93,6 +95,9 @@ class Roster:
         ]
         self._begins = [at for at, _ in places]
         self._kinds = {name for names in self._names for name in names}
+        # The usual case, for which loops of the interpreter's own do: all have the same states, and no master moves.
+        is_even = MASTER not in self._kinds and all(names == self._names[0] for names in self._names)
+        self._even = self._names[0] if self._names and is_even else []
         self._runs: list[_Run] = []
         open_runs: dict[_Form, _Run] = {}
         for number, (at, place) in enumerate(places):
@@ -121,9 +126,12 @@ class Roster:
     def look(self, optimizer: Optimizer) -> Sight | None:
         """What is bound now; None when something does not exist, or is no tensor."""
         states: list[Any] = list(map(optimizer.state.get, self.params))
-        rows = zip(states, self.params, self._names, strict=True)
         try:
-            found = [state[name] if name != MASTER else param for state, param, names in rows for name in names]
+            if len(self._even) > 1:
+                found = list(chain.from_iterable(map(itemgetter(*self._even), states)))
+            else:
+                rows = zip(states, self.params, self._names, strict=True)
+                found = [state[name] if name != MASTER else param for state, param, names in rows for name in names]
         except (KeyError, TypeError):
             return None
         kinds = set(map(type, found))
@@ -151,7 +159,7 @@ class Roster:
         states = [state for state in sight.states if state]
         for name in set().union(*states) - self._kinds:
             values = [state[name] for state in states if name in state]
-            if set(map(type, values)) == {torch.Tensor} and max(map(torch.Tensor.dim, values)) == 0:
+            if set(map(type, values)) == {torch.Tensor} and not any(map(torch.Tensor.dim, values)):
                 continue  # Counters, which are many: told in one go.
             if any(map(is_movable, values)):
                 return True
@@ -164,6 +172,11 @@ class Roster:
             names = [(bundle, name) for bundle, some in zip(self._bundles, self._names, strict=True) for name in some]
             for (bundle, name), view in zip(names, views, strict=True):
                 rebind(optimizer, bundle, name, view)
+            return
+        for at, name in enumerate(self._even):
+            for state, view in zip(sight.states, views[at :: len(self._even)], strict=True):
+                state[name] = view
+        if self._even:
             return
         number = 0
         for state, some in zip(sight.states, self._names, strict=True):

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastimpl.pipeline.overlap import HostWait, Instruction, Record, StepEnd, Wait, Work
 
 __all__ = ["CudaClock", "HostClock", "Recorder", "StreamClock"]
 
 _OTHER = "other"
+# What takes a tensor's values, or a copy of it, to the host, which waits for them.
+_READS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
 
 
 class StreamClock(Protocol):
@@ -91,16 +94,31 @@ class _Segment:
     issued_s: float
 
 
+class _Reads(TorchFunctionMode):
+    """Where the host reads values of the device, it waits for the current stream: said through the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS and args and self.recorder.holds(args[0]):
+            self.recorder.synchronize_stream(self.recorder.current())
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder:
     """An ``Engine`` in front of another; hand it to a pipeline, and run each ``progress`` inside ``step()``.
 
     Args:
         engine: does the work.
         clock: tells how long it takes.
+        sees_reads: waits of the host for values of the device are seen where Python asks for them (``tolist`` and its
+            like), at a microsecond or two for every call of torch. Without it they count as the host's own time.
     """
 
-    def __init__(self, engine: Any, clock: StreamClock) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(self, engine: Any, clock: StreamClock, *, sees_reads: bool = False) -> None:
+        self._engine, self._clock, self._sees_reads = engine, clock, sees_reads
         self._names: list[tuple[Any, str]] = []
         self._labels = [_OTHER]
         self._open: dict[str, _Segment] = {}
@@ -138,7 +156,8 @@ class Recorder:
         """One call of ``progress``; one that raises is no step."""
         self._begin(self._engine.current())
         try:
-            yield
+            with _Reads(self) if self._sees_reads else nullcontext():
+                yield
             self._cut()
         finally:
             self._open.clear()

@@ -120,7 +120,7 @@ def _with_derived(found: Round, fixed: dict[str, float]) -> Round:
 def _report(turns: Turns) -> OverlapReport:
     """Durations of stages in SparseDist, where lookup and dense optimizer do not share the device."""
     on_gpu = turns.device == "cuda"
-    recorder = Recorder(CudaEngine(), CudaClock()) if on_gpu else Recorder(InlineEngine(), HostClock())
+    recorder = Recorder(CudaEngine(), CudaClock(), sees_reads=True) if on_gpu else Recorder(InlineEngine(), HostClock())
     schedule = pipeline.TrainPipelineSparseDist(
         turns.model, turns.optimizer, torch.device(turns.device), engine=recorder
     )

@@ -105,7 +105,7 @@ def _on_virtual_device(name: str, options: Mapping[str, Any], stage_ms: Mapping[
 
 def _on_gpu(name: str, options: Mapping[str, Any]) -> list[Instruction]:
     """Timing events on the streams. Unproven: no GPU has run it."""
-    recorder = Recorder(CudaEngine(), CudaClock())
+    recorder = Recorder(CudaEngine(), CudaClock(), sees_reads=True)
     model, optimizer = make_model(_ON_GPU, device="cuda")
     schedule = getattr(pipeline, name)(model, optimizer, torch.device("cuda"), engine=recorder, **options)
     loader = loader_of(_ON_GPU, 0, is_pinned=True)

@@ -10,8 +10,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,9 +28,6 @@ from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.saved import SavedRows, content_metadata
 from refimpl.kvstore.state import gathered, place_rows, rank_and_world
 from refimpl.kvstore.views import KVTensor
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["LoadReport", "SaveReport", "load", "load_with", "save", "save_with"]
 
@@ -181,6 +179,22 @@ def _planned(
     return state, row_counts, deleted_counts, *named(store, by_rank, since)
 
 
+class Waiting(Protocol):
+    """Checked rows beside an empty table, which nobody sees."""
+
+    def publish(self) -> bool:
+        """Make them the table's, in one step; False, and nothing done, if the table is not empty any more."""
+
+    def close(self) -> None:
+        """Let go of what the table did not take."""
+
+
+# Reads and checks the rows of an empty table beside it. Arguments: the store, the saved rows, the table, the range of
+# positions, ``weights_only``, and how many tables wait before this one. None: they have to be converted, or the
+# implementation knows no such way. Raises what reading saved rows raises, and AllocationError.
+Fill = Callable[[KVStoreBase, SavedRows, str, range, bool, int], Waiting | None]
+
+
 def load(
     store: KVStoreBase,
     path: str | os.PathLike[str],
@@ -236,8 +250,9 @@ def load_with(
     process_group: Any = None,
     owned: tuple[int, int] | None = None,
     chunk_rows: int = LOAD_CHUNK_ROWS,
+    fill: Fill = lambda *_: None,
 ) -> LoadReport:
-    """``load`` with another way to read saved rows."""
+    """``load`` with another way to read saved rows, and a way to read those of an empty table once; see ``Fill``."""
     if type(chunk_rows) is not int or chunk_rows < 1:
         raise ConfigError("not a chunk", got=chunk_rows, expected="rows >= 1", where="chunk_rows")
     started = time.perf_counter()
@@ -260,21 +275,37 @@ def load_with(
         gone[table] = removed[(found >= begin) & (found < end)]
         first, behind = saved.saved_table(table).rows_of(begin, end)
         check_room(store, table, behind - first)
-        limited = store.options.capacities[table] is not None
-        listed[table] = [ids for ids, _ in saved.chunks(table, begin, end, chunk_rows) if limited]
-    for table in names:
-        first, behind = saved.saved_table(table).rows_of(begin, end)
-        if store.size(table) == 0:
-            store.reserve(table, behind - first)
-    checked, mark = time.perf_counter(), store.mark()
-    for table in names:
-        store.moments.set_loaded(table, None)
-    # What a delta removes goes first: it may be what makes room.
-    deleted = {table: store.delete(table, ids) for table, ids in gone.items()}
-    for table, chunks in listed.items():
-        make_room(store, table, torch.cat([torch.zeros(0, dtype=torch.int64), *chunks]))
-    counts = {table: _apply(store, saved, table, begin, end, chunk_rows, weights_only) for table in names}
-    note_load(store, saved, names, counts, mark, weights_only)
+    waiting: dict[str, Waiting] = {}
+    with ExitStack() as opened:
+        for table in names:
+            first, behind = saved.saved_table(table).rows_of(begin, end)
+            filled = None
+            if saved.kind == "full" and store.size(table) == 0:
+                filled = fill(store, saved, table, range(first, behind), weights_only, len(waiting))
+            if filled is None:
+                limited = store.options.capacities[table] is not None
+                listed[table] = [ids for ids, _ in saved.chunks(table, begin, end, chunk_rows) if limited]
+            else:
+                waiting[table] = opened.enter_context(closing(filled))
+        for table in listed:
+            first, behind = saved.saved_table(table).rows_of(begin, end)
+            if store.size(table) == 0:
+                store.reserve(table, behind - first)
+        checked, mark = time.perf_counter(), store.mark()
+        for table in names:
+            store.moments.set_loaded(table, None)
+        # What a delta removes goes first: it may be what makes room.
+        deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
+        for table, chunks in listed.items():
+            make_room(store, table, torch.cat([torch.zeros(0, dtype=torch.int64), *chunks]))
+        counts = {}
+        for table in names:
+            if table in waiting and waiting[table].publish():
+                first, behind = saved.saved_table(table).rows_of(begin, end)
+                counts[table] = behind - first
+            else:
+                counts[table] = _apply(store, saved, table, begin, end, chunk_rows, weights_only)
+        note_load(store, saved, names, counts, mark, weights_only)
     return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
 
 

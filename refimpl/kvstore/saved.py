@@ -161,8 +161,7 @@ class SavedRows(RowSource):
         Raises:
             CorruptionError: keys and ids disagree, a row is unused, or an id stands in a wrong place.
         """
-        layout = self.saved_table(table).layout
-        ids = self._read_range(self.catalog, f"{table}.ids", start, length)
+        layout, ids = self.saved_table(table).layout, self.read_ids(table, start, length)
         if self.form == "rows":
             rows = self._read_range(self.catalog, f"{table}.rows", start, length)
         else:
@@ -171,6 +170,10 @@ class SavedRows(RowSource):
             rows = assemble_rows(layout, ids, parts["metadata"][:, 0], parts)
         self._check(table, ids, rows, start)
         return ids, rows
+
+    def read_ids(self, table: str, start: int, length: int) -> torch.Tensor:
+        """Ids int64 [length] from position ``start``, not checked."""
+        return self._read_range(self.catalog, f"{table}.ids", start, length)
 
     def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
         check_keys(rows, ids, table)
@@ -188,9 +191,19 @@ class SavedRows(RowSource):
 
     def chunks(self, table: str, begin: int, end: int, chunk_rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Ids and whole rows of buckets [begin, end), at most ``chunk_rows`` at once; no other rows are read."""
-        first, behind = self.saved_table(table).rows_of(begin, end)
+        return self.between(table, *self.saved_table(table).rows_of(begin, end), chunk_rows)
+
+    def between(
+        self, table: str, first: int, behind: int, chunk_rows: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same of positions [first, behind)."""
+        seam = torch.zeros(0, dtype=torch.int64)
         for start in range(first, behind, chunk_rows):
-            yield self.rows(table, start, min(chunk_rows, behind - start))
+            ids, rows = self.rows(table, start, min(chunk_rows, behind - start))
+            # The last id of a chunk and the first of the next have an order, too.
+            self._check_order(table, torch.cat([seam, ids[:1]]), start - seam.numel())
+            seam = ids[-1:]
+            yield ids, rows
 
     def deleted(self, table: str) -> torch.Tensor:
         """The ids that a delta removes, int64 [M]; of a full save none."""

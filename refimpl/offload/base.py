@@ -25,6 +25,7 @@ from refimpl.offload.states import (
     is_movable,
     local_of,
     make_bundle,
+    options_on,
     select,
 )
 from refimpl.offload.verbs import MegatronVerbs
@@ -225,8 +226,7 @@ class OffloaderBase(MegatronVerbs):
         found: set[torch.Tensor] = set()  # A parameter may be listed twice.
         turned = False
         for number, group in enumerate(self.optimizer.param_groups):
-            # Which states there are depends on options that are on or off, never on how large one is.
-            flags = {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
+            flags = options_on(group)
             is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
             turned |= is_turned
             for param in group["params"]:

@@ -61,6 +61,11 @@ def check_plain(value: Any, where: str) -> None:
         raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
 
 
+def options_on(group: dict[str, Any]) -> dict[str, bool]:
+    """What of a group decides which states there are: options that are on or off, never how large one is."""
+    return {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
+
+
 def is_movable(value: Any) -> bool:
     """Tensors with at least one dimension move; scalars (``step`` and its like) stay where torch put them."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and local_of(value).numel() > 0

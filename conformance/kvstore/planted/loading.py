@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import wrap
+from conformance.harness import PlantedBug, wrap
 from conformance.kvstore.planted.planting import exported, shared
 from refimpl.kvstore.saved import SavedRows
 
@@ -60,6 +60,23 @@ def _own_bases(original: Any, store: Any, by_rank: Any, since: Any) -> Any:
     return names, dict.fromkeys(bases, ())
 
 
+def _shown_early(original: Any, waiting: Any, saved: Any, chunks: range) -> None:
+    original(waiting, saved, chunks[:-1])
+    waiting.publish()
+    original(waiting, saved, chunks[-1:])
+
+
+def _believed(original: Any, waiting: Any) -> bool:
+    original(waiting)
+    return True
+
+
+def _each_alone(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    first, behind = saved.saved_table(table).rows_of(begin, end)
+    for start in range(first, behind, chunk_rows):
+        yield saved.rows(table, start, min(chunk_rows, behind - start))
+
+
 class _Calls:
     count = 0
 
@@ -70,6 +87,26 @@ def _old_keys_needed(original: Any, catalog: Any, path: str) -> Any:
 
 
 PLANTED = (
+    PlantedBug(
+        "tables_shown_before_the_last_check",
+        "A table that is filled is shown when its last chunk is still to come.",
+        ("KV-137",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.filling:WaitingRows.read", _shown_early),
+    ),
+    PlantedBug(
+        "tables_written_meanwhile",
+        "Rows that wait for a table which is not empty any more are forgotten.",
+        ("KV-138",),
+        "fastimpl",
+        wrap("fastimpl.kvstore.filling:WaitingRows.publish", _believed),
+    ),
+    shared(
+        "chunks_each_alone",
+        "Ids are compared within a chunk only.",
+        ("KV-139",),
+        wrap("refimpl.kvstore.saved:SavedRows.chunks", _each_alone),
+    ),
     shared(
         "deltas_on_any_base",
         "Once anything was loaded, any delta is taken.",

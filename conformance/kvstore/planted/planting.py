@@ -31,6 +31,20 @@ def everywhere(attribute: str, around: Callable[..., Any]) -> Callable[[], Abstr
     return patch
 
 
+def loaded(of_chunks: Callable[..., Any], of_parts: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """``wrap`` around the chunks of a load over rows, and around the parts in which fastimpl fills an empty table."""
+
+    @contextmanager
+    def patch() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(wrap("refimpl.kvstore.saved:SavedRows.chunks", of_chunks))
+            if "fastimpl" in _packages():
+                stack.enter_context(wrap("fastimpl.kvstore.filling:WaitingRows.read", of_parts))
+            yield
+
+    return patch
+
+
 def in_store(
     id: str, sentence: str, requirements: tuple[str, ...], method: str, around: Callable[..., Any]
 ) -> PlantedBug:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import swap, wrap
-from conformance.kvstore.planted.planting import exported, in_store, shared
+from conformance.kvstore.planted.planting import exported, in_store, loaded, shared
 from refimpl.errors import TwinproofError
 from refimpl.kvstore.saved import SavedRows
 
@@ -87,6 +87,14 @@ def _any_keys(original: Any, *arguments: Any) -> None:
 def _last_chunk_lost(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
     chunks = list(original(saved, table, begin, end, chunk_rows))
     return iter(chunks[:-1] if len(chunks) > 1 else chunks)
+
+
+def _last_part_lost(original: Any, waiting: Any, saved: Any, parts: range) -> None:
+    original(waiting, saved, parts[:-1] if len(parts) > 1 else parts)
+
+
+def _old_parts_cut(original: Any, waiting: Any, saved: Any, parts: range) -> None:
+    original(waiting, saved, range(parts.start, parts.stop - (saved.version == 1), parts.step))
 
 
 def _old_files_cut(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
@@ -227,13 +235,13 @@ PLANTED = (
         "last_chunk_lost",
         "The last of several chunks is not loaded.",
         ("KV-043",),
-        wrap("refimpl.kvstore.saved:SavedRows.chunks", _last_chunk_lost),
+        loaded(_last_chunk_lost, _last_part_lost),
     ),
     shared(
         "old_files_lose_a_row",
         "The last row of a version 1 file is not loaded.",
         ("KV-099",),
-        wrap("refimpl.kvstore.saved:SavedRows.chunks", _old_files_cut),
+        loaded(_old_files_cut, _old_parts_cut),
     ),
     in_store(
         "optimizer_tensors_overwrite_rows",

@@ -122,7 +122,7 @@ PLANTED = (
     fast(
         "lookup_stream_not_made",
         "A lookup stream that was asked for is not made.",
-        ("PIPE-158",),
+        ("PIPE-158", "PIPE-199"),
         wrap(f"{_FUSED}._make_lookup_stream", _no_stream_of_its_own),
     ),
     fast(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import wrap
+from conformance.harness import swap, wrap
 from conformance.pipeline.planted.planting import fast
 
 _OVERLAP = "fastimpl.pipeline.overlap"
@@ -80,6 +80,12 @@ PLANTED = (
         "The time that a stream waits for an event counts as work of the stage.",
         ("PIPE-160",),
         wrap(f"{_RECORDER}.wait", _waiting_is_work),
+    ),
+    fast(
+        "reads_unseen",
+        "The host's reads of the device's values are taken for its own time.",
+        ("PIPE-160",),
+        swap("fastimpl.pipeline.recording:_READS", frozenset()),
     ),
     fast(
         "stage_left_out_of_some_steps",

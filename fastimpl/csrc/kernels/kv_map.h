@@ -119,6 +119,15 @@ class ShardMap {
     }
   }
 
+  // Of maps over one pool, or of pools that are swapped as well.
+  void swap(ShardMap& other) noexcept {
+    directory_.swap(other.directory_);
+    std::swap(group_mask_, other.group_mask_);
+    std::swap(depth_, other.depth_);
+    std::swap(size_, other.size_);
+    std::swap(held_bytes_, other.held_bytes_);
+  }
+
   void clear() noexcept {
     // Downwards: the first of the entries that show a segment is the last to be asked for its depth.
     for (size_t i = directory_.size(); i-- > 0;) {
@@ -289,14 +298,6 @@ class ShardMap {
       if (is_first(i)) for_each(directory_[i], [&](uint64_t hash, uint32_t slot) { made.insert(hash, slot); });
     }
     swap(made);
-  }
-
-  void swap(ShardMap& other) noexcept {
-    directory_.swap(other.directory_);
-    std::swap(group_mask_, other.group_mask_);
-    std::swap(depth_, other.depth_);
-    std::swap(size_, other.size_);
-    std::swap(held_bytes_, other.held_bytes_);
   }
 
   Memory& memory_;

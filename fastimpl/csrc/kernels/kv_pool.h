@@ -95,6 +95,15 @@ class RowPool {
     if (chunk_count > 0) drop_tail(chunk_count - 1, held_rows_.load());
   }
 
+  // Nobody else uses either; rows of one width, memory of one account.
+  void swap(RowPool& other) noexcept {
+    chunks_.swap(other.chunks_);
+    std::swap(chunk_limit_, other.chunk_limit_);
+    std::swap(chunk_count_, other.chunk_count_);
+    size_.store(other.size_.exchange(size()));
+    held_rows_.store(other.held_rows_.exchange(held_rows_.load()));
+  }
+
   // Bytes of the rows that memory is held for.
   int64_t held_bytes() const { return held_rows_.load(std::memory_order_relaxed) * stride_; }
 

@@ -60,6 +60,12 @@ class RowSet {
     for (ShardMap& shard : shards_) shard.reserve(static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1);
   }
 
+  // Both have rows of one width, as many shards, and memory of one account.
+  void swap(RowSet& other) noexcept {
+    pool.swap(other.pool);
+    for (size_t i = 0; i < shards_.size(); ++i) shards_[i].swap(other.shards_[i]);
+  }
+
   void trim() noexcept {
     pool.trim();
     for (ShardMap& shard : shards_) shard.trim();

@@ -25,9 +25,8 @@ struct SavedOrder {
   int64_t bucket_count;
 };
 
-// Whether rows [count, row_bytes] from position `start` on have the keys `ids`, are in use, and stand in bucket order, ids
-// ascending inside a bucket.
-inline bool fits(const Parallel& parallel, const uint8_t* rows, const int64_t* ids, int64_t count, int64_t row_bytes, int64_t start, SavedOrder order) {
+// Whether ids from position `start` on stand in bucket order, ascending inside a bucket.
+inline bool ids_stand_in_order(const Parallel& parallel, const int64_t* ids, int64_t count, int64_t start, SavedOrder order) {
   std::atomic<bool> right{true};
   parallel.run_ranges(count, kKeyGrain, [&](int64_t begin, int64_t end) {
     int64_t bucket = std::upper_bound(order.ends, order.ends + order.bucket_count, start + begin) - order.ends;
@@ -35,12 +34,28 @@ inline bool fits(const Parallel& parallel, const uint8_t* rows, const int64_t* i
     for (int64_t i = begin; i < end; ++i) {
       const bool first = bucket < order.bucket_count && start + i >= order.ends[bucket];
       while (bucket < order.bucket_count && start + i >= order.ends[bucket]) ++bucket;
-      const uint8_t* const row = rows + i * row_bytes;
-      if (i + kValuesDistance < end) fetch_line(row + kValuesDistance * row_bytes);
-      fit &= RowPool::key(row) == ids[i] && (metadata(row) & kUsed) != 0 && order.rule(ids[i]) == bucket;
+      fit &= order.rule(ids[i]) == bucket;
       // A range may begin anywhere in a bucket; what begins one has nothing before it.
       const bool begins = first || (i == begin && bucket > 0 && order.ends[bucket - 1] == start + i);
       fit &= i == 0 || begins || ids[i - 1] < ids[i];
+    }
+    if (!fit) right = false;
+  });
+  return right;
+}
+
+// Whether a row has this key and is in use.
+inline bool is_row_of(const uint8_t* row, int64_t id) { return RowPool::key(row) == id && (metadata(row) & kUsed) != 0; }
+
+// Whether rows [count, row_bytes] from position `start` on are those of `ids`, which stand in order.
+inline bool fits(const Parallel& parallel, const uint8_t* rows, const int64_t* ids, int64_t count, int64_t row_bytes, int64_t start, SavedOrder order) {
+  std::atomic<bool> right{ids_stand_in_order(parallel, ids, count, start, order)};
+  parallel.run_ranges(count, kKeyGrain, [&](int64_t begin, int64_t end) {
+    bool fit = true;
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t* const row = rows + i * row_bytes;
+      if (i + kValuesDistance < end) fetch_line(row + kValuesDistance * row_bytes);
+      fit &= is_row_of(row, ids[i]);
     }
     if (!fit) right = false;
   });

@@ -35,36 +35,52 @@ inline void make_block(const Table& table, const uint8_t* row, uint64_t version,
   pool.set_version(block, version);
 }
 
-// The same past the caches. `kept` has a byte for each of the row, 0 in its padding and else 255.
-inline void stream_block(const RowPool& pool, const uint8_t* row, const uint8_t* kept, int64_t plain_bytes, uint64_t version, uint8_t* block) {
-  const auto put = [&](int64_t at, __m128i word) { _mm_stream_si128(reinterpret_cast<__m128i*>(block + at), word); };
-  const auto word_at = [](const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); };
-  put(0, _mm_or_si128(word_at(row), _mm_set_epi64x(static_cast<int64_t>(kUsed), 0)));
-  int64_t at = kHeaderBytes;
-  for (; at < plain_bytes; at += 16) put(at, word_at(row + at));
-  for (; at + 16 <= pool.row_bytes(); at += 16) put(at, _mm_and_si128(word_at(row + at), word_at(kept + at)));
-  __m128i last = _mm_setzero_si128();
-  if (at < pool.row_bytes()) {
-    alignas(16) uint8_t rest[16] = {};
-    std::memcpy(rest, row + at, static_cast<size_t>(pool.row_bytes() - at));
-    last = _mm_and_si128(word_at(rest), word_at(kept + at));
+// Makes blocks past the caches: lines are written without being read first, and are whole only once `_mm_sfence` has run.
+class BlockWriter {
+ public:
+  explicit BlockWriter(const Table& table)
+      : row_bytes_(table.format.row_bytes), stride_(table.rows.pool.stride()), kept_(static_cast<size_t>(stride_), 255),
+        plain_bytes_((table.padding.empty() ? row_bytes_ : table.padding.front().begin) / 16 * 16) {
+    for (const Range& pad : table.padding) std::fill(kept_.begin() + pad.begin, kept_.begin() + pad.end, uint8_t{0});
   }
-  for (; at + 16 < pool.stride(); at += 16) put(at, std::exchange(last, _mm_setzero_si128()));
-  put(at, _mm_or_si128(last, _mm_set_epi64x(static_cast<int64_t>(version), 0)));
-}
 
-// Replaces whole rows [count, row_bytes]. Where they are many their lines are written without being read first.
+  int64_t stride() const { return stride_; }
+
+  // What `make_block` makes.
+  void stream(const uint8_t* row, uint64_t version, uint8_t* block) const {
+    const auto put = [&](int64_t at, __m128i word) { _mm_stream_si128(reinterpret_cast<__m128i*>(block + at), word); };
+    const auto word_at = [](const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); };
+    const uint8_t* const kept = kept_.data();
+    put(0, _mm_or_si128(word_at(row), _mm_set_epi64x(static_cast<int64_t>(kUsed), 0)));
+    int64_t at = kHeaderBytes;
+    for (; at < plain_bytes_; at += 16) put(at, word_at(row + at));
+    for (; at + 16 <= row_bytes_; at += 16) put(at, _mm_and_si128(word_at(row + at), word_at(kept + at)));
+    __m128i last = _mm_setzero_si128();
+    if (at < row_bytes_) {
+      alignas(16) uint8_t rest[16] = {};
+      std::memcpy(rest, row + at, static_cast<size_t>(row_bytes_ - at));
+      last = _mm_and_si128(word_at(rest), word_at(kept + at));
+    }
+    for (; at + 16 < stride_; at += 16) put(at, std::exchange(last, _mm_setzero_si128()));
+    put(at, _mm_or_si128(last, _mm_set_epi64x(static_cast<int64_t>(version), 0)));
+  }
+
+ private:
+  const int64_t row_bytes_, stride_;
+  std::vector<uint8_t> kept_;  // A byte for each of the row, 0 in its padding and else 255.
+  const int64_t plain_bytes_;  // Before the first padding.
+};
+
+// Replaces whole rows [count, row_bytes]; past the caches where they are many.
 inline void write_whole(Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, const uint8_t* values, Change change) {
-  const int64_t row_bytes = table.format.row_bytes, stride = table.rows.pool.stride();
-  const int64_t plain_bytes = (table.padding.empty() ? row_bytes : table.padding.front().begin) / 16 * 16;
-  std::vector<uint8_t> kept(static_cast<size_t>(stride), 255);
-  for (const Range& pad : table.padding) std::fill(kept.begin() + pad.begin, kept.begin() + pad.end, uint8_t{0});
-  const bool streams = count * stride >= kStreamBytes;
-  const Range whole{0, row_bytes}, block{0, stride}, none{0, 0};
+  const int64_t row_bytes = table.format.row_bytes;
+  const BlockWriter writer(table);
+  const bool streams = count * writer.stride() >= kStreamBytes;
+  const Range whole{0, row_bytes}, block{0, writer.stride()}, none{0, 0};
   auto inserted = insert_rows(table, parallel, ids, count, block, change.now);
   table.for_found(parallel, inserted.found, {streams ? none : whole, values, row_bytes}, [&](int64_t position, uint8_t* row) {
     if (streams) {
-      stream_block(table.rows.pool, values + position * row_bytes, kept.data(), plain_bytes, change.version, row);
+      writer.stream(values + position * row_bytes, change.version, row);
     } else {
       make_block(table, values + position * row_bytes, change.version, row);
     }

@@ -33,11 +33,12 @@ struct PackPlan {
 };
 
 // Large entries are cut, small ones share a task.
-inline PackPlan plan_pack(const std::vector<PackEntry>& entries) {
+inline PackPlan plan_pack(const PackEntry* entries, int64_t count) {
   PackPlan plan;
-  plan.pieces.reserve(entries.size());
+  plan.pieces.reserve(static_cast<size_t>(count));
   int64_t first = 0, load = 0;
-  for (const PackEntry& entry : entries) {
+  for (int64_t i = 0; i < count; ++i) {
+    const PackEntry& entry = entries[i];
     for (int64_t at = 0; at < entry.size; at += kTaskBytes) {
       const int64_t size = entry.size - at < kTaskBytes ? entry.size - at : kTaskBytes;
       plan.pieces.push_back({entry.tensor + at, entry.offset + at, size});
@@ -54,23 +55,29 @@ inline PackPlan plan_pack(const std::vector<PackEntry>& entries) {
   return plan;
 }
 
+// Pieces `first` to `last`, on this thread.
 template <bool kGather>
-inline void run_task(const PackPlan& plan, const PackTask& task, uint8_t* slab) {
+inline void move_pieces(const PackEntry* pieces, int64_t first, int64_t last, uint8_t* slab) {
   // Tensors lie anywhere: the first lines of a later one, which no hardware foresees, are asked for while this is copied.
   constexpr int64_t kAhead = 2, kLine = 64, kFirstBytes = 16 * kLine;
-  for (int64_t i = task.first; i < task.last; ++i) {
-    if (i + kAhead < task.last) {
-      const PackEntry& later = plan.pieces[static_cast<size_t>(i + kAhead)];
+  for (int64_t i = first; i < last; ++i) {
+    if (i + kAhead < last) {
+      const PackEntry& later = pieces[i + kAhead];
       const int64_t end = later.size < kFirstBytes ? later.size : kFirstBytes;
       for (int64_t at = 0; at < end; at += kLine) __builtin_prefetch(later.tensor + at, kGather ? 0 : 1);
     }
-    const PackEntry& piece = plan.pieces[static_cast<size_t>(i)];
+    const PackEntry& piece = pieces[i];
     if constexpr (kGather) {
       std::memcpy(slab + piece.offset, piece.tensor, static_cast<size_t>(piece.size));
     } else {
       std::memcpy(piece.tensor, slab + piece.offset, static_cast<size_t>(piece.size));
     }
   }
+}
+
+template <bool kGather>
+inline void run_task(const PackPlan& plan, const PackTask& task, uint8_t* slab) {
+  move_pieces<kGather>(plan.pieces.data(), task.first, task.last, slab);
 }
 
 // So many entries fit into the arguments of one kernel launch, which needs no table in device memory.

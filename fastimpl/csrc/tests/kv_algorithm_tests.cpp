@@ -135,9 +135,55 @@ void halves_round_to_nearest_even() {
   require(to_bfloat16(float_of(0x3F808000)) == 0x3F80 && to_bfloat16(float_of(0x3F818000)) == 0x3F82, "bfloat16 half-way");
 }
 
+// A saved table of one bucket; `wrong` is a row that has another key, or -1.
+Bytes saved_rows(const RowFormat& format, const std::vector<int64_t>& ids, int64_t wrong) {
+  Bytes rows(ids.size() * static_cast<size_t>(format.row_bytes));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    uint8_t* const row = rows.data() + i * static_cast<size_t>(format.row_bytes);
+    format.open(ids[i] + (static_cast<int64_t>(i) == wrong), word_of(7, 3), {0, 0}, row, format.row_bytes);
+  }
+  return rows;
+}
+
+void tables_fill_in_one_step_or_not_at_all() {
+  for (int round = 0; round < 60; ++round) {
+    const RowFormat format = format_of(uniform(1, 40), uniform(0, 1) == 1);
+    Table table(format, uniform(1, 9));
+    const int64_t count = uniform(1, 3000), cut = uniform(0, count), wrong = uniform(0, 3) == 0 ? uniform(0, count - 1) : -1;
+    std::vector<int64_t> ids(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) ids[static_cast<size_t>(i)] = 3 * i - 1000;
+    const Bytes rows = saved_rows(format, ids, wrong);
+    const ReadRows read = [&](uint8_t* to, int64_t first, int64_t some) {
+      std::copy_n(rows.begin() + first * format.row_bytes, some * format.row_bytes, to);
+      return true;
+    };
+    const auto parallel = threads(uniform(1, 4));
+    Filling filling(table, 5);
+    bool fits = true;
+    for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, count}}) {
+      fits = fits && fill_rows(filling, parallel, read, ids.data() + begin, end - begin, begin, {{1, 0}, &count, 1});
+    }
+    require(fits == (wrong < 0), "what is wrong is found");
+    require(table.rows.pool.size() == 0, "nothing is seen before it is published");
+    if (!fits) continue;
+    require(!fill_rows(filling, parallel, read, ids.data(), 1, 1, {{1, 0}, &count, 1}), "an id does not come twice");
+    const bool moved_on = uniform(0, 1) == 1;
+    Overlay* const before = moved_on ? table.take_snapshot(8) : nullptr;
+    require(publish(filling, parallel, moved_on ? 9 : 5), "an empty table takes them");
+    Bytes got(rows.size());
+    read_rows(table, parallel, ids.data(), count, {0, format.row_bytes}, got.data(), nullptr);
+    require(got == rows && count_rows(table, nullptr) == count, "rows that were filled");
+    require(list_changed(table, parallel, moved_on ? 8 : 4, nullptr).size() == ids.size(), "they have changed");
+    if (before != nullptr) require(count_rows(table, before) == 0, "a snapshot from before has none of them");
+    Filling late(table, 6);
+    require(!publish(late, parallel, 6), "a table with rows takes none");
+  }
+}
+
 }  // namespace
 
 void kv_algorithm_tests() {
+  tables_fill_in_one_step_or_not_at_all();
   halves_round_to_nearest_even();
   sorting_matches_the_library();
   steps_do_not_depend_on_threads();

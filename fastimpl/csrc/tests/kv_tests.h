@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "kernels/kv_changes.h"
+#include "kernels/kv_fill.h"
 #include "kernels/kv_update.h"
 
 // Tables against a dictionary, with snapshots, growth, failing allocations and threads.

@@ -188,7 +188,7 @@ void packing_moves_its_bytes_and_no_other() {
     Packing p;
     random_packing(&p, uniform(0, 40), uniform(0, 9) == 0 ? 3 * kTaskBytes : 400);
     const auto before = p.tensors;
-    const PackPlan plan = plan_pack(p.entries);
+    const PackPlan plan = plan_pack(p.entries.data(), static_cast<int64_t>(p.entries.size()));
     std::vector<std::thread> threads;
     for (const PackTask& task : plan.tasks) threads.emplace_back([&plan, task, &p] { run_task<true>(plan, task, p.slab.data()); });
     for (auto& thread : threads) thread.join();
@@ -196,6 +196,9 @@ void packing_moves_its_bytes_and_no_other() {
     clear(&p);
     for (const PackTask& task : plan.tasks) run_task<false>(plan, task, p.slab.data());
     require(p.tensors == before && p.slab == p.expected, "unpack");
+    clear(&p);
+    move_pieces<false>(p.entries.data(), 0, static_cast<int64_t>(p.entries.size()), p.slab.data());
+    require(p.tensors == before && p.slab == p.expected, "unpack by one thread");
   }
 }
 
