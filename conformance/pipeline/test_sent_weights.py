@@ -9,7 +9,7 @@ import torch
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.pipeline.sharding import batches_of, collection_of, gradient_of, random_plan, sharded_of
-from conformance.pipeline.support import Jagged, random_tables
+from conformance.pipeline.support import Jagged, random_jagged, random_tables
 from refimpl.optimizers import row_sum
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -130,3 +130,44 @@ def _some(rank: Rank) -> None:
 )
 def test_some(rank_pool: Any) -> None:
     rank_pool.run(_some, 2)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, tables: Any) -> None:
+        super().__init__()
+        self.tables, self.scale = tables, torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = (self.tables(batch).values() * self.scale).square().mean()
+        return loss.reshape(1), loss.detach()
+
+
+@requirement(
+    "PIPE-118", "Every schedule MUST give the weights of its batches the gradients that a plain loop gives them."
+)
+def test_schedules(pipeline: Any) -> None:
+    configs, weights, keys, limits = random_tables(pipeline, 4, count=2, dtypes=[torch.float32])
+    plan = {configs[0].name: pipeline.table_wise(0), configs[1].name: pipeline.row_wise()}
+    batches = [random_jagged(keys, limits, 3, step, weighted=True) for step in range(4)]
+
+    def gradients(schedule: str | None) -> list[Any]:
+        collection = collection_of(pipeline, configs, weights, is_weighted=True)
+        model = _Model(sharded_of(pipeline, collection, plan, "adagrad"))
+        optimizer = torch.optim.SGD([model.scale], lr=0.1)
+        kjts = [batch.kjt(pipeline) for batch in batches]
+        wanting, loader = [kjt.weights().requires_grad_() for kjt in kjts], iter(kjts)
+        driver = None if schedule is None else getattr(pipeline, schedule)(model, optimizer, torch.device("cpu"))
+        for kjt in kjts:
+            if driver is not None:
+                driver.progress(loader)
+                continue
+            optimizer.zero_grad()
+            model(kjt)[0].sum().backward()
+            optimizer.step()
+        return [each.grad for each in wanting]
+
+    expected = gradients(None)
+    for schedule in ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist"):
+        for step, (got, wanted) in enumerate(zip(gradients(schedule), expected, strict=True)):
+            assert_equal(got is not None, True, where=f"{schedule} step {step}: a gradient")
+            assert_same_tensor(got, wanted, where=f"{schedule} step {step}")

@@ -17,6 +17,10 @@ def _weights_lost(original: Any, batch: Any, indices: Any) -> Any:
     return found
 
 
+def _detached(original: Any, batch: Any, move: Any) -> Any:
+    return original(batch, lambda value: move(value).detach())
+
+
 def _in_their_order(original: Any, tensors: Any, groups: Any) -> Any:
     order = [key for tensor in tensors for key in tensor.keys()]  # noqa: SIM118
     return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])
@@ -44,6 +48,12 @@ def _accepted(*args: Any, **options: Any) -> None:
 
 
 PLANTED = (
+    exported(
+        "moved_weights_are_detached",
+        "A batch that is moved has weights that no gradient reaches.",
+        ("PIPE-118",),
+        ("KeyedJaggedTensor._map", _detached),
+    ),
     exported(
         "permute_loses_weights",
         "A permuted batch has no weights.",
