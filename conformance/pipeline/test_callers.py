@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -150,3 +151,43 @@ def test_another_model(pipeline: Any) -> None:
             direct = first.model(first.batch(3, 4))[1]
         assert_equal(tuple(direct.shape), (4,), where=f"{name} the first model, called directly")
         assert_equal(torch.equal(direct, expected[0][:1].expand(4)), False, where=f"{name} the first model was trained")
+
+
+class Pair(NamedTuple):
+    """A named tuple of a batch."""
+
+    left: torch.Tensor
+    right: list[torch.Tensor]
+
+
+@dataclass
+class Plain:
+    """A batch without a ``to`` of its own."""
+
+    parts: dict[str, Any]
+    pair: Pair
+    note: str
+
+
+@requirement(
+    "PIPE-147",
+    "A batch of lists, tuples, dictionaries, dataclasses and jagged tensors MUST be on the device with all of its "
+    "tensors, and what is no tensor as it was.",
+)
+def test_batches_move(pipeline: Any) -> None:
+    model, seen = torch.nn.Linear(2, 1), list[Any]()
+
+    def forward(batch: Plain) -> Any:
+        seen.append(batch)
+        loss = model(torch.ones(1, 2)).sum()
+        return loss.reshape(1), loss.detach()
+
+    for name in EXACT:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = getattr(pipeline, name)(model, optimizer, "meta", custom_model_fwd=forward)
+        ids = pipeline.KeyedJaggedTensor(["a"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+        schedule.progress(iter([Plain({"ids": ids}, Pair(torch.ones(1), [torch.ones(2)]), "note")]))
+        got = seen.pop()
+        tensors = [got.parts["ids"].values(), got.parts["ids"].lengths(), got.pair.left, *got.pair.right]
+        assert_equal([tensor.device.type for tensor in tensors], ["meta"] * 4, where=f"{name} devices")
+        assert_equal((type(got.pair).__name__, got.note), ("Pair", "note"), where=f"{name} what is no tensor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from fastimpl.streams import Engine
 from refimpl.pipeline.data import KeyedJaggedTensor
 from refimpl.pipeline.schedules_base import Flight
 
-__all__ = ["StreamedFlight", "move_batch", "tensors_in", "versions_of"]
+__all__ = ["StreamedFlight", "tensors_in", "versions_of"]
 
 
 class StreamedFlight(Flight):
@@ -52,25 +52,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([part for part in vars(value).values() if not isinstance(part, torch.nn.Module)])
     elif dataclasses.is_dataclass(value):
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-
-
-def move_batch(batch: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
-    """The batch with each tensor moved; what is none of ours and has a ``to`` of its own is asked to go."""
-    if isinstance(batch, torch.Tensor):
-        return move(batch)
-    if isinstance(batch, KeyedJaggedTensor):
-        return batch._map(move)
-    if isinstance(batch, dict):
-        return {key: move_batch(value, move, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        parts = [move_batch(part, move, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: move_batch(getattr(batch, f.name), move, device) for f in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **fields)
-    return batch
 
 
 def versions_of(module: Any) -> tuple[tuple[int, int], ...]:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fastimpl.pipeline.flights import StreamedFlight, move_batch, tensors_in, versions_of
+from fastimpl.pipeline.flights import StreamedFlight, tensors_in, versions_of
 from fastimpl.pipeline.input_dist import fuse_input_dists
 from fastimpl.streams import engine_for
 from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules_base import PipelineBase, finished
+from refimpl.pipeline.schedules_base import PipelineBase, finished, move_batch
 
 __all__ = ["Streamed"]
 

@@ -13,7 +13,7 @@ import torch
 
 from refimpl.errors import ConfigError
 from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules_base import Flight, PipelineBase, as_leaf, moved_to
+from refimpl.pipeline.schedules_base import Flight, PipelineBase, as_leaf, move_batch
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
@@ -120,8 +120,11 @@ class OneStale:
 
 
 class _Loop(PipelineBase[Flight]):
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
     def _flight_of(self, batch: Any) -> Flight:
-        return Flight(moved_to(batch, self._device))
+        return Flight(move_batch(batch, self._moved, self._device))
 
 
 class _Exact(_Loop):

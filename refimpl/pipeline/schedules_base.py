@@ -7,6 +7,7 @@ the same exchange whether every rank has one, and what was pulled is either proc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from refimpl.errors import ConfigError, DistributedError, PipelineError
 from refimpl.kvstore.state import rank_and_world
 from refimpl.pipeline.awaitables import Awaitable
-from refimpl.pipeline.data import KeyedTensor
+from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.rewrite import Attachment, Call, find_calls
 
-__all__ = ["Flight", "PipelineBase", "as_leaf", "finished", "moved_to"]
+__all__ = ["Flight", "PipelineBase", "as_leaf", "finished", "move_batch"]
 
 AnyFlight = TypeVar("AnyFlight", bound="Flight")
 Forward = Callable[[Any], tuple[torch.Tensor, Any]]
@@ -29,14 +30,23 @@ Forward = Callable[[Any], tuple[torch.Tensor, Any]]
 _FAILED, _EXHAUSTED, _HAS_BATCH = 0, 1, 2
 
 
-def moved_to(batch: Any, device: Any) -> Any:
-    """The batch on the device: by its own ``to``, or by those of its parts, or as it is."""
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "to"):
-        parts = [moved_to(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+def move_batch(batch: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
+    """The batch with each tensor moved; what is none of ours and has a ``to`` of its own is asked to go."""
+    if isinstance(batch, torch.Tensor):
+        return move(batch)
+    if isinstance(batch, KeyedJaggedTensor):
+        return batch._map(move)
     if isinstance(batch, dict):
-        return {key: moved_to(value, device) for key, value in batch.items()}
-    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch
+        return {key: move_batch(value, move, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        parts = [move_batch(part, move, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: move_batch(getattr(batch, f.name), move, device) for f in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **fields)
+    return batch
 
 
 class Flight:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import inspect
 from typing import Any
 
 import torch
 
-from conformance.harness import wrap
-from conformance.pipeline.planted.planting import fast, shared
+from conformance.harness import PlantedBug, wrap
+from conformance.pipeline.planted.planting import BOTH, fast, shared
 
 _BASE = "refimpl.pipeline.schedules_base:PipelineBase"
 _FUSED = "fastimpl.pipeline.schedules:TrainPipelineFusedSparseDist"
@@ -78,7 +80,20 @@ def _counted_ids(original: Any, collection: Any, ctx: Any, dist_input: Any) -> A
     return original(collection, ctx, dist_input)
 
 
+def _dataclasses_stay(original: Any, batch: Any, move: Any, device: Any) -> Any:
+    return batch if dataclasses.is_dataclass(batch) else original(batch, move, device)
+
+
+@contextlib.contextmanager
+def _both_moves() -> Any:
+    with contextlib.ExitStack() as stack:
+        for place in ("refimpl.pipeline.schedules", "fastimpl.pipeline.stages"):
+            stack.enter_context(wrap(f"{place}:move_batch", _dataclasses_stay))
+        yield
+
+
 PLANTED = (
+    PlantedBug("dataclasses_stay", "A batch without a to() of its own stays.", ("PIPE-147",), BOTH, _both_moves),
     shared(
         "same_batch_skipped", "A batch that comes twice is taken once.", ("PIPE-150",), f"{_BASE}._next", _twice_is_once
     ),
