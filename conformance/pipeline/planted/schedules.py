@@ -190,7 +190,7 @@ PLANTED = (
     shared(
         "batches_lost_on_loader_error",
         "What was pulled is lost with a loader's error.",
-        ("PIPE-033", "PIPE-126"),
+        ("PIPE-033", "PIPE-126", "PIPE-148"),
         f"{_BASE}._pull",
         _lost_on_error,
     ),
@@ -201,7 +201,7 @@ PLANTED = (
         f"{_BASE}._pull",
         _held_dropped,
     ),
-    shared("evaluation_trains", "Evaluation updates.", ("PIPE-048",), f"{_BASE}.progress", _always_training),
+    shared("evaluation_trains", "Evaluation updates.", ("PIPE-048", "PIPE-149"), f"{_BASE}.progress", _always_training),
     shared(
         "gradients_accumulate",
         "Gradients are never cleared.",

@@ -1,0 +1,146 @@
+"""Random programs of whatever may happen to a pipeline, against the loop that goes through the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.harness import Rank, requirement
+from conformance.pipeline.models import Batch, Job, assert_same_state
+from conformance.pipeline.support import OPTIMIZERS, assert_bits
+from conformance.pipeline.test_interruptions import LoaderError
+from conformance.pipeline.test_schedules import VARIANTS
+from refimpl.errors import DistributedError
+
+EVENTS = ("eval", "train", "detach", "edit", "load", "iterator", "error", "reset", "fail")
+
+
+class ForwardError(Exception):
+    """A model's own."""
+
+
+class Source(Iterator[Batch]):
+    """Batches by number; raises once in place of the next when it is told to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.number, self.fails = job, 0, False
+
+    def __next__(self) -> Batch:
+        if self.fails:
+            self.fails = False
+            raise LoaderError("here")
+        self.number += 1
+        return self.job.batches(1, self.number - 1)[0]
+
+
+class Again(Iterator[Batch]):
+    """Another iterator, which goes on where the source is."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __next__(self) -> Batch:
+        return next(self._source)
+
+
+class Script:
+    """One program over a pipeline and over the loop."""
+
+    def __init__(self, pipeline: Any, seed: int, rank: Rank | None) -> None:
+        self.chosen, options = random.Random(seed), {"optimizer": OPTIMIZERS[seed % 5]}
+        self.job, self.loop = (Job(pipeline, seed, rank, **options) for _ in range(2))
+        self.name, placement = self.chosen.choice(VARIANTS)
+        self.schedule = self.job.schedule(self.name, custom_model_fwd=self._forward, **placement)
+        self.saved = copy.deepcopy(self.loop.model.state_dict())
+        self.source, self.fails, self.alone = Source(self.job), False, rank is None
+        self.loader: Iterator[Batch] = self.source
+        # The number of the loop's next batch.
+        self.at = 0
+
+    def _forward(self, batch: Batch) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ForwardError("here")
+        return self.job.model(batch)
+
+    def run(self, event_count: int) -> None:
+        """Random events, a step after each."""
+        for number in range(event_count):
+            event = self.chosen.choice(EVENTS)
+            getattr(self, f"_{event}")()
+            self._step(f"{self.name}, event {number}: {event}")
+
+    def _step(self, where: str) -> None:
+        while True:
+            try:
+                output = self.schedule.progress(self.loader)
+                break
+            except (LoaderError, DistributedError):
+                continue
+            except ForwardError:
+                self.at += 1
+        expected = self.loop.step(self.loop.batches(1, self.at)[0])
+        self.at += 1
+        assert_bits(output, expected, f"{where}: output")
+        assert_same_state(self.job, self.loop, where)
+
+    def _eval(self) -> None:
+        for each in (self.job, self.loop):
+            each.model.eval()
+
+    def _train(self) -> None:
+        for each in (self.job, self.loop):
+            each.model.train()
+
+    def _detach(self) -> None:
+        self.schedule.detach()
+
+    def _edit(self) -> None:
+        with torch.no_grad():
+            for each in (self.job, self.loop):
+                each.model.top.weight.mul_(0.75)
+                for collection in each.collections:
+                    for _, weight, _ in collection.local_shards().values():
+                        weight.mul_(0.5)
+
+    def _load(self) -> None:
+        for each in (self.job, self.loop):
+            each.model.load_state_dict(self.saved)
+
+    def _iterator(self) -> None:
+        self.loader = Again(self.source)
+
+    def _error(self) -> None:
+        self.source.fails = True
+
+    def _reset(self) -> None:
+        self.schedule.reset()
+        self.at = self.source.number
+
+    def _fail(self) -> None:
+        # A failed step of ranks is for reset(), which other events are.
+        self.fails = self.alone
+
+
+@requirement(
+    "PIPE-148",
+    "Whatever program of steps, modes, detachments, edits, loads, iterators, loader errors, resets and failing "
+    "forwards a pipeline goes through, it MUST have the loop's outputs and state after every step.",
+)
+def test_any_script(pipeline: Any) -> None:
+    for seed in range(30, 42):
+        Script(pipeline, seed, None).run(12)
+
+
+def _script(rank: Rank, seed: int) -> None:
+    Script(rank.component("pipeline"), seed, rank).run(8)
+
+
+@requirement("PIPE-149", "The same MUST hold on 1 to 4 ranks, but for failing forwards.")
+def test_any_script_on_ranks(rank_pool: Any) -> None:
+    for world_size in (1, 2, 3, 4):
+        rank_pool.run(_script, world_size, 50 + world_size)
