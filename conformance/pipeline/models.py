@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class Job:
         rank: None trains alone, without a group.
         optimizer: of the tables; dense parameters have SGD with momentum.
         processed: ids weigh by their position, by parameters that the dense optimizer updates.
-        key_value: every other table lives in a key-value store, one store for each collection.
+        kvstore: every other table lives in a store of this component, one for each collection; None is no store.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Job:
         kinds: Any = KINDS,
         dropout: float = 0.0,
         processed: bool = False,
-        key_value: bool = False,
+        kvstore: Any = None,
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
@@ -88,8 +87,8 @@ class Job:
         self.stored: list[tuple[Any, str, torch.Tensor]] = []
         for index, (configs, weights, _, _) in enumerate(self.tables):
             plan = random_plan(pipeline, configs, world_size, seed + index, kinds)
-            if key_value:
-                plan |= self._stored(configs[::2], weights[::2], optimizer, world_size)
+            if kvstore is not None:
+                plan |= self._stored(kvstore, configs[::2], weights[::2], optimizer, world_size)
             whole = collection_of(pipeline, configs, weights, is_weighted=processed)
             if processed:
                 names = {name: 4 for config in configs for name in config.feature_names}
@@ -106,9 +105,8 @@ class Job:
                 param.copy_(values_of(param.shape, 77 + index))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
 
-    def _stored(self, configs: Any, weights: Any, optimizer: str, world_size: int) -> dict[str, Any]:
+    def _stored(self, kvstore: Any, configs: Any, weights: Any, optimizer: str, world_size: int) -> dict[str, Any]:
         """Tables in one store, with this rank's rows in it."""
-        kvstore = import_module(self.pipeline.__name__.replace(".pipeline", ".kvstore"))
         layouts = {
             c.name: kvstore.RowLayout(c.embedding_dim, weight_dtype=c.data_type, optimizer=optimizer) for c in configs
         }

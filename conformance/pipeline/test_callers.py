@@ -184,7 +184,7 @@ def test_batches_move(pipeline: Any) -> None:
 
     for name in EXACT:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = getattr(pipeline, name)(model, optimizer, "meta", custom_model_fwd=forward)
+        schedule = getattr(pipeline, name)(model, optimizer, device="meta", custom_model_fwd=forward)
         ids = pipeline.KeyedJaggedTensor(["a"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
         schedule.progress(iter([Plain({"ids": ids}, Pair(torch.ones(1), [torch.ones(2)]), "note")]))
         got = seen.pop()

@@ -25,9 +25,13 @@ def _edit(job: Job, step: int) -> None:
             store.delete(table, ids[1::3].contiguous())
 
 
-def _equal(pipeline: Any, rank: Rank | None, variants: Any, seed: int, *, edits: bool) -> None:
+Components = tuple[Any, Any]
+
+
+def _equal(components: Components, rank: Rank | None, variants: Any, seed: int, *, edits: bool) -> None:
+    pipeline, kvstore = components
     for name, options in variants:
-        loop, job = (Job(pipeline, seed, rank, kinds=("table_wise",), key_value=True) for _ in range(2))
+        loop, job = (Job(pipeline, seed, rank, kinds=("table_wise",), kvstore=kvstore) for _ in range(2))
         schedule, loader = job.schedule(name, **options), iter(job.batches(6))
         for step, batch in enumerate(loop.batches(6)):
             where = f"{name} {options} seed {seed} step {step}"
@@ -45,13 +49,13 @@ def _equal(pipeline: Any, rank: Rank | None, variants: Any, seed: int, *, edits:
     "With key-value tables every schedule, the one that reads their rows ahead among them, MUST give the loop's bits "
     "after every step, also when rows are written or deleted between steps.",
 )
-def test_key_value_tables(pipeline: Any) -> None:
+def test_key_value_tables(pipeline: Any, kvstore: Any) -> None:
     for edits in (False, True):
-        _equal(pipeline, None, (PREFETCH, *VARIANTS), 11 + edits, edits=edits)
+        _equal((pipeline, kvstore), None, (PREFETCH, *VARIANTS), 11 + edits, edits=edits)
 
 
 def _equal_on_ranks(rank: Rank) -> None:
-    _equal(rank.component("pipeline"), rank, (PREFETCH,), 12, edits=True)
+    _equal((rank.component("pipeline"), rank.component("kvstore")), rank, (PREFETCH,), 12, edits=True)
 
 
 @requirement("PIPE-139", "The same MUST hold on several ranks for the schedule that reads rows ahead.")
@@ -79,8 +83,8 @@ class Reads:
     "both batches have.",
     needs=("streams",),
 )
-def test_read_once(pipeline: Any) -> None:
-    job = Job(pipeline, 13, kinds=("table_wise",), key_value=True)
+def test_read_once(pipeline: Any, kvstore: Any) -> None:
+    job = Job(pipeline, 13, kinds=("table_wise",), kvstore=kvstore)
     stores = list({id(store): store for store, *_ in job.stored}.values())
     reads = [Reads(store) for store in stores]
     batches = job.batches(4)

@@ -51,8 +51,8 @@ class Script:
     """One program over a pipeline and over the loop."""
 
     def __init__(self, pipeline: Any, seed: int, rank: Rank | None) -> None:
-        self.chosen, options = random.Random(seed), {"optimizer": OPTIMIZERS[seed % 5]}
-        self.job, self.loop = (Job(pipeline, seed, rank, **options) for _ in range(2))
+        self.chosen = random.Random(seed)
+        self.job, self.loop = (Job(pipeline, seed, rank, optimizer=OPTIMIZERS[seed % 5]) for _ in range(2))
         self.name, placement = self.chosen.choice(VARIANTS)
         self.schedule = self.job.schedule(self.name, custom_model_fwd=self._forward, **placement)
         self.saved = copy.deepcopy(self.loop.model.state_dict())
