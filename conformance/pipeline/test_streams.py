@@ -71,8 +71,9 @@ def virtual(device: VirtualDevice, batch: Batch) -> VirtualBatch:
     needs=("streams",),
 )
 def test_no_hazard(pipeline: Any) -> None:
-    for name, options in VARIANTS:
-        for late, seed in ((False, None), (True, None), (True, 1)):
+    for number, (name, options) in enumerate(VARIANTS):
+        # As late as events allow, and in a random order of what they allow, in turn.
+        for late, seed in ((True, None), (True, 1))[number % 2 :: 2]:
             loop = Job(pipeline, 3, kinds=KINDS)
             expected: list[torch.Tensor | None] = []
             for step, batch in enumerate(loop.batches(6)):
