@@ -6,6 +6,7 @@ alone. Skipped where torchrec is not installed; ci/peers installs it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal
-from conformance.pipeline.models import Job, assert_same_state
-from conformance.pipeline.support import assert_bits
+from conformance.pipeline.models import Batch, Job, assert_same_state
+from conformance.pipeline.support import assert_bits, values_of
+from perf.peers import torchrec_model
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")), reason="needs torchrec"
@@ -60,3 +62,100 @@ def _driven(rank: Rank, kinds: tuple[str, ...], options: dict[str, Any]) -> None
 @pytest.mark.parametrize("kinds", [("table_wise", "row_wise"), ("data_parallel", "table_wise")], ids="-".join)
 def test_fused_drives_torchrec(rank_pool: Any, kinds: tuple[str, ...], options: dict[str, Any]) -> None:
     rank_pool.run(_driven, 2, kinds, options)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+class Net(torch.nn.Module):
+    """torchrec's collection and a dense layer; returns (loss [1], scores [B])."""
+
+    def __init__(self, collection: torch.nn.Module) -> None:
+        super().__init__()
+        self.collection, self.top = collection, torch.nn.Linear(24, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean square of score less target."""
+        scores = self.top(self.collection(batch.ids[0]).values())[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+def _parallel(rank: Rank) -> tuple[Any, torch.optim.Optimizer]:
+    """A ``DistributedModelParallel`` of one table-wise and one row-wise table, and its dense optimizer."""
+    torchrec, types = _module("torchrec"), _module("torchrec.distributed.types")
+    plans, kinds = _module("torchrec.distributed.sharding_plan"), _module("fbgemm_gpu.split_embedding_configs")
+    configs = [
+        torchrec.EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name=name, feature_names=[feature])
+        for name, feature, rows, dim in (("t0", "a", 20, 16), ("t1", "b", 30, 8))
+    ]
+    collection = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))
+    optimizer = {"optimizer": kinds.EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-8}
+    sharder = _module("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder(fused_params=optimizer)
+    chosen = {"t0": plans.table_wise(rank=1, compute_kernel="fused"), "t1": plans.row_wise(compute_kernel="fused")}
+    plan = plans.construct_module_sharding_plan(collection, chosen, sharder, 2, 2, device_type="cpu")
+    torch.manual_seed(3)
+    model = _module("torchrec.distributed.model_parallel").DistributedModelParallel(
+        Net(collection),
+        env=types.ShardingEnv.from_process_group(rank.group),
+        device=torch.device("cpu"),
+        plan=types.ShardingPlan({"collection": plan}),
+        sharders=[sharder],
+    )
+    for name, table in model.state_dict().items():
+        if name.startswith("collection"):
+            for shard in table.local_shards():
+                shard.tensor.copy_(values_of(tuple(shard.tensor.shape), 9))
+    dense = [param for name, param in model.named_parameters() if not name.startswith("collection")]
+    return model, torch.optim.SGD(dense, lr=0.05, momentum=0.5)
+
+
+def _bits_of(model: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        parts = value.local_shards() if hasattr(value, "local_shards") else []
+        found |= {f"{name} {number}": part.tensor.clone() for number, part in enumerate(parts)}
+        if not parts and isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+            found[name] = value.clone()
+    return found
+
+
+def _model_parallel(rank: Rank) -> None:
+    from fastimpl.pipeline import TrainPipelineFusedSparseDist
+
+    (theirs, their_optimizer), (ours, our_optimizer) = (_parallel(rank) for _ in range(2))
+    upstream = _module("torchrec.distributed.train_pipeline").TrainPipelineSparseDist(
+        theirs, their_optimizer, torch.device("cpu")
+    )
+    schedule = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
+    assert_equal(len(schedule._calls), 1, where="torchrec's modules that are driven")
+    batches = []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * step + rank.rank)
+        lengths = torch.randint(0, 4, (8,), generator=generator)
+        ids = torch.randint(0, 20, (int(lengths.sum()),), generator=generator)
+        kjt = _module("torchrec").KeyedJaggedTensor(["a", "b"], ids, lengths=lengths)
+        batches.append(torchrec_model.pipelineable(PlainBatch)(values_of((4, 6), step), [kjt], values_of((4,), step)))
+    loaders = iter(batches), iter(batches)
+    for step in range(6):
+        expected = upstream.progress(loaders[0])
+        assert_bits(schedule.progress(loaders[1]), expected, f"our pipeline, step {step}")
+        bits = _bits_of(theirs)
+        assert_equal(len(bits) >= 3, True, where="what is compared")
+        for name, value in _bits_of(ours).items():
+            assert_bits(value, bits[name], f"step {step}: {name}")
+
+
+class PlainBatch(Batch):
+    """What torchrec's pipelines ask of a batch."""
+
+    def record_stream(self, stream: Any) -> None:
+        """There are no streams on the CPU."""
+
+    def pin_memory(self) -> Any:
+        """There is nothing to pin for."""
+        return self
+
+
+def test_fused_drives_distributed_model_parallel(rank_pool: Any) -> None:
+    rank_pool.run(_model_parallel, 2)
