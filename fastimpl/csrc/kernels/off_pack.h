@@ -67,6 +67,8 @@ inline void move_pieces(const PackEntry* pieces, int64_t first, int64_t last, ui
       for (int64_t at = 0; at < end; at += kLine) __builtin_prefetch(later.tensor + at, kGather ? 0 : 1);
     }
     const PackEntry& piece = pieces[i];
+    // An empty tensor may have no memory at all.
+    if (piece.size == 0) continue;
     if constexpr (kGather) {
       std::memcpy(slab + piece.offset, piece.tensor, static_cast<size_t>(piece.size));
     } else {
