@@ -16,7 +16,6 @@ import torch
 from conformance.harness import Rank, assert_equal
 from conformance.pipeline.models import Batch, Job, assert_same_state
 from conformance.pipeline.support import assert_bits, values_of
-from perf.peers import torchrec_model
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")), reason="needs torchrec"
@@ -129,13 +128,14 @@ def _model_parallel(rank: Rank) -> None:
     )
     schedule = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
     assert_equal(len(schedule._calls), 1, where="torchrec's modules that are driven")
-    batches = []
+    pipelineable = _module("torchrec.streamable").Pipelineable
+    batches, batch_class = list[Any](), type("Pipelined", (PlainBatch, pipelineable), {})
     for step in range(6):
         generator = torch.Generator().manual_seed(10 * step + rank.rank)
         lengths = torch.randint(0, 4, (8,), generator=generator)
         ids = torch.randint(0, 20, (int(lengths.sum()),), generator=generator)
         kjt = _module("torchrec").KeyedJaggedTensor(["a", "b"], ids, lengths=lengths)
-        batches.append(torchrec_model.pipelineable(PlainBatch)(values_of((4, 6), step), [kjt], values_of((4,), step)))
+        batches.append(batch_class(values_of((4, 6), step), [kjt], values_of((4,), step)))
     loaders = iter(batches), iter(batches)
     for step in range(6):
         expected = upstream.progress(loaders[0])

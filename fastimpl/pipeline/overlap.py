@@ -236,10 +236,10 @@ def _step_s(timeline: Timeline, steps: range) -> float:
 
 def _hidden_s(mine: Sequence[Span], everything: Sequence[Span]) -> float:
     """How long, in all, another stream works while these do."""
-    total = 0.0
+    total, ordered = 0.0, sorted(everything, key=lambda found: found.begin_s)
     for span in mine:
         reached = span.begin_s
-        for other in sorted(everything, key=lambda found: found.begin_s):
+        for other in ordered:
             if other.stream != span.stream:
                 begin, end = max(other.begin_s, reached), min(other.end_s, span.end_s)
                 total, reached = total + max(0.0, end - begin), max(reached, end)

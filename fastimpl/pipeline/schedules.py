@@ -54,9 +54,8 @@ class _Exact(Streamed):
 
     def _behind_forward(self) -> None:
         """The next batch's ids travel while this one's backward runs."""
-        following = self._following()
-        if self.sends_ahead and following is not None:
-            self._exchange(following)
+        if self.sends_ahead:
+            self._exchange_following()
 
 
 class TrainPipelineBase(_Exact):
@@ -77,9 +76,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
 
     def _begin(self, flight: StreamedFlight) -> None:
         super()._begin(flight)
-        following = self._following()
-        if following is not None:
-            self._exchange(following)
+        self._exchange_following()
 
     def _behind_forward(self) -> None:
         following = self._following()
@@ -125,12 +122,11 @@ class TrainPipelineFusedSparseDist(Placement, Streamed):
         if training:
             self._optimizer.zero_grad()
         loss, output = self._forward_on_current(flight)
-        following = self._following()
-        if following is not None:
-            self._exchange(following)
+        self._exchange_following()
         if not training:
             return output
         self._backward(loss)
+        following = self._following()
         if self._hoists and following is not None:
             hoisted = [call for call in self._calls if self._may_hoist(call)]
             self._look_up_on(self._stream(), following, hoisted)
@@ -163,9 +159,7 @@ class EvalPipelineSparseDist(_Exact):
         if flight.failure is not None:
             raise flight.failure
         _, output = self._forward_on_current(flight)
-        following = self._following()
-        if following is not None:
-            self._exchange(following)
+        self._exchange_following()
         return output
 
 
@@ -180,9 +174,7 @@ class EvalPipelineFusedSparseDist(EvalPipelineSparseDist):
 
     def _step(self, flight: StreamedFlight) -> Any:
         _, output = self._forward_on_current(flight)
-        following = self._following()
-        if following is not None:
-            self._exchange(following)
+        self._exchange_following()
         return output
 
 

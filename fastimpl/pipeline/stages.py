@@ -216,6 +216,11 @@ class Streamed(PipelineBase[StreamedFlight]):
     def _following(self) -> StreamedFlight | None:
         return self._queue[1] if len(self._queue) > 1 else None
 
+    def _exchange_following(self) -> None:
+        following = self._following()
+        if following is not None:
+            self._exchange(following)
+
     def _fill(self) -> None:
         """One batch is enough to begin: those ahead are pulled where their copies overlap."""
         self._pull_until(1)
