@@ -149,10 +149,12 @@ def test_special_values(offload: Any) -> None:
 
 
 @requirement("OPT-016", "Scalar, empty and odd-sized parameters MUST be stepped like any other.")
-def test_odd_sizes(offload: Any) -> None:
+@pytest.mark.parametrize("kind", ["Adam", "Rprop"])
+def test_odd_sizes(offload: Any, kind: str) -> None:
     sizes: list[tuple[int, ...]] = [(), (0,), (3, 0), (1,), (15,), (17,), (255,), (257,)]
-    with proven() as device:
-        twins = Twins(offload, device, "Adam", [values(size, i) for i, size in enumerate(sizes)])
+    # Rprop reads the sign of a scalar's gradient on the host.
+    with proven(this_branch_only=kind == "Rprop") as device:
+        twins = Twins(offload, device, kind, [values(size, i) for i, size in enumerate(sizes)])
         for _ in range(3):
             twins.step()
             twins.check()
@@ -166,6 +168,15 @@ def test_strides(offload: Any) -> None:
         twins = Twins(offload, device, "Adam", [image, values((6, 4), 1).t()])
         for _ in range(2):
             twins.step()
+            twins.check()
+        twins.offloader.close()
+        # A momentum begins as a copy of the gradient, with the gradient's strides.
+        twins = Twins(offload, device, "SGD", [values((4, 6), 2)])
+        for number in range(2):
+            for arm in (twins.plain_params, twins.params):
+                arm[0].grad = values((6, 4), 3 + number).t()
+            twins.plain.step()
+            twins.optimizer.step()
             twins.check()
         twins.offloader.close()
 
@@ -200,14 +211,20 @@ def test_fraction(offload: Any, fraction: float) -> None:
         assert_equal(payload, 0, where="bytes at fraction 0")
 
 
-@requirement("OPT-024", "An optimizer whose state is not known to move exactly MUST be refused at attachment, by name.")
+@requirement("OPT-024", "What is no optimizer, or steps sparse gradients only, MUST be refused at attachment, by name.")
 def test_unsupported(offload: Any) -> None:
-    class Mine(torch.optim.SGD):
-        pass
+    class Mine:
+        """Has parameters and steps them."""
+
+        def __init__(self, params: Any) -> None:
+            self.param_groups = [{"params": params}]
+
+        def step(self) -> None:
+            """Do nothing."""
 
     with proven() as device:
-        for kind in (torch.optim.LBFGS, Mine):
-            optimizer: Any = kind([torch.nn.Parameter(values((3,), 0))], lr=0.1)
+        for kind in (torch.optim.SparseAdam, Mine):
+            optimizer: Any = kind([torch.nn.Parameter(values((3,), 0))])
             with raises(UnsupportedError, mentions=(kind.__name__,)):
                 offload.OptimizerStateOffloader(optimizer, engine=device.engine)
             assert_equal("step" in vars(optimizer), False, where="step taken over")

@@ -19,6 +19,7 @@ from fastimpl.offload.moves import Item, receive, send
 from fastimpl.offload.planned import PlannedMoves
 from fastimpl.streams import engine_for
 from refimpl.offload.base import OffloaderBase
+from refimpl.offload.bookkeeping import Wanted
 from refimpl.offload.rebind import rebind
 from refimpl.offload.reports import Residency
 from refimpl.offload.states import Bundle, bindings, view_of
@@ -52,7 +53,8 @@ class OptimizerStateOffloader(PlannedMoves):
             self._drop_fetched()  # Slots are as large as the largest chunk was.
             memory = self.host_empty(sum(bundle.span_bytes for bundle in bundles))
             self._chunks += cut(memory, bundles, self.chunk_bytes, self.engine)
-            self._hosts.add(memory.untyped_storage().data_ptr())
+            if memory.numel():
+                self._hosts.add(memory.untyped_storage().data_ptr())
             self.counts.host_bytes += memory.numel()
             self.counts.chunk_count = len(self._chunks)
         return bundles
@@ -179,8 +181,9 @@ class OptimizerStateOffloader(PlannedMoves):
 
     def prefetch(self) -> None:
         """Start to copy the first chunks in, as many as there are slots; they hold device memory until the step."""
-        self._check_open()
-        self._fetch_first()
+        super().prefetch()
+        if self.is_separable and self.release_stage == "at_offload":
+            self._fetch_first()
 
     def _fetch_first(self) -> None:
         if self._fetched and any(c.version != c.memory._version for c in self._chunks[: self._fetched]):
@@ -232,7 +235,9 @@ class OptimizerStateOffloader(PlannedMoves):
 
     # Moves outside of a step.
 
-    def to_host(self, bundles: Iterable[Bundle]) -> None:
+    def to_host(
+        self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
+    ) -> None:
         """Copy out what the user, a load or attachment left on the device."""
         engine, wanted = self.engine, {id(bundle) for bundle in bundles}
         self._drop_fetched()
@@ -244,20 +249,25 @@ class OptimizerStateOffloader(PlannedMoves):
                 for bundle in chunk.bundles
                 if id(bundle) in wanted
                 for name, tensor in bindings(self.optimizer, bundle)
-                if not self.is_on_host(tensor)
+                if not self.is_on_host(tensor) and (only is None or only(bundle, name))
             ]
             if not moving:
                 continue
-            with engine.on(self._out):
-                engine.wait(self._out, chunk.arrived)
-                send(engine, chunk.memory, [(b.places[name], b.offset_bytes, tensor) for b, name, tensor in moving])
-                for _, _, tensor in moving:
-                    engine.keep(tensor, self._out)
-            for bundle, name, _ in moving:
+            if copies:
+                self._copy_out(chunk, moving)
+            for bundle, name, _ in moving if binds else ():
                 self._bind(bundle, name, chunk.memory, 0)
-                self.counts.d2h_bytes += bundle.places[name].size_bytes
-            engine.record(chunk.home, self._out)
-            chunk.is_leaving = True
+
+    def _copy_out(self, chunk: Chunk, moving: list[tuple[Bundle, str, torch.Tensor]]) -> None:
+        engine = self.engine
+        with engine.on(self._out):
+            engine.wait(self._out, chunk.arrived)
+            send(engine, chunk.memory, [(b.places[name], b.offset_bytes, tensor) for b, name, tensor in moving])
+            for _, _, tensor in moving:
+                engine.keep(tensor, self._out)
+        engine.record(chunk.home, self._out)
+        chunk.is_leaving = True
+        self.counts.d2h_bytes += sum(bundle.places[name].size_bytes for bundle, name, _ in moving)
 
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """Copy in on the current stream: nothing is left to overlap with."""
@@ -305,7 +315,12 @@ class OptimizerStateOffloader(PlannedMoves):
         """Where the selected bytes are; in flight is what the host has not yet waited for."""
         found = super().residency()
         leaving = [bundle for chunk in self._chunks if chunk.is_leaving for bundle in chunk.bundles]
-        size = sum(bundle.places[name].size_bytes for bundle in leaving for name, _ in bindings(self.optimizer, bundle))
+        size = sum(
+            bundle.places[name].size_bytes
+            for bundle in leaving
+            for name, tensor in bindings(self.optimizer, bundle)
+            if self.is_on_host(tensor)
+        )
         return Residency(found.device_bytes, found.host_bytes - size, size)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:

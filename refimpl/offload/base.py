@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,45 +10,43 @@ import torch
 from torch.optim import Optimizer
 
 from refimpl.errors import ConfigError, OffloadConflictError
-from refimpl.offload.cpu_step import check_cpu_step
-from refimpl.offload.driver import StepDriver, check_devices, check_gradients, check_optimizer
+from refimpl.offload.bookkeeping import Bookkeeping
+from refimpl.offload.driver import StepDriver, check_attachment, check_devices, check_gradients
+from refimpl.offload.kinds import known_kind, unwrapped
 from refimpl.offload.loading import check_saved, copied, load_states
 from refimpl.offload.masters import MasterWeights
+from refimpl.offload.options import check_options, either
+from refimpl.offload.release import Leaving
 from refimpl.offload.reports import OffloadStats, Residency
-from refimpl.offload.states import (
-    MASTER,
-    Bundle,
-    bindings,
-    chunks_of,
-    expected_states,
-    is_movable,
-    local_of,
-    make_bundle,
-    options_on,
-    select,
-)
-from refimpl.offload.verbs import MegatronVerbs
+from refimpl.offload.states import MASTER, Bundle, bindings, local_of
 
 __all__ = ["OffloaderBase"]
 
 
-class OffloaderBase(MegatronVerbs):
+class OffloaderBase(Bookkeeping):
     """Constructor and verbs of ``OptimizerStateOffloader``; see the subclasses.
 
     Args:
-        optimizer: one of torch's; its ``step`` is taken over, its class, groups and hooks stay as they are.
+        optimizer: one of torch's, one that derives from ``torch.optim.Optimizer``, or a wrapper with one as its
+            ``optimizer`` (Megatron's ``DistributedOptimizer``, accelerate's); its ``step`` is taken over, its class,
+            groups and hooks stay as they are. One that is none of torch's is stepped as a whole: see ``chunk_bytes``.
         fraction: the share of the bytes that moves, by whole parameters in their order; 0: nothing does.
-        chunk_bytes: how much is on the device at a time during a step, by whole parameters; 0: all of it.
+        chunk_bytes: how much is on the device at a time during a step, by whole parameters; 0: all of it. All of it
+            is there too where parameters may depend on each other (``is_separable`` is False), or with ``on_request``.
         slots: chunks that may be on the device at once.
         master_weights: the masters that the optimizer steps; they move as its states do.
         step_device: ``device``, or ``cpu``: Adam and AdamW are stepped in host memory (``refimpl.offload.adam``),
             gradients come down and weights go up.
         pin_memory: host memory that copies can run to at full speed.
+        release: when memory of the device goes. ``at_offload``: as soon as its copy out is queued; a step ends with
+            that. ``on_request``: a step leaves everything on the device, ``offload()`` copies it out, and it goes with
+            ``release_gpu_memory()``, so that masters can be read in between, as Megatron's loops do. None:
+            ``on_request`` for masters that a wrapper rounds after the step, else ``at_offload``.
         engine: streams, copies and memory, see ``fastimpl.streams``; None: that of the parameters' device.
 
     Raises:
         OffloadConflictError: attached twice, a CPU-step optimizer, or CPU parameters without an engine that stands in
-            for a device. UnsupportedError: another kind of optimizer. ConfigError: an option.
+            for a device. UnsupportedError: what is no optimizer, or one of sparse gradients. ConfigError: an option.
     """
 
     def __init__(
@@ -63,19 +60,20 @@ class OffloaderBase(MegatronVerbs):
         step_device: str = "device",
         pin_memory: bool = True,
         engine: Any = None,
+        release: str | None = None,
     ) -> None:
-        check_optimizer(optimizer)
-        if not (isinstance(fraction, (int, float)) and math.isfinite(fraction) and 0 <= fraction <= 1):
-            raise ConfigError("not a fraction", got=fraction, expected="0 to 1", where="fraction")
-        for name, value, least in (("chunk_bytes", chunk_bytes, 0), ("slots", slots, 1)):
-            if type(value) is not int or value < least:
-                raise ConfigError("not a count", got=value, expected=f"an int >= {least}", where=name)
-        if step_device not in ("device", "cpu"):
-            raise ConfigError("no place to step", got=step_device, expected="device or cpu", where="step_device")
-        if step_device == "cpu":
-            check_cpu_step(optimizer)
+        optimizer, kept_masters = unwrapped(optimizer)
+        check_attachment(optimizer)
+        check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
+        if kept_masters and (master_weights is not None or step_device == "cpu"):
+            got = f"step_device={step_device!r}, master_weights={'given' if master_weights is not None else None}"
+            raise ConfigError("the wrapper keeps and rounds its masters itself", got=got, where="optimizer")
         self.optimizer, self.fraction, self.chunk_bytes, self.slots = optimizer, fraction, chunk_bytes, slots
         self.masters, self.pin_memory, self.step_device = master_weights, pin_memory, step_device
+        self.is_separable = known_kind(type(optimizer)) is not None
+        self.release_stage = release or ("on_request" if kept_masters else "at_offload")
+        self._kept_masters = set(kept_masters)
+        self._leaving = Leaving()
         self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._flags: dict[int, dict[str, bool]] = {}
         if master_weights is not None:
@@ -95,54 +93,60 @@ class OffloaderBase(MegatronVerbs):
         ]
         self.offload()
 
-    # What an implementation says.
-
-    def default_engine(self, device: torch.device) -> Any:
-        """The engine of a device."""
-        raise NotImplementedError
-
-    def step(self, arithmetic: Callable[[], None]) -> None:
-        """One logical step: everything that was selected is on the device while ``arithmetic`` runs on it."""
-        raise NotImplementedError
-
-    def to_host(self, bundles: Iterable[Bundle]) -> None:
-        """Move what is on the device to the host and bind it there; nothing for what is there already."""
-        raise NotImplementedError
-
-    def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
-        """Move what is on the host to the device and bind it there; ``for_good``: each in memory of its own."""
-        raise NotImplementedError
-
-    def send_as_planned(self) -> bool:
-        """Do all that ``offload`` does, if everything is where the plan knows it; False, and nothing done, if not."""
-        return False
-
-    def settle(self) -> None:
-        """Wait until host memory holds what it is to hold."""
-        raise NotImplementedError
-
-    def settle_for_writing(self) -> None:
-        """Wait until the host may write to its memory: nothing reads it any more either."""
-        self.settle()
-
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a local tensor lies in this offloader's host memory."""
-        raise NotImplementedError
-
     # Verbs.
 
-    def offload(self, states: bool = True, masters: bool = True) -> None:
-        """Send to the host what is on the device: after a load, or before the first step. A step ends with it."""
-        del states, masters  # Both live in one bundle; what is there already does not move.
+    def offload(
+        self,
+        states: bool = True,
+        masters: bool = True,
+        *,
+        offload_optimizer_states: bool | None = None,
+        offload_master_weights: bool | None = None,
+    ) -> None:
+        """Send to the host what is on the device: after a load, or before the first step.
+
+        A step ends with it, unless memory is released ``on_request``. States and masters move where they are asked
+        to; the long names are Megatron's. Raises ConfigError when a name and its long form contradict each other.
+        """
         self._check_open()
+        states = either("states", states, "offload_optimizer_states", offload_optimizer_states)
+        masters = either("masters", masters, "offload_master_weights", offload_master_weights)
         self._adopt_params()
-        if not self.send_as_planned():
+        if states and masters and self.release_stage == "at_offload":
+            if not self.send_as_planned():
+                self._refit()
+                self.to_host(self.bundles)
+            return
+        if states:
             self._refit()
-            self.to_host(self.bundles)
+
+        def only(_: Bundle, name: str) -> bool:
+            return masters if name == MASTER else states
+
+        if self.release_stage == "on_request":
+            self._leaving.note(self, only)
+        self.to_host(self.bundles, only=only, binds=self.release_stage == "at_offload")
+
+    def release_gpu_memory(self) -> None:
+        """Let go, on the device, what ``offload()`` copied; with ``at_offload`` it went then already.
+
+        What was written since it was copied is copied again: nothing is lost.
+        """
+        self._check_open()
+        self._leaving.release(self)
 
     def prefetch(self) -> None:
-        """Allow transfers for the next step to begin. Changes no value and no binding."""
+        """Allow transfers for the next step to begin. Changes no value, and no binding with ``at_offload``.
+
+        With ``on_request`` everything is on the device afterwards, where a wrapper gives masters their gradients.
+        """
         self._check_open()
+        if self.release_stage == "on_request":
+            self._bring_all()
+
+    def _bring_all(self) -> None:
+        self._leaving.clear()
+        self.to_device(self.bundles)
 
     def snapshot(self) -> dict[str, Any]:
         """A state dict that no later step changes, taken from host memory."""
@@ -220,100 +224,12 @@ class OffloaderBase(MegatronVerbs):
             check_devices(devices, self.step_device)
         return engine if engine is not None else self.default_engine(devices.pop())
 
-    def _adopt_params(self) -> None:
-        """Plan for parameters and options that were not there before: after ``add_param_group`` or a load."""
-        new: list[Bundle] = []
-        found: set[torch.Tensor] = set()  # A parameter may be listed twice.
-        turned = False
-        for number, group in enumerate(self.optimizer.param_groups):
-            flags = options_on(group)
-            is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
-            turned |= is_turned
-            for param in group["params"]:
-                is_known = param in self._known or param in found
-                if is_known and not is_turned:
-                    continue
-                tensors = self.foresee(param, group)
-                if is_known:
-                    continue
-                found.add(param)
-                if self.masters is not None and self._is_master(param):
-                    tensors = {MASTER: local_of(param.detach()), **tensors}
-                if tensors:
-                    new.append(make_bundle(param, tensors))
-        listed_count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if found or listed_count != self._listed_count:
-            self._forget_unlisted()
-            self._listed_count = listed_count
-        self.bundles += self.place(select(new, self.fraction))
-        self._known.update(found)
-        if turned:
-            self._refit()
-
-    def _forget_unlisted(self) -> None:
-        """Give what was taken out of its group back to the device, where its state is the user's."""
-        listed = {param for group in self.optimizer.param_groups for param in group["params"]}
-        gone = [bundle for bundle in self.bundles if bundle.param not in listed]
-        self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
-        for bundle in gone:
-            self.unplace(bundle)
-        self._known &= listed
-
-    def place(self, bundles: list[Bundle]) -> list[Bundle]:
-        """Give bundles their host memory."""
-        raise NotImplementedError
-
-    def unplace(self, bundle: Bundle) -> None:
-        """Bring a bundle to the device and forget its host memory."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Let all host memory go; nothing is bound to it any more."""
-        raise NotImplementedError
-
     def host_empty(self, size_bytes: int) -> torch.Tensor:
         """Host memory as the options want it."""
         memory: torch.Tensor = (
             self.engine.host_empty(size_bytes) if self.pin_memory else torch.empty(size_bytes, dtype=torch.uint8)
         )
         return memory
-
-    def _refit(self) -> None:
-        """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""
-        wrong: dict[int, Bundle] = {}
-        for number, bundle in enumerate(self.bundles):
-            state = self.optimizer.state.get(bundle.param, {})
-            found = {name: local_of(value) for name, value in state.items() if is_movable(value)}
-            strangers = [
-                name
-                for name, tensor in found.items()
-                if not self.is_on_host(tensor) and (name not in bundle.places or not bundle.places[name].fits(tensor))
-            ]
-            foreseen = self._foreseen[bundle.param]
-            kept = {name for name in bundle.places if name == MASTER or name in foreseen or name in found}
-            if strangers or len(kept) < len(bundle.places) or not foreseen.keys() <= kept:
-                placed = {name: bundle.places[name].as_meta() for name in bundle.places if name in kept}
-                wrong[number] = make_bundle(bundle.param, {**placed, **foreseen, **placed, **found})
-        # As many at a time as a chunk holds: what lies there and stays, a master for instance, passes the device.
-        for some in chunks_of(wrong.values(), self.chunk_bytes):
-            ids = set(map(id, some))
-            for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
-                self.unplace(self.bundles[number])
-                self.bundles[number] = wrong[number]
-            self.place(some)
-            self.to_host(some)
-
-    def _is_master(self, param: torch.Tensor) -> bool:
-        return self.masters is not None and self.masters.pairs.get(param, param) is not param
-
-    def foreseen(self, param: torch.Tensor) -> dict[str, tuple[int, ...]]:
-        """The shapes of the states that a step makes for a parameter."""
-        return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
-
-    def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The states that a step will make for a parameter, as meta tensors, remembered."""
-        self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
-        return self._foreseen[param]
 
     def wait_for_copy(self) -> None:
         """Wait for what was last copied on the current stream, where the engine does not."""
@@ -335,4 +251,21 @@ class OffloaderBase(MegatronVerbs):
         if self.masters is not None:
             self.masters.check(self.masters.pairs)
         self.counts.step_count += 1
-        self.step(arithmetic)
+        if self.step_device == "cpu" or (self.is_separable and self.release_stage == "at_offload"):
+            self.step(arithmetic)
+        else:
+            self.step_whole(arithmetic)
+
+    def step_whole(self, arithmetic: Callable[[], None]) -> None:
+        """One logical step with everything that was selected on the device, and home again unless on request."""
+        self._bring_all()
+        try:
+            masters = self.masters.pairs if self.masters is not None else {}
+            if self.masters is not None:
+                self.masters.begin(masters)
+            arithmetic()
+            if self.masters is not None:
+                self.masters.end(masters)
+        finally:
+            if self.release_stage == "at_offload":
+                self.offload()

@@ -15,51 +15,27 @@ import torch
 from torch.optim import Optimizer
 
 from refimpl.errors import ConfigError, OffloadConflictError, UnsupportedError
+from refimpl.offload.kinds import CPU_STEP, arithmetic_of, known_kind
 
-__all__ = ["StepDriver", "arithmetic_of", "check_devices", "check_gradients", "check_optimizer"]
+__all__ = ["StepDriver", "check_attachment", "check_devices", "check_gradients"]
 
-# Whole parameters can be stepped in any partition, bit for bit (facts/offload.md 6.1). LBFGS couples them.
-SUPPORTED = (
-    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adafactor",
-    "Muon",
-)  # fmt: skip
-# Optimizers that step on the CPU and keep their state there already: torchao, DeepSpeed, Megatron.
-CPU_STEP = (
-    "CPUOffloadOptimizer",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPULion",
-    "HybridDeviceOptimizer",
-)
 _ATTACHED = "_twinproof_offloader"
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be attached to.
+def check_attachment(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that is offloaded already, by us or by itself.
 
     Raises:
-        OffloadConflictError: something else offloads this optimizer already; names both.
-        UnsupportedError: an optimizer whose state is not known to move exactly.
+        OffloadConflictError: names both.
     """
     other = getattr(optimizer, _ATTACHED, None)
     kind = type(optimizer)
-    if other is not None or any(base.__name__ in CPU_STEP for base in kind.__mro__):
-        found = (
-            f"{kind.__name__}, attached to {type(other).__module__}.{type(other).__name__}" if other else kind.__name__
-        )
-        raise OffloadConflictError(
-            "this optimizer is offloaded already",
-            got=found,
-            expected="a plain torch.optim optimizer",
-            where="optimizer",
-        )
-    if kind not in {getattr(torch.optim, name, None) for name in SUPPORTED}:
-        raise UnsupportedError(
-            "not an optimizer whose state is known to move exactly",
-            got=kind.__name__,
-            expected=SUPPORTED,
-            where="optimizer",
-        )
+    if other is None and not any(base.__name__ in CPU_STEP for base in kind.__mro__):
+        return
+    found = f"{kind.__name__}, attached to {type(other).__module__}.{type(other).__name__}" if other else kind.__name__
+    raise OffloadConflictError(
+        "this optimizer is offloaded already", got=found, expected="a plain torch.optim optimizer", where="optimizer"
+    )
 
 
 def check_devices(devices: set[torch.device], step_device: str) -> None:
@@ -96,22 +72,16 @@ def check_gradients(params: Iterable[torch.Tensor]) -> None:
             )
 
 
-def arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The optimizer's own step, without torch's wrapper that runs hooks and the profiler."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
-
-
 class StepDriver:
     """Replaces ``optimizer.step`` until ``detach``.
 
     Args:
-        optimizer: of a supported kind.
+        optimizer: one of torch's, or one that derives from torch's ``Optimizer``.
         owner: the offloader, for messages.
         run: called once for each logical step with the optimizer's arithmetic, a function without arguments.
+
+    A closure of one of torch's optimizers is evaluated before the step begins, once. An optimizer of another kind gets
+    all arguments of its step itself: it may evaluate the closure as often as it likes, with its state on the device.
     """
 
     def __init__(self, optimizer: Optimizer, owner: Any, run: Callable[[Callable[[], None]], None]) -> None:
@@ -124,21 +94,28 @@ class StepDriver:
         setattr(optimizer, _ATTACHED, owner)
 
     def _make(self) -> Any:
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             if not self.attached:
-                return self._arithmetic(optimizer, closure)
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self.run(lambda: self._arithmetic(optimizer))
-            return loss
+                return self._arithmetic(optimizer, *arguments, **options)
+            if known_kind(type(optimizer)) is not None:
+                return self._step_known(*arguments, **options)
+            results: list[Any] = []
+            self.run(lambda: results.append(self._arithmetic(optimizer, *arguments, **options)))
+            return results[0]
 
         hooked: Any = Optimizer.profile_hook_step(step)
         # Schedulers look for this mark and warn when somebody else's step is on top of theirs.
         hooked._wrapped_by_lr_sched = True
         return MethodType(hooked, self.optimizer)
+
+    def _step_known(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.run(lambda: self._arithmetic(self.optimizer))
+        return loss
 
     def detach(self) -> None:
         """Give ``optimizer.step`` back. A scheduler that wrapped ours meanwhile keeps it, as a plain step."""

@@ -9,6 +9,7 @@ import torch
 
 from refimpl.offload.adam import adam_step
 from refimpl.offload.base import OffloaderBase
+from refimpl.offload.bookkeeping import Wanted
 from refimpl.offload.cpu_step import Update, narrowed, prepare_states, updates_of
 from refimpl.offload.rebind import rebind
 from refimpl.offload.states import Bundle, Place, bindings, local_of, view_of
@@ -69,16 +70,7 @@ class OptimizerStateOffloader(OffloaderBase):
         if self.step_device == "cpu":
             self._step_on_host(arithmetic)
             return
-        self.to_device(self.bundles)
-        try:
-            masters = self.masters.pairs if self.masters is not None else {}
-            if self.masters is not None:
-                self.masters.begin(masters)
-            arithmetic()
-            if self.masters is not None:
-                self.masters.end(masters)
-        finally:
-            self.to_host(self.bundles)
+        self.step_whole(arithmetic)
 
     def _step_on_host(self, arithmetic: Callable[[], None]) -> None:
         """What was not selected is stepped where it is; the rest by the host, parameter by parameter."""
@@ -122,15 +114,19 @@ class OptimizerStateOffloader(OffloaderBase):
         form = Place(0, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         return view_of(self.host_empty(form.size_bytes), form, 0)
 
-    def to_host(self, bundles: Iterable[Bundle]) -> None:
+    def to_host(
+        self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
+    ) -> None:
         """Copy and bind, tensor by tensor."""
         for bundle in bundles:
             for name, tensor in bindings(self.optimizer, bundle):
-                if not self.is_on_host(tensor):
+                if not self.is_on_host(tensor) and (only is None or only(bundle, name)):
                     home = view_of(self._memory[bundle.param], bundle.places[name], 0)
-                    self.engine.copy(home, tensor)
-                    rebind(self.optimizer, bundle, name, home)
-                    self.counts.d2h_bytes += bundle.places[name].size_bytes
+                    if copies:
+                        self.engine.copy(home, tensor)
+                        self.counts.d2h_bytes += bundle.places[name].size_bytes
+                    if binds:
+                        rebind(self.optimizer, bundle, name, home)
         self.settle()
 
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:

@@ -8,6 +8,7 @@ lies in one block of exactly its size, whole parameters next to each other.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ import torch
 from torch.optim import Optimizer
 
 from refimpl.errors import UnsupportedError
-from refimpl.offload.driver import arithmetic_of
+from refimpl.offload.kinds import arithmetic_of, known_kind
 
 __all__ = [
     "ALIGN_BYTES",
     "Bundle",
     "Place",
     "check_plain",
+    "check_separate",
     "expected_states",
     "is_movable",
     "lies_on_device",
@@ -61,14 +63,41 @@ def check_plain(value: Any, where: str) -> None:
         raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
 
 
+def check_separate(param: torch.Tensor, state: dict[str, Any], number: int) -> None:
+    """Refuse states that share memory with each other or with their parameter: moved one by one they would part.
+
+    Raises:
+        UnsupportedError: naming both, or a state that is not plain memory.
+    """
+    spans: list[tuple[int, int, int, str]] = []
+    for name, value in [("the parameter", param.detach()), *state.items()]:
+        if isinstance(value, torch.Tensor):
+            check_plain(value, f"state {name} of parameter {number}")
+        if is_movable(value):
+            local = local_of(value)
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            begin = int(local.storage_offset()) * local.element_size()
+            end = begin + int(extent) * local.element_size()
+            spans.append((local.untyped_storage().data_ptr(), begin, end, name))
+    for (home, begin, end, name), (other_home, other_begin, _, other) in itertools.combinations(sorted(spans), 2):
+        if home == other_home and begin <= other_begin < end:
+            raise UnsupportedError(
+                "states that share memory cannot be moved one by one",
+                got=(name, other),
+                expected="memory of its own for each",
+                where=f"parameter {number}",
+            )
+
+
 def options_on(group: dict[str, Any]) -> dict[str, bool]:
     """What of a group decides which states there are: options that are on or off, never how large one is."""
     return {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
 
 
 def is_movable(value: Any) -> bool:
-    """Tensors with at least one dimension move; scalars (``step`` and its like) stay where torch put them."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and local_of(value).numel() > 0
+    """Dense tensors with at least one dimension move; scalars (``step`` and its like) stay where torch put them."""
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_dense and value.dim() > 0 and local_of(value).numel() > 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +146,8 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
 
+    None are foreseen for optimizers that are not torch's: they are taken over as they appear.
+
     Raises:
         UnsupportedError: a parameter that this optimizer cannot step; one, or a state, that is not plain memory.
     """
@@ -127,6 +158,10 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
     if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
         # Its factors are means over whole rows and columns, which no rank has.
         raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
+    kind: Any = known_kind(type(optimizer))
+    # States of a scalar are scalars, which stay where they are.
+    if kind is None or local.dim() == 0:
+        return {}
     probe = torch.empty_like(local, device="meta").requires_grad_()
     # These two look at values on the way to the step, which a meta tensor does not have.
     if isinstance(optimizer, torch.optim.ASGD):
@@ -137,7 +172,6 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
     options = {key: value for key, value in group.items() if key != "params"}
     options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
     options = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
-    kind: Any = type(optimizer)
     try:
         copy = kind([{**options, "params": [probe]}])
         arithmetic_of(kind)(copy)
@@ -183,15 +217,20 @@ def chunks_of(bundles: Iterable[Bundle], chunk_bytes: int) -> list[list[Bundle]]
 
 
 def select(bundles: Sequence[Bundle], fraction: float) -> list[Bundle]:
-    """The first bundles, in the order of the parameters, that hold at least this share of all bytes."""
-    wanted = fraction * sum(bundle.payload_bytes for bundle in bundles)
+    """The first bundles, in the order of the parameters, that hold at least this share of all bytes.
+
+    Where states were not foreseen, the bytes of the parameters stand for them.
+    """
+    is_foreseen = all(bundle.payload_bytes for bundle in bundles)
+    sizes = [bundle.payload_bytes if is_foreseen else local_of(bundle.param).nbytes for bundle in bundles]
+    wanted = fraction * sum(sizes)
     chosen: list[Bundle] = []
     total = 0
-    for bundle in bundles:
+    for bundle, size_bytes in zip(bundles, sizes, strict=True):
         if total >= wanted:
             break
         chosen.append(bundle)
-        total += bundle.payload_bytes
+        total += size_bytes
     return chosen
 
 

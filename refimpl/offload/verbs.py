@@ -13,7 +13,14 @@ _Self = TypeVar("_Self", bound="MegatronVerbs")
 class MegatronVerbs:
     """The names of Megatron's offloaders, in terms of ours."""
 
-    def offload(self, states: bool = True, masters: bool = True) -> None:
+    def offload(
+        self,
+        states: bool = True,
+        masters: bool = True,
+        *,
+        offload_optimizer_states: bool | None = None,
+        offload_master_weights: bool | None = None,
+    ) -> None:
         """See ``OffloaderBase``."""
         raise NotImplementedError
 
@@ -49,10 +56,12 @@ class MegatronVerbs:
         self.prefetch()
 
     def release_gpu_memory(self) -> None:
-        """Nothing is left to release: memory goes with its binding."""
-        self._check_open()
+        """See ``OffloaderBase``."""
+        raise NotImplementedError
 
-    release_offloaded_gpu_states = release_gpu_memory
+    def release_offloaded_gpu_states(self) -> None:
+        """``release_gpu_memory``."""
+        self.release_gpu_memory()
 
     def sync_before_step(self) -> None:
         """Nothing to wait for: a step orders itself."""

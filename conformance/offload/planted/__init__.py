@@ -3,6 +3,7 @@
 from conformance.offload.planted import (
     behaviour,
     cpu_step,
+    foreign,
     keeping,
     lasting,
     loading,
@@ -18,6 +19,7 @@ PLANTED = (
     *behaviour.PLANTED,
     *keeping.PLANTED,
     *cpu_step.PLANTED,
+    *foreign.PLANTED,
     *lasting.PLANTED,
     *loading.PLANTED,
     *numbers.PLANTED,

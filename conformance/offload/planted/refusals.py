@@ -64,7 +64,7 @@ PLANTED = (
         "sharded_factors",
         "Adafactor's factors are taken of each shard.",
         ("OPT-086",),
-        wrap("refimpl.offload.base:expected_states", _as_if_plain),
+        wrap("refimpl.offload.bookkeeping:expected_states", _as_if_plain),
     ),
     _bug(
         "quantized_taken_for_bytes",

@@ -83,14 +83,14 @@ PLANTED = (
         "doubles_halved",
         "States of float64 lie in host memory as float32.",
         ("OPT-013",),
-        wrap("refimpl.offload.base:make_bundle", _in_half),
+        wrap("refimpl.offload.bookkeeping:make_bundle", _in_half),
         "refimpl",
     ),
     _bug(
         "smallest_move_first",
         "The selection sorts by size.",
         ("OPT-022",),
-        wrap("refimpl.offload.base:select", _smallest_first),
+        wrap("refimpl.offload.bookkeeping:select", _smallest_first),
     ),
     _bug(
         "listed_once",

@@ -1,0 +1,129 @@
+"""Which part moves, and when memory of the device goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.offload.support import SHAPES, Twins, proven, values
+from refimpl.errors import ConfigError
+
+MASTER_BYTES = sum(4 * values(shape, 0).numel() for shape in SHAPES)
+
+
+def _with_masters(offload: Any, device: Any, **options: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    params: list[torch.Tensor] = [
+        torch.nn.Parameter(values(shape, i, torch.bfloat16)) for i, shape in enumerate(SHAPES)
+    ]
+    masters = offload.MasterWeights(params)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
+    made = offload.OptimizerStateOffloader(
+        optimizer, engine=device.engine, master_weights=masters, chunk_bytes=512, **options
+    )
+    return made, masters, params
+
+
+def _step(offloader: Any, params: list[torch.Tensor], seed: int) -> None:
+    for i, param in enumerate(params):
+        param.grad = values(param.shape, 100 * seed + i, torch.bfloat16)
+    offloader.optimizer.step()
+
+
+FLAGS: list[tuple[dict[str, bool], int]] = [
+    ({"states": False}, MASTER_BYTES),
+    ({"masters": False}, 2 * MASTER_BYTES),
+    ({"states": False, "masters": False}, 0),
+    ({"offload_optimizer_states": False}, MASTER_BYTES),
+    ({"offload_master_weights": False}, 2 * MASTER_BYTES),
+    ({}, 3 * MASTER_BYTES),
+]
+
+
+@requirement(
+    "OPT-250",
+    "offload() MUST move states and masters as its flags say, by its own names and by Megatron's, and nothing else.",
+)
+@pytest.mark.parametrize(("flags", "expected"), FLAGS)
+def test_flags(offload: Any, flags: dict[str, bool], expected: int) -> None:
+    for release in ("at_offload", "on_request"):
+        with proven() as device:
+            offloader, _, params = _with_masters(offload, device, release=release)
+            _step(offloader, params, 1)
+            offloader.settle()
+            offloader.to_device(offloader.bundles)
+            assert_equal(offloader.residency().host_bytes, 0, where="before")
+            offloader.offload(**flags)
+            offloader.release_gpu_memory()
+            offloader.settle()
+            assert_equal(offloader.residency().host_bytes, expected, where=f"moved with {flags}, {release}")
+            _step(offloader, params, 2)
+            with raises(ConfigError, mentions=("states", "offload_optimizer_states")):
+                offloader.offload(states=False, offload_optimizer_states=True)
+            offloader.close()
+
+
+@requirement(
+    "OPT-251",
+    "With release on request a step MUST leave everything on the device, offload() copy it out, and "
+    "release_gpu_memory() let it go; what is read or written in between is the device's, and nothing is lost.",
+)
+def test_release(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, release="on_request")
+        for number in range(3):
+            if number == 1:
+                twins.offloader.prefetch()
+                assert_equal(twins.offloader.residency().host_bytes, 0, where="after a prefetch")
+            twins.step()
+            payload = twins.offloader.stats().payload_bytes
+            before = device.engine.moved_bytes["d2h"]
+            assert_equal(twins.offloader.residency().device_bytes, payload, where="after a step")
+            twins.offloader.offload()
+            assert_equal(device.engine.moved_bytes["d2h"] - before, payload, where="copied by offload()")
+            assert_equal(twins.offloader.residency().device_bytes, payload, where="before the release")
+            if number == 2:
+                # A state that is written in between: the host gets what was written.
+                for arm, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                    twins.offloader.settle()
+                    optimizer.state[arm[0]]["exp_avg"].mul_(0.5)
+            twins.offloader.release_gpu_memory()
+            twins.offloader.settle()
+            assert_equal(twins.offloader.residency().host_bytes, payload, where="after the release")
+            twins.check()
+        twins.offloader.release_gpu_memory()
+        twins.step()
+        twins.check()
+        # A step between offload() and the release: what it stepped does not go.
+        twins.offloader.offload()
+        twins.step()
+        twins.offloader.release_gpu_memory()
+        assert_equal(twins.offloader.residency().host_bytes, 0, where="released after a step")
+        twins.check()
+        twins.offloader.close()
+        twins.step()
+    with proven() as device, raises(ConfigError, mentions=("release",)):
+        Twins(offload, device, release="soon")
+    with proven() as device, raises(ConfigError, mentions=("step_device",)):
+        Twins(offload, device, release="on_request", step_device="cpu")
+
+
+@requirement("OPT-259", "Masters that are read between offload() and the release MUST be those of the last step.")
+def test_masters_read_in_between(offload: Any) -> None:
+    with proven(late=True) as device:
+        offloader, masters, params = _with_masters(offload, device, release="on_request")
+        for number in range(2):
+            _step(offloader, params, number)
+            stepped = [master.detach().clone() for master in masters.parameters()]
+            offloader.offload()
+            read = [master.detach().clone() for master in masters.parameters()]
+            offloader.release_gpu_memory()
+            offloader.settle()
+            with _disable_current_modes():
+                for value, expected, master in zip(read, stepped, masters.parameters(), strict=True):
+                    assert_same_tensor(value, expected, where="master read in between")
+                    assert_same_tensor(master.detach(), expected, where="master after the release")
+        offloader.close()
