@@ -5,6 +5,7 @@ Prints one line per violation and exits 1 if there is any.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -49,6 +50,27 @@ def undefined_symbols(library: Path) -> Iterator[str]:
             yield f"{library.name}: undefined symbol outside the stable ABI: {symbol}"
 
 
+def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
+    """``build_info()`` lists every operator that the CUDA sources register, or names its evidence."""
+    registered = {
+        name
+        for path in files
+        if path.suffix == ".cu"
+        for name in re.findall(r'm\.impl\("(\w+)"', path.read_text(encoding="utf-8"))
+    }
+    ask = "import fastimpl, json; print(json.dumps([fastimpl.build_info(), sorted(fastimpl._PROVEN_CUDA_OPS)]))"
+    done = subprocess.run([sys.executable, "-P", "-c", ask], check=True, capture_output=True, text=True)
+    info, proven = json.loads(done.stdout.splitlines()[-1])
+    if info.get("cuda") and registered != {*info["unproven_cuda_ops"], *proven}:
+        missing = sorted(registered ^ {*info["unproven_cuda_ops"], *proven})
+        yield f"{library.name}: build_info() and the CUDA sources disagree on {', '.join(missing)}"
+    evidence = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "perf/results").rglob("*.json")]
+    ran = {name for found in evidence for name in found.get("cuda_operators_run", ()) if found["environment"]["gpus"]}
+    for name in proven:
+        if name not in ran:
+            yield f"{library.name}: {name} is called proven, and no evidence of a GPU names it"
+
+
 def sizes(files: list[Path]) -> Iterator[str]:
     """Python files fit in a head."""
     for path in files:
@@ -85,7 +107,7 @@ def main(arguments: list[str]) -> int:
     files = tracked()
     found = [*stable_includes(files), *sizes(files), *rooms(), *machines(files)]
     for library in arguments:
-        found += undefined_symbols(Path(library))
+        found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]
     print("\n".join(found) or f"checks: {len(files)} files, {len(arguments)} libraries, no violation")
     return 1 if found else 0
 

@@ -12,24 +12,20 @@ from typing import Any
 
 __all__ = ["build_info"]
 
-# CUDA operators that no GPU has run yet; an operator leaves the list with evidence under perf/results.
-UNPROVEN_CUDA_OPS = (
-    "bag_weight_gradients",
-    "pack",
-    "pool_bags",
-    "step_bags",
-    "strided_gather",
-    "strided_scatter",
-    "unpack",
-)
+# CUDA operators that a GPU has run, each with evidence under perf/results; what is registered beside them is unproven.
+_PROVEN_CUDA_OPS: frozenset[str] = frozenset()
 
 
 def build_info() -> dict[str, Any]:
-    """Versions, architectures and flags of the built library; ``library`` is None in a pure-Python install."""
+    """Versions, architectures and flags of the built library; ``library`` is None in a pure-Python install.
+
+    ``unproven_cuda_ops`` is what torch's dispatcher has of ours for CUDA, less what a GPU has run.
+    """
     from fastimpl import ops
 
     library = ops.library_path()
-    info: dict[str, Any] = {"library": library.name if library else None, "unproven_cuda_ops": list(UNPROVEN_CUDA_OPS)}
+    unproven = sorted(set(ops.cuda_operators()) - _PROVEN_CUDA_OPS)
+    info: dict[str, Any] = {"library": library.name if library else None, "unproven_cuda_ops": unproven}
     for folder in (Path(p) for p in __path__):
         if (folder / "build_info.json").exists():
             info |= json.loads((folder / "build_info.json").read_text())

@@ -43,6 +43,7 @@ __all__ = [
     "bag_weight_gradients",
     "bucketize",
     "check_bag_ids",
+    "cuda_operators",
     "file_read",
     "gather_blocks",
     "library_path",
@@ -71,6 +72,15 @@ def library_path() -> Path | None:
 
     found = [Path(folder) / _LIBRARY for folder in fastimpl.__path__]
     return next((path for path in found if path.exists()), None)
+
+
+def cuda_operators() -> list[str]:
+    """Names of our operators that have a CUDA kernel; none in a build without CUDA."""
+    if not available():
+        return []
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("twinproof::")]
+    with_cuda = [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
+    return sorted(name.removeprefix("twinproof::").split(".")[0] for name in with_cuda)
 
 
 def _warn_if_untested() -> None:

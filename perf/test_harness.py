@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from perf.harness import cli
 from perf.harness.counters import Counters, peak_is_resettable
+from perf.harness.judge import Outcome, Result, Ruling
 from perf.harness.nvml import Gpu, GpuSample, Unavailable, open_gpu, throttled
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
 from perf.harness.roofline import measure_roofline
@@ -139,6 +141,25 @@ def test_a_gpu_is_read_and_closed() -> None:
     missing = open_gpu(1, library=library)
     assert missing == Unavailable("no device 1: no such device")
     assert library.open_count == 0
+
+
+def _outcome(result: Result) -> Outcome:
+    ruling = Ruling(result, "measured")
+    return Outcome("gate", "claim", "is faster", "shape", 1.0, result, "measured", ruling, ruling)
+
+
+@pytest.mark.parametrize(
+    ("results", "code"),
+    [
+        ([Result.PASS], 0),
+        ([Result.PASS, Result.UNDECIDED], 0),
+        ([Result.UNDECIDED, Result.UNDECIDED], 1),
+        ([Result.PASS, Result.FAIL], 1),
+        ([Result.IMPLAUSIBLE, Result.UNDECIDED], 1),
+    ],
+)
+def test_a_run_that_decided_nothing_is_not_green(results: list[Result], code: int) -> None:
+    assert cli._verdict([_outcome(result) for result in results]) == code
 
 
 def test_rooflines_are_rates(tmp_path: Path) -> None:

@@ -1,23 +1,27 @@
 """The machinery of the suite, independent of any component.
 
 What a test module needs stands here; the rest of the package serves the plugin and the command line. Importing it does
-not import torch, so that suites which merely have twinproof installed pay nothing.
+not import torch, and a name is imported when it is first asked for: the command line works without pytest.
 """
 
-from conformance.harness.compare import (
-    Mismatch,
-    assert_equal,
-    assert_le,
-    assert_same_bytes,
-    assert_same_tensor,
-    assert_same_tensors,
-)
-from conformance.harness.derived import assert_within_derived
-from conformance.harness.planted import PlantedBug, swap, wrap
-from conformance.harness.profiles import examples, run_machine
-from conformance.harness.raising import Raised, raises
-from conformance.harness.ranks import Rank, RankDied, RankError, RankPool, RankTimeout
-from conformance.harness.requirements import Requirement, RequirementError, collect_requirements, requirement
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conformance.harness.compare import (
+        Mismatch,
+        assert_equal,
+        assert_le,
+        assert_same_bytes,
+        assert_same_tensor,
+        assert_same_tensors,
+    )
+    from conformance.harness.derived import assert_within_derived
+    from conformance.harness.planted import PlantedBug, swap, wrap
+    from conformance.harness.profiles import examples, run_machine
+    from conformance.harness.raising import Raised, raises
+    from conformance.harness.ranks import Rank, RankDied, RankError, RankPool, RankTimeout
+    from conformance.harness.requirements import Requirement, RequirementError, collect_requirements, requirement
 
 __all__ = [
     "Mismatch",
@@ -44,3 +48,27 @@ __all__ = [
     "swap",
     "wrap",
 ]
+
+_HOMES = {
+    "compare": (
+        "Mismatch",
+        "assert_equal",
+        "assert_le",
+        "assert_same_bytes",
+        "assert_same_tensor",
+        "assert_same_tensors",
+    ),
+    "derived": ("assert_within_derived",),
+    "planted": ("PlantedBug", "swap", "wrap"),
+    "profiles": ("examples", "run_machine"),
+    "raising": ("Raised", "raises"),
+    "ranks": ("Rank", "RankDied", "RankError", "RankPool", "RankTimeout"),
+    "requirements": ("Requirement", "RequirementError", "collect_requirements", "requirement"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

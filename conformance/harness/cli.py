@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> 
     """Run pytest apart: it must see our modules before anything has imported them, to show what asserts compared."""
     with tempfile.TemporaryDirectory(prefix="twinproof-") as folder:
         path = arguments.report or Path(folder) / "report.json"
-        command = [sys.executable, "-c", _LAUNCH, *_plugin_arguments(), "--pyargs", *_targets(rest)]
+        command = [sys.executable, "-c", _LAUNCH, "-p", "conformance.harness.plugin", "--pyargs", *_targets(rest)]
         command += ["--twinproof-impl", arguments.impl, "--twinproof-report", str(path), *more, *rest]
         code = subprocess.run(command, check=False).returncode
         # 5 is pytest's "nothing was collected", which is for the report to judge.
@@ -134,11 +133,6 @@ def _judged(found: dict[str, Any]) -> bool:
 def _targets(rest: list[str]) -> list[str]:
     """The components, unless the caller named modules; the suite's own tests say nothing about an implementation."""
     return [] if any(word.startswith("conformance") for word in rest) else [f"conformance.{stem}" for stem in STEMS]
-
-
-def _plugin_arguments() -> list[str]:
-    installed = any(point.value == "conformance.harness.plugin" for point in entry_points(group="pytest11"))
-    return [] if installed else ["-p", "conformance.harness.plugin"]
 
 
 def _compare(arguments: argparse.Namespace, _: list[str]) -> int:

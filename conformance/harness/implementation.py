@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "twinproof.implementations"
 
 
 def resolve_name(name: str) -> str:
-    """The module behind ``--impl``: an importable module of that name, else what an entry point of that name points to.
+    """The module behind ``--twinproof-impl``: one of that name, else what an entry point of that name points to.
 
     Raises:
         pytest.UsageError: when there is neither, listing the registered names.
@@ -32,7 +32,7 @@ def resolve_name(name: str) -> str:
     if name in registered:
         return registered[name]
     known = ", ".join(sorted(registered)) or "none"
-    raise pytest.UsageError(f"--impl {name}: no module of that name; registered implementations: {known}")
+    raise pytest.UsageError(f"--twinproof-impl {name}: no module of that name; registered implementations: {known}")
 
 
 def _spec_exists(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""The pytest plugin: inert for every suite but ours, strict in ours.
+"""The pytest plugin: loaded where it is asked for (``-p conformance.harness.plugin``), strict in our suite, inert else.
 
-A test suite that merely has twinproof installed must not notice: no torch import, no clash of option names, no change
-of Hypothesis settings, no fixture that runs by itself. Whatever this module does, it does to tests that carry a
-requirement or ask for one of its fixtures.
+A test suite that merely has twinproof installed does not load it. One that does must not notice either: no torch
+import, no option without our name, no change of Hypothesis settings, no fixture that runs by itself. Whatever this
+module does, it does to tests that carry a requirement or ask for one of its fixtures.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import random
-import sys
-from argparse import ArgumentError
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,29 +28,13 @@ from conformance.harness.report import write_json
 from conformance.harness.suite import OPTIONS, SUITE, Suite, requirement_of_item
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_NAMES = ("twinproof", "conformance.harness.plugin")
 _GROUPS = pytest.StashKey[dict[str, Group]]()
 
 
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    # Installed, the entry point registers this module; from the tree, -p does. Both at once must not be an error.
-    registered = pluginmanager.get_name(sys.modules[__name__])
-    for name in _NAMES:
-        if name != registered:
-            pluginmanager.set_blocked(name)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(parser: pytest.Parser) -> None:
-    # Later than pytest_addoption, when all installed plugins have their options: a short name that one of them took
-    # (pytest-profiling has --profile) stays theirs, and ours is then reached by its long name only.
+def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("twinproof", "twinproof: conformance of an implementation")
     for name, attributes in OPTIONS.items():
-        long = f"--twinproof-{name}"
-        try:
-            group.addoption(long, f"--{name}", dest=f"twinproof_{name}", **attributes)
-        except (ValueError, ArgumentError):
-            group.addoption(long, dest=f"twinproof_{name}", **attributes)
+        group.addoption(f"--twinproof-{name}", dest=f"twinproof_{name}", **attributes)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -61,7 +61,7 @@ class Suite:
 
     @cached_property
     def deviations(self) -> tuple[Deviation, ...]:
-        """The entries of ``--ledger`` and of the adapter's own ledger; ``pytest.UsageError`` when one is malformed."""
+        """The entries of ``--twinproof-ledger`` and of the adapter's own; ``pytest.UsageError`` for a malformed one."""
         paths = [Path(name) for name in self.option("ledger") or []]
         try:
             return read_ledgers([*builtin_ledger(self.implementation), *paths])
@@ -88,15 +88,13 @@ class Suite:
         """One command that runs ``item`` again in the same way."""
         module = getattr(item, "module", None)
         name = getattr(module, "__name__", "")
-        words = ["pytest"]
-        if self.config.pluginmanager.get_plugin("twinproof") is None:
-            words += ["-p", "conformance.harness.plugin"]
+        words = ["pytest", "-p", "conformance.harness.plugin"]
         words += ["--pyargs", "::".join([name, *item.nodeid.split("::")[1:]])] if "." in name else [item.nodeid]
-        words += ["--impl", self.option("impl") or "fastimpl", "--profile", self.profile]
+        words += ["--twinproof-impl", self.option("impl") or "fastimpl", "--twinproof-profile", self.profile]
         if self.planted_mode != "none":
-            words += ["--planted", self.planted_mode]
+            words += ["--twinproof-planted", self.planted_mode]
         for path in self.option("ledger") or []:
-            words += ["--ledger", path]
+            words += ["--twinproof-ledger", path]
         if self.config.getoption("hypothesis_seed", None) is not None:
             words.append(f"--hypothesis-seed={self.seed}")
         return shlex.join(words)

@@ -6,6 +6,12 @@ from collections.abc import Callable
 from textwrap import dedent
 
 import pytest
+import torch.distributed.checkpoint
+
+from conformance import harness
+
+# A pytest inside of this one forgets what it imported; what was imported before it stays, and torch has to.
+_IMPORTED_FIRST = (torch, *(getattr(harness, name) for name in harness.__all__))
 
 _IMPLEMENTATION = '''
 class checkpoint:
@@ -48,7 +54,7 @@ def toy(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
         for name, text in files.items():
             (folder / f"{name}.py").write_text(dedent(text), encoding="utf-8")
         pytester.syspathinsert()
-        options = ("-p", "conformance.harness.plugin", "--impl", "toy.impl", "--profile", "ci")
+        options = ("-p", "conformance.harness.plugin", "--twinproof-impl", "toy.impl", "--twinproof-profile", "ci")
         return pytester.runpytest(*options, *arguments)
 
     return run

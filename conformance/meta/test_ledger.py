@@ -104,7 +104,7 @@ def test_kinds_change_outcomes(toy: Callable[..., pytest.RunResult], tmp_path: P
         _ENTRY.replace("001", "003").replace("xfail", "tolerance") + "factor = 3",
     ]
     ledger = _write(tmp_path / "l.toml", *entries)
-    result = toy(_TESTS, "--ledger", str(ledger), "-rsx")
+    result = toy(_TESTS, "--twinproof-ledger", str(ledger), "-rsx")
     result.assert_outcomes(passed=2, skipped=1, xfailed=1)
     result.stdout.fnmatch_lines(["*quarantine: adds one (#7, since 2026-01-31)*", "*xfail: adds one (#7*"])
 
@@ -112,7 +112,7 @@ def test_kinds_change_outcomes(toy: Callable[..., pytest.RunResult], tmp_path: P
 def test_an_xfail_that_passes_fails(toy: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
     # n = 0 doubles and triples to the same: that case passes by luck, and the entry has no scope that leaves it out.
     ledger = _write(tmp_path / "l.toml", _ENTRY)
-    result = toy(_TESTS, "--ledger", str(ledger), "-k", "double")
+    result = toy(_TESTS, "--twinproof-ledger", str(ledger), "-k", "double")
     result.assert_outcomes(failed=1, xfailed=1, deselected=2)
     result.stdout.fnmatch_lines(["*XPASS(strict)*"])
 
@@ -122,7 +122,7 @@ def test_an_entry_that_matches_nothing(
     toy: Callable[..., pytest.RunResult], tmp_path: Path, change: tuple[str, str]
 ) -> None:
     ledger = _write(tmp_path / "l.toml", _ENTRY.replace(*change))
-    result = toy(_TESTS, "--ledger", str(ledger))
+    result = toy(_TESTS, "--twinproof-ledger", str(ledger))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*deviation 1 (CKPT-0?[19]): matches no test*"])
 
@@ -153,13 +153,13 @@ def test_a_machine_that_is_expected_to_fail_ends_at_its_first_failure(
     toy: Callable[..., pytest.RunResult], pytester: pytest.Pytester, tmp_path: Path, expected: bool
 ) -> None:
     ledger = _write(tmp_path / "l.toml", *([_ENTRY] if expected else []))
-    result = toy(_MACHINE, "--ledger", str(ledger))
+    result = toy(_MACHINE, "--twinproof-ledger", str(ledger))
     result.assert_outcomes(**{"xfailed" if expected else "failed": 1})
     # Once to find it and once to report it; otherwise also to shrink it.
     assert (int((pytester.path / "failures").read_text()) <= 2) == expected
 
 
 def test_a_malformed_ledger_stops_the_run(toy: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
-    result = toy(_TESTS, "--ledger", str(_write(tmp_path / "l.toml", version="")))
+    result = toy(_TESTS, "--twinproof-ledger", str(_write(tmp_path / "l.toml", version="")))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*ledger: *version is None*"])

@@ -66,7 +66,7 @@ def test_killed(toy: Callable[..., pytest.RunResult]) -> None:
         _bug("on_a_rank", "CKPT-003", _around("add")),
         _bug("elsewhere", "CKPT-004", _around("add"), target="fastimpl"),
     )
-    result = toy(_TESTS, "--planted", "only", "-rA", planted=bugs)
+    result = toy(_TESTS, "--twinproof-planted", "only", "-rA", planted=bugs)
     result.assert_outcomes(passed=8, deselected=1)
     result.stdout.fnmatch_lines(
         [
@@ -76,7 +76,7 @@ def test_killed(toy: Callable[..., pytest.RunResult]) -> None:
             "PASSED *test_ranks[[]planted:on_a_rank]",
         ]
     )
-    result = toy(_TESTS, "--planted", "all", planted=bugs)
+    result = toy(_TESTS, "--twinproof-planted", "all", planted=bugs)
     result.assert_outcomes(passed=14)
     result = toy(_TESTS, planted=bugs)
     result.assert_outcomes(passed=6)
@@ -90,7 +90,7 @@ def test_survived_crashed_and_unplantable(toy: Callable[..., pytest.RunResult]) 
         _bug("crashes", "CKPT-004", _around("crash")),
         _bug("nowhere", "CKPT-004", "swap('toy.impl:checkpoint.absent', None)"),
     )
-    result = toy(_TESTS, "--planted", "only", planted=bugs)
+    result = toy(_TESTS, "--twinproof-planted", "only", planted=bugs)
     # The first two of three cases pass: the verdict over a parametrised requirement falls with its last case.
     result.assert_outcomes(passed=2, failed=5)
     result.stdout.fnmatch_lines_random(
@@ -144,7 +144,7 @@ def test_what_is_no_kill(toy: Callable[..., pytest.RunResult]) -> None:
     """
     names = ("hang", "die", "plain_assert", "fixture", "skipped")
     bugs = [_bug(name, f"CKPT-00{number}", _around("add")) for number, name in enumerate(names, 1)]
-    result = toy(tests, "--planted", "only", planted=_planted(*bugs))
+    result = toy(tests, "--twinproof-planted", "only", planted=_planted(*bugs))
     result.assert_outcomes(failed=3, errors=1, skipped=1)
     kinds = {"hang": "RankTimeout", "die": "RankDied", "plain_assert": "AssertionError", "fixture": "Mismatch"}
     lines = [f"no kill: {kind} instead of a comparison, with planted bug {name}" for name, kind in kinds.items()]

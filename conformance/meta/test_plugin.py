@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
     def test_small(impl, size):
         assert_equal(size < 100, True, where="size")
     """
-    result = toy(tests, "--profile", "ci")
+    result = toy(tests, "--twinproof-profile", "ci")
     result.assert_outcomes(failed=1)
     lines = [
         "*- twinproof -*",
@@ -73,7 +74,7 @@ def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
         "expected     True",
         "where        size",
         "*size=100,",
-        "reproduce    pytest -p * --pyargs toy.test_toy::test_small --impl toy.impl --profile ci",
+        "reproduce    pytest -p * --pyargs toy.test_toy::test_small --twinproof-impl toy.impl --twinproof-profile ci",
         "environment  toy.impl *; python *torch *",
     ]
     result.stdout.fnmatch_lines(lines)
@@ -82,7 +83,7 @@ def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
 def test_the_header_says_what_runs(toy: Callable[..., pytest.RunResult]) -> None:
     result = toy("@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass")
     result.stdout.fnmatch_lines(["twinproof: toy.impl *", "twinproof: profile ci, seed derandomised, *ledger empty"])
-    result = toy("@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass", "--profile=nightly")
+    result = toy("@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass", "--twinproof-profile=nightly")
     result.stdout.fnmatch_lines(["twinproof: profile nightly, seed [0-9]*"])
 
 
@@ -100,7 +101,7 @@ def test_profiles_scale_examples(toy: Callable[..., pytest.RunResult], profile: 
     def test_counted():
         print("examples:", len(calls))
     """
-    toy(tests, "--profile", profile, "-s").stdout.fnmatch_lines([f"*examples: {count}*"])
+    toy(tests, "--twinproof-profile", profile, "-s").stdout.fnmatch_lines([f"*examples: {count}*"])
 
 
 def test_one_test_per_id(toy: Callable[..., pytest.RunResult]) -> None:
@@ -117,9 +118,11 @@ def test_one_test_per_id(toy: Callable[..., pytest.RunResult]) -> None:
 
 
 def test_an_unknown_implementation_is_a_usage_error(toy: Callable[..., pytest.RunResult]) -> None:
-    result = toy("@requirement('KV-001', 'MUST')\ndef test_a(): pass", "--impl", "no.such.module")
+    result = toy("@requirement('KV-001', 'MUST')\ndef test_a(): pass", "--twinproof-impl", "no.such.module")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--impl no.such.module: no module of that name; registered implementations: *"])
+    result.stderr.fnmatch_lines(
+        ["*--twinproof-impl no.such.module: no module of that name; registered implementations: *"]
+    )
 
 
 def _pytest(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -149,26 +152,49 @@ def test_inert_for_everybody_else(pytester: pytest.Pytester) -> None:
     assert "twinproof" not in done.stdout
 
 
-def test_options_of_others_win_and_both_registrations_are_one(pytester: pytest.Pytester) -> None:
-    # An installation: the entry point, and another plugin that has taken --profile.
-    site = pytester.mkdir("site")
-    for name, target in (("twinproof", "conformance.harness.plugin"), ("profiling", "profiling_plugin")):
-        info = site / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(f"[pytest11]\n{name} = {target}\n", encoding="utf-8")
-    option = "def pytest_addoption(parser):\n    parser.addoption('--profile', action='store_true')\n"
-    (site / "profiling_plugin.py").write_text(option, encoding="utf-8")
+def test_not_loaded_by_an_installation(pytester: pytest.Pytester) -> None:
+    """Whoever has it installed and did not ask for it has neither its options nor its imports."""
+    registered = [point.value for point in entry_points(group="pytest11")]
+    assert not [value for value in registered if value.startswith("conformance")]
+    pytester.makepyfile(
+        test_theirs="""
+        import sys
+
+        def test_theirs(request):
+            assert not [name for name in sys.modules if name.startswith("conformance")]
+            assert request.config.getoption("--report") == "theirs"
+        """
+    )
+    options = ("impl", "report", "profile", "ledger", "planted")
+    lines = [f"    parser.addoption('--{name}', default='theirs')" for name in options]
+    pytester.makeconftest("def pytest_addoption(parser):\n" + "\n".join(lines))
+    done = _pytest(pytester.path)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_options_do_not_collide(pytester: pytest.Pytester) -> None:
+    """Every short name belongs to the host, also where the plugin is loaded."""
+    options = ("impl", "report", "profile", "ledger", "planted")
+    lines = [f"    parser.addoption('--{name}', default='theirs')" for name in options]
+    pytester.makeconftest("def pytest_addoption(parser):\n" + "\n".join(lines))
     pytester.makepyfile(
         test_it="""
         from conformance.harness import requirement
         @requirement("KV-001", "MUST")
         def test_it(request):
-            assert request.config.getoption("--profile") is True
+            assert request.config.getoption("--profile") == "mine"
             assert request.config.getoption("--twinproof-profile") == "dev"
         """
     )
-    arguments = ("--profile", "--twinproof-profile", "dev", "--impl", "refimpl")
-    for more in ((), ("-p", "conformance.harness.plugin"), ("-p", "twinproof")):
-        done = _pytest(pytester.path, *arguments, *more, path=site)
-        assert "1 passed" in done.stdout, done.stdout + done.stderr
+    arguments = ("--profile", "mine", "--twinproof-profile", "dev", "--twinproof-impl", "refimpl")
+    done = _pytest(pytester.path, "-p", "conformance.harness.plugin", *arguments)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_suite_says_what_it_misses(pytester: pytest.Pytester) -> None:
+    """Without the plugin the suite's tests have no fixtures: one sentence says so, not an error for each test."""
+    done = _pytest(pytester.path, "--pyargs", "conformance.offload.test_gradients")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "-p conformance.harness.plugin" in said
+    assert "twinproof verify" in said

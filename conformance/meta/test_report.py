@@ -43,7 +43,7 @@ PLANTED = (PlantedBug("wrong", "is wrong", ("CKPT-001",), "toy.impl",
 @pytest.fixture
 def report(toy: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> dict[str, Any]:
     path = pytester.path / "out" / "report.json"
-    toy(_TESTS, "--planted", "all", "--report", str(path), planted=_PLANTED)
+    toy(_TESTS, "--twinproof-planted", "all", "--twinproof-report", str(path), planted=_PLANTED)
     return read_json(path)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's CPU Adam behind our names, for ``step_device="cpu"``: ``--impl conformance.peers.deepspeed_offload``.
+"""DeepSpeed's CPU Adam behind our names: ``--twinproof-impl conformance.peers.deepspeed_offload``, steps on the CPU.
 
 Only the arithmetic is DeepSpeed's: the engine around it, which copies gradients down and weights up, is not part of
 the package's optimizer, so that parameters have to be where it steps. It compiles its operator when it is first made.

@@ -1,4 +1,4 @@
-"""Torch's own HF checkpoint behind our names: ``--impl conformance.peers.torch_checkpoint``.
+"""Torch's own HF checkpoint behind our names: ``--twinproof-impl conformance.peers.torch_checkpoint``.
 
 Adds what the contract has and upstream lacks a spelling for (``close``, ``strict``), and nothing that upstream cannot
 do: options it does not know stay a TypeError, and what it gets wrong stays wrong. Only options that say how to write,

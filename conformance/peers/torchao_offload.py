@@ -1,4 +1,4 @@
-"""torchao's ``CPUOffloadOptimizer`` behind our names: ``--impl conformance.peers.torchao_offload``.
+"""torchao's ``CPUOffloadOptimizer`` behind our names: ``--twinproof-impl conformance.peers.torchao_offload``.
 
 It makes an optimizer for each parameter of the host's copies. Without an accelerator its own code runs with streams
 that carry out at once and memory that is not pinned: its values are under test here, its order is not.

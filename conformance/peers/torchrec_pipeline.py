@@ -1,4 +1,4 @@
-"""torchrec and FBGEMM on the CPU behind our names: ``--impl conformance.peers.torchrec_pipeline``.
+"""torchrec and FBGEMM on the CPU behind our names: ``--twinproof-impl conformance.peers.torchrec_pipeline``.
 
 Adds what the contract has and upstream spells otherwise (dtypes, plans, one object for the optimizer), and nothing that
 upstream cannot do: what it gets wrong stays wrong. The component itself is in ``torchrec_component``, which is imported

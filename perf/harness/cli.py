@@ -17,6 +17,7 @@ from pathlib import Path
 from perf.harness.bench import Bench
 from perf.harness.comparison import compare_evidence
 from perf.harness.gates import read_gates
+from perf.harness.judge import Outcome, Result
 from perf.harness.results import collect, facts_of, machine_of, read_evidence, write_evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.table import gate_lines, workload_lines
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--form", choices=FORMS, help="which shapes (default: full)")
     parser.add_argument("--fs", type=Path, help="folder to write in (default: shared memory, else temporary files)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="keep every sample as evidence")
-    parser.add_argument("--gates", action="store_true", help="end with 1 when a gate failed")
+    parser.add_argument("--gates", action="store_true", help="end with 1 when a gate failed, or when none was decided")
     parser.add_argument("--only", nargs="+", metavar="GATE", help="gates to judge; only their shapes are measured")
     parser.add_argument(
         "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
@@ -122,7 +123,8 @@ def _bench(words: list[str]) -> int:
     failed = [outcome for outcome in outcomes if outcome.failed]
     duration_s = time.monotonic() - begun
     print("\n".join(["", *gate_lines(outcomes), ""]))
-    print(f"{len(outcomes)} gates, {len(failed)} failed, {duration_s:.0f} s")
+    undecided_count = sum(outcome.result is Result.UNDECIDED for outcome in outcomes)
+    print(f"{len(outcomes)} gates, {len(failed)} failed, {undecided_count} undecided, {duration_s:.0f} s")
     if arguments.json is not None:
         evidence = collect(
             implementation=arguments.impl,
@@ -136,7 +138,17 @@ def _bench(words: list[str]) -> int:
         )
         write_evidence(evidence, arguments.json)
         print(f"evidence: {arguments.json}")
-    return 1 if arguments.gates and failed else 0
+    return _verdict(outcomes) if arguments.gates else 0
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> int:
+    """0 where gates were decided and none failed; a run that decided nothing is as red as a gate that failed."""
+    if any(outcome.failed for outcome in outcomes):
+        return 1
+    if all(outcome.result is Result.UNDECIDED for outcome in outcomes):
+        print("no gate was decided; that proves nothing", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _show_schedules(arguments: argparse.Namespace, folder: Path) -> None:
