@@ -95,7 +95,8 @@ def available() -> bool:
     """Load the library once; False, with one warning, where it was not built."""
     path = library_path()
     if path is None:
-        warnings.warn("fastimpl has no built library (FASTIMPL_BUILD=none): the reference is used", stacklevel=2)
+        reason = "no compiler, or FASTIMPL_BUILD=none"
+        warnings.warn(f"fastimpl has no built library ({reason}): the reference is used", stacklevel=2)
         return False
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     _warn_if_untested()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from conformance.harness.faults import FaultServer, why_no_shim
 
 
 @pytest.fixture(scope="session")
-def server(impl: ModuleType) -> Iterator[FaultServer]:
-    """A fork server that has imported the implementation under test; skips by name where there is no compiler."""
+def server(impl: ModuleType, checkpoint: Any) -> Iterator[FaultServer]:
+    """A fork server that has imported the implementation; skips by name where it has none, or there is no compiler."""
+    del checkpoint  # Asked for so that an implementation without one skips.
     reason = why_no_shim()
     if reason is not None:
         pytest.skip(reason)

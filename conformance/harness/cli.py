@@ -28,6 +28,7 @@ _HOME = Path(__file__).resolve().parents[2]
 _PACKAGES = ("refimpl", "fastimpl", "conformance", "perf")
 # Our packages go before the current folder, so that a ./perf or ./conformance there cannot stand in for them.
 _LAUNCH = f"import sys; sys.path.insert(0, {str(_HOME)!r}); import pytest; sys.exit(pytest.main())"
+_NEED_TESTS = ("verify", "planted", "bench")
 _RAN = ("passed", "failed", "error", "xfailed")
 
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _check_packages()
+        if words[:1] and words[0] in _NEED_TESTS and not {"-h", "--help"} & set(words):
+            _check_tests()
     except ImportError as error:
         print(f"twinproof: {error}", file=sys.stderr)
         return 2
@@ -65,6 +68,12 @@ def _check_packages() -> None:
         if _HOME / name not in places[:1] or not (_HOME / name / "py.typed").is_file():
             got = ", ".join(map(str, places[:1])) or "nothing"
             raise ImportError(f"package {name} is shadowed: got {got}, expected {_HOME / name}; change the search path")
+
+
+def _check_tests() -> None:
+    absent = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ImportError(f"this command needs {' and '.join(absent)}: pip install 'twinproof[test]'")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -94,10 +94,10 @@ def component(implementation: str, stem: str) -> Component:
     return Component(implementation, stem, module)
 
 
-def capabilities(implementation: str, stem: str) -> frozenset[str] | None:
-    """The declared ``CAPABILITIES`` of a component, else of the whole implementation; None means all."""
+def capabilities(implementation: str, stem: str) -> frozenset[str]:
+    """The declared ``CAPABILITIES`` of a component, else of the whole implementation; what is not declared is lacked."""
     for holder in (_import_component(implementation, stem), importlib.import_module(implementation)):
         declared = getattr(holder, "CAPABILITIES", None)
         if declared is not None:
             return frozenset(declared)
-    return None
+    return frozenset()

@@ -100,7 +100,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     name = item.config.stash[SUITE].implementation
     declared = implementations.capabilities(name, requirement.stem)
-    absent = [need for need in requirement.needs if declared is not None and need not in declared]
+    absent = [need for need in requirement.needs if need not in declared]
     if absent:
         pytest.skip(f"implementation {name} lacks {', '.join(absent)}")
 

@@ -65,6 +65,36 @@ def test_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> N
     assert "usage: twinproof" in capsys.readouterr().err
 
 
+_WITHOUT_PYTEST = """
+import sys
+from importlib import util
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pytest", "_pytest", "hypothesis"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+find = util.find_spec
+util.find_spec = lambda name, *more: None if name in ("pytest", "hypothesis") else find(name, *more)
+from conformance.harness.cli import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["--help"], 0), (["info"], 0), (["verify", "--help"], 0), (["verify"], 2), (["bench"], 2), (["planted"], 2)],
+)
+def test_without_pytest(tmp_path: Path, words: list[str], code: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(_HOME)}
+    command = [sys.executable, "-c", _WITHOUT_PYTEST, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert code == 0 or "pip install 'twinproof[test]'" in done.stderr
+
+
 def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
 
