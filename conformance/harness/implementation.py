@@ -95,7 +95,7 @@ def component(implementation: str, stem: str) -> Component:
 
 
 def capabilities(implementation: str, stem: str) -> frozenset[str]:
-    """The declared ``CAPABILITIES`` of a component, else of the whole implementation; what is not declared is lacked."""
+    """The declared ``CAPABILITIES`` of a component, else of the implementation; what is not declared is lacked."""
     for holder in (_import_component(implementation, stem), importlib.import_module(implementation)):
         declared = getattr(holder, "CAPABILITIES", None)
         if declared is not None:
