@@ -39,7 +39,7 @@ def test_peers_train_as_the_kernels_do(peer_class: type[FbgemmBags | TorchBags],
     assert torch.equal(pooled, ours.pool(ids, offsets))
     before = tables.clone()
     peer.step(pooled, grad)
-    ours.step(ids, offsets, grad)
+    ours.step(ours.pool(ids, offsets), grad)
     for mine, theirs, was in zip(ours.tables, peer.tables, before, strict=True):
         # Sums of gradients are exact here; what follows rounds a few times, in another order of operations each.
         assert (mine - theirs).abs().max() <= 4 * torch.finfo(torch.float32).eps * (mine - was).abs().max()
@@ -61,6 +61,6 @@ def test_every_job_runs_on_a_small_shape(name: str, tmp_path: Path) -> None:
     no_group: Any = None
     rounds = JOBS[small.job](Rank(0, 1, no_group, "fastimpl"), small, str(tmp_path), 2, 0)
     torch.set_num_threads(threads)
-    expected = {who for who in small.contenders if who != "fbgemm" or installed()}
+    expected = {who for who in small.contenders if not who.startswith("fbgemm") or installed()}
     assert [set(found) for found in rounds] == [expected] * 2
     assert all(sample["seconds"] >= sample["forward_seconds"] > 0 for found in rounds for sample in found.values())

@@ -11,9 +11,11 @@ import pytest
 
 from perf.harness import cli
 from perf.harness.counters import Counters, peak_is_resettable
-from perf.harness.judge import Outcome, Result, Ruling
+from perf.harness.figures import figure_lines
+from perf.harness.judge import Machine, Outcome, Result, Ruling
 from perf.harness.nvml import Gpu, GpuSample, Unavailable, open_gpu, throttled
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
+from perf.harness.results import Evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.verdicts import Verdict, compare, interval_of
 from refimpl.errors import ConfigError
@@ -160,6 +162,25 @@ def _outcome(result: Result) -> Outcome:
 )
 def test_a_run_that_decided_nothing_is_not_green(results: list[Result], code: int) -> None:
     assert cli._verdict([_outcome(result) for result in results]) == code
+
+
+def _evidence(value: float, result: Result, form: str = "full") -> Evidence:
+    ruling = Ruling(result, "measured", value=value)
+    outcome = Outcome("gate", "claim", "is faster", "shape", 1.5, result, "measured", ruling, ruling)
+    facts = {"cpu": {"count": 2, "model": "Some"}}
+    return Evidence("fastimpl", form, 0, Machine(("cpu",), "tmpfs"), facts, {}, {}, [outcome.as_dict()])
+
+
+def test_a_figure_is_the_median_of_three_runs_and_names_its_machine() -> None:
+    runs = [
+        ("a", _evidence(1.0, Result.UNDECIDED)),
+        ("b", _evidence(2.0, Result.PASS)),
+        ("c", _evidence(9.0, Result.PASS)),
+    ]
+    lines = list(figure_lines([*runs, ("short", _evidence(100.0, Result.PASS, "short"))]))
+    assert lines[0] == "### 2 cores of Some, tmpfs"
+    assert lines[4] == "| `gate` | is faster | 2 [1, 9] | 1.5 | 3 | 2 pass, 1 undecided |"
+    assert "too few for a claim" in list(figure_lines(runs[:2]))[4]
 
 
 def test_rooflines_are_rates(tmp_path: Path) -> None:

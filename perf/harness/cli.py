@@ -1,5 +1,7 @@
 """``twinproof bench``: measure, print the table and the gates, keep the evidence; ``bench compare`` two of them.
 
+``bench figures`` makes the page of figures from the evidence of all runs, or says that the page is not what they give.
+
 ``compare`` ends with an error when something got worse: a comparison that always ends well decides nothing.
 """
 
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from perf.harness.bench import Bench
 from perf.harness.comparison import compare_evidence
+from perf.harness.figures import figure_lines, read_runs
 from perf.harness.gates import read_gates
 from perf.harness.judge import Outcome, Result
 from perf.harness.results import collect, facts_of, machine_of, read_evidence, write_evidence
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bench`` or ``bench compare``; 0: nothing is wrong, 1: a gate failed, 2: it could not be carried out."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _compare(words[1:]) if words[:1] == ["compare"] else _bench(words)
+        other = {"compare": _compare, "figures": _figures}.get(words[0]) if words else None
+        return _bench(words) if other is None else other(words[1:])
     except TwinproofError as error:
         print(f"twinproof bench: {error}", file=sys.stderr)
         return 2
@@ -52,8 +56,35 @@ def _compare(words: list[str]) -> int:
     return 1 if any(change.failed for change in changes) else 0
 
 
+_FIGURES = """# Figures
+
+Made by `twinproof bench figures` from the evidence under `perf/results`; edit nothing here. A figure is the median over
+the runs on one machine, with the least and the largest; a gate that fewer than three runs have judged claims
+nothing yet. Ratios say how many times as fast the subject is, unless the gate's sentence speaks of something else.
+
+"""
+
+
+def _figures(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="twinproof bench figures", description="Make the page of figures.")
+    parser.add_argument("results", type=Path, help="folder of evidence")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="write the page (default: print it)")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="end with 1 when this page says something else")
+    arguments = parser.parse_args(words)
+    page = _FIGURES + "\n".join(figure_lines(read_runs(arguments.results))) + "\n"
+    if arguments.check is not None:
+        is_same = arguments.check.exists() and arguments.check.read_text(encoding="utf-8") == page
+        print(f"{arguments.check}: {'as the evidence says' if is_same else 'not what the evidence says'}")
+        return 0 if is_same else 1
+    if arguments.into is None:
+        print(page, end="")
+    else:
+        arguments.into.write_text(page, encoding="utf-8")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
-    text = "Measure a component against its peers and judge its gates. Or: bench compare BEFORE AFTER."
+    text = "Measure a component against its peers and judge its gates. Or: bench compare BEFORE AFTER, figures FOLDER."
     parser = argparse.ArgumentParser(prog="twinproof bench", description=text)
     parser.add_argument("component", nargs="?", default=_COMPONENTS[0], choices=_COMPONENTS)
     parser.add_argument("--impl", default="fastimpl", help="module under test (default: fastimpl)")

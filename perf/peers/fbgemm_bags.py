@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fastimpl import ops
+
 __all__ = ["FbgemmBags", "installed"]
 
 _OPTIMIZERS = {"sgd": "EXACT_SGD", "adagrad": "EXACT_ADAGRAD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
@@ -23,10 +25,22 @@ def installed() -> bool:
     return importlib.util.find_spec("fbgemm_gpu") is not None
 
 
-class FbgemmBags:
-    """Tables with sum pooling, of which feature t looks up table t. Output is float32, rounding is to nearest."""
+def _move_to_huge_pages(tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        memory = torch.empty_like(tensor)
+        ops.advise_huge_pages(memory)
+        tensor.data = memory.copy_(tensor)
 
-    def __init__(self, tables: Sequence[torch.Tensor], optimizer: str, lr: float, eps: float) -> None:
+
+class FbgemmBags:
+    """Tables with sum pooling, of which feature t looks up table t. Output is float32, rounding is to nearest.
+
+    FBGEMM allocates its tables and states in small pages; ``has_huge_pages`` moves them to huge ones, as ours are.
+    """
+
+    def __init__(
+        self, tables: Sequence[torch.Tensor], optimizer: str, lr: float, eps: float, *, has_huge_pages: bool = True
+    ) -> None:
         with warnings.catch_warnings():
             # Its import warns about what this torch deprecates.
             warnings.simplefilter("ignore")
@@ -42,6 +56,9 @@ class FbgemmBags:
                 weights_precision=configs.SparseType.FP16 if half else configs.SparseType.FP32,
                 output_dtype=configs.SparseType.FP32,
             )
+        if has_huge_pages:
+            for name in ("weights_host", "momentum1_host"):
+                _move_to_huge_pages(getattr(self._bags, name))
         self.tables: list[torch.Tensor] = self._bags.split_embedding_weights()
         for mine, given in zip(self.tables, tables, strict=True):
             mine.copy_(given)

@@ -1,4 +1,4 @@
-"""Tables, states and batches that all contenders are given, and the steps of this project's kernels on them."""
+"""Tables, states and batches that all contenders are given, and this project's module on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from conformance.harness import Mismatch
 from fastimpl import ops
+from fastimpl.pipeline import EmbeddingBagConfig, FusedOptimizer, TableBatchedEmbeddingBags
 from refimpl.errors import ConfigError
 from refimpl.optimizers import Hyper, reduce_duplicates, update
 
@@ -64,40 +65,29 @@ def make_batch(plan: Plan, table_count: int, row_count: int, generator: torch.Ge
 
 
 class OurBags:
-    """This project's kernels, called as the fused module calls them."""
+    """This project's public module over given tables, which stay where they are."""
 
     def __init__(self, tables: torch.Tensor, optimizer: str) -> None:
-        self.tables = list(tables)
+        count, rows, dim = tables.shape
+        configs = [
+            EmbeddingBagConfig(
+                num_embeddings=rows, embedding_dim=dim, name=f"t{i}", feature_names=[f"f{i}"], data_type=tables.dtype
+            )
+            for i in range(count)
+        ]
+        chosen = FusedOptimizer(optimizer, lr=LR, eps=EPS)
+        self._module = TableBatchedEmbeddingBags(configs, optimizer=chosen, weights=list(tables))
         self._optimizer = optimizer
-        none = [torch.empty(0) for _ in self.tables]
-        widths = {"adagrad": tables.shape[2], "rowwise_adagrad": 1, "sgd": 0}
-        self._momentum1 = [_zeros(table.shape[0], widths[optimizer]) for table in self.tables]
-        self._momentum2 = none
-        self._features = list(range(len(self.tables)))
-        self._means = [False] * len(self.tables)
-        self._out = torch.empty(BAG_COUNT, tables.shape[0] * tables.shape[2])
+        self.tables = [self._module.weight(index) for index in range(count)]
 
     def pool(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Into the same memory each time."""
-        ops.pool_bags(self.tables, self._features, indices, offsets, None, self._means, self._out)
-        return self._out
+        """[B, columns], with a graph; offsets of all tables, feature-major, [T * B + 1]."""
+        pooled: torch.Tensor = self._module(indices, offsets)
+        return pooled
 
-    def step(self, indices: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor) -> None:
-        """Backward and update."""
-        ops.step_bags(
-            self.tables,
-            self._momentum1,
-            self._momentum2,
-            self._features,
-            indices,
-            offsets,
-            None,
-            self._means,
-            grad,
-            self._optimizer,
-            LR,
-            EPS,
-        )
+    def step(self, pooled: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward and update, which are one."""
+        pooled.backward(grad)  # type: ignore[no-untyped-call]
 
     def expect(self, indices: torch.Tensor, grad: torch.Tensor, pooling: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Some rows of the first table that the batch names, and what a step has to make of them."""
@@ -105,17 +95,10 @@ class OurBags:
         rows = torch.unique(first[:: first.numel() // _SAMPLED_ROWS])
         at = torch.isin(first, rows).nonzero()[:, 0]
         ids, sums = reduce_duplicates(first[at], grad[at // pooling, :dim])
-        state = self._momentum1[0]
-        states = {"momentum1": state[ids].reshape(ids.numel(), -1)} if state.numel() else {}
+        states = {name: state[ids].reshape(ids.numel(), -1) for name, state in self._module.states(0).items()}
         return ids, update(self._optimizer, self.tables[0][ids], sums, states, Hyper(LR, 1, EPS))[0]
 
     def check(self, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
         """The rows are those, to the bit. Raises Mismatch."""
         if not torch.equal(self.tables[0][expected[0]].view(torch.uint8), expected[1].view(torch.uint8)):
             raise Mismatch("a step made other rows than the formula")
-
-
-def _zeros(row_count: int, width: int) -> torch.Tensor:
-    state = torch.empty(row_count, width) if width > 1 else torch.empty(row_count * width)
-    ops.advise_huge_pages(state)
-    return state.zero_()

@@ -45,16 +45,18 @@ def measure_training(
 ) -> list[Round]:
     """``seconds`` of a whole step, ``forward_seconds`` of its pooling alone.
 
-    ``fbgemm`` and ``torch`` are peers; ``one-thread`` is ``ours`` on one thread; ``read`` reads the rows of the batch
-    from memory and does nothing with them. Every first pooling is compared with that of another contender, and some
-    rows of every step of ours with the formula.
+    Ours is the public module, as the peers are. ``fbgemm`` and ``torch`` are peers; FBGEMM's tables lie in huge pages,
+    as ours do, and in its own memory in ``fbgemm-plain``. ``one-thread`` is ``ours`` on one thread; ``read`` reads the
+    rows of the batch from memory and does nothing with them. Every first pooling is compared with that of another
+    contender, and some rows of every step of ours with the formula.
     """
     torch.set_num_threads(THREADS)
     tables = make_tables(workload.tensor_count, workload.shape, plan.dtype)
     batches = _Batches(plan, workload, torch.Generator().manual_seed(seed + 1))
     peers: dict[str, Any] = {}
-    if "fbgemm" in workload.contenders and installed():
-        peers["fbgemm"] = FbgemmBags(list(tables), plan.optimizer, LR, EPS)
+    for name, has_huge_pages in (("fbgemm", True), ("fbgemm-plain", False)):
+        if name in workload.contenders and installed():
+            peers[name] = FbgemmBags(list(tables), plan.optimizer, LR, EPS, has_huge_pages=has_huge_pages)
     if "torch" in workload.contenders:
         peers["torch"] = TorchBags(list(tables), plan.optimizer, LR, EPS)
     ours = OurBags(tables, plan.optimizer)
@@ -74,7 +76,7 @@ def _check_pooling(ours: OurBags, peers: dict[str, Any], batches: _Batches) -> N
     ids = batches.draw()
     expected = ours.pool(ids, batches.offsets)
     dim, some = ours.tables[0].shape[1], ids[: batches.plan.pooling]
-    if not torch.equal(expected[0, :dim], ours.tables[0][some].float().sum(0)):
+    if not torch.equal(expected.detach()[0, :dim], ours.tables[0][some].float().sum(0)):
         raise Mismatch("pooling is not the sum of the rows")
     for name, peer in peers.items():
         if not torch.equal(peer.pool(ids, batches.offsets), expected):
@@ -94,9 +96,9 @@ def _run_ours(ours: OurBags, batches: _Batches) -> Sample:
     ids = batches.draw()
     expected = ours.expect(ids, batches.grad, batches.plan.pooling)
     begun = time.perf_counter()
-    ours.pool(ids, batches.offsets)
+    found = ours.pool(ids, batches.offsets)
     pooled = time.perf_counter()
-    ours.step(ids, batches.offsets, batches.grad)
+    ours.step(found, batches.grad)
     ended = time.perf_counter()
     ours.check(expected)
     return {"seconds": ended - begun, "forward_seconds": pooled - begun}
