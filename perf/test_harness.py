@@ -183,6 +183,28 @@ def test_a_figure_is_the_median_of_three_runs_and_names_its_machine() -> None:
     assert "too few for a claim" in list(figure_lines(runs[:2]))[4]
 
 
+def test_throttled_rounds_are_dropped_and_measured_again() -> None:
+    library = _FakeNvml()
+    reasons = iter([0, 0, 0, 0, 0x4, 0, 0, 0, 0, 0, 0, 0])
+    library.nvmlDeviceGetCurrentClocksEventReasons = lambda _: next(reasons, 0)  # type: ignore[method-assign]
+    calls: list[int] = []
+
+    def run() -> Sample:
+        calls.append(len(calls))
+        return {"seconds": float(len(calls))}
+
+    with open_gpu(library=library) as gpu:
+        assert isinstance(gpu, Gpu)
+        rounds = interleave({"ours": run}, round_count=3, seed=0, gpu=gpu)
+    # The warm-up, one round that counts, one that is dropped, two that count.
+    assert [found["ours"]["seconds"] for found in rounds] == [2.0, 4.0, 5.0]
+    assert rounds[0]["ours"]["nvml_used_bytes"] == 3 << 30
+    assert rounds[0]["ours"].keys() >= {"pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"}
+    library.nvmlDeviceGetCurrentClocksEventReasons = lambda _: 0x40  # type: ignore[method-assign]
+    with open_gpu(library=library) as gpu:
+        assert interleave({"ours": run}, round_count=3, seed=0, gpu=gpu) == []
+
+
 def test_rooflines_are_rates(tmp_path: Path) -> None:
     found = measure_roofline(tmp_path, size_bytes=1 << 20, round_count=1)
     assert all(rate > 0 for rate in found.as_dict().values())

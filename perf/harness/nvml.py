@@ -25,9 +25,15 @@ _THROTTLE_BITS = {
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Why there is nothing to read."""
+    """Why there is nothing to read; entered and left as a GPU is."""
 
     reason: str
+
+    def __enter__(self) -> Unavailable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to close."""
 
 
 @dataclass(frozen=True)

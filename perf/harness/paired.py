@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from perf.harness.nvml import Gpu, Unavailable, throttled
 from refimpl.errors import ConfigError
 
 __all__ = ["Round", "Sample", "interleave", "merge_ranks", "ratios", "seconds_of"]
@@ -28,6 +29,7 @@ _BY_MAXIMUM = (
     "rss_growth_bytes",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
+    "nvml_used_bytes",
     "open_fd_count",
     "thread_count",
 )
@@ -45,7 +47,12 @@ def seconds_of(function: Callable[[], Any]) -> Callable[[], Sample]:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], Sample]], *, round_count: int, seed: int, warm_up: bool = True
+    contenders: Mapping[str, Callable[[], Sample]],
+    *,
+    round_count: int,
+    seed: int,
+    warm_up: bool = True,
+    gpu: Gpu | Unavailable | None = None,
 ) -> list[Round]:
     """Run every contender once per round, in an order drawn per round.
 
@@ -56,21 +63,45 @@ def interleave(
         round_count: rounds that count.
         seed: of the order.
         warm_up: run one more round first and forget it.
+        gpu: read around every run. Its memory and PCIe rates are counts of the sample, and a round in which its clock
+            was held down by power or heat is dropped, and measured once more at the end: at most ``round_count`` times.
+            For jobs of one rank, since ranks would have to agree on it.
     """
     if not contenders or round_count < 1:
         raise ConfigError("nothing to measure", got=f"{len(contenders)} contenders, {round_count} rounds")
     order = random.Random(seed)
     names = list(contenders)
+    watched = gpu if isinstance(gpu, Gpu) else None
     rounds: list[Round] = []
-    for _ in range(round_count + warm_up):
+    for number in range(2 * round_count + warm_up):
         order.shuffle(names)
         found: Round = {}
+        is_throttled = False
         for name in names:
             # Garbage of one contender must not be collected on another's time.
             gc.collect()
-            found[name] = contenders[name]()
-        rounds.append({name: found[name] for name in contenders})
-    return rounds[int(warm_up) :]
+            found[name], reasons = _watched(contenders[name], watched)
+            is_throttled |= bool(reasons)
+        if number >= warm_up and not is_throttled:
+            rounds.append({name: found[name] for name in contenders})
+        if len(rounds) == round_count:
+            break
+    return rounds
+
+
+def _watched(run: Callable[[], Sample], gpu: Gpu | None) -> tuple[Sample, tuple[str, ...]]:
+    """One sample, with what the GPU did around it; and why its clock was held down."""
+    if gpu is None:
+        return run(), ()
+    before = gpu.sample()
+    sample = run()
+    after = gpu.sample()
+    counts = {
+        "nvml_used_bytes": float(after.memory_used_bytes),
+        "pcie_tx_bytes_per_s": float(after.pcie_tx_bytes_per_s),
+        "pcie_rx_bytes_per_s": float(after.pcie_rx_bytes_per_s),
+    }
+    return {**sample, **counts}, throttled([before, after])
 
 
 def merge_ranks(by_rank: Sequence[Sequence[Round]]) -> list[Round]:

@@ -14,6 +14,7 @@ import torch
 
 from conformance.harness import Mismatch, Rank
 from fastimpl.streams import CudaEngine
+from perf.harness.nvml import open_gpu
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.peers.torchao_offload import torchao_steps
@@ -82,7 +83,8 @@ def timed(engine: Any, job: Callable[[], Any]) -> Sample:
 def _run(engine: Any, workload: Workload, jobs: dict[str, Any], round_count: int, seed: int) -> list[Round]:
     # A peer that is not installed has no job.
     runs = {who: partial(timed, engine, jobs[who]) for who in workload.contenders if who in jobs}
-    return interleave(runs, round_count=round_count, seed=seed)
+    with open_gpu() as gpu:
+        return interleave(runs, round_count=round_count, seed=seed, gpu=gpu)
 
 
 class _Copies:

@@ -20,6 +20,7 @@ from fastimpl import pipeline
 from fastimpl.pipeline.overlap import OverlapReport, overlap_report
 from fastimpl.pipeline.recording import CudaClock, HostClock, Recorder
 from fastimpl.streams import CudaEngine, InlineEngine
+from perf.harness.nvml import open_gpu
 from perf.harness.paired import Round, interleave
 from perf.harness.workloads import Workload
 from perf.pipeline.devices import reason_against_gpu
@@ -97,7 +98,9 @@ def schedules(device: str, config: Config, workload: Workload, round_count: int,
     if dense < config.share_min * report.step_s:
         raise Mismatch("another config", got=dense / report.step_s, expected=f">= {config.share_min} of a step")
     names = [name for name in workload.contenders if name in CONTENDERS or name in CONTROLS]
-    taken = interleave({name: partial(turns.take, name) for name in names}, round_count=round_count, seed=seed)
+    with open_gpu() as gpu:
+        runs = {name: partial(turns.take, name) for name in names}
+        taken = interleave(runs, round_count=round_count, seed=seed, gpu=gpu)
     joint_s = _joint_bytes(sizes, model, config) / _copy_rate(device)
     on_default = report.serial_s - sum(_duration(report, stage) for stage in ("batch_copy", "input_dist"))
     fixed = {
