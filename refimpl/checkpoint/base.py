@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from refimpl.checkpoint.arrange import Arrangement, arrange, check_local_plan
@@ -21,12 +22,13 @@ from refimpl.checkpoint.options import WriterOptions
 from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
 from refimpl.checkpoint.replicas import checksums, compare_checksums
+from refimpl.checkpoint.staging import staged
 from refimpl.errors import ConfigError, PlanError
 
 __all__ = ["WriterBase"]
 
 
-class WriterBase(StorageWriter):
+class WriterBase(StorageWriter, AsyncStager):
     """Constructor and planning of ``HuggingFaceStorageWriter``; see the subclasses.
 
     Args:
@@ -129,6 +131,21 @@ class WriterBase(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot travel to the process of an async save; that process makes its own.
         return {**self.__dict__, "group": None, "_owns_group": False}
+
+    # What ``stage`` gives is complete when it returns.
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What ``dcp.async_save`` writes: tensors copied to the CPU, a row store's rows as those of one moment.
+
+        Rows stay in their store and are read while the save writes them; an async save in a process gets them by
+        pickling, once in memory. See ``refimpl.checkpoint.staging``.
+        """
+        result: dict[str, Any] = staged(state_dict)
+        return result
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

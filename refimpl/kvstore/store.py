@@ -257,6 +257,7 @@ class KVStore(_DictSource, KVStoreBase):
         with self._lock:
             self._table(self.tables[0])
             taken = Snapshot(self)
+            taken._steps = dict(self._steps)
             self._snapshots.add(taken)
             return taken
 

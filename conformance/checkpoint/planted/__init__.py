@@ -13,13 +13,14 @@ from conformance.checkpoint.planted import (
     publication,
     reading,
     reference,
+    staging,
     surroundings,
     writing,
 )
 
 _MODULES = (
     *(data, writing, layout, naming, files, loading, reading, hostile),
-    *(publication, crashes, failures, keeping, surroundings, reference),
+    *(publication, crashes, failures, keeping, surroundings, reference, staging),
 )
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 

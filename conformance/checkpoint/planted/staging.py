@@ -1,0 +1,44 @@
+"""Faults in what an asynchronous save copies before training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.checkpoint.planted.making import both
+from conformance.harness import swap, wrap
+
+
+def _storages(original: Any, value: Any, memo: Any) -> Any:
+    """As torch's stager does: the storage is copied, and what stands beside it is forgotten."""
+    if type(value) is torch.Tensor and (value.is_conj() or value.is_neg()):
+        value = torch._conj(value) if value.is_conj() else torch._neg_view(value)
+    return original(value, memo)
+
+
+def _filled(original: Any, value: Any, memo: Any) -> Any:
+    """As torch's stager does: what has no memory becomes memory."""
+    return torch.zeros(value.shape) if value.is_meta else original(value, memo)
+
+
+PLANTED = (
+    both(
+        "staged_by_reference",
+        "An asynchronous save reads the training's own tensors.",
+        ("CKPT-420", "CKPT-422", "CKPT-083"),
+        swap("refimpl.checkpoint.base:staged", lambda state: state),
+    ),
+    both(
+        "staged_by_storage",
+        "An asynchronous save forgets that a tensor is conjugated or negated.",
+        ("CKPT-422",),
+        wrap("refimpl.checkpoint.staging:_copied", _storages),
+    ),
+    both(
+        "meta_staged_as_memory",
+        "A meta tensor is staged as memory that nobody filled.",
+        ("CKPT-423",),
+        wrap("refimpl.checkpoint.staging:_copied", _filled),
+    ),
+)

@@ -1,0 +1,84 @@
+"""Faults of rows that are in no memory, of copies of them, and of the optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import swap, wrap
+from conformance.kvstore.planted.planting import shared
+
+
+def _allowed(*_: Any) -> None:
+    return None
+
+
+def _still_the_store(original: Any, view: Any, dtype: Any = None) -> Any:
+    return original(view, dtype) if view.source.read_only else view._moved_to(view.source)
+
+
+def _but_metadata(original: Any, view: Any, start: int, rows: Any) -> None:
+    if view.view_name != "metadata":
+        original(view, start, rows)
+
+
+def _no_steps(original: Any, *arguments: Any) -> Any:
+    return original(*arguments[:-1], {})
+
+
+def _zero_steps(original: Any, saved: Any, *arguments: Any, **options: Any) -> None:
+    original(saved, *arguments, **options)
+    saved.steps = {table: saved.steps.get(table, 0) for table in saved.tables}
+
+
+def _other_rows_stay(original: Any, store: Any, state: Any, **options: Any) -> Any:
+    return original(store, state, **options | {"clear": False})
+
+
+def _a_snapshot_each(original: Any, view: Any, memo: Any) -> Any:
+    return original(view, {})
+
+
+PLANTED = (
+    shared(
+        "lazy_rows_take_any_operation",
+        "Unfilled memory and writes in place are granted by rows that have no memory, as torch's stager was.",
+        ("KV-150", "CKPT-420"),
+        swap("refimpl.kvstore.lazy:_check_operation", _allowed),
+    ),
+    shared(
+        "copy_is_the_store",
+        "A copy of a view still reads the store.",
+        ("KV-151", "CKPT-421"),
+        wrap("refimpl.kvstore.views:KVTensor.in_memory", _still_the_store),
+    ),
+    shared(
+        "metadata_not_loaded",
+        "dcp.load passes over timestamps and counts, whose view is read-only.",
+        ("KV-152",),
+        wrap("refimpl.kvstore.views:KVTensor.accept", _but_metadata),
+    ),
+    shared(
+        "step_in_no_file",
+        "The optimizer's step is in no file, and Adam begins again.",
+        ("KV-140",),
+        wrap("refimpl.kvstore.files:content_metadata", _no_steps),
+    ),
+    shared(
+        "old_files_reset_the_step",
+        "A file that tells no step sets it to zero.",
+        ("KV-141",),
+        wrap("refimpl.kvstore.saved:SavedRows.__init__", _zero_steps),
+    ),
+    shared(
+        "module_keeps_other_rows",
+        "A module that was loaded keeps rows that the state dict does not have.",
+        ("KV-142",),
+        wrap("refimpl.kvstore.base:KVStoreBase.load_state_dict", _other_rows_stay),
+    ),
+    shared(
+        "snapshot_for_each_view",
+        "Each view of a state dict is staged at a moment of its own.",
+        ("KV-143",),
+        wrap("refimpl.kvstore.views:KVTensor.staged", _a_snapshot_each),
+    ),
+)
