@@ -14,10 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from conformance.checkpoint.states import MAKERS, Made, agreed
-from conformance.harness import Rank, assert_equal, requirement
+from conformance.checkpoint.support import load, save
+from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.harness.raising import errors_inside
 from refimpl.errors import TwinproofError
 
@@ -156,3 +165,51 @@ def test_copies(checkpoint: Any, rank_pool: Any) -> None:
             refused = {"torch.save": ("live rows",), "clone": ("tables",)}.get(way, ())
             _check(outcomes, {state: "refused" if state in refused else "right" for state in MAKERS})
         assert_equal(set(found), {"deepcopy", "torch.save", "clone"}, where="ways")
+
+
+def _offloaded(offload: Any) -> tuple[torch.nn.Linear, torch.optim.Optimizer, Any]:
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, offload.OptimizerStateOffloader(optimizer, step_device="cpu")
+
+
+def _step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(3, 6) * factor).square().sum().backward()
+    optimizer.step()
+
+
+@requirement(
+    "CKPT-424",
+    "get_optimizer_state_dict of an offloaded optimizer, nested or flattened, saved as tensors and given to "
+    "set_optimizer_state_dict, MUST let training go on bit for bit.",
+)
+@pytest.mark.parametrize("flat", [False, True])
+def test_optimizer_state(checkpoint: Any, offload: Any, tmp_path: Path, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer, offloader = _offloaded(offload)
+    for factor in (1.0, 2.0):
+        _step(model, optimizer, factor)
+    saved: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    tensors, names = flatten_state_dict(saved)
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    save(checkpoint, tensors, tmp_path / "ck", durable=False)
+    for factor in (3.0, 4.0):
+        _step(model, optimizer, factor)
+    other_model, other_optimizer, other_offloader = _offloaded(offload)
+    _step(other_model, other_optimizer, -9.0)
+    targets = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    load(checkpoint, targets, tmp_path / "ck")
+    for name, value in targets.items():
+        set_element(saved, names[name], value)
+    set_model_state_dict(other_model, saved["model"])
+    set_optimizer_state_dict(other_model, other_optimizer, saved["optimizer"], options=options)
+    for factor in (3.0, 4.0):
+        _step(other_model, other_optimizer, factor)
+    offloader.settle()
+    other_offloader.settle()
+    assert_same_tensor(other_model.weight.detach(), model.weight.detach(), where="weight after two more steps")

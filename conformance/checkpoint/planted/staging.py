@@ -22,7 +22,21 @@ def _filled(original: Any, value: Any, memo: Any) -> Any:
     return torch.zeros(value.shape) if value.is_meta else original(value, memo)
 
 
+def _same_target(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    """What is loaded goes to a copy of the target when that is an optimizer's."""
+    return [
+        (item, target.clone() if "exp_avg" in item.dest_index.fqn else target)
+        for item, target in original(reader, plan, planner)
+    ]
+
+
 PLANTED = (
+    both(
+        "optimizer_not_loaded",
+        "Tensors of an optimizer are read into memory that nobody looks at.",
+        ("CKPT-424",),
+        wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _same_target),
+    ),
     both(
         "staged_by_reference",
         "An asynchronous save reads the training's own tensors.",
