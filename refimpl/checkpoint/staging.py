@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 __all__ = ["Stageable", "staged"]
@@ -61,14 +62,28 @@ def _identity(value: torch.Tensor) -> Any:
     return (value.data_ptr(), tuple(value.shape), value.stride(), flags) if value.data_ptr() else id(value)
 
 
+def _own_names(cls: type) -> set[str]:
+    return {name for each in cls.__mro__ if each not in torch.Tensor.__mro__ for name in vars(each)}
+
+
+def _attributes_copied(value: torch.Tensor) -> torch.Tensor:
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged_dict: Any = stager.stage({"value": value})
+        result: torch.Tensor = staged_dict["value"]
+        return result
+    finally:
+        stager.close()
+
+
 def _copied(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if isinstance(value, Stageable):
         return value.staged(memo)
     if isinstance(value, ShardedTensor):
         return copy.deepcopy(value) if value.device.type == "cpu" else value.cpu()
     if hasattr(value, "__create_write_items__") and not isinstance(value, DTensor):
-        # A tensor that plans its own save knows how to copy itself, too, or says that it cannot.
-        return copy.deepcopy(value)
+        # A tensor that plans its own save knows how to copy itself, or keeps what it plans in attributes.
+        return copy.deepcopy(value) if "__deepcopy__" in _own_names(type(value)) else _attributes_copied(value)
     if value.is_meta or value.layout is not torch.strided or value.is_quantized:
         return value
     return value.detach().to("cpu", copy=True)

@@ -87,15 +87,23 @@ class KVStoreBase(RowStore):
         self.moments = Moments()
         self._steps = {}
         self._listeners: tuple[Callable[[str], None], ...] = ()
+        self._step_listeners: tuple[Callable[[str], None], ...] = ()
         self._open()
 
-    def add_listener(self, listener: Callable[[str], None]) -> None:
-        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread."""
-        self._listeners = (*self._listeners, listener)
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
+
+        With ``steps`` after every ``apply_gradients`` instead.
+        """
+        if steps:
+            self._step_listeners = (*self._step_listeners, listener)
+        else:
+            self._listeners = (*self._listeners, listener)
 
     def remove_listener(self, listener: Callable[[str], None]) -> None:
         """Undo ``add_listener``; one that is not there is passed over."""
         self._listeners = tuple(known for known in self._listeners if known != listener)
+        self._step_listeners = tuple(known for known in self._step_listeners if known != listener)
 
     def _written(self, table: str) -> None:
         for listener in self._listeners:
@@ -206,6 +214,8 @@ class KVStoreBase(RowStore):
         self._update(table, checked, values.to(torch.float32), hyper, self._now())
         self._steps[table] = step
         self._written(table)
+        for listener in self._step_listeners:
+            listener(table)
 
     def set_step_count(self, table: str, step: int) -> None:
         """Say which step the table's last one was, as when training is resumed. Raises ConfigError."""

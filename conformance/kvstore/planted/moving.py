@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from conformance.harness import swap, wrap
-from conformance.kvstore.planted.planting import shared
+from conformance.kvstore.planted.planting import reference, shared
 
 
 def _allowed(*_: Any) -> None:
@@ -38,7 +39,48 @@ def _a_snapshot_each(original: Any, view: Any, memo: Any) -> Any:
     return original(view, {})
 
 
+def _any_step(original: Any, evictor: Any, table: str) -> None:
+    evictor._step_count = 0
+    evictor._trigger_steps, kept = 1, evictor._trigger_steps
+    try:
+        original(evictor, table)
+    finally:
+        evictor._trigger_steps = kept
+
+
+def _whole_kibibytes(original: Any, evictor: Any) -> bool:
+    """As upstream, which compares whole gigabytes."""
+    evictor._trigger_bytes, kept = (evictor._trigger_bytes or 0) // 1024 * 1024, evictor._trigger_bytes
+    try:
+        return bool(original(evictor))
+    finally:
+        evictor._trigger_bytes = kept
+
+
+def _by_numpy(rows: Any) -> list[bytes]:
+    importlib.import_module("numpy")
+    return [row.numpy().tobytes() for row in rows]
+
+
 PLANTED = (
+    shared(
+        "round_after_every_step",
+        "The background evictor runs a round after every step of training.",
+        ("KV-154",),
+        wrap("refimpl.kvstore.background:BackgroundEvictor._stepped", _any_step),
+    ),
+    shared(
+        "memory_in_whole_units",
+        "The memory that triggers a round is rounded down to whole units.",
+        ("KV-155",),
+        wrap("refimpl.kvstore.background:BackgroundEvictor._has_many_bytes", _whole_kibibytes),
+    ),
+    reference(
+        "rows_by_numpy",
+        "The rows of the reference pass through numpy, which need not be installed.",
+        ("KV-153",),
+        swap("refimpl.kvstore.store:_split", _by_numpy),
+    ),
     shared(
         "lazy_rows_take_any_operation",
         "Unfilled memory and writes in place are granted by rows that have no memory, as torch's stager was.",
