@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 from conformance.harness import swap, wrap
 from conformance.kvstore.planted.planting import reference, shared
 
@@ -62,7 +64,32 @@ def _by_numpy(rows: Any) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows]
 
 
+def _local_keys(original: Any, wrapper: Any, ids: Any) -> Any:
+    rows = original(wrapper, ids)
+    if rows.dtype == torch.uint8 and rows.numel():
+        rows[:, :8] = (ids + wrapper._row_offset).reshape(-1, 1).view(torch.uint8)
+    return rows
+
+
+def _unchecked_keys(original: Any, wrapper: Any, weights: Any, ids: Any) -> Any:
+    if weights.dtype == torch.uint8 and weights.shape[0] == ids.numel():
+        weights = torch.cat([ids.reshape(-1, 1).view(torch.uint8), weights[:, 8:]], dim=1)
+    return original(wrapper, weights, ids)
+
+
 PLANTED = (
+    shared(
+        "wrapper_shows_local_keys",
+        "Whole rows that a wrapper reads keep the store's own key, as upstream's did until resharding broke.",
+        ("KV-156",),
+        wrap("refimpl.kvstore.wrapper:KVTensorWrapper.get_weights_by_ids", _local_keys),
+    ),
+    shared(
+        "wrapper_replaces_keys",
+        "A wrapper replaces the keys of rows that are written by the ids, as upstream's does.",
+        ("KV-157",),
+        wrap("refimpl.kvstore.wrapper:KVTensorWrapper.set_weights_and_ids", _unchecked_keys),
+    ),
     shared(
         "round_after_every_step",
         "The background evictor runs a round after every step of training.",
