@@ -111,7 +111,12 @@ def test_refusals(kvstore: Any) -> None:
     rows, before = whole.narrow(0, 0, 4), contents(store)
     with raises(CorruptionError, where="keys that are not the ids"):
         whole.set_range(0, 0, 4, rows.flip(0).contiguous())
-    for act in (lambda: whole.narrow(1, 0, 1), lambda: whole.narrow(0, 3, 2), lambda: whole.set_range(0, 0, 3, rows)):
+    acts: list[Any] = [
+        lambda: whole.narrow(1, 0, 1),
+        lambda: whole.narrow(0, 3, 2),
+        lambda: whole.set_range(0, 0, 3, rows),
+    ]
+    for act in acts:
         with raises(ShapeError, where="ranges and shapes"):
             act()
     with raises(UnsupportedError, where="pickled"):
