@@ -19,6 +19,7 @@ __all__ = [
     "FormatError",
     "IdRangeError",
     "MissingKeyError",
+    "NoDataError",
     "OffloadConflictError",
     "PipelineError",
     "PlanError",
@@ -27,6 +28,7 @@ __all__ = [
     "StorageError",
     "StoreClosedError",
     "TwinproofError",
+    "UnstorableError",
     "UnsupportedError",
     "VersionError",
 ]
@@ -68,6 +70,14 @@ class PlanError(TwinproofError, ValueError):
 
 class UnsupportedError(TwinproofError, TypeError):
     """A value that the format cannot hold: a non-tensor leaf, a dtype without a safetensors name, a meta tensor."""
+
+
+class UnstorableError(UnsupportedError, ValueError):
+    """A value that no safetensors file can hold; that library says ValueError."""
+
+
+class NoDataError(UnstorableError, RuntimeError):
+    """A tensor on the meta device, which has no data to store; the safetensors library says RuntimeError."""
 
 
 class FormatError(TwinproofError, ValueError):

@@ -68,6 +68,15 @@ class ShardedRows:
         """The store's."""
         return self._store.layout(table)
 
+    def step_count(self, table: str) -> int:
+        """The store's: every rank takes every step."""
+        count: int = self._store.step_count(table)
+        return count
+
+    def set_step_count(self, table: str, step: int) -> None:
+        """The store's."""
+        self._store.set_step_count(table, step)
+
     def begin(self, samples: torch.Tensor) -> None:
         """The numbers of this rank's samples, among all ranks', until the next call; each has equally many ids."""
         self._samples = samples

@@ -55,10 +55,11 @@ def torn_files(path: Path) -> dict[str, Any]:
         "no metadata": rewritten(lambda copy: copy.pop("__metadata__")),
         "no version": rewritten(lambda copy: copy["__metadata__"].pop("kvstore.version")),
         "version zero": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.version": "0"})),
-        "newer version": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.version": "4"})),
+        "newer version": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.version": "5"})),
         "no JSON": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.content": "{"})),
         "another kind": rewritten(content("kind", "half")),
         "moments that are no names": rewritten(content("moments", [1])),
+        "steps that are no numbers": rewritten(content("steps", {"a": -1})),
         "bases that are no names": rewritten(content("bases", {"a": 5})),
         "no layouts": rewritten(content("layouts", {})),
         "too many buckets": rewritten(content("buckets", [7, "interleave", None])),
@@ -190,7 +191,7 @@ def test_schema(kvstore: Any, tmp_path: Path) -> None:
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     metadata = header.pop("__metadata__")
-    assert_equal(metadata["kvstore.version"], "3", where="version")
+    assert_equal(metadata["kvstore.version"], "4", where="version")
     shapes = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
     assert_equal(shapes, {"t.rows": ("U8", [6, 32]), "t.ids": ("I64", [6]), "t.bucket_counts": ("I64", [3])})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -27,15 +27,15 @@ class HuggingFaceStorageReader(ReaderBase):
     Takes the arguments of ``refimpl.checkpoint.HuggingFaceStorageReader``.
 
     Attributes:
-        stats: seconds, bytes and calls of this rank's last load.
         choose_copies: how bytes go to a device; pinned double buffers for CUDA.
     """
 
     choose_copies: ChooseCopies = staticmethod(copies_for_device)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.stats = LoadStats()
+    @cached_property
+    def stats(self) -> LoadStats:
+        """Seconds, bytes and calls of this rank's last load; zeros before the first."""
+        return LoadStats()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill every target in place; nothing is written before all targets were checked."""

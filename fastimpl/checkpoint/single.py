@@ -10,12 +10,16 @@ from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.readio import ReadJob, run_jobs
 from refimpl.checkpoint.files import local_path
 from refimpl.checkpoint.parse import read_header
+from refimpl.checkpoint.single import check_backend
 
 __all__ = ["load_file"]
 
 
-def load_file(filename: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+def load_file(
+    filename: str | os.PathLike[str], device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
     """See ``refimpl.checkpoint.load_file``. Tensors of other devices are filled through pinned buffers."""
+    check_backend(backend)
     path = os.fspath(local_path(filename, "filename"))
     header = read_header(path)
     result: dict[str, torch.Tensor] = {}

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,17 @@ class HuggingFaceStorageWriter(WriterBase):
     Takes the arguments of ``refimpl.checkpoint.HuggingFaceStorageWriter``.
 
     Attributes:
-        stats: seconds by phase, bytes and calls of this rank's last save.
         choose_copies: how bytes come from a device; pinned double buffers for CUDA.
     """
 
     choose_copies: ChooseCopies = staticmethod(copies_for_device)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.stats = SaveStats()
-        self._held: list[bytes] = []
+    _held: Sequence[bytes] = ()
+
+    @cached_property
+    def stats(self) -> SaveStats:
+        """Of the last save; zeros before the first."""
+        return SaveStats()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Besides the checks, say which chunks this rank holds: torch's dedup keeps each on one plan only."""

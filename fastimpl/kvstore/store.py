@@ -78,8 +78,9 @@ class _NativeSource(TrackedSource):
 class Snapshot(_NativeSource, SnapshotBase):
     """One moment of every table of a store."""
 
-    def __init__(self, options: StoreOptions, handle: KVHandle) -> None:
+    def __init__(self, options: StoreOptions, handle: KVHandle, steps: dict[str, int]) -> None:
         self._hold(options, handle)
+        self._steps = steps
 
 
 class KVStore(_NativeSource, KVStoreBase):
@@ -131,7 +132,7 @@ class KVStore(_NativeSource, KVStoreBase):
         if taken is None:
             check_status(-1, "snapshot")
         assert taken is not None
-        return Snapshot(self.options, taken)
+        return Snapshot(self.options, taken, dict(self._steps))
 
     def reserve(self, table: str, row_count: int) -> None:
         self.layout(table)

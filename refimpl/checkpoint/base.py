@@ -11,22 +11,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from refimpl.checkpoint.arrange import Arrangement, arrange, check_local_plan
-from refimpl.checkpoint.files import build_index, local_path
+from refimpl.checkpoint.files import INDEX_NAME, build_index, local_path
 from refimpl.checkpoint.options import WriterOptions
 from refimpl.checkpoint.outcome import raise_first
 from refimpl.checkpoint.publish import Staging
 from refimpl.checkpoint.replicas import checksums, compare_checksums
+from refimpl.checkpoint.staging import staged
 from refimpl.errors import ConfigError, PlanError
 
 __all__ = ["WriterBase"]
 
 
-class WriterBase(StorageWriter):
+class WriterBase(StorageWriter, AsyncStager):
     """Constructor and planning of ``HuggingFaceStorageWriter``; see the subclasses.
 
     Args:
@@ -130,6 +133,21 @@ class WriterBase(StorageWriter):
         # A process group cannot travel to the process of an async save; that process makes its own.
         return {**self.__dict__, "group": None, "_owns_group": False}
 
+    # What ``stage`` gives is complete when it returns.
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What ``dcp.async_save`` writes: tensors copied to the CPU, a row store's rows as those of one moment.
+
+        Rows stay in their store and are read while the save writes them; an async save in a process gets them by
+        pickling, once in memory. See ``refimpl.checkpoint.staging``.
+        """
+        result: dict[str, Any] = staged(state_dict)
+        return result
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer can save there: any local path."""
@@ -143,6 +161,48 @@ class WriterBase(StorageWriter):
     def checkpoint_id(self) -> Path:
         """The folder."""
         return self.path
+
+    # Public names of torch's writer, for what inspects one.
+
+    @property
+    def fs(self) -> FileSystem:
+        """Torch's view of local files; every path of this writer is one."""
+        return FileSystem()
+
+    @property
+    def metadata_path(self) -> str:
+        """Name of the index."""
+        return INDEX_NAME
+
+    @property
+    def fqn_to_index_mapping(self) -> dict[str, int] | None:
+        """As given."""
+        return None if self.options.mapping is None else dict(self.options.mapping)
+
+    @property
+    def save_distributed(self) -> bool:
+        """As given."""
+        return self.options.save_distributed
+
+    @property
+    def enable_consolidation(self) -> bool:
+        """As given."""
+        return self.options.enable_consolidation
+
+    @property
+    def consolidated_output_path(self) -> str | None:
+        """Where final files appear; None when shards are written."""
+        return None if self.options.writes_shards else str(self.path)
+
+    @property
+    def thread_count(self) -> int:
+        """As given."""
+        return self.options.thread_count
+
+    @property
+    def overwrite(self) -> bool:
+        """As given."""
+        return self.options.overwrite
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start another save, at ``checkpoint_id`` where given."""
@@ -191,7 +251,11 @@ class WriterBase(StorageWriter):
         if self.arrangement is None:
             plans = getattr(planner, "global_plan", None)
             if plans is None:
-                raise PlanError("a planner that caches plans must expose its global_plan", got=type(planner).__name__)
+                raise PlanError(
+                    "there is no global plan to write",
+                    got=f"no call of prepare_global_plan, and no global_plan of {type(planner).__name__}",
+                    expected="dcp.save, or a planner that caches plans and keeps its global_plan",
+                )
             self.arrangement = arrange(plans, self.options)
         return self.arrangement
 
@@ -222,6 +286,8 @@ class WriterBase(StorageWriter):
         except Exception as error:
             outcome = error
         outcomes = self.gather(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
         raise_first([found if isinstance(found, Exception) else None for found in outcomes])
         compare_checksums(outcomes)
 
@@ -251,8 +317,8 @@ class WriterBase(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and show the checkpoint at one instant; the coordinator only."""
-        assert self.arrangement is not None
-        assert self.staging is not None
+        if self.arrangement is None or self.staging is None:
+            raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
         indexed = not self.options.single_file and not self.options.writes_shards
         index = build_index(self.arrangement.weight_map, self.arrangement.total_size_bytes) if indexed else None
         try:

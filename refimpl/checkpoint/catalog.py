@@ -6,23 +6,28 @@ Prevents answers from stale or missing files: facts/checkpoint.md D7-D10, D20, p
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
 from refimpl.checkpoint.files import INDEX_NAME, SUFFIX, read_index
+from refimpl.checkpoint.layout import torch_dtype
 from refimpl.checkpoint.parse import Header, HeaderCache, read_header
 from refimpl.checkpoint.pause import collector_paused
 from refimpl.checkpoint.sharding import SHARDING_KEY, parse_sharding
 from refimpl.checkpoint.tiling import Box, check_tiling, is_simple_tiling
 from refimpl.errors import CorruptionError
 
-__all__ = ["Catalog", "Chunk", "TensorRecord", "read_catalog"]
+__all__ = ["Catalog", "Chunk", "StoredChunk", "TensorRecord", "read_catalog"]
 
 
 class Chunk(NamedTuple):
@@ -47,18 +52,56 @@ class TensorRecord:
     chunks: list[Chunk]
 
 
-@dataclass
-class Catalog:
-    """All tensors of a checkpoint folder or file, the user metadata, and the files in reading order."""
+@dataclass(frozen=True)
+class StoredChunk:
+    """Where a chunk lies: file, bytes [offset, offset + length) of it, the chunk's shape and dtype (None: F6)."""
+
+    relative_path: str
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+@dataclass(eq=False)
+class Catalog(Mapping[MetadataIndex, StoredChunk]):
+    """All tensors of a checkpoint folder or file, the user metadata, and the files in reading order.
+
+    As a mapping it is what DCP calls storage data: the chunks by tensor name and offsets.
+    """
 
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     headers: dict[str, Header] = field(default_factory=dict)
 
+    def __getitem__(self, index: MetadataIndex) -> StoredChunk:
+        record = self.tensors.get(index.fqn)
+        for chunk in record.chunks if record is not None else ():
+            if record is not None and chunk.offsets == tuple(index.offset or (0,) * len(record.shape)):
+                return _stored(chunk, record.dtype)
+        raise KeyError(index)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for name, record in self.tensors.items():
+            for chunk in record.chunks:
+                yield MetadataIndex(name, chunk.offsets)
+
+    def __len__(self) -> int:
+        return sum(len(record.chunks) for record in self.tensors.values())
+
+    def __bool__(self) -> bool:
+        return True
+
     def where(self, name: str) -> str:
         """Place of a tensor, for messages."""
         chunks = self.tensors[name].chunks
         return f"{chunks[0].file if chunks else '?'}: tensor {name!r}"
+
+
+def _stored(chunk: Chunk, dtype: str) -> StoredChunk:
+    found = torch_dtype(dtype)
+    length = 0 if found is None else math.prod(chunk.sizes) * found.itemsize
+    return StoredChunk(chunk.file, chunk.begin, length, chunk.sizes, found)
 
 
 def _list_files(path: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from refimpl.errors import UnsupportedError
+from refimpl.errors import NoDataError, UnstorableError
 
 __all__ = ["as_bits", "buffer_of", "check_storable"]
 
@@ -14,10 +14,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_storable(tensor: torch.Tensor, where: str) -> None:
-    """Raise UnsupportedError for a tensor without plain memory: meta, sparse, quantized."""
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    """Raise UnstorableError for a tensor without plain memory: meta (NoDataError), sparse, quantized."""
+    if tensor.is_meta:
+        raise NoDataError("a meta tensor has no data to store", got=list(tensor.shape), where=where)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         got = f"{tensor.device.type} tensor, layout {tensor.layout}"
-        raise UnsupportedError(
+        raise UnstorableError(
             "a tensor without dense memory cannot be stored", got=got, expected="strided", where=where
         )
 

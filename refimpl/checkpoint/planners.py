@@ -91,14 +91,35 @@ def _part(tensor: DTensor, offset: torch.Size | None) -> torch.Tensor:
 
 
 class HuggingFaceSavePlanner(DefaultSavePlanner):
-    """DefaultSavePlanner that also saves shards made of several disjoint blocks (packed QKV or expert weights)."""
+    """DefaultSavePlanner that also saves shards made of several disjoint blocks (packed QKV or expert weights).
 
-    def __init__(self, **options: Any) -> None:
-        if options.get("enable_plan_caching"):
+    Args:
+        flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank: as there.
+        dedup_replicated_tensors, enable_plan_caching: only their defaults.
+
+    Raises:
+        ConfigError: what this planner does not do.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        if enable_plan_caching:
             raise ConfigError(
                 "this planner does not cache plans", got=True, expected=False, where="enable_plan_caching"
             )
-        super().__init__(**options)
+        if dedup_replicated_tensors is not None:
+            # Torch takes it, warns, and does nothing with it.
+            got, expected = dedup_replicated_tensors, "dedup_save_to_lowest_rank"
+            raise ConfigError(
+                "replicas are always stored once", got=got, expected=expected, where="dedup_replicated_tensors"
+            )
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, None, dedup_save_to_lowest_rank)
 
     def create_local_plan(self) -> SavePlan:
         """One write item per block of a packed shard; everything else as torch plans it."""
@@ -126,20 +147,32 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
     """DefaultLoadPlanner that checks every name and shape before anything is read.
 
     Args:
-        strict: raise on names that the checkpoint lacks; else leave those targets untouched.
+        flatten_state_dict, flatten_sharded_tensors: as there.
+        allow_partial_load: leave targets untouched whose names the checkpoint lacks; else raise.
+        strict: the same, the other way round; None follows ``allow_partial_load``.
 
     Attributes:
         missing_keys: names in the target that the checkpoint lacks.
         unexpected_keys: names in the checkpoint that the target lacks; logged as one warning.
 
     Raises:
+        ConfigError: ``strict`` together with ``allow_partial_load``.
         MissingKeyError: all missing names at once, with ``strict``.
         PlanError: shapes that differ, all at once.
     """
 
-    def __init__(self, strict: bool = True, **options: Any) -> None:
-        super().__init__(allow_partial_load=not strict, **options)
-        self.strict = strict
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict: bool | None = None,
+    ) -> None:
+        if strict and allow_partial_load:
+            raise ConfigError("a strict load is no partial one", got="both", expected="one", where="allow_partial_load")
+        self.strict = not allow_partial_load if strict is None else strict
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, not self.strict)
         self.missing_keys: list[str] = []
         self.unexpected_keys: list[str] = []
 

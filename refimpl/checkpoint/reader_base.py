@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -46,6 +47,19 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
         return self._made[index]
 
 
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read; any look at it raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__({})
+        self.error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data") and "error" in vars(self):
+            raise self.error
+        return super().__getattribute__(name)
+
+
 class ReaderBase(StorageReader):
     """Constructor, metadata and checks of ``HuggingFaceStorageReader``; see the subclasses.
 
@@ -73,14 +87,38 @@ class ReaderBase(StorageReader):
         """The folder or file."""
         return self.path
 
+    @property
+    def fs(self) -> FileSystem:
+        """Torch's view of local files; every path of this reader is one."""
+        return FileSystem()
+
+    @property
+    def storage_data(self) -> Catalog:
+        """What was found, as a mapping of stored chunks; see ``Catalog``."""
+        return self.catalog
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start another load, from ``checkpoint_id`` where given."""
         self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, "checkpoint_id")
         self.load_id = uuid.uuid4().hex
         self.catalog = Catalog()
 
-    def read_metadata(self) -> Metadata:
-        """Read every header that the checkpoint consists of. Raises FormatError, CorruptionError, FileNotFoundError."""
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read every header that the checkpoint consists of.
+
+        Raises:
+            FormatError, CorruptionError, FileNotFoundError. ``dcp.load`` keeps an error of this call as text alone, and
+            asks again for one rank's metadata (``rank=``); what it gets then raises the error itself, with all that it
+            carries, where the load is set up: inside ``CheckpointException.failures`` of that rank.
+        """
+        if "rank" in kwargs:
+            try:
+                return self._read_metadata()
+            except Exception as error:
+                return UnreadMetadata(error)
+        return self._read_metadata()
+
+    def _read_metadata(self) -> Metadata:
         self.catalog = read_catalog(self.path)
         tensors: dict[str, Any] = {}
         for name, record in self.catalog.tensors.items():
@@ -93,7 +131,9 @@ class ReaderBase(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the catalog that read_metadata made."""
+        """Take the catalog that read_metadata made. Raises what kept it from making one."""
+        if isinstance(metadata, UnreadMetadata):
+            raise metadata.error
         self.catalog = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -131,6 +171,9 @@ class ReaderBase(StorageReader):
         result, wrong = [], {}
         for item in plan.items:
             name = item.storage_index.fqn
+            if name not in self.catalog.tensors:
+                expected = "a name of read_metadata, whose result set_up_storage_reader takes"
+                raise MissingKeyError("not in the checkpoint", got=name, expected=expected, where=str(self.path))
             target = planner.resolve_tensor(item).detach()
             stored = torch_dtype(self.catalog.tensors[name].dtype)
             if stored is None or target.is_meta:

@@ -13,9 +13,12 @@ from refimpl.checkpoint.layout import FileLayout, lay_out
 from refimpl.checkpoint.memory import as_bits, buffer_of, check_storable
 from refimpl.checkpoint.parse import read_header
 from refimpl.checkpoint.publish import fsync_path, storage_error
-from refimpl.errors import UnsupportedError
+from refimpl.errors import ConfigError, UnstorableError
 
-__all__ = ["layout_of", "load_file", "save_file", "write_tensors"]
+__all__ = ["check_backend", "layout_of", "load_file", "save_file", "write_tensors"]
+
+
+BACKENDS = ("mmap", "pread")
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:
@@ -27,7 +30,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     """The layout of a file with these tensors. Raises UnsupportedError, ConfigError."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedError("safetensors holds tensors only", got=type(tensor).__name__, where=repr(name))
+            raise UnstorableError("safetensors holds tensors only", got=type(tensor).__name__, where=repr(name))
         check_storable(tensor, name)
     return lay_out([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata)
 
@@ -74,12 +77,27 @@ def save_file(
     write_tensors(path, tensors, layout_of(tensors, metadata), durable=True)
 
 
-def load_file(filename: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+def check_backend(backend: str) -> None:
+    """Demand a way of reading that the safetensors library knows. Raises ConfigError."""
+    if backend not in BACKENDS:
+        raise ConfigError("not a backend", got=backend, expected=BACKENDS, where="backend")
+
+
+def load_file(
+    filename: str | os.PathLike[str], device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
     """Read every tensor of one file, in the order of the data.
 
+    Args:
+        filename: the file.
+        device: where the tensors are to be.
+        backend: "mmap" or "pread", as that library takes them. Bytes are read into memory of the tensors' own either
+            way: no tensor depends on a file that somebody may cut short.
+
     Raises:
-        FormatError: a malformed file. UnsupportedError: F6. FileNotFoundError.
+        FormatError: a malformed file. UnsupportedError: F6. ConfigError: another backend. FileNotFoundError.
     """
+    check_backend(backend)
     path = os.fspath(local_path(filename, "filename"))
     header = read_header(path)
     result: dict[str, torch.Tensor] = {}

@@ -42,6 +42,8 @@ class HuggingFaceStorageWriter(WriterBase):
         except Exception as error:
             failure = error
         gathered = self.gather((parts, failure))
+        if failure is not None:
+            raise failure
         raise_first([failed for _, failed in gathered])
         folder = self.begin_staging()
         if arrangement is not None:

@@ -14,6 +14,7 @@ from refimpl.kvstore.planners import KVLoadPlanner
 from refimpl.kvstore.saved import SavedRows
 from refimpl.kvstore.store import KVStore
 from refimpl.kvstore.views import KVTensor
+from refimpl.kvstore.wrapper import KVTensorWrapper
 
 # What the suite may ask beyond the contract: the reference is one lock around a dictionary.
 CAPABILITIES: frozenset[str] = frozenset()
@@ -30,6 +31,7 @@ __all__ = [
     "KVLoadPlanner",
     "KVStore",
     "KVTensor",
+    "KVTensorWrapper",
     "LoadReport",
     "RowLayout",
     "SaveReport",

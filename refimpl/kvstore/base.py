@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from refimpl.errors import ConfigError, ShapeError
+from refimpl.errors import ConfigError, ShapeError, UnsupportedError
 from refimpl.kvstore.buckets import Buckets
 from refimpl.kvstore.checks import check_count, check_ids, check_matrix, check_rows
 from refimpl.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions
@@ -85,16 +85,25 @@ class KVStoreBase(RowStore):
         self.return_whole_row = False
         self.set_return_whole_row(return_whole_row)
         self.moments = Moments()
+        self._steps = {}
         self._listeners: tuple[Callable[[str], None], ...] = ()
+        self._step_listeners: tuple[Callable[[str], None], ...] = ()
         self._open()
 
-    def add_listener(self, listener: Callable[[str], None]) -> None:
-        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread."""
-        self._listeners = (*self._listeners, listener)
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
+
+        With ``steps`` after every ``apply_gradients`` instead.
+        """
+        if steps:
+            self._step_listeners = (*self._step_listeners, listener)
+        else:
+            self._listeners = (*self._listeners, listener)
 
     def remove_listener(self, listener: Callable[[str], None]) -> None:
         """Undo ``add_listener``; one that is not there is passed over."""
         self._listeners = tuple(known for known in self._listeners if known != listener)
+        self._step_listeners = tuple(known for known in self._step_listeners if known != listener)
 
     def _written(self, table: str) -> None:
         for listener in self._listeners:
@@ -203,7 +212,17 @@ class KVStoreBase(RowStore):
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads")
         hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
         self._update(table, checked, values.to(torch.float32), hyper, self._now())
+        self._steps[table] = step
         self._written(table)
+        for listener in self._step_listeners:
+            listener(table)
+
+    def set_step_count(self, table: str, step: int) -> None:
+        """Say which step the table's last one was, as when training is resumed. Raises ConfigError."""
+        self.layout(table)
+        if type(step) is not int or step < 0:
+            raise ConfigError("not a number of steps", got=step, expected="an int >= 0", where=table)
+        self._steps[table] = step
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; returns how many there were. Missing ids are passed over."""
@@ -240,39 +259,50 @@ class KVStoreBase(RowStore):
         process_group: Any = None,
         snapshot: bool = True,
         chunk_rows: int | None = None,
+        tables: tuple[str, ...] | None = None,
     ) -> dict[str, Any]:
         """Lazy tensors for torch's distributed checkpoint, of one moment; their ids in bucket order, then ascending.
 
         Per table: ``{table}.weight`` (whole rows uint8 [N, row_bytes] with ``return_whole_row``, else [N, D]),
         ``{table}.weight_id`` int64 [N, 1], ``{table}.bucket`` int64 [B, 1] row counts, ``{table}.metadata`` int64
-        [N, 1], and a view per optimizer state in the row, read-only with ``return_whole_row``. Global sizes and
-        offsets over all ranks are exchanged here, once, before any save plan is made.
+        [N, 1], and a view per optimizer state in the row, read-only with ``return_whole_row``; where rows have an
+        optimizer, ``{table}.step`` int64 [1], a plain tensor. Global sizes and offsets over all ranks, and the furthest
+        step, are exchanged here, once, before any save plan is made.
 
         Args:
             buckets: how ids fall into buckets; None is one bucket. Ranks own contiguous ranges (``rank_buckets``).
             process_group: None is the default group, or this process alone.
             snapshot: views of a snapshot, which lives as long as they do; else of the store itself, writable.
             chunk_rows: rows of a chunk handed to the checkpoint, at most; None is 16 MiB worth.
+            tables: only these; None is all of this store.
 
         Raises:
             ConfigError: an id outside this rank's buckets, on every rank.
         """
         chosen = Buckets() if buckets is None else buckets
-        return state_dict(self, buckets=chosen, process_group=process_group, snapshot=snapshot, chunk_rows=chunk_rows)
+        names = self.tables if tables is None else tables
+        return state_dict(self, names, chosen, process_group, snapshot=snapshot, chunk_rows=chunk_rows)
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, weights_only: bool = False, tables: tuple[str, ...] | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        weights_only: bool = False,
+        tables: tuple[str, ...] | None = None,
+        clear: bool = False,
     ) -> dict[str, int]:
         """Replace the listed ids' rows by those of a state dict, in either form; other rows stay.
 
         Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
         weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
-        nearest even. Everything is checked before the first row is written.
+        nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
+        first row is written.
 
         Args:
             state: as from ``state_dict``, lazy or plain tensors, on the CPU.
             weights_only: leave every optimizer state at zero; needed when the state dict's optimizer is another.
             tables: only these; None is all of this store.
+            clear: other rows of these tables go.
 
         Returns:
             Rows loaded, by table.
@@ -282,7 +312,12 @@ class KVStoreBase(RowStore):
             ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
             states or metadata. CapacityError: more rows than a table may hold.
         """
-        return load_state_dict(self, state, weights_only=weights_only, tables=tables)
+        return load_state_dict(self, state, weights_only=weights_only, tables=tables, clear=clear)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()"
+        )
 
     def __enter__(self) -> KVStoreBase:
         return self

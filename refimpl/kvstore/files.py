@@ -23,7 +23,7 @@ from refimpl.kvstore.base import KVStoreBase
 from refimpl.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket
 from refimpl.kvstore.convert import check_convertible, convert_rows
 from refimpl.kvstore.lazy import LazyRows, dense_rows
-from refimpl.kvstore.moments import Part, check_base, named, note_load, part_of
+from refimpl.kvstore.moments import Named, Part, check_base, named, note_load, part_of
 from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.saved import SavedRows, content_metadata
 from refimpl.kvstore.state import gathered, place_rows, rank_and_world
@@ -115,12 +115,13 @@ def save_with(
     started = time.perf_counter()
     with store.snapshot() as source:
         mark = source.mark()
-        state, counts, deleted, moments, bases = _planned(
+        state, counts, deleted, named_parts = _planned(
             store, source, chosen, since, form, process_group, chunk_rows, sort_ids
         )
         planned = time.perf_counter()
         kind = "full" if since is None else "delta"
-        metadata = content_metadata(store.options.rows, chosen, kind, form, moments, bases)
+        moments, bases, steps = named_parts
+        metadata = content_metadata(store.options.rows, chosen, kind, form, moments, bases, steps)
         metadata |= writer_options.pop("metadata", None) or {}
         with writer_class(path, metadata=metadata, **writer_options) as writer, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -140,7 +141,7 @@ def _planned(
     process_group: Any,
     chunk_rows: int | None,
     sort_ids: Any,
-) -> tuple[dict[str, Any], dict[str, int], dict[str, int], dict[str, str], dict[str, tuple[str, ...]]]:
+) -> tuple[dict[str, Any], dict[str, int], dict[str, int], Named]:
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -176,7 +177,7 @@ def _planned(
         state |= rows
     row_counts = {table: ids.shape[0] for table, (ids, _) in sorted_ids.items()}
     deleted_counts = {table: deleted[table].numel() if deleted else 0 for table in store.tables}
-    return state, row_counts, deleted_counts, *named(store, by_rank, since)
+    return state, row_counts, deleted_counts, named(store, by_rank, since)
 
 
 class Waiting(Protocol):
@@ -210,9 +211,9 @@ def load(
     A delta replaces its rows and removes its deleted ids. It loads only into tables whose last load was its base: the
     full save or delta whose mark it was given as ``since``. One that names no base (its store was at that mark neither
     saved nor loaded, or the format is older) loads anywhere: apply such deltas in the order in which they were saved.
-    Timestamps and counts come from the file. The world may have another size than the one that saved. Every row is
-    checked before the first is written; values of other dtypes are rounded to nearest even. In a table with a capacity
-    the load is one batch: rows that it does not list make room for it.
+    Timestamps, counts and the optimizer's step come from the file. The world may have another size than the one that
+    saved. Every row is checked before the first is written; values of other dtypes are rounded to nearest even. In a
+    table with a capacity the load is one batch: rows that it does not list make room for it.
 
     Args:
         store: the store; it must have the same tables, or a part of them named by ``tables``.
@@ -306,6 +307,8 @@ def load_with(
             else:
                 counts[table] = _apply(store, saved, table, begin, end, chunk_rows, weights_only)
         note_load(store, saved, names, counts, mark, weights_only)
+        for table in names if not weights_only else ():
+            store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
     return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
 
 

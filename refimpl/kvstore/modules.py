@@ -6,12 +6,14 @@ Prevents gradients that a store never sees and optimizers that run twice: there 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from refimpl.errors import ConfigError, ShapeError
+from refimpl.errors import ConfigError, ShapeError, UnsupportedError
 from refimpl.kvstore.base import KVStoreBase
+from refimpl.kvstore.buckets import Buckets
 from refimpl.kvstore.checks import check_ids
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag"]
@@ -40,9 +42,9 @@ class _Rows(torch.nn.Module):
         store: with ``optimizer_in_row`` and an optimizer for the table.
         table: needed when the store has several.
         lr, eps, beta1, beta2: see ``refimpl.optimizers``; ``lr`` may be changed between steps.
-
-    Attributes:
-        step_count: backward passes so far; Adam's step. Set it when training is resumed.
+        buckets, process_group: how rows are dealt to ranks, see ``KVStore.state_dict``, which ``state_dict()`` of the
+            module is, for this table: ``weight``, ``weight_id``, ``step`` and so on, behind the module's name. Every
+            rank of the group calls it. ``load_state_dict`` leaves the table with the rows of the state dict alone.
 
     Raises:
         ConfigError: a table without an optimizer in its row.
@@ -57,6 +59,8 @@ class _Rows(torch.nn.Module):
         eps: float = 1e-8,
         beta1: float = 0.9,
         beta2: float = 0.999,
+        buckets: Buckets | None = None,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         if table is None and len(store.tables) > 1:
@@ -65,7 +69,7 @@ class _Rows(torch.nn.Module):
         if store.layout(self.table).optimizer == "none":
             raise ConfigError("the rows of this table have no optimizer", where=self.table)
         self.lr, self.eps, self.beta1, self.beta2 = lr, eps, beta1, beta2
-        self.step_count = 0
+        self.buckets, self.process_group = buckets, process_group
         # Autograd visits a function only when one of its inputs wants a gradient; this one never gets any.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -74,15 +78,62 @@ class _Rows(torch.nn.Module):
         """D."""
         return self.store.layout(self.table).embedding_dim
 
+    @property
+    def step_count(self) -> int:
+        """Steps of the table so far: Adam's step. The store keeps it, and every form of save carries it."""
+        return self.store.step_count(self.table)
+
+    @step_count.setter
+    def step_count(self, step: int) -> None:
+        self.store.set_step_count(self.table, step)
+
+    def _fields(self) -> tuple[str, ...]:
+        return ("weight", "weight_id", "bucket", "metadata", "step", *self.store.layout(self.table).state_slots)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not isinstance(self.store, KVStoreBase):
+            raise UnsupportedError("this store gives no state dict", got=type(self.store).__name__, where=prefix)
+        found = self.store.state_dict(buckets=self.buckets, process_group=self.process_group, tables=(self.table,))
+        destination.update({prefix + name.removeprefix(self.table + "."): value for name, value in found.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
+        needed = [prefix + name for name in ("weight", "weight_id") if name not in given]
+        if strict:
+            missing_keys += needed
+            unexpected_keys += [name for field, name in given.items() if field not in self._fields()]
+        if not needed:
+            rows = {f"{self.table}.{field}": state_dict[name] for field, name in given.items()}
+            self.store.load_state_dict(rows, tables=(self.table,), clear=True)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # Torch's get_model_state_dict follows each name of a state dict through the attributes of the modules.
+        return dict.fromkeys(self._fields(), "_field_names")
+
+    @property
+    def _field_names(self) -> SimpleNamespace:
+        return SimpleNamespace(**dict.fromkeys(self._fields()))
+
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         checked = check_ids(ids.reshape(-1).contiguous(), "input")
         result: torch.Tensor = _Lookup.apply(self._anchor, self, checked)  # type: ignore[no-untyped-call]
         return result
 
     def _step(self, ids: torch.Tensor, grads: torch.Tensor) -> None:
-        self.step_count += 1
+        # The store counts the step when it was taken.
+        step = self.step_count + 1
         self.store.apply_gradients(
-            self.table, ids, grads, self.lr, self.step_count, eps=self.eps, beta1=self.beta1, beta2=self.beta2
+            self.table, ids, grads, self.lr, step, eps=self.eps, beta1=self.beta1, beta2=self.beta2
         )
 
 

@@ -18,13 +18,13 @@ import torch
 
 from refimpl.errors import DeltaBaseError
 from refimpl.kvstore.layout import from_bytes
-from refimpl.kvstore.reading import RowSource
+from refimpl.kvstore.reading import RowSource, TrackedSource
 
 if TYPE_CHECKING:
     from refimpl.kvstore.base import KVStoreBase
     from refimpl.kvstore.saved import SavedRows
 
-__all__ = ["EMPTY", "Moments", "Part", "check_base", "named", "note_load", "part_of"]
+__all__ = ["EMPTY", "Moments", "Named", "Part", "check_base", "named", "note_load", "part_of"]
 
 EMPTY = "empty"
 DIGEST_BYTES, CHUNK_ROWS = 64, 65536
@@ -105,11 +105,16 @@ class Part:
     rows_digest: int = 0
     deleted_digest: int = 0
     bases: tuple[str, ...] = ()
+    step: int = 0
+
+
+# Names of moments and of bases, and optimizers' steps, by table.
+Named = tuple[dict[str, str], dict[str, tuple[str, ...]], dict[str, int]]
 
 
 def part_of(
     store: KVStoreBase,
-    source: RowSource,
+    source: TrackedSource,
     table: str,
     ids: torch.Tensor,
     deleted: torch.Tensor | None,
@@ -118,15 +123,18 @@ def part_of(
     """This rank's part of a table in a save of ``source``; digests only where changes are tracked."""
     gone = torch.zeros(0, dtype=torch.int64) if deleted is None else deleted
     if not store.options.track_changes:
-        return Part(ids.numel(), gone.numel())
+        return Part(ids.numel(), gone.numel(), step=source.step_count(table))
     bases = () if since is None else store.moments.at(since, table)
-    return Part(ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases)
+    return Part(
+        ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases, source.step_count(table)
+    )
 
 
-def named(
-    store: KVStoreBase, by_rank: list[dict[str, Part]], since: int | None
-) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """The name of each table's moment and of its bases, the same on every rank; none where nothing is tracked."""
+def named(store: KVStoreBase, by_rank: list[dict[str, Part]], since: int | None) -> Named:
+    """The name of each table's moment and of its bases, the same on every rank; none where nothing is tracked.
+
+    And the furthest step of each table whose rows have an optimizer.
+    """
     names: dict[str, str] = {}
     bases: dict[str, tuple[str, ...]] = {}
     for table in store.tables if store.options.track_changes else ():
@@ -136,7 +144,8 @@ def named(
         if since is None or bases[table]:
             digests = [part.rows_digest for part in parts], [part.deleted_digest for part in parts]
             names[table] = moment_name(*digests, sum(part.row_count for part in parts), bases[table])
-    return names, bases
+    trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
+    return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
 
 
 def note_load(

@@ -172,7 +172,14 @@ class RowSource(ABC):
 
 
 class TrackedSource(RowSource):
-    """A store or a snapshot of one: it also knows what changed since some moment."""
+    """A store or a snapshot of one: it also knows what changed since some moment, and how far its optimizers are."""
+
+    _steps: dict[str, int]
+
+    def step_count(self, table: str) -> int:
+        """The step of the table's last ``apply_gradients``, or of what was loaded since; 0 before the first."""
+        self.layout(table)
+        return self._steps.get(table, 0)
 
     @abstractmethod
     def _changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,8 @@ On disk, for each table, rows in bucket order and ids ascending inside a bucket:
     {table}.bucket_counts  I64 [B]                from version 2
     {table}.deleted        I64 [M]                deltas only
 
-``__metadata__`` has ``kvstore.version`` and ``kvstore.content`` (JSON). Version 2 named no moments and no bases;
-version 1 had one bucket, no deltas and only the form "rows".
+``__metadata__`` has ``kvstore.version`` and ``kvstore.content`` (JSON). Version 3 told no steps of optimizers, version
+2 named no moments and no bases; version 1 had one bucket, no deltas and only the form "rows".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from refimpl.kvstore.views import check_keys, view_slice
 __all__ = ["CONTENT_KEY", "FORMAT_VERSION", "VERSION_KEY", "SavedRows", "SavedTable", "content_metadata"]
 
 VERSION_KEY, CONTENT_KEY = "kvstore.version", "kvstore.content"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KINDS, FORMS = ("full", "delta"), ("rows", "separate")
 
 ReadRange = Callable[[Catalog, str, int, int], torch.Tensor]
@@ -49,8 +49,12 @@ def content_metadata(
     form: str,
     moments: dict[str, str],
     bases: dict[str, tuple[str, ...]],
+    steps: dict[str, int],
 ) -> dict[str, str]:
-    """The two entries of ``__metadata__``; ``moments`` and ``bases`` by table, without those that have no name."""
+    """The two entries of ``__metadata__``; ``moments`` and ``bases`` by table, without those that have no name.
+
+    ``steps``: the last step of each table whose rows have an optimizer.
+    """
     content = {
         "bases": {table: list(names) for table, names in bases.items() if names},
         "buckets": [buckets.total_count, buckets.hash_mode, buckets.bucket_size],
@@ -58,6 +62,7 @@ def content_metadata(
         "kind": kind,
         "layouts": {table: json.loads(layout.to_json()) for table, layout in layouts.items()},
         "moments": moments,
+        "steps": steps,
     }
     return {
         VERSION_KEY: str(FORMAT_VERSION),
@@ -111,6 +116,7 @@ class SavedRows(RowSource):
             self.kind, self.form = content.get("kind", "full"), content.get("form", "rows")
             self.moments = {str(table): str(name) for table, name in content.get("moments", {}).items()}
             self.bases = {str(table): tuple(map(str, names)) for table, names in content.get("bases", {}).items()}
+            self.steps = {str(table): _step(count) for table, count in content.get("steps", {}).items()}
             layouts = {name: RowLayout.from_json(json.dumps(value)) for name, value in content["layouts"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError("not the content of a saved store", got=str(error)[:200], where=self.path) from None
@@ -247,6 +253,12 @@ class SavedRows(RowSource):
 
     def _size(self, table: str) -> int:
         return self.saved[table].row_count
+
+
+def _step(count: Any) -> int:
+    if type(count) is not int or count < 0:
+        raise ValueError(f"not a number of steps: {count!r}")
+    return count
 
 
 def _content(catalog: Catalog, path: str) -> tuple[int, dict[str, Any]]:

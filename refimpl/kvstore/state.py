@@ -20,7 +20,7 @@ from refimpl.kvstore.checks import check_ids
 from refimpl.kvstore.convert import assemble_rows, check_convertible, convert_rows
 from refimpl.kvstore.layout import RowLayout
 from refimpl.kvstore.lazy import LazyRows, dense_rows
-from refimpl.kvstore.reading import RowSource
+from refimpl.kvstore.reading import TrackedSource
 from refimpl.kvstore.room import check_room, make_room
 from refimpl.kvstore.views import KVTensor, check_keys
 
@@ -64,25 +64,26 @@ def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
 
 def state_dict(
     store: KVStoreBase,
-    *,
+    tables: tuple[str, ...],
     buckets: Buckets,
-    process_group: Any = None,
-    snapshot: bool = True,
-    chunk_rows: int | None = None,
+    process_group: Any,
+    *,
+    snapshot: bool,
+    chunk_rows: int | None,
 ) -> dict[str, Any]:
     """See ``KVStore.state_dict``."""
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
-    source: RowSource = store.snapshot() if snapshot else store
+    source: TrackedSource = store.snapshot() if snapshot else store
     layout = (buckets.total_count, buckets.hash_mode, buckets.bucket_size)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def local_counts() -> dict[str, int]:
-        for table in store.tables:
+    def local_counts() -> dict[str, tuple[int, int]]:
+        for table in tables:
             total, mode, size = layout
             ids = source.ids(table)
             sorted_ids[table] = sort_ids_by_bucket(ids, begin, end, total, hash_mode=mode, bucket_size=size)
-        return {table: ids.shape[0] for table, (ids, _) in sorted_ids.items()}
+        return {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
 
     by_rank = gathered(local_counts, process_group)
     result: dict[str, Any] = {}
@@ -98,11 +99,19 @@ def state_dict(
             "metadata": view("metadata", True),
         }
         rows |= {name: view(name, whole) for name in source.layout(table).state_slots}
-        place_rows(list(rows.values()), [counts[table] for counts in by_rank], rank)
+        place_rows(list(rows.values()), [counts[table][0] for counts in by_rank], rank)
         rows["bucket"] = dense_rows(bucket_counts)
         rows["bucket"].place(buckets.total_count, begin)
         result |= {f"{table}.{name}": value for name, value in rows.items()}
+        if source.layout(table).optimizer != "none":
+            # A rank whose rows nobody asked for has taken no step.
+            step = torch.tensor([[max(counts[table][1] for counts in by_rank)]])
+            result[f"{table}.step"] = dense_rows(step, sink=None if snapshot else _step_sink(store, table))
     return result
+
+
+def _step_sink(store: KVStoreBase, table: str) -> Callable[[torch.Tensor], None]:
+    return lambda found: store.set_step_count(table, int(found))
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,7 @@ class _Incoming:
     layout: RowLayout | None
     metadata: torch.Tensor | None
     states: dict[str, torch.Tensor]
+    step: int | None = None
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.ids.numel(), LOAD_CHUNK_ROWS):
@@ -132,11 +142,12 @@ def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weigh
         raise CorruptionError("an id stands twice", got=f"{ids.numel()} ids", where=f"{table}.weight_id")
     if weight.dim() != 2 or weight.shape[0] != ids.numel():
         raise ShapeError("ids and rows differ in number", got=tuple(weight.shape), expected=ids.numel(), where=table)
+    step = None if weights_only else _step(state, table)
     if weight.dtype is torch.uint8:
         layout = _row_layout(store, table, weight)
         _check_values(weight, (ids.numel(), weight.shape[1]), (torch.uint8,), f"{table}.weight")
         check_convertible(layout, target, weights_only=weights_only, where=table)
-        return _Incoming(ids, weight, layout, None, {})
+        return _Incoming(ids, weight, layout, None, {}, step)
     _check_values(weight, (ids.numel(), target.embedding_dim), _FLOATS, f"{table}.weight")
     states = {name: state[f"{table}.{name}"] for name in target.state_slots if f"{table}.{name}" in state}
     if not weights_only and len(states) < len(target.state_slots):
@@ -147,7 +158,19 @@ def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weigh
     metadata = state.get(f"{table}.metadata")
     if metadata is not None:
         _check_values(metadata, (ids.numel(), 1), (torch.int64,), f"{table}.metadata")
-    return _Incoming(ids, weight, None, metadata, {} if weights_only else states)
+    return _Incoming(ids, weight, None, metadata, {} if weights_only else states, step)
+
+
+def _step(state: Mapping[str, Any], table: str) -> int | None:
+    """The step of a state dict, if it has one. Raises CorruptionError, ShapeError, UnsupportedError."""
+    value = state.get(f"{table}.step")
+    if value is None:
+        return None
+    plain = _flat(value, table, "step").tolist()
+    if len(plain) != 1 or plain[0] < 0:
+        raise CorruptionError("not a number of steps", got=plain[:10], expected="one, >= 0", where=f"{table}.step")
+    step: int = plain[0]
+    return step
 
 
 def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], where: str) -> None:
@@ -172,9 +195,9 @@ def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayo
     raise ConfigError("not whole rows of this table", got=weight.shape[1], expected=expected, where=f"{table}.weight")
 
 
-def _flat(ids: torch.Tensor, table: str) -> torch.Tensor:
+def _flat(ids: Any, table: str, field: str = "weight_id") -> torch.Tensor:
     plain = ids.full_tensor() if isinstance(ids, LazyRows) else ids
-    return check_ids(plain.reshape(-1) if isinstance(plain, torch.Tensor) else plain, f"{table}.weight_id")
+    return check_ids(plain.reshape(-1) if isinstance(plain, torch.Tensor) else plain, f"{table}.{field}")
 
 
 def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -199,7 +222,12 @@ def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, lengt
 
 
 def load_state_dict(
-    store: KVStoreBase, state: Mapping[str, Any], *, weights_only: bool = False, tables: tuple[str, ...] | None = None
+    store: KVStoreBase,
+    state: Mapping[str, Any],
+    *,
+    weights_only: bool = False,
+    tables: tuple[str, ...] | None = None,
+    clear: bool = False,
 ) -> dict[str, int]:
     """See ``KVStore.load_state_dict``."""
     names = store.tables if tables is None else tables
@@ -208,6 +236,8 @@ def load_state_dict(
         check_room(store, table, incoming.ids.numel())
         _check(incoming, table)
     for table, incoming in found.items():
+        if clear:
+            store.clear(table)
         make_room(store, table, incoming.ids)
         for start, length in incoming.chunks():
             store._write_rows(
@@ -215,4 +245,6 @@ def load_state_dict(
                 incoming.ids[start : start + length],
                 _rows(store, table, incoming, start, length, weights_only),
             )
+        if incoming.step is not None:
+            store.set_step_count(table, incoming.step)
     return {table: incoming.ids.numel() for table, incoming in found.items()}

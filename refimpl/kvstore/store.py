@@ -11,6 +11,7 @@ from collections import Counter
 
 import torch
 
+from refimpl.checkpoint.memory import buffer_of
 from refimpl.errors import CapacityError, ConfigError, StoreClosedError
 from refimpl.kvstore.base import KVStoreBase
 from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
@@ -33,7 +34,10 @@ def _matrix(rows: list[bytes], width: int) -> torch.Tensor:
 
 
 def _split(rows: torch.Tensor) -> list[bytes]:
-    return [row.numpy().tobytes() for row in rows]
+    dense = rows.contiguous()
+    # Memory is read as it lies: numpy need not be installed.
+    raw, width = bytes(buffer_of(dense)), dense.shape[1]
+    return [raw[begin : begin + width] for begin in range(0, len(raw), width)] if width else [b""] * len(dense)
 
 
 def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
@@ -257,6 +261,7 @@ class KVStore(_DictSource, KVStoreBase):
         with self._lock:
             self._table(self.tables[0])
             taken = Snapshot(self)
+            taken._steps = dict(self._steps)
             self._snapshots.add(taken)
             return taken
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from refimpl.errors import ConfigError, CorruptionError, DetachedStoreError
+from refimpl.errors import ConfigError, CorruptionError, DetachedStoreError, UnsupportedError
 from refimpl.kvstore.checks import check_ids, check_matrix
-from refimpl.kvstore.layout import HEADER_BYTES, RowLayout, from_bytes, unpack_header
+from refimpl.kvstore.held import HeldRows
+from refimpl.kvstore.layout import HEADER_BYTES, RowLayout, as_bytes, from_bytes, unpack_header
 from refimpl.kvstore.lazy import LazyRows
 from refimpl.kvstore.reading import METADATA_OFFSET, RowSource
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from refimpl.kvstore.base import KVStoreBase
 
 __all__ = ["KVTensor", "view_slice"]
+
+# Torch writes files with this protocol of pickle, which nothing else has used since Python 3.0.
+TORCH_SAVE_PROTOCOL = 2
 
 
 def view_slice(layout: RowLayout, view: str) -> tuple[int, int, torch.dtype]:
@@ -52,8 +56,9 @@ class KVTensor(LazyRows):
 
     Writes place values and leave timestamps and counts alone (but "row", which holds them), so that the order in
     which weight and states are loaded does not matter. Pickling keeps ids, flags and what the
-    source says of itself; an unpickled view must be given a source with ``attach`` unless that description leads to a
-    file.
+    source says of itself. A view of a moment (a snapshot) takes its rows along, as ``clone`` and ``copy.deepcopy`` do;
+    a view of a store stays a reference: unpickled, it must be given a source with ``attach``, and ``torch.save``, which
+    would keep the reference alone, is refused. Saved rows are found again by their path.
 
     Raises:
         ConfigError: no such table or view. ShapeError, UnsupportedError.
@@ -183,7 +188,55 @@ class KVTensor(LazyRows):
             store.place(self.table, checked, plain, self._range[0])
         return 0
 
+    def in_memory(self, dtype: torch.dtype | None = None) -> LazyRows:
+        """See ``LazyRows``; without another dtype a read-only view of the same name."""
+        if dtype not in (None, self.dtype):
+            return super().in_memory(dtype)
+        begin, _ = self._range
+        held = HeldRows(self.table, self.source.layout(self.table), self._ids, begin, as_bytes(self.full_tensor()))
+        return self._moved_to(held)
+
+    def staged(self, memo: dict[int, Any]) -> KVTensor:
+        """A view of a snapshot of the store, one for all views of a state dict; what never changes stays itself."""
+        source = self.source
+        if source.read_only:
+            return self
+        if id(source) not in memo:
+            memo[id(source)] = cast("KVStoreBase", source).snapshot()
+        return self._moved_to(memo[id(source)])
+
+    def _moved_to(self, source: RowSource) -> KVTensor:
+        made = KVTensor.over(source, self._ids, self.view_name, table=self.table, chunk_rows=self.chunk_rows)
+        made.place(self.global_row_count, self.row_offset)
+        return made
+
+    def check_target(self) -> None:
+        """Demand rows of a store. Raises UnsupportedError."""
+        if self.source.read_only:
+            raise UnsupportedError(
+                "nothing can be loaded into the rows of a moment",
+                got=f"{self.view_name} of {self.table!r}",
+                expected="views of the store itself: state_dict(snapshot=False)",
+            )
+
+    def accept(self, start: int, rows: torch.Tensor) -> None:
+        """Write rows that a load found, as ``set_range`` does; the metadata of rows that are there, too."""
+        if self.view_name == "metadata":
+            ids = self._ids[start : start + rows.shape[0]]
+            cast("KVStoreBase", self.source).set_metadata(self.table, ids, rows)
+        else:
+            self.set_range(0, start, rows.shape[0], rows)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._source is not None and self._description is None:
+            if self._source.read_only and not isinstance(self._source, HeldRows):
+                return self.in_memory().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            if not self._source.read_only and int(protocol) <= TORCH_SAVE_PROTOCOL:
+                raise UnsupportedError(
+                    "a view of a store is a reference, and torch.save would keep no row of it",
+                    got=f"{self.view_name} of {self.table!r}",
+                    expected="state_dict() or clone(), which take their rows along",
+                )
         state = {
             "table": self.table,
             "view_name": self.view_name,
@@ -193,6 +246,7 @@ class KVTensor(LazyRows):
             "global_row_count": self.global_row_count,
             "row_offset": self.row_offset,
             "chunk_rows": self.chunk_rows,
+            "_source": self._source if isinstance(self._source, HeldRows) else None,
         }
         return _rebuild, (self._ids, self.shape[1], self.dtype, state)
 
@@ -210,7 +264,7 @@ def check_keys(rows: torch.Tensor, ids: torch.Tensor, table: str) -> None:
 
 def _rebuild(ids: torch.Tensor, width: int, dtype: torch.dtype, state: dict[str, Any]) -> KVTensor:
     made: KVTensor = KVTensor._make((ids.numel(), width), dtype, state["chunk_rows"])
-    made._ids, made._source = ids, None
+    made._ids = ids
     for name, value in state.items():
         setattr(made, name, value)
     return made

@@ -13,13 +13,15 @@ from conformance.checkpoint.planted import (
     publication,
     reading,
     reference,
+    staging,
+    surface,
     surroundings,
     writing,
 )
 
 _MODULES = (
     *(data, writing, layout, naming, files, loading, reading, hostile),
-    *(publication, crashes, failures, keeping, surroundings, reference),
+    *(publication, crashes, failures, keeping, surroundings, reference, staging, surface),
 )
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 

@@ -6,6 +6,7 @@ from conformance.kvstore.planted import (
     hazards,
     lifecycle,
     loading,
+    moving,
     operators,
     real,
     saving,
@@ -13,7 +14,7 @@ from conformance.kvstore.planted import (
     writing,
 )
 
-_MODULES = (hazards, writing, saving, loading, lifecycle, corners, bounds, waiting, operators, real)
+_MODULES = (hazards, writing, saving, loading, lifecycle, corners, bounds, waiting, operators, real, moving)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -54,10 +54,10 @@ def _with_the_mark(original: Any, rows: Any, removed: Any, row_count: int, bases
 
 
 def _own_bases(original: Any, store: Any, by_rank: Any, since: Any) -> Any:
-    names, bases = original(store, by_rank, since)
+    names, bases, steps = original(store, by_rank, since)
     if len(by_rank) == 1:
-        return names, bases
-    return names, dict.fromkeys(bases, ())
+        return names, bases, steps
+    return names, dict.fromkeys(bases, ()), steps
 
 
 def _shown_early(original: Any, waiting: Any, saved: Any, chunks: range) -> None:

@@ -1,0 +1,76 @@
+"""J. What an asynchronous save copies before training goes on."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from conformance.checkpoint.support import assert_loads, random_bits
+from conformance.harness import Rank, assert_equal, raises, requirement
+from refimpl.errors import TwinproofError
+
+
+@requirement(
+    "CKPT-422",
+    "An asynchronous save MUST store values, not storages: of conjugated, negated, expanded, strided and tied tensors, "
+    "nested ones included, and memory that is one MUST be copied once.",
+)
+def test_values(checkpoint: Any, tmp_path: Path) -> None:
+    whole = random_bits(torch.float32, [6, 8], 1)
+    complex_ = torch.complex(torch.arange(6.0), torch.arange(6.0) - 3.5)
+    state: dict[str, Any] = {
+        "conjugated": complex_.conj(),
+        "negated": complex_.conj().imag,
+        "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 5),
+        "strided": whole.t()[1::2],
+        "one": whole,
+        "same": whole.view(6, 8),
+        "parameter": torch.nn.Parameter(random_bits(torch.bfloat16, [4], 2)),
+        "nested": {"list": [torch.tensor(3), torch.ones(2, 2)], "deeper": {"x": torch.zeros(0, 4)}},
+    }
+    names = ("nested.list.0", "nested.list.1", "nested.deeper.x")
+    inner = dict(zip(names, (torch.tensor(3), torch.ones(2, 2), torch.zeros(0, 4)), strict=True))
+    expected = {
+        n: v.detach().clone().resolve_conj().resolve_neg() for n, v in {**state, **inner}.items() if n != "nested"
+    }
+    with checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", durable=False) as writer:
+        staged = writer.stage(state)
+        assert_equal(staged["one"].data_ptr() == staged["same"].data_ptr(), True, where="tied memory")
+        assert_equal(staged["one"].data_ptr() == whole.data_ptr(), False, where="memory of its own")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            future: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
+            for changed in (whole, complex_, state["parameter"].data, state["nested"]["list"][1]):
+                changed.fill_(0)
+            future.result()
+        writer.synchronize_staging()
+    assert_loads(checkpoint, tmp_path / "ck", expected)
+
+
+def _refused(rank: Rank, path: str, kind: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    bad = {"meta": torch.empty(3, device="meta"), "sparse": torch.eye(3).to_sparse(), "object": [1, 2]}[kind]
+    # A replica without memory harms nothing: another rank's is stored. This one stands on the last rank alone.
+    state = {"w": torch.ones(2)} | ({"x": bad} if rank.rank == rank.world_size - 1 else {})
+    group = dist.new_group(backend="gloo")
+    with checkpoint.HuggingFaceStorageWriter(path) as writer:
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group)
+        with raises(TwinproofError, mentions=["x"], where=f"a {kind} leaf on the last rank"):
+            future.result()
+    assert_equal(Path(path).exists(), False, where="nothing is written")
+
+
+@requirement(
+    "CKPT-423",
+    "What the format cannot hold, on one rank of an asynchronous save, MUST be a named error on every rank, and never "
+    "be staged as unfilled memory.",
+)
+def test_refusals(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank_count in (1, 2):
+        for kind in ("meta", "sparse", "object"):
+            rank_pool.run(_refused, rank_count, str(tmp_path / f"{kind}{rank_count}"), kind)

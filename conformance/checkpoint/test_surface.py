@@ -1,0 +1,208 @@
+"""O. The surface that is replaced: signatures, public names, options, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from conformance.checkpoint.support import FILE, assert_loads, load, load_with, oracle, random_bits, save
+from conformance.harness import assert_equal, assert_same_tensors, raises, requirement
+from refimpl.errors import (
+    ConfigError,
+    DistributedError,
+    MissingKeyError,
+    PlanError,
+    TwinproofError,
+)
+
+# What ours decides otherwise, on purpose.
+DEFAULTS = {
+    ("HuggingFaceStorageWriter", "save_distributed"): True,
+    ("HuggingFaceStorageWriter", "enable_consolidation"): True,
+}
+
+
+def _pairs(checkpoint: Any) -> dict[str, tuple[Any, Any]]:
+    return {
+        "HuggingFaceStorageWriter": (dcp.HuggingFaceStorageWriter, checkpoint.HuggingFaceStorageWriter),
+        "HuggingFaceStorageReader": (dcp.HuggingFaceStorageReader, checkpoint.HuggingFaceStorageReader),
+        "HuggingFaceSavePlanner": (DefaultSavePlanner, checkpoint.HuggingFaceSavePlanner),
+        "HuggingFaceLoadPlanner": (DefaultLoadPlanner, checkpoint.HuggingFaceLoadPlanner),
+        "load_file": (safetensors.torch.load_file, checkpoint.load_file),
+        "save_file": (safetensors.torch.save_file, checkpoint.save_file),
+    }
+
+
+@requirement(
+    "CKPT-425",
+    "inspect.signature of what is replaced MUST tell the truth: upstream's names in their places with their defaults, "
+    "but for the two that are documented, and everything more by keyword alone.",
+)
+def test_signatures(checkpoint: Any) -> None:
+    for name, (theirs, ours) in _pairs(checkpoint).items():
+        expected = dict(inspect.signature(theirs).parameters)
+        found = dict(inspect.signature(ours).parameters)
+        assert_equal(list(found)[: len(expected)], list(expected), where=f"names of {name}")
+        for parameter, there in expected.items():
+            here = found[parameter]
+            default = DEFAULTS.get((name, parameter), there.default)
+            assert_equal((here.kind, here.default), (there.kind, default), where=f"{name}({parameter})")
+        more = {found[parameter].kind for parameter in list(found)[len(expected) :]}
+        assert_equal(more <= {inspect.Parameter.KEYWORD_ONLY}, True, where=f"what {name} has more: {sorted(found)}")
+
+
+@requirement(
+    "CKPT-426",
+    "Writer and reader MUST have the public names of torch's by which a tool inspects them, with the same values, and "
+    "storage_data MUST be a mapping of stored chunks.",
+)
+def test_names(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"a": random_bits(torch.bfloat16, [3, 5], 1), "b": torch.tensor(2.0), "c": torch.zeros(0, 2)}
+    options: dict[str, Any] = {
+        "fqn_to_index_mapping": {"a": 1, "b": 1, "c": 2},
+        "thread_count": 3,
+        "save_distributed": True,
+        "enable_consolidation": True,
+        "thread_count_consolidation": 2,
+    }
+    ours = save(checkpoint, state, tmp_path / "ck", durable=False, **options)
+    theirs = dcp.HuggingFaceStorageWriter(str(tmp_path / "ck"), **options)
+    names = (
+        *("metadata_path", "fqn_to_index_mapping", "save_distributed", "enable_consolidation", "thread_count"),
+        *("consolidated_output_path", "overwrite"),
+    )
+    for name in names:
+        assert_equal(getattr(ours, name), getattr(theirs, name), where=name)
+    assert_equal(Path(ours.fs.concat_path(ours.path, ours.metadata_path)).exists(), True, where="fs, path")
+    their_reader = dcp.HuggingFaceStorageReader(str(tmp_path / "ck"))
+    expected = their_reader.read_metadata().storage_data
+    reader = checkpoint.HuggingFaceStorageReader(tmp_path / "ck")
+    found = reader.read_metadata().storage_data
+    assert_equal((set(found), len(found)), (set(expected), 3), where="chunks")
+    for index, chunk in found.items():
+        there = expected[index]
+        assert_equal((tuple(chunk.shape), chunk.dtype), (tuple(there.shape), there.dtype), where=index.fqn)
+        assert_equal(Path(chunk.relative_path).name, Path(there.relative_path).name, where=f"file of {index.fqn}")
+        raw = Path(chunk.relative_path).read_bytes()[chunk.offset : chunk.offset + chunk.length]
+        expected_bytes = state[index.fqn].contiguous().reshape(-1).view(torch.uint8)
+        assert_equal(raw, bytes(expected_bytes.tolist()), where=f"bytes of {index.fqn}")
+    assert_equal(MetadataIndex("a", (1, 0)) in found, False, where="a chunk that is not there")
+    assert_equal(found.get(MetadataIndex("z", (0,))), None, where="a name that is not there")
+    assert_equal(reader.storage_data is found, True, where="the reader's")
+
+
+def _failure(path: Path, checkpoint: Any) -> BaseException:
+    reader = checkpoint.HuggingFaceStorageReader(path)
+    try:
+        load_with(reader, {"a": torch.zeros(3)})
+    except CheckpointException as error:
+        return error.failures[0][0]
+    raise AssertionError("nothing was raised")
+
+
+@requirement(
+    "CKPT-427",
+    "What keeps read_metadata from reading MUST be in dcp.load's CheckpointException with its class, and with got, "
+    "expected and where.",
+)
+def test_wrapped_errors(checkpoint: Any, tmp_path: Path) -> None:
+    content = oracle({"a": torch.ones(3)}, None)
+    broken = {"short": content[:-4], "not a header": b"\xff" * 64, "no JSON": (8).to_bytes(8, "little") + b"{x      "}
+    for name, raw in broken.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / FILE).write_bytes(raw)
+        with raises(TwinproofError, where=name) as direct:
+            checkpoint.HuggingFaceStorageReader(folder).read_metadata()
+        found = _failure(folder, checkpoint)
+        expected: Any = direct.error
+        got = [getattr(found, field, None) for field in ("message", "got", "expected", "where")]
+        wanted = [getattr(expected, field) for field in ("message", "got", "expected", "where")]
+        assert_equal((type(found), got), (type(expected), wanted), where=name)
+    assert_equal(type(_failure(tmp_path / "none", checkpoint)), FileNotFoundError, where="no folder")
+    unread = checkpoint.HuggingFaceStorageReader(tmp_path / "none").read_metadata(rank=0)
+    with raises(FileNotFoundError, where="a look at metadata that could not be read"):
+        unread.state_dict_metadata.keys()
+
+
+@requirement(
+    "CKPT-428",
+    "An error MUST say what is wrong where it is: a meta tensor, in one process too; a writer or reader that is used "
+    "without a plan or without metadata.",
+)
+def test_messages(checkpoint: Any, tmp_path: Path) -> None:
+    with raises(TwinproofError, mentions=["meta", "layer.w"], where="a meta tensor") as caught:
+        save(checkpoint, {"layer.w": torch.empty(2, 3, device="meta")}, tmp_path / "ck")
+    assert_equal(isinstance(caught.error, DistributedError), False, where="another rank's failure in one process")
+    with raises(TwinproofError, mentions=["meta", "layer.w"], where="checked replicas"):
+        save(checkpoint, {"layer.w": torch.empty(2, 3, device="meta")}, tmp_path / "ck", check_replicas=True)
+    writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"a": torch.ones(2)}, None, True)
+    plan = planner.create_local_plan()
+    with raises(PlanError, mentions=["prepare_global_plan"], where="data without a plan"):
+        writer.write_data(plan, planner)
+    with raises(PlanError, mentions=["prepare_global_plan"], where="an end without a plan"):
+        writer.finish(None, [])
+    assert_equal(SavePlan([]).items, [], where="plan")
+    save(checkpoint, {"a": torch.ones(2)}, tmp_path / "one")
+    reader = checkpoint.HuggingFaceStorageReader(tmp_path / "one")
+    saved = reader.read_metadata().state_dict_metadata["a"]
+    items = create_read_items_for_chunk_list("a", saved, list(saved.chunks))
+    reader.reset()
+    target = DefaultLoadPlanner()
+    target.set_up_planner({"a": torch.zeros(2)}, None, True)
+    with raises(MissingKeyError, mentions=["read_metadata", "a"], where="data without metadata"):
+        reader.read_data(LoadPlan(items), target)
+
+
+@requirement(
+    "CKPT-429",
+    "The options of torch's planners and of safetensors' load_file MUST work or be refused by name; what a file cannot "
+    "hold MUST be a ValueError as there, and of a meta tensor a RuntimeError.",
+)
+def test_options(checkpoint: Any, tmp_path: Path) -> None:
+    values = {"x": torch.ones(2), "y": {"z": torch.arange(3)}}
+    flat = {"x": torch.ones(2), "y.z": torch.arange(3)}
+    planner = checkpoint.HuggingFaceSavePlanner(True, False, None, True)
+    save(checkpoint, values, tmp_path / "ck", planner=planner)
+    assert_loads(checkpoint, tmp_path / "ck", flat)
+    save(checkpoint, flat, tmp_path / "flat", planner=checkpoint.HuggingFaceSavePlanner(flatten_state_dict=False))
+    assert_loads(checkpoint, tmp_path / "flat", flat)
+    for options in ({"enable_plan_caching": True}, {"dedup_replicated_tensors": True}):
+        with raises(ConfigError, mentions=list(options), where=str(options)):
+            checkpoint.HuggingFaceSavePlanner(**options)
+    for partial in ({"allow_partial_load": True}, {"strict": False}, {"flatten_state_dict": False, "strict": False}):
+        targets = {"x": torch.zeros(2), "missing": torch.full((2,), 7.0)}
+        loading = checkpoint.HuggingFaceLoadPlanner(**partial)
+        load(checkpoint, targets, tmp_path / "ck", planner=loading)
+        assert_same_tensors(targets, {"x": torch.ones(2), "missing": torch.full((2,), 7.0)}, where=str(partial))
+        assert_equal(loading.missing_keys, ["missing"], where=str(partial))
+    for strict in ({}, {"strict": True}, {"allow_partial_load": False}):
+        with raises(MissingKeyError, where=str(strict)):
+            load(checkpoint, {"q": torch.ones(1)}, tmp_path / "ck", planner=checkpoint.HuggingFaceLoadPlanner(**strict))
+    with raises(ConfigError, mentions=["allow_partial_load"], where="both"):
+        checkpoint.HuggingFaceLoadPlanner(allow_partial_load=True, strict=True)
+    for backend in ("mmap", "pread"):
+        found = checkpoint.load_file(tmp_path / "ck" / FILE, backend=backend)
+        assert_same_tensors(found, flat, where=backend)
+    with raises(ConfigError, mentions=["backend"], where="another backend"):
+        checkpoint.load_file(tmp_path / "ck" / FILE, backend="io_uring")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sparse = torch.eye(3).to_sparse()
+    for value, kind in (({}, ValueError), (sparse, ValueError), (torch.empty(1, device="meta"), RuntimeError)):
+        with raises(kind, where=str(kind)) as caught:
+            checkpoint.save_file({"v": value}, tmp_path / "v.safetensors")
+        assert_equal(isinstance(caught.error, TwinproofError), True, where="named")

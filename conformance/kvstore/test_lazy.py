@@ -1,0 +1,182 @@
+"""J. Rows that are in no memory: what torch may do with them, and what it must be told that it cannot."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.folders import filled, fresh
+from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows
+from refimpl.errors import CorruptionError, MissingKeyError, PlanError, UnsupportedError
+
+KEYS = list(range(-9, 9))
+
+
+def _saved(checkpoint: Any, state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=checkpoint.HuggingFaceStorageWriter(path, durable=False), no_dist=True)
+
+
+def _load(checkpoint: Any, targets: dict[str, Any], path: Path, planner: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = checkpoint.HuggingFaceStorageReader(path)
+        dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
+
+
+def _refused(lazy: Any) -> dict[str, Callable[[], Any]]:
+    full = lazy.full_tensor()
+    return {
+        "new_empty": lambda: lazy.new_empty([]),
+        "empty_like": lambda: torch.empty_like(lazy),
+        "copy_": lambda: lazy.copy_(full),
+        "zero_": lambda: lazy.zero_(),
+        "out": lambda: torch.neg(full, out=lazy),
+        "device": lambda: lazy.to("meta"),
+        "storage": lambda: lazy.untyped_storage(),
+        "shared": lambda: lazy.share_memory_(),
+        "dlpack": lambda: torch.from_dlpack(lazy),
+    }
+
+
+@requirement(
+    "KV-150",
+    "What torch makes of lazy rows MUST be their values or a named error: memory of their kind, writes in place, other "
+    "devices, storages, and one rank's rows copied into plain memory MUST be refused.",
+)
+def test_operations(kvstore: Any) -> None:
+    for whole, snapshot in ((True, True), (False, False)):
+        store = filled(kvstore, KEYS, return_whole_row=whole)
+        state = store.state_dict(snapshot=snapshot, chunk_rows=5)
+        for name, lazy in state.items():
+            full = lazy.full_tensor()
+            for way, act in _refused(lazy).items():
+                with raises(UnsupportedError, where=f"{way} of {name}"):
+                    act()
+            values = {
+                "clone": lazy.clone().full_tensor(),
+                "deepcopy": copy.deepcopy(lazy).full_tensor(),
+                "to": lazy.to(torch.float64).full_tensor().nan_to_num(),
+                "same": lazy.cpu().detach().full_tensor(),
+                "turned": torch.flip(lazy, (0,)).flip(0),
+                "copied": torch.zeros_like(full).copy_(lazy),
+            }
+            for way, value in values.items():
+                expected = full.to(torch.float64).nan_to_num() if way == "to" else full
+                assert_bits(value, expected, where=f"{way} of {name}")
+            lazy.place(lazy.shape[0] + 3, 2)
+            with raises(UnsupportedError, where=f"a part of {name} into plain memory"):
+                torch.zeros_like(full).copy_(lazy)
+            assert_equal((lazy.clone().global_row_count, lazy.clone().row_offset), (lazy.shape[0] + 3, 2), where=name)
+
+
+@requirement(
+    "KV-151",
+    "A view of a moment MUST take its rows along when it is copied or pickled; a view of a store is a reference, which "
+    "torch.save MUST refuse, and a store MUST be neither copied nor pickled.",
+)
+def test_travelling(kvstore: Any) -> None:
+    store = filled(kvstore, KEYS, return_whole_row=True)
+    state, live = store.state_dict(chunk_rows=5), store.state_dict(snapshot=False)
+    expected = {name: value.full_tensor() for name, value in state.items()}
+    travelled = [pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.deepcopy(live)]
+    travelled.append({name: pickle.loads(pickle.dumps(copy.copy(value.clone()))) for name, value in state.items()})
+    before = contents(store)
+    for table in "ab":
+        store.set_rows(table, random_rows(store, KEYS, 44, table))
+        store.delete(table, ids_of(KEYS[:4]))
+    for number, copied in enumerate(travelled):
+        for name, value in copied.items():
+            assert_bits(value.full_tensor(), expected[name], where=f"{name} of copy {number}")
+            assert_bits(value.narrow(0, 1, 0), expected[name][1:1], where="nothing")
+        other = fresh(kvstore)
+        other.load_state_dict(copied)
+        assert_contents(other, before, where=f"loaded from copy {number}")
+    for act in (lambda: torch.save(live, io.BytesIO()), lambda: pickle.dumps(store), lambda: copy.deepcopy(store)):
+        with raises(UnsupportedError, where="a reference, or a store"):
+            act()
+    view = travelled[0]["a.weight"]
+    with raises(MissingKeyError, where="an id that stayed behind"):
+        view.get_weights_by_ids(ids_of([12345]))
+    with raises(UnsupportedError, where="bytes that stayed behind"):
+        kvstore.KVTensor(travelled[0]["a.momentum1"].source, ids_of(KEYS), "row")[:1]
+
+
+@requirement(
+    "KV-152",
+    "dcp.load into views MUST load all that they show, timestamps, counts and the step included, or be a named error: "
+    "with torch's planner, into a moment, and from a checkpoint of other ids or numbers of rows.",
+)
+def test_loading(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    for whole in (True, False):
+        store, path = filled(kvstore, KEYS, return_whole_row=whole), tmp_path / str(whole)
+        store.set_step_count("a", 41)
+        expected = contents(store)
+        _saved(checkpoint, store.state_dict(chunk_rows=5), path)
+        for planner, state in ((None, store.state_dict(snapshot=False)), (kvstore.KVLoadPlanner(), store.state_dict())):
+            with raises(UnsupportedError, where="views that cannot be loaded into"):
+                _load(checkpoint, state, path, planner)
+        for table in "ab":
+            store.set_rows(table, random_rows(store, store.ids(table).tolist(), 9, table))
+            store.apply_gradients(table, store.ids(table), torch.ones_like(store.get(table, store.ids(table))), 0.1)
+        store.set_step_count("a", 2)
+        _load(checkpoint, store.state_dict(snapshot=False, chunk_rows=3), path, kvstore.KVLoadPlanner())
+        assert_contents(store, expected, where=f"loaded back, whole={whole}")
+        assert_equal(store.step_count("a"), 41, where="step")
+        shifted = filled(kvstore, [key + 1 for key in KEYS], return_whole_row=whole)
+        with raises(CorruptionError, where="other ids"):
+            _load(checkpoint, shifted.state_dict(snapshot=False), path, kvstore.KVLoadPlanner())
+        fewer = filled(kvstore, KEYS[:-1], return_whole_row=whole)
+        with raises(PlanError, where="fewer rows"):
+            _load(checkpoint, fewer.state_dict(snapshot=False), path, kvstore.KVLoadPlanner())
+        renamed = {f"{name}?": value for name, value in store.state_dict(snapshot=False).items()}
+        with raises(MissingKeyError, where="names that are not there"):
+            _load(checkpoint, renamed, path, kvstore.KVLoadPlanner())
+        _load(checkpoint, renamed, path, kvstore.KVLoadPlanner(allow_partial_load=True))
+
+
+@requirement(
+    "KV-143",
+    "Staging views of a store for an asynchronous save MUST take one snapshot for all of them, read no row, and give "
+    "the snapshot back when the save is done; a view of a moment MUST stay itself.",
+)
+def test_staging(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    store = filled(kvstore, KEYS)
+    expected = {name: value.full_tensor() for name, value in store.state_dict().items()}
+    live, moment = store.state_dict(snapshot=False, chunk_rows=5), store.state_dict()
+    assert_equal(store.stats().snapshot_count, 1, where="snapshots before")
+    writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", durable=False)
+    assert_equal(isinstance(writer, AsyncStager), True, where="the writer stages")
+    assert_equal(writer.should_synchronize_after_execute, False, where="complete when it returns")
+    staged = writer.stage(moment)
+    assert_equal([name for name in moment if staged[name] is not moment[name]], [], where="what was copied of a moment")
+    staged = writer.stage(live)
+    assert_equal(store.stats().snapshot_count, 2, where="snapshots of a staged state dict")
+    kinds = {type(value).__name__ for name, value in staged.items() if name.endswith("weight")}
+    assert_equal(kinds, {"KVTensor"}, where="rows stay in the store")
+    del staged, moment
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        future: Any = dcp.async_save(live, storage_writer=writer, no_dist=True)
+        for table in "ab":
+            store.clear(table)
+        future.result()
+    del future, live
+    gc.collect()
+    assert_equal(store.stats().snapshot_count, 0, where="snapshots when all is done")
+    targets = {name: torch.zeros_like(value) for name, value in expected.items()}
+    _load(checkpoint, targets, tmp_path / "ck", None)
+    for name, value in expected.items():
+        assert_bits(targets[name], value, where=name)

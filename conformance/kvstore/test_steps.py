@@ -1,0 +1,173 @@
+"""K. The optimizer's step and the modules' state: what training needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.folders import FILE, save
+from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows, store_of
+from refimpl.errors import CorruptionError, FormatError
+
+
+def _adam(kvstore: Any, **options: Any) -> Any:
+    return store_of(kvstore, {name: kvstore.RowLayout(4, optimizer="adam") for name in "ab"}, **options)
+
+
+def _train(bag: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        bag(ids_of([step, 3, -7]).reshape(1, 3)).square().sum().backward()
+
+
+@requirement(
+    "KV-140",
+    "The step of each table's optimizer MUST travel in every form of save: files of both forms, deltas, state dicts of "
+    "both forms; and training resumed from each MUST give the same rows as training that never stopped.",
+)
+def test_every_form(kvstore: Any, tmp_path: Path) -> None:
+    straight = _adam(kvstore)
+    _train(kvstore.KVEmbeddingBag(straight, table="a", lr=0.1), 0, 9)
+    for whole in (True, False):
+        store = _adam(kvstore, return_whole_row=whole, track_changes=True)
+        _train(kvstore.KVEmbeddingBag(store, table="a", lr=0.1), 0, 3)
+        base = save(kvstore, store, tmp_path / f"{whole}-base")
+        _train(kvstore.KVEmbeddingBag(store, table="a", lr=0.1), 3, 6)
+        saved = {form: str(tmp_path / f"{whole}-{form}") for form in ("rows", "separate")}
+        for form, path in saved.items():
+            save(kvstore, store, Path(path), form=form)
+        save(kvstore, store, tmp_path / f"{whole}-delta", since=base.mark)
+        state = store.state_dict()
+        _train(kvstore.KVEmbeddingBag(store, table="a", lr=0.1), 6, 7)
+
+        def from_delta(other: Any, whole: bool = whole) -> None:
+            kvstore.load(other, tmp_path / f"{whole}-base")
+            assert_equal(other.step_count("a"), 3, where="step of the base")
+            kvstore.load(other, tmp_path / f"{whole}-delta")
+
+        ways: dict[str, Any] = {
+            form: lambda other, path=path: kvstore.load(other, path) for form, path in saved.items()
+        }
+        ways |= {"delta": from_delta, "state dict": lambda other, state=state: other.load_state_dict(state)}
+        for way, load in ways.items():
+            other = _adam(kvstore)
+            load(other)
+            assert_equal((other.step_count("a"), other.step_count("b")), (6, 0), where=f"{way}, whole={whole}")
+            bag = kvstore.KVEmbeddingBag(other, table="a", lr=0.1)
+            assert_equal(bag.step_count, 6, where=f"the module's, {way}")
+            _train(bag, 6, 9)
+            assert_contents(other, contents(straight), where=f"resumed from {way}, whole={whole}")
+        bare = _adam(kvstore)
+        kvstore.load(bare, saved["rows"], weights_only=True)
+        assert_equal(bare.step_count("a"), 0, where="weights_only")
+        state["a.step"] = torch.tensor([[-1]])
+        with raises(CorruptionError, where="a step below zero"):
+            bare.load_state_dict(state)
+
+
+@requirement(
+    "KV-141",
+    "Files of version 3, which tell no step, MUST load and leave the step alone; files of version 4 MUST be the "
+    "documented ones, byte for byte.",
+)
+def test_versions(kvstore: Any, tmp_path: Path) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="sgd"))
+    store.set_rows("t", random_rows(store, [7], 1))
+    store.set_step_count("t", 12)
+    save(kvstore, store, tmp_path / "new")
+    raw = (tmp_path / "new" / FILE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    layout = '{"embedding_dim":4,"optimizer":"sgd","state_dtypes":{},"weight_dtype":"float32"}'
+    old = f'{{"bases":{{}},"buckets":[1,"interleave",null],"form":"rows","kind":"full","layouts":{{"t":{layout}}},'
+    assert_equal(
+        header["__metadata__"],
+        {"format": "pt", "kvstore.content": old + '"moments":{},"steps":{"t":12}}', "kvstore.version": "4"},
+        where="metadata",
+    )
+    header["__metadata__"] |= {"kvstore.content": old + '"moments":{}}', "kvstore.version": "3"}
+    text = json.dumps(header).encode()
+    path = tmp_path / "old.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    other = store_of(kvstore, kvstore.RowLayout(4, optimizer="sgd"))
+    other.set_step_count("t", 5)
+    kvstore.load(other, path)
+    assert_contents(other, contents(store), where="version 3")
+    assert_equal(other.step_count("t"), 5, where="step that no file told")
+    header["__metadata__"] |= {"kvstore.content": old + '"moments":{},"steps":{"t":1.5}}', "kvstore.version": "4"}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    with raises(FormatError, where="half a step"):
+        kvstore.load(other, path)
+
+
+class _Model(torch.nn.Module):
+    """Two modules over two tables of one store, beside a dense layer."""
+
+    def __init__(self, kvstore: Any, store: Any) -> None:
+        super().__init__()
+        self.first = kvstore.KVEmbeddingBag(store, table="a", lr=0.1)
+        self.second = kvstore.KVEmbedding(store, table="b", lr=0.2)
+        self.dense = torch.nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.dense(self.first(ids) + self.second(ids).sum(dim=1))
+        return pooled
+
+
+def _trained(kvstore: Any, whole: bool, steps: int) -> tuple[Any, _Model]:
+    torch.manual_seed(4)
+    store = _adam(kvstore, return_whole_row=whole)
+    model = _Model(kvstore, store)
+    for step in range(steps):
+        model(ids_of([step, 5, -8, step]).reshape(2, 2)).sum().backward()
+    return store, model
+
+
+@requirement(
+    "KV-142",
+    "state_dict of an embedding module MUST hold its table, and load_state_dict MUST leave the table with exactly its "
+    "rows and its step, strictly: by hand, by torch's get and set_model_state_dict, and through a checkpoint.",
+)
+def test_modules(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    for whole in (True, False):
+        store, model = _trained(kvstore, whole, 4)
+        names = {"weight", "weight_id", "bucket", "metadata", "step", "momentum1", "momentum2"}
+        state = model.state_dict()
+        expected = {f"{module}.{name}" for module in ("first", "second") for name in names}
+        assert_equal(set(state), expected | {"dense.weight", "dense.bias"}, where="names")
+        assert_equal(set(get_model_state_dict(model)), set(state), where="names by torch's function")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            writer = checkpoint.HuggingFaceStorageWriter(tmp_path / str(whole), durable=False)
+            dcp.save(get_model_state_dict(model), storage_writer=writer, no_dist=True)
+            plain = {n: torch.zeros(tuple(v.shape), dtype=v.dtype) for n, v in state.items()}
+            reader = checkpoint.HuggingFaceStorageReader(tmp_path / str(whole))
+            dcp.load(plain, storage_reader=reader, no_dist=True)
+        before = contents(store)
+        ways: dict[str, Any] = {
+            "by hand": lambda other, state=state: other.load_state_dict(state),
+            "by torch": lambda other, state=state: set_model_state_dict(other, dict(state)),
+            "from a checkpoint": lambda other, plain=plain: other.load_state_dict(plain),
+        }
+        for way, load in ways.items():
+            other_store, other = _trained(kvstore, whole, 1)
+            other_store.set_rows("a", random_rows(other_store, [999], 1, "a"))
+            load(other)
+            assert_contents(other_store, before, where=f"{way}, whole={whole}")
+            assert_equal((other.first.step_count, other.second.step_count), (4, 4), where=way)
+        for change, loud in (
+            ({"first.weight": None}, "Missing"),
+            ({"first.weigth": state["first.weight"]}, "Unexpected"),
+        ):
+            broken = {n: v for n, v in (dict(state) | change).items() if v is not None}
+            other_store, other = _trained(kvstore, whole, 1)
+            with raises(RuntimeError, mentions=[loud, next(iter(change))], where="strict"):
+                other.load_state_dict(broken)
+            other.load_state_dict(broken, strict=False)

@@ -1,0 +1,71 @@
+"""C. What runs eviction rounds by itself: steps of training, and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.support import ids_of, store_of
+from refimpl.errors import ConfigError
+
+
+def _stored(kvstore: Any) -> Any:
+    layout = kvstore.RowLayout(4, optimizer="sgd")
+    store = store_of(kvstore, {"t": layout, "u": layout})
+    store.set("t", ids_of(range(100)), torch.zeros(100, 4))
+    return store
+
+
+def _step(store: Any, table: str, first: int) -> None:
+    keys = ids_of(range(first, first + 10))
+    store.apply_gradients(table, keys, torch.ones(10, 4), 0.1)
+
+
+@requirement(
+    "KV-154",
+    "A background evictor with trigger_steps MUST run one round after every so many optimizer steps of its table, and "
+    "after nothing else.",
+)
+def test_steps(kvstore: Any) -> None:
+    store, policy = _stored(kvstore), kvstore.EvictionPolicy.count(2)
+    with kvstore.BackgroundEvictor(store, "t", trigger_steps=3, policy=policy) as evictor:
+        for _ in range(5):
+            _step(store, "u", 0)
+            store.set("t", ids_of(range(500, 505)), torch.zeros(5, 4))
+            store.get("t", ids_of(range(10)))
+        assert_equal(len(evictor.wait()), 0, where="rounds without a step")
+        for number, expected in ((1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2)):
+            _step(store, "t", 0)
+            assert_equal(len(evictor.wait()), expected, where=f"rounds after {number} steps")
+        assert_equal(store.ids("t").tolist(), [*range(10), *range(500, 505)], where="kept: written twice or more")
+    _step(store, "t", 0)
+    assert_equal(len(evictor.rounds), 2, where="rounds after close")
+
+
+@requirement(
+    "KV-155",
+    "A background evictor with trigger_bytes MUST run a round after a write to its table that left the store's rows "
+    "with more bytes than that, to the byte, and after nothing else; without any trigger it MUST be refused.",
+)
+def test_bytes(kvstore: Any) -> None:
+    store, policy = _stored(kvstore), kvstore.EvictionPolicy.count(2)
+    row_bytes = store.layout("t").row_bytes
+    with kvstore.BackgroundEvictor(store, "t", trigger_bytes=110 * row_bytes, policy=policy) as evictor:
+        _step(store, "u", 0)
+        _step(store, "t", 0)
+        assert_equal(len(evictor.wait()), 0, where="rounds at the threshold")
+        _step(store, "u", 10)
+        assert_equal(len(evictor.wait()), 0, where="rounds after a write to another table")
+        store.set("t", ids_of([0]), torch.zeros(1, 4))
+        assert_equal(len(evictor.wait()), 1, where="rounds beyond the threshold")
+        assert_equal(store.ids("t").tolist(), list(range(10)), where="kept")
+        store.set("t", ids_of(range(79)), torch.zeros(79, 4))
+        assert_equal(len(evictor.wait()), 1, where="rounds below it again")
+        store.set("u", ids_of(range(20, 32)), torch.zeros(12, 4))
+        store.set("t", ids_of([1000]), torch.zeros(1, 4))
+        assert_equal(len(evictor.wait()), 2, where="rounds beyond it again")
+    for wrong in ({}, {"trigger_steps": 0}, {"trigger_bytes": -1}, {"trigger_rows": 1.5}):
+        with raises(ConfigError, where=str(wrong)):
+            kvstore.BackgroundEvictor(store, "t", policy=policy, **wrong)

@@ -1,0 +1,124 @@
+"""D. FBGEMM's KVTensorWrapper, for code that was written against it."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from refimpl.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
+
+KEYS = [4, -2, 2**40, 0]
+NAMES = (
+    *("shape", "dtype", "row_offset", "snapshot_handle", "sorted_indices", "width_offset", "checkpoint_handle"),
+    *("read_only", "only_load_weight"),
+)
+
+
+def _store(kvstore: Any, whole: bool, offset: int) -> Any:
+    store = store_of(kvstore, kvstore.RowLayout(8, torch.float16, "adam"), return_whole_row=whole)
+    store.set_rows("t", random_rows(store, [key + offset for key in KEYS], 3))
+    return store
+
+
+def _wrapper(kvstore: Any, store: Any, width: int, dtype: torch.dtype, offset: int, **options: Any) -> Any:
+    made = kvstore.KVTensorWrapper([4, width], dtype, offset, sorted_indices=ids_of(KEYS), **options)
+    made.set_dram_db_wrapper(store)
+    return made
+
+
+@requirement(
+    "KV-156",
+    "KVTensorWrapper MUST take FBGEMM's arguments in their places and read and write the columns and rows they name: "
+    "whole rows with the id as key, weights, and states in their own dtype; it MUST change no input, and nothing when "
+    "it is read-only.",
+)
+def test_wrapper(kvstore: Any) -> None:
+    parameters = list(inspect.signature(kvstore.KVTensorWrapper).parameters)
+    assert_equal(parameters[: len(NAMES)], list(NAMES), where="arguments")
+    for offset in (0, 100):
+        store = _store(kvstore, True, offset)
+        row_bytes, mine = store.layout("t").row_bytes, ids_of([key + offset for key in KEYS])
+        whole = _wrapper(kvstore, store, row_bytes, torch.uint8, offset)
+        rows = store.get_rows("t", mine)
+        rows[:, :8] = ids_of(KEYS).reshape(-1, 1).view(torch.uint8)
+        assert_bits(whole.narrow(0, 1, 2), rows[1:3], where="whole rows")
+        assert_equal((whole.shape, whole.strides), ((4, row_bytes), (row_bytes, 1)), where="shape and strides")
+        assert_equal((whole.dtype_str, whole.device_str, whole.layout_str), ("uint8", "cpu", "Strided"), where="names")
+        before, snapshot = contents(store), store.snapshot()
+        other = _store(kvstore, True, offset)
+        other.clear("t")
+        target = _wrapper(kvstore, other, row_bytes, torch.uint8, offset)
+        written = rows.clone()
+        target.set_range(0, 0, 4, written)
+        assert_contents(other, before, where="whole rows written")
+        assert_bits(written, rows, where="the caller's rows")
+        weight = _wrapper(kvstore, store, 8, torch.float16, offset, width_offset=8)
+        weight.set_weights_and_ids(torch.ones(2, 8, dtype=torch.float16), ids_of(KEYS[:2]))
+        assert_bits(store.get("t", mine)[:2], torch.ones(2, 8, dtype=torch.float16), where="weights written")
+        old = _wrapper(kvstore, store, 8, torch.float16, offset, width_offset=8, snapshot_handle=snapshot)
+        assert_bits(old.narrow(0, 0, 4), other.get("t", mine), where="weights of a snapshot")
+        light = _wrapper(kvstore, store, row_bytes, torch.uint8, offset, only_load_weight=True)
+        light.set_range(0, 0, 4, rows)
+        assert_bits(store.get("t", mine), other.get("t", mine), where="only weights")
+        states = contents(store)
+        still = _wrapper(kvstore, store, row_bytes, torch.uint8, offset, read_only=True)
+        still.set_range(0, 0, 4, rows)
+        assert_contents(store, states, where="read-only")
+        apart = _store(kvstore, False, offset)
+        slot = apart.layout("t").state_slots["momentum2"]
+        place = (slot.offset_bytes - 16) // 4
+        state = _wrapper(kvstore, apart, slot.count, slot.dtype, offset, width_offset=place)
+        assert_bits(state.narrow(0, 0, 4), apart.get_state("t", "momentum2", mine), where="a state in its dtype")
+        plain = kvstore.KVTensorWrapper([3, 8], torch.float16, offset)
+        plain.set_embedding_rocks_dp_wrapper(apart)
+        expected = apart.get("t", ids_of(range(offset, offset + 3)))
+        assert_bits(plain.narrow(0, 0, 3), expected, where="ids in a row")
+
+
+@requirement(
+    "KV-157",
+    "A KVTensorWrapper MUST refuse by name what it cannot honour: no store, other shapes and columns, checkpoint "
+    "handles, keys that are not the ids, and travelling without its store.",
+)
+def test_refusals(kvstore: Any) -> None:
+    store = _store(kvstore, True, 0)
+    row_bytes = store.layout("t").row_bytes
+    wrapper = kvstore.KVTensorWrapper
+    with raises(DetachedStoreError, where="no store"):
+        wrapper([4, 8], torch.float16, 0).narrow(0, 0, 1)
+    for arguments, options, error in (
+        (([4], torch.float16, 0), {}, ShapeError),
+        (([4, 8], 5, 0), {}, ConfigError),
+        (([4, 8], torch.float16, 0), {"checkpoint_handle": object()}, UnsupportedError),
+        (([4, 8], torch.float16, 0), {"sorted_indices": ids_of([1])}, ShapeError),
+        (([4, 8], torch.float16, 0), {"width_offset": -1}, ConfigError),
+    ):
+        with raises(error, where=f"{arguments} {options}"):
+            wrapper(*arguments, **options)
+    for made in (
+        wrapper([4, row_bytes], torch.uint8, 0, width_offset=1),
+        wrapper([4, 8], torch.float16, 0, table="u"),
+        wrapper([4, 8], torch.float16, 0, only_load_weight=True),
+    ):
+        with raises(ConfigError, where="what the store's rows do not have"):
+            made.set_dram_db_wrapper(store)
+    whole = _wrapper(kvstore, store, row_bytes, torch.uint8, 0)
+    rows, before = whole.narrow(0, 0, 4), contents(store)
+    with raises(CorruptionError, where="keys that are not the ids"):
+        whole.set_range(0, 0, 4, rows.flip(0).contiguous())
+    acts: list[Any] = [
+        lambda: whole.narrow(1, 0, 1),
+        lambda: whole.narrow(0, 3, 2),
+        lambda: whole.set_range(0, 0, 3, rows),
+    ]
+    for act in acts:
+        with raises(ShapeError, where="ranges and shapes"):
+            act()
+    with raises(UnsupportedError, where="pickled"):
+        pickle.dumps(whole)
+    assert_contents(store, before, where="after refusals")
