@@ -43,7 +43,7 @@ def _driven(rank: Rank, kinds: tuple[str, ...], options: dict[str, Any]) -> None
     from fastimpl.pipeline import TrainPipelineFusedSparseDist
 
     loop, theirs, ours = (_job(rank, kinds) for _ in range(3))
-    schedule = TrainPipelineFusedSparseDist(
+    schedule: Any = TrainPipelineFusedSparseDist(
         ours.model, ours.optimizer, device="cpu", process_group=rank.group, **options
     )
     assert_equal(len(schedule._calls), 2, where="torchrec's modules that are driven")
@@ -126,7 +126,7 @@ def _model_parallel(rank: Rank) -> None:
     upstream = _module("torchrec.distributed.train_pipeline").TrainPipelineSparseDist(
         theirs, their_optimizer, torch.device("cpu")
     )
-    schedule = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
+    schedule: Any = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
     assert_equal(len(schedule._calls), 1, where="torchrec's modules that are driven")
     pipelineable = _module("torchrec.streamable").Pipelineable
     batches, batch_class = list[Any](), type("Pipelined", (PlainBatch, pipelineable), {})

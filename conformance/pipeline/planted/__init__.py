@@ -8,12 +8,13 @@ from conformance.pipeline.planted import (
     operators,
     overlap,
     ranks,
+    reducers,
     schedules,
     state,
     streams,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers)
+_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers, reducers)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]
