@@ -65,15 +65,35 @@ class Streamed(PipelineBase[In, Out]):
                 move_batch(batch, lambda tensor: tensor.to(self._device), self._device), batch, engine
             )
         if self._options.copies_in_place:
-            # Memory of the caller's stream, which may still be at work on what was there before.
-            free = engine.event()
-            engine.record(free, engine.current())
-            engine.wait(self._memcpy, free)
-        self._copies_for = engine.current()
+            return self._copied_in_place(batch)
         with engine.on(self._memcpy):
             flight = StreamedFlight(move_batch(batch, self._copied, self._device), batch, engine)
             engine.record(flight.moved, self._memcpy)
         return flight
+
+    def _copied_in_place(self, batch: Any) -> StreamedFlight:
+        """H into memory of the caller's stream, which may still be at work on what was there before."""
+        engine = self._engine
+        moved = move_batch(batch, self._copied_into_ours, self._device, self._memcpy)
+        flight = StreamedFlight(moved, batch, engine)
+        engine.record(flight.moved, self._memcpy)
+        return flight
+
+    def _copied_into_ours(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._engine.holds(tensor) and tensor.device == self._engine.device:
+            return tensor
+        engine, target, free = self._engine, self._room_for(tensor), self._engine.event()
+        # Behind the allocation, whose memory may have been in use until there.
+        engine.record(free, engine.current())
+        engine.wait(self._memcpy, free)
+        engine.keep(target, self._memcpy)
+        with engine.on(self._memcpy):
+            engine.copy(target, tensor.contiguous())
+        return target
+
+    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._engine.device_empty(tensor.numel() * tensor.element_size())
+        return memory.view(tensor.dtype).view(tensor.shape)
 
     def _arrived(self, batch: Any) -> StreamedFlight:
         """A batch that somebody moved on the caller's stream."""
@@ -84,14 +104,7 @@ class Streamed(PipelineBase[In, Out]):
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._engine.holds(tensor) and tensor.device == self._engine.device:
             return tensor
-        size_bytes = tensor.numel() * tensor.element_size()
-        if self._options.copies_in_place:
-            with self._engine.on(self._copies_for):
-                memory = self._engine.device_empty(size_bytes)
-            self._engine.keep(memory, self._memcpy)
-        else:
-            memory = self._engine.device_empty(size_bytes)
-        target: torch.Tensor = memory.view(tensor.dtype).view(tensor.shape)
+        target = self._room_for(tensor)
         self._engine.copy(target, tensor.contiguous())
         return target
 

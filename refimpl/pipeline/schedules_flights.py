@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, MutableSequence
 from typing import Any, SupportsIndex
 
 import torch
 
-from refimpl.errors import PipelineError
+from refimpl.errors import ConfigError, PipelineError
 from refimpl.pipeline.awaitables import Awaitable
 from refimpl.pipeline.data import KeyedJaggedTensor
 
 __all__ = ["Flight", "QueueView", "cut_off", "finished", "move_batch"]
 
 
-def move_batch(batch: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
-    """The batch with each tensor moved; what is none of ours and has a ``to`` of its own is asked to go."""
+def move_batch(
+    batch: Any, move: Callable[[torch.Tensor], torch.Tensor], device: torch.device, copy_stream: Any = None
+) -> Any:
+    """The batch with each tensor moved; what is none of ours and has a ``to`` of its own is asked to go.
+
+    Raises:
+        ConfigError: a ``to`` that takes no ``data_copy_stream``, where it is told one.
+    """
     if isinstance(batch, torch.Tensor):
         return move(batch)
     if isinstance(batch, KeyedJaggedTensor):
         return batch._map(move)
     if isinstance(batch, dict):
-        return {key: move_batch(value, move, device) for key, value in batch.items()}
+        return {key: move_batch(value, move, device, copy_stream) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        parts = [move_batch(part, move, device) for part in batch]
+        parts = [move_batch(part, move, device, copy_stream) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
+        return _asked_to_go(batch, device, copy_stream)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: move_batch(getattr(batch, f.name), move, device) for f in dataclasses.fields(batch)}
+        names = [field.name for field in dataclasses.fields(batch)]
+        fields = {name: move_batch(getattr(batch, name), move, device, copy_stream) for name in names}
         return dataclasses.replace(batch, **fields)
     return batch
+
+
+def _asked_to_go(batch: Any, device: torch.device, copy_stream: Any) -> Any:
+    if copy_stream is None:
+        return batch.to(device, non_blocking=True)
+    if "data_copy_stream" not in inspect.signature(batch.to).parameters:
+        where = "enable_inplace_copy_batch"
+        raise ConfigError("a batch whose to() takes no data_copy_stream", got=type(batch).__name__, where=where)
+    return batch.to(device, non_blocking=True, data_copy_stream=copy_stream)
 
 
 class Flight:

@@ -1,6 +1,7 @@
 """Planted bugs of embeddings and pipelines: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
 
 from conformance.pipeline.planted import (
+    arguments,
     batches,
     callers,
     key_value,
@@ -14,7 +15,20 @@ from conformance.pipeline.planted import (
     streams,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers, reducers)
+_MODULES = (
+    batches,
+    lookups,
+    operators,
+    ranks,
+    state,
+    schedules,
+    streams,
+    key_value,
+    overlap,
+    callers,
+    reducers,
+    arguments,
+)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -79,8 +79,8 @@ def _counted_ids(original: Any, collection: Any, ctx: Any, dist_input: Any) -> A
     return original(collection, ctx, dist_input)
 
 
-def _dataclasses_stay(original: Any, batch: Any, move: Any, device: Any) -> Any:
-    return batch if dataclasses.is_dataclass(batch) else original(batch, move, device)
+def _dataclasses_stay(original: Any, batch: Any, *args: Any) -> Any:
+    return batch if dataclasses.is_dataclass(batch) else original(batch, *args)
 
 
 @contextlib.contextmanager
