@@ -172,6 +172,9 @@ def cut_off(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     Raises:
         PipelineError: a result of another kind.
     """
+    # First, for a lazy result may answer like the one that it stands for.
+    if hasattr(type(result), "wait"):
+        return cut_off(result.wait(), pairs)
     if isinstance(result, torch.Tensor):
         leaf = result.detach().requires_grad_(result.is_floating_point())
         pairs.append((result, leaf))
@@ -185,6 +188,4 @@ def cut_off(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     if hasattr(result, "weights_or_none") and not hasattr(result, "keys"):
         values = cut_off(result.values(), pairs)
         return type(result)(values, result.weights_or_none(), lengths=result.lengths())
-    if hasattr(result, "wait"):
-        return cut_off(result.wait(), pairs)
     raise PipelineError("a lookup's result that SemiSync cannot cut off", got=type(result).__name__, where="lookup")

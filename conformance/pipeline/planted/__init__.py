@@ -11,6 +11,7 @@ from conformance.pipeline.planted import (
     ranks,
     reducers,
     schedules,
+    stages,
     state,
     streams,
 )
@@ -28,6 +29,7 @@ _MODULES = (
     callers,
     reducers,
     arguments,
+    stages,
 )
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
