@@ -14,7 +14,7 @@ import torch
 
 from refimpl.errors import ConfigError, PipelineError
 
-__all__ = ["Attachment", "Call", "FromBatch", "find_calls", "is_sharded", "unwrapped"]
+__all__ = ["Attachment", "Call", "FromBatch", "Prepared", "find_calls", "is_sharded", "unwrapped"]
 
 logger = logging.getLogger("refimpl.pipeline")
 
@@ -183,7 +183,7 @@ class Attachment:
         for call in calls:
             self._driven |= call.postprocs
         for name, module in self._driven.items():
-            module.forward = _Prepared(name, result_of)
+            module.forward = Prepared(name, result_of)
 
     def close(self) -> None:
         """Twice is harmless."""
@@ -192,7 +192,9 @@ class Attachment:
         self._driven = {}
 
 
-class _Prepared:
+class Prepared:
+    """Stands in for a driven module's forward."""
+
     def __init__(self, name: str, result_of: Callable[[str], Any]) -> None:
         self._name, self._result_of = name, result_of
 

@@ -21,7 +21,7 @@ REASONS = {
     "pipeline_postproc": "this schedule exchanges nothing ahead",
 }
 
-# Methods of torchrec's pipelines that its progress() calls and ours has no place for.
+# What torchrec's progress() calls, or makes its forwards of, and ours has no place for.
 NOT_CALLED = (
     "_connect",
     "_copy_batch_to_gpu",
@@ -29,6 +29,7 @@ NOT_CALLED = (
     "_mlp_forward",
     "_mlp_optimizer_step",
     "_pipeline_model",
+    "_pipelined_forward_type",
     "_progress_prefetch",
     "_set_module_context",
     "_validate_optimizer",

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from refimpl.errors import ConfigError, PipelineError
-from refimpl.pipeline.rewrite import Call, unwrapped
+from refimpl.pipeline.rewrite import Call, Prepared, unwrapped
 from refimpl.pipeline.schedules_flights import Flight
 from refimpl.pipeline.schedules_options import Options
 
@@ -29,6 +29,8 @@ class Stages(ABC, Generic[In, Out]):
     """
 
     trains = True
+    # What stands in for the forward of a driven module; nothing else can.
+    _pipelined_forward_type = Prepared
     _model: torch.nn.Module
     _options: Options
     _queue: deque[Any]
@@ -42,7 +44,7 @@ class Stages(ABC, Generic[In, Out]):
         was_empty = not self._queue
         self._pull_until(self._count_to_begin)
         if was_empty and self._queue:
-            self._init_pipelined_modules(self._queue[0].batch, self._queue[0].context)
+            self._init_pipelined_modules(self._queue[0].batch, self._queue[0].context, self._pipelined_forward_type)
 
     def enqueue_batch(self, dataloader_iter: Iterator[In]) -> bool:
         """Take one batch from the loader into flight; whether there was one on every rank."""
