@@ -161,8 +161,8 @@ def test_overridden(pipeline: Any) -> None:
         for stage in STAGES:
             counted = {"fill_pipeline": 4, "enqueue_batch": 5, "copy_batch_to_gpu": 5}.get(stage, 4)
             training = stage in ("_backward", "embedding_backward", "sync_embeddings", "_optimizer_step")
-            expected = counted if hasattr(kind, stage) and not (training and name in EVALUATION) else 0
-            assert_equal(called.count(stage), expected, where=f"{name} calls of {stage}")
+            there = hasattr(kind, stage) and not (training and name in EVALUATION)
+            assert_equal(called.count(stage), counted if there else 0, where=f"{name} calls of {stage}")
         for index in range(4):
             mine = [stage for stage, number in seen if number == index]
             order = [stage for stage in STAGES if stage in mine]
@@ -184,6 +184,8 @@ def test_public_overrides(pipeline: Any) -> None:
         class Mine(kind):  # type: ignore[misc, valid-type]
             """Scales the loss, pulls by itself, and changes what was copied."""
 
+            _dataloader_iter: Any
+
             def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
                 if dataloader_iter is not self._dataloader_iter:
                     self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
@@ -192,7 +194,7 @@ def test_public_overrides(pipeline: Any) -> None:
                 return batch
 
             def _backward(self, losses: torch.Tensor) -> None:
-                (2.0 * torch.sum(losses, dim=0)).backward()
+                (2.0 * torch.sum(losses, dim=0)).backward()  # type: ignore[no-untyped-call]
 
             def copy_batch_to_gpu(self, dataloader_iter: Iterator[Any]) -> Any:
                 """With other targets."""

@@ -93,7 +93,8 @@ class Streamed(PipelineBase[In, Out]):
 
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         memory = self._engine.device_empty(tensor.numel() * tensor.element_size())
-        return memory.view(tensor.dtype).view(tensor.shape)
+        target: torch.Tensor = memory.view(tensor.dtype).view(tensor.shape)
+        return target
 
     def _arrived(self, batch: Any) -> StreamedFlight:
         """A batch that somebody moved on the caller's stream."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, MutableSequence
 from typing import Any, SupportsIndex
@@ -83,6 +84,11 @@ class Flight:
     def context(self) -> Any:
         """What stages are given with the batch."""
         return self if self.given_context is None else self.given_context
+
+    @property
+    def postproc_fwd_results(self) -> dict[str, Any]:
+        """Torchrec's name for what is prepared."""
+        return self.prepared
 
     def forget(self) -> None:
         """Nothing was sent or looked up."""
@@ -174,7 +180,10 @@ def cut_off(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """
     # First, for a lazy result may answer like the one that it stands for.
     if hasattr(type(result), "wait"):
-        return cut_off(result.wait(), pairs)
+        types: Any = sys.modules.get("torchrec.distributed.types")
+        found = cut_off(result.wait(), pairs)
+        # A model of torchrec's may wait for what it is given.
+        return types.LazyNoWait(found) if types is not None and isinstance(result, types.LazyAwaitable) else found
     if isinstance(result, torch.Tensor):
         leaf = result.detach().requires_grad_(result.is_floating_point())
         pairs.append((result, leaf))

@@ -120,6 +120,10 @@ class Stages(ABC, Generic[In, Out]):
     def _pipelined_modules(self) -> list[Any]:
         return [call.module for call in self._calls]
 
+    @property
+    def _pipelined_postprocs(self) -> list[Any]:
+        return list({name: module for call in self._calls for name, module in call.postprocs.items()}.values())
+
     def _init_pipelined_modules(self, batch: In, context: Any, pipelined_forward: Any = None) -> None:
         """Called when the first batch has come into an empty pipeline; modules are driven already."""
 
