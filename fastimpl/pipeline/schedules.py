@@ -150,6 +150,10 @@ class _LooksUp(LookupStages[In, Out], Streamed[In, Out]):
         seen = [call for call in self._calls if call.name in flight.results]
         flight.seen = {call.name: versions_of(call.module) for call in seen}
 
+    def _hold_edits(self, flight: StreamedFlight) -> None:
+        """An edit on the caller's stream must not overtake the reads of a hoisted lookup."""
+        self._engine.wait(self._engine.current(), flight.looked_up)
+
     def _forget_outdated(self, flight: StreamedFlight) -> None:
         """A hoisted lookup is done again where tables or the mode changed since, on every rank."""
         changed = flight.with_grad is not None and flight.with_grad != (self._model.training and self.trains)
@@ -212,8 +216,8 @@ class TrainPipelineFusedSparseDist(FusedArguments[In, Out], _Fused[In, Out]):
             self._hoist(following)
         self._update_dense()
         if self._hoists and following is not None:
-            # Behind the optimizer, which it may overlap; an edit on the caller's stream must not overtake its reads.
-            self._engine.wait(self._engine.current(), following.looked_up)
+            # Behind the optimizer, which it may overlap.
+            self._hold_edits(following)
         return output
 
 
@@ -232,8 +236,7 @@ class EvalPipelineFusedSparseDist(EvalFusedArguments[In, Out], _NoGradient[In, O
         following = self._following()
         if self._hoists and following is not None:
             self._hoist(following)
-            # An edit on the caller's stream must not overtake its reads.
-            self._engine.wait(self._engine.current(), following.looked_up)
+            self._hold_edits(following)
         return output
 
 

@@ -20,7 +20,7 @@ from fastimpl.pipeline.input_dist import fuse_input_dists
 from fastimpl.streams import engine_for
 from refimpl.pipeline.rewrite import Call
 from refimpl.pipeline.schedules_base import In, Out, PipelineBase
-from refimpl.pipeline.schedules_flights import finished, move_batch
+from refimpl.pipeline.schedules_flights import looked_up, move_batch
 
 __all__ = ["Streamed"]
 
@@ -167,8 +167,7 @@ class Streamed(PipelineBase[In, Out]):
             for call in calls:
                 given, ctx = flight.given[call.name], flight.contexts[call.name]
                 self._hand_over([given, ctx], stream)
-                output = call.module.output_dist(ctx, call.module.compute(ctx, given))
-                flight.results[call.name] = finished(output)
+                flight.results[call.name] = looked_up(call.module, ctx, given)
                 flight.dists.pop(call.name, None)
             engine.record(flight.looked_up, stream)
         flight.with_grad = self._model.training and self.trains

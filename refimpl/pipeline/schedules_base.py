@@ -18,7 +18,7 @@ import torch.distributed as dist
 from refimpl.errors import ConfigError, DistributedError, PipelineError
 from refimpl.kvstore.state import rank_and_world
 from refimpl.pipeline.rewrite import Attachment, Call, FromBatch, find_calls
-from refimpl.pipeline.schedules_flights import QueueView, finished
+from refimpl.pipeline.schedules_flights import QueueView, looked_up
 from refimpl.pipeline.schedules_options import Options, check_overrides
 from refimpl.pipeline.schedules_reducers import DenseGradients
 from refimpl.pipeline.schedules_stages import In, Out, Stages
@@ -292,7 +292,7 @@ class PipelineBase(Stages[In, Out]):
     def _look_up(self, flight: Any, calls: list[Call] | None = None) -> None:
         for call in self._calls if calls is None else calls:
             given, ctx = flight.inputs[call.name].wait(), flight.contexts[call.name]
-            flight.results[call.name] = finished(call.module.output_dist(ctx, call.module.compute(ctx, given)))
+            flight.results[call.name] = looked_up(call.module, ctx, given)
             flight.dists.pop(call.name, None)
 
     def _run_forward(self, flight: Any) -> tuple[torch.Tensor, Any]:

@@ -15,7 +15,7 @@ from refimpl.errors import ConfigError, PipelineError
 from refimpl.pipeline.awaitables import Awaitable
 from refimpl.pipeline.data import KeyedJaggedTensor
 
-__all__ = ["Flight", "QueueView", "cut_off", "finished", "move_batch"]
+__all__ = ["Flight", "QueueView", "cut_off", "looked_up", "move_batch"]
 
 
 def move_batch(
@@ -164,8 +164,13 @@ class QueueView(MutableSequence[Any]):
             self.append(value)
 
 
-def finished(result: Any) -> Any:
-    """What the module's own forward would return: ours waits, torchrec's hands out its lazy result."""
+def looked_up(module: Any, ctx: Any, given: Any) -> Any:
+    """What the module's own forward would return: ours waits, torchrec's hands out its lazy result.
+
+    torchrec's result knows what it is made of, which its backward hooks ask for, only from both steps at once.
+    """
+    both = getattr(module, "compute_and_output_dist", None)
+    result = module.output_dist(ctx, module.compute(ctx, given)) if both is None else both(ctx, given)
     return result.wait() if isinstance(result, Awaitable) else result
 
 

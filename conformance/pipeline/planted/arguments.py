@@ -67,7 +67,29 @@ def _never_prefetched(original: Any, schedule: Any, *args: Any, **options: Any) 
     original(schedule, *args, **options)
 
 
+def _not_held(original: Any, schedule: Any, flight: Any) -> None:
+    """Edits go ahead."""
+
+
+def _raised_at_once(original: Any, schedule: Any) -> None:
+    if schedule._options.enqueues_behind_forward:
+        schedule._pull_until(schedule.ahead_count + 1)
+
+
 PLANTED = (
+    fast(
+        "edits_overtake_hoisted_lookups",
+        "An edit does not wait for a lookup that was done ahead.",
+        ("PIPE-308",),
+        wrap("fastimpl.pipeline.schedules:_LooksUp._hold_edits", _not_held),
+    ),
+    shared(
+        "late_error_undoes_the_step",
+        "A loader's error behind the forward stops the step.",
+        ("PIPE-309",),
+        f"{_BASE}._pull_behind_forward",
+        _raised_at_once,
+    ),
     fast(
         "seed_placement_ignored",
         "embedding_lookup_after_opt=False is taken and ignored.",
