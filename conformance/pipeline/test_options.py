@@ -174,6 +174,7 @@ def test_replicas(pipeline: Any) -> None:
         ("TrainPipelineSparseDist", {name: None}, "bo" * 4),
         ("TrainPipelineSemiSync", {name: 3}, "bsobobobso"),
         (FUSED, {}, "bso" * 4),
+        ("TrainPipelineBase", {}, "bso" * 4),
         ("PrefetchTrainPipelineSparseDist", {}, "bso" * 4),
     ):
         job, order = Job(pipeline, 5), list[str]()

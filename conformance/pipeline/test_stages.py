@@ -219,6 +219,28 @@ def test_public_overrides(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-311",
+    "Stages that are called by hand, ahead of their places, MUST NOT be done again by progress(): a pipeline may be "
+    "filled, and its first batch sent and received, before the first step.",
+)
+def test_by_hand(pipeline: Any) -> None:
+    for name in AHEAD:
+        job, loop, sent = Job(pipeline, 3), Job(pipeline, 3), list[int]()
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        schedule, dist = job.schedule(name, **options), job.collections[0].input_dist
+        job.collections[0].input_dist = lambda *args, sent=sent, dist=dist: (sent.append(1), dist(*args))[1]
+        loader = iter(job.batches(6))
+        schedule.fill_pipeline(loader)
+        assert_equal(schedule.enqueue_batch(loader), True, where=f"{name} a batch more")
+        schedule.start_sparse_data_dist(schedule.batches[0], schedule.contexts[0])
+        schedule.wait_sparse_data_dist(schedule.contexts[0])
+        for step, batch in enumerate(loop.batches(6)):
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+        assert_same_state(job, loop, name)
+        assert_equal(len(sent), 6, where=f"{name} exchanges of six batches")
+
+
+@requirement(
     "PIPE-305",
     "A subclass with a method that torchrec's progress() calls and this one has no place for MUST be refused when it "
     "is made, by the method's name; so MUST a backward hook at a site that is not torchrec's.",

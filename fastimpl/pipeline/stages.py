@@ -125,9 +125,9 @@ class Streamed(PipelineBase[In, Out]):
     @_stage("input_dist")
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
         """S: sizes of all modules in one exchange, behind H."""
-        if batch is None:
+        flight = None if batch is None else self._found(context)
+        if flight is None or flight.was_sent:
             return
-        flight = self._found(context)
         self._engine.wait(self._dist, flight.moved)
         with self._engine.on(self._dist):
             self._hand_over(flight.batch, self._dist)
@@ -137,8 +137,9 @@ class Streamed(PipelineBase[In, Out]):
     @_stage("input_dist")
     def wait_sparse_data_dist(self, context: Any) -> None:
         """I: wait for sizes, send ids."""
-        with self._engine.on(self._dist):
-            self._receive(self._found(context))
+        if not self._found(context).was_received:
+            with self._engine.on(self._dist):
+                self._receive(self._found(context))
 
     @contextmanager
     def _undone_on_error(self, flight: StreamedFlight) -> Iterator[None]:

@@ -44,7 +44,8 @@ class BaseArguments(PipelineBase[In, Out]):
         reduce_dense_gradients: bool | None = None,
     ) -> None:
         options = Options(execute_all_batches, custom_model_fwd, process_group, engine, reduce_dense_gradients)
-        super().__init__(model, optimizer, device, _with(options, copies_in_place=enable_inplace_copy_batch))
+        options = _with(options, sync_interval_batches=1, copies_in_place=enable_inplace_copy_batch)
+        super().__init__(model, optimizer, device, options)
 
 
 class SparseDistArguments(PipelineBase[In, Out]):

@@ -148,8 +148,7 @@ class PipelineBase(Stages[In, Out]):
         if self._attachment is None:
             self.attach(sparse_dist=False)
         self._check_reducers()
-        if dataloader_iter is not self._dataloader_iter:
-            self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
+        self._take_loader(dataloader_iter)
         self._raise_deferred()
         self.fill_pipeline(dataloader_iter)
         if not self._queue or (self._dataloader_exhausted and not self._execute_all):
@@ -208,6 +207,11 @@ class PipelineBase(Stages[In, Out]):
             except BaseException as error:
                 self._deferred = error
 
+    def _take_loader(self, dataloader_iter: Iterator[In]) -> None:
+        """Another iterator than the last one has not ended."""
+        if dataloader_iter is not self._dataloader_iter:
+            self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
+
     def _loader(self) -> Iterator[In]:
         assert self._dataloader_iter is not None
         return self._dataloader_iter
@@ -219,6 +223,7 @@ class PipelineBase(Stages[In, Out]):
 
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
         """A batch as the loader gives it, if every rank has one; None if not, and from then on."""
+        self._take_loader(dataloader_iter)
         if self._dataloader_exhausted:
             return None
         failure: BaseException | None = None
@@ -276,6 +281,7 @@ class PipelineBase(Stages[In, Out]):
 
     def _send(self, flight: Any) -> None:
         """Start the exchange of ids for every module."""
+        flight.was_sent = True
         postprocs = {name: module for call in self._calls for name, module in call.postprocs.items()}
         values = FromBatch(self.extract_model_input_from_batch(flight.batch), postprocs)
         for call in self._calls:
@@ -286,6 +292,7 @@ class PipelineBase(Stages[In, Out]):
 
     def _receive(self, flight: Any) -> None:
         """End the exchange of sizes, which starts that of ids."""
+        flight.was_received = True
         for name, given in flight.dists.items():
             flight.inputs[name] = given.wait()
 

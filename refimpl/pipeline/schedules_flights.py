@@ -61,7 +61,8 @@ class Flight:
         index: how many batches came before it since the pipeline was made or reset.
         contexts, dists, inputs, results: by module name, as far as they have come.
         prepared: what modules on the way to sharded ones gave, by name.
-        started, exchanged: whether its exchange of sizes, and that of ids, was begun.
+        started, exchanged: whether the stages of its exchange of sizes, and of ids, were called in their places.
+        was_sent, was_received: whether they did something, for whoever calls them by hand too.
         failure: what its exchange of ids raised, which is raised when it is this batch's turn.
         with_grad: whether a backward would find the lookups; None before them.
         pairs: SemiSync's lookups and what the forward sees of them, (looked up, leaf) each.
@@ -72,7 +73,7 @@ class Flight:
         self.given_context: Any = None
         self.failure: Exception | None = None
         self.with_grad: bool | None = None
-        self.started = self.exchanged = False
+        self.started = self.exchanged = self.was_sent = self.was_received = False
         self.contexts: dict[str, Any] = {}
         self.dists: dict[str, Any] = {}
         self.inputs: dict[str, Any] = {}
@@ -95,7 +96,7 @@ class Flight:
         for some in (self.contexts, self.dists, self.inputs, self.results, self.prepared):
             some.clear()
         self.pairs = []
-        self.started = self.exchanged = False
+        self.started = self.exchanged = self.was_sent = self.was_received = False
         self.failure = self.with_grad = None
 
 

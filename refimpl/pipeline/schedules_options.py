@@ -18,7 +18,6 @@ REASONS = {
     "apply_jit": "modules are not scripted: script the model's own before the pipeline is made",
     "free_features_storage_early": "a batch's storage is needed again after a loader's error, detach() or an edit",
     "clear_data_dist_inputs": "what an exchange was given is freed by itself when its lookup is over",
-    "pipeline_postproc": "this schedule exchanges nothing ahead",
 }
 
 # What torchrec's progress() calls, or makes its forwards of, and ours has no place for.

@@ -41,6 +41,7 @@ class Stages(ABC, Generic[In, Out]):
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Have the batches in flight without which a step cannot begin."""
+        self._take_loader(dataloader_iter)
         was_empty = not self._queue
         self._pull_until(self._count_to_begin)
         if was_empty and self._queue:
@@ -48,6 +49,7 @@ class Stages(ABC, Generic[In, Out]):
 
     def enqueue_batch(self, dataloader_iter: Iterator[In]) -> bool:
         """Take one batch from the loader into flight; whether there was one on every rank."""
+        self._take_loader(dataloader_iter)
         copy = self.inplace_copy_batch_to_gpu if self._options.copies_in_place else self.copy_batch_to_gpu
         batch, context = copy(dataloader_iter)
         if batch is None:
@@ -84,12 +86,13 @@ class Stages(ABC, Generic[In, Out]):
 
     def start_sparse_data_dist(self, batch: In | None, context: Any) -> None:
         """Start the exchange of sizes."""
-        if batch is not None:
+        if batch is not None and not self._found(context).was_sent:
             self._send(self._found(context))
 
     def wait_sparse_data_dist(self, context: Any) -> None:
         """End the exchange of sizes, and start that of ids."""
-        self._receive(self._found(context))
+        if not self._found(context).was_received:
+            self._receive(self._found(context))
 
     def extract_model_input_from_batch(self, batch: In) -> Any:
         """What the arguments of sharded modules are computed from."""
@@ -192,6 +195,9 @@ class Stages(ABC, Generic[In, Out]):
 
     @abstractmethod
     def _pull_until(self, count: int) -> None: ...
+
+    @abstractmethod
+    def _take_loader(self, dataloader_iter: Iterator[In]) -> None: ...
 
     @abstractmethod
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None: ...

@@ -55,7 +55,13 @@ def _always_sent(original: Any, schedule: Any, model: Any = None, sparse_dist: b
     original(schedule, model, True)
 
 
+def _sent_again(original: Any, schedule: Any, flight: Any) -> None:
+    original(schedule, flight)
+    flight.was_sent = flight.was_received = False
+
+
 PLANTED = (
+    shared("sent_again", "What was sent by hand is sent again.", ("PIPE-311",), f"{_BASE}._receive", _sent_again),
     shared(
         "losses_always", "Losses are looked at in evaluation.", ("PIPE-300",), f"{_BASE}._run_forward", _losses_wanted
     ),
