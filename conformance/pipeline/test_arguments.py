@@ -181,7 +181,7 @@ def test_before_the_optimizer(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-281",
-    "The seed's names and torchrec's for one choice MUST NOT contradict: stream and placement are refused by name.",
+    "Two names for one choice, PR 2916's and torchrec's later ones, MUST NOT contradict: both are refused by name.",
 )
 def test_contradictions(pipeline: Any) -> None:
     job = Job(pipeline, 8)

@@ -167,10 +167,10 @@ class TrainPipelineFusedSparseDist(FusedArguments[In, Out], _LooksUp[In, Out], _
     __doc__ = f"""The lookup, too, overlaps the dense optimizer of the step before (torchrec PR 2916).
 
     Args of its own, which move work and never change a result:
-        emb_lookup_stream: "data_dist", "new" or "current". ``use_emb_lookup_stream`` is the seed's name for "new".
+        emb_lookup_stream: "data_dist", "new" or "current". ``use_emb_lookup_stream`` is the PR's name for "new".
         embedding_lookup_after_data_dist: look up behind the start of the next batch's exchange.
         embedding_lookup_before_optimizer: look the next batch up before the dense optimizer; modules whose parameters
-            the optimizer updates are looked up behind it. ``embedding_lookup_after_opt=False`` is the seed's name.
+            the optimizer updates are looked up behind it. ``embedding_lookup_after_opt=False`` is the PR's name.
         defer_dp_lookup: what the optimizer updates is always looked up behind it; both values are the same here.
     {PipelineBase.__doc__}"""
 

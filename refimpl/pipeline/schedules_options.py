@@ -92,7 +92,7 @@ def check_placement(
     before_optimizer: bool,
     after_opt: bool | None,
 ) -> Placed:
-    """Where lookups are meant to run; the seed's two names are taken too. Raises ConfigError for what contradicts."""
+    """Where lookups run; two names of torchrec PR 2916 are taken too. Raises ConfigError for what contradicts."""
     if emb_lookup_stream not in LOOKUP_STREAMS:
         raise ConfigError("not a lookup stream", got=emb_lookup_stream, expected=LOOKUP_STREAMS)
     before = before_optimizer or after_opt is False

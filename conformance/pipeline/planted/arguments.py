@@ -14,7 +14,7 @@ _ARGUMENTS = "refimpl.pipeline.schedules_arguments"
 _STAGES = "refimpl.pipeline.schedules_stages:Stages"
 
 
-def _seed_name_ignored(original: Any, stream: str, use: Any, after_dist: bool, before: bool, after_opt: Any) -> Any:
+def _older_name_ignored(original: Any, stream: str, use: Any, after_dist: bool, before: bool, after_opt: Any) -> Any:
     return original(stream, use, after_dist, before, after_opt or None)
 
 
@@ -91,14 +91,14 @@ PLANTED = (
         _raised_at_once,
     ),
     fast(
-        "seed_placement_ignored",
+        "placement_ignored",
         "embedding_lookup_after_opt=False is taken and ignored.",
         ("PIPE-280",),
-        wrap(f"{_ARGUMENTS}:check_placement", _seed_name_ignored),
+        wrap(f"{_ARGUMENTS}:check_placement", _older_name_ignored),
     ),
     shared(
         "one_stream_wins",
-        "Of two names for the lookup's stream the seed's wins silently.",
+        "Of two names for the lookup's stream one wins silently.",
         ("PIPE-281",),
         f"{_ARGUMENTS}:check_placement",
         _stream_overridden,
