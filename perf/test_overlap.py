@@ -60,7 +60,7 @@ def test_nothing_is_hidden_where_the_host_does_all() -> None:
     sizes = Sizes(table_count=2, rows=16, dim=4, batch=4, pooling=2, width=4)
     model, optimizer = make_model(sizes)
     recorder = Recorder(InlineEngine(), HostClock())
-    schedule = pipeline.TrainPipelineFusedSparseDist(model, optimizer, engine=recorder)
+    schedule: Any = pipeline.TrainPipelineFusedSparseDist(model, optimizer, engine=recorder)
     batches = islice(loader_of(sizes, 0), 8)
     for _ in range(6):
         with recorder.step():

@@ -43,7 +43,7 @@ def _driven(rank: Rank, kinds: tuple[str, ...], options: dict[str, Any]) -> None
     from fastimpl.pipeline import TrainPipelineFusedSparseDist
 
     loop, theirs, ours = (_job(rank, kinds) for _ in range(3))
-    schedule = TrainPipelineFusedSparseDist(
+    schedule: Any = TrainPipelineFusedSparseDist(
         ours.model, ours.optimizer, device="cpu", process_group=rank.group, **options
     )
     assert_equal(len(schedule._calls), 2, where="torchrec's modules that are driven")
@@ -61,6 +61,32 @@ def _driven(rank: Rank, kinds: tuple[str, ...], options: dict[str, Any]) -> None
 @pytest.mark.parametrize("kinds", [("table_wise", "row_wise"), ("data_parallel", "table_wise")], ids="-".join)
 def test_fused_drives_torchrec(rank_pool: Any, kinds: tuple[str, ...], options: dict[str, Any]) -> None:
     rank_pool.run(_driven, 2, kinds, options)
+
+
+def _semi_sync(rank: Rank, start: int) -> None:
+    import fastimpl.pipeline
+    import refimpl.pipeline
+
+    loop, plain, ours = (_job(rank, ("table_wise", "row_wise")) for _ in range(3))
+    schedules: list[Any] = [
+        package.pipeline.TrainPipelineSemiSync(
+            job.model, job.optimizer, start_batch=start, process_group=rank.group, strict=True
+        )
+        for package, job in ((refimpl, plain), (fastimpl, ours))
+    ]
+    loaders = [iter(job.batches(6)) for job in (plain, ours)]
+    for step, batch in enumerate(loop.batches(6)):
+        expected = schedules[0].progress(loaders[0])
+        assert_bits(schedules[1].progress(loaders[1]), expected, f"start {start} step {step}")
+        assert_same_state(ours, plain, f"start {start} step {step}")
+        # Stale from the second step behind the start on, and no sooner.
+        exact = loop.step(batch)
+        assert_equal(torch.equal(exact, expected), step <= start, where=f"start {start} step {step} is the loop's")
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_semi_sync_drives_torchrec(rank_pool: Any, start: int) -> None:
+    rank_pool.run(_semi_sync, 2, start)
 
 
 def _module(name: str) -> Any:
@@ -126,7 +152,7 @@ def _model_parallel(rank: Rank) -> None:
     upstream = _module("torchrec.distributed.train_pipeline").TrainPipelineSparseDist(
         theirs, their_optimizer, torch.device("cpu")
     )
-    schedule = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
+    schedule: Any = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
     assert_equal(len(schedule._calls), 1, where="torchrec's modules that are driven")
     pipelineable = _module("torchrec.streamable").Pipelineable
     batches, batch_class = list[Any](), type("Pipelined", (PlainBatch, pipelineable), {})

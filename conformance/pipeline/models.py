@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conformance.harness import assert_equal
 from conformance.pipeline.sharding import collection_of, random_plan, sharded_of
 from conformance.pipeline.support import assert_bits, random_jagged, random_tables, values_of
 
 EXACT = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
+TRAINING = (*EXACT, "PrefetchTrainPipelineSparseDist", "TrainPipelineSemiSync")
+EVALUATION = ("EvalPipelineSparseDist", "EvalPipelineFusedSparseDist")
 KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 
 
@@ -64,6 +67,7 @@ class Job:
         optimizer: of the tables; dense parameters have SGD with momentum.
         processed: ids weigh by their position, by parameters that the dense optimizer updates.
         kvstore: every other table lives in a store of this component, one for each collection; None is no store.
+        reduces: whether gradient hooks average the dense gradients of all ranks, which otherwise nobody does.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Job:
         dropout: float = 0.0,
         processed: bool = False,
         kvstore: Any = None,
+        reduces: bool = True,
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
@@ -103,7 +108,20 @@ class Job:
                 p for n, p in self.model.named_parameters() if not n.startswith("collections")
             ):
                 param.copy_(values_of(param.shape, 77 + index))
+        if world_size > 1 and reduces:
+            self._reduce(group, world_size)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+
+    def _reduce(self, group: Any, world_size: int) -> None:
+        """Means of the dense gradients, by a hook for each: what is reduced in collections is so by themselves."""
+
+        def average(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            dist.all_reduce(param.grad.div_(world_size), group=group)
+
+        for name, param in self.model.named_parameters():
+            if not name.startswith("collections"):
+                param.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
 
     def _stored(self, kvstore: Any, configs: Any, weights: Any, optimizer: str, world_size: int) -> dict[str, Any]:
         """Tables in one store, with this rank's rows in it."""

@@ -10,7 +10,7 @@ import torch
 
 from fastimpl.streams import Engine
 from refimpl.pipeline.data import KeyedJaggedTensor
-from refimpl.pipeline.schedules_base import Flight
+from refimpl.pipeline.schedules_flights import Flight
 
 __all__ = ["StreamedFlight", "tensors_in", "versions_of"]
 

@@ -12,8 +12,17 @@ from fastimpl.pipeline.flights import StreamedFlight, versions_of
 from fastimpl.pipeline.stages import Streamed
 from refimpl.pipeline import schedules
 from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules import OneStale, Placement
-from refimpl.pipeline.schedules_base import as_leaf
+from refimpl.pipeline.schedules import OneStale
+from refimpl.pipeline.schedules_arguments import (
+    BaseArguments,
+    EvalArguments,
+    EvalFusedArguments,
+    FusedArguments,
+    PrefetchArguments,
+    SparseDistArguments,
+)
+from refimpl.pipeline.schedules_base import In, Out
+from refimpl.pipeline.schedules_stages import LookupStages
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
@@ -26,7 +35,7 @@ __all__ = [
 ]
 
 
-class _Exact(Streamed):
+class _Exact(Streamed[In, Out]):
     """Base and SparseDist: the lookup belongs to the forward."""
 
     sends_ahead = False
@@ -36,19 +45,20 @@ class _Exact(Streamed):
             self._exchange(flight)
             self._start_ahead()
         else:
-            self._pull_until(self.ahead_count + 1)
+            self._pull_until(self._count_before_forward)
 
     def _step(self, flight: StreamedFlight) -> Any:
-        training = self._model.training
+        training = self._model.training and self.trains
         if training:
             self._optimizer.zero_grad()
         self._look_up_on(self._engine.current(), flight, self._calls)
         if flight.failure is not None:
             raise flight.failure
-        loss, output = self._forward_on_current(flight)
+        losses, output = self._forward_on_current(flight)
+        self._pull_behind_forward()
         self._behind_forward()
         if training:
-            self._backward(loss)
+            self._update(flight, losses)
             self._update_dense()
         return output
 
@@ -58,21 +68,35 @@ class _Exact(Streamed):
             self._exchange_following()
 
 
-class TrainPipelineBase(_Exact):
+class _NoGradient(Streamed[In, Out]):
+    """Evaluation, whatever the model's mode."""
+
+    trains = False
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+
+class TrainPipelineBase(BaseArguments[In, Out], _Exact[In, Out]):
     __doc__ = schedules.TrainPipelineBase.__doc__
 
     ahead_count = 1
 
 
-class TrainPipelineSparseDist(_Exact):
+class TrainPipelineSparseDist(SparseDistArguments[In, Out], _Exact[In, Out]):
     __doc__ = schedules.TrainPipelineSparseDist.__doc__
 
     ahead_count = 2
     sends_ahead = True
 
 
-class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
+class PrefetchTrainPipelineSparseDist(PrefetchArguments[In, Out], _Exact[In, Out]):
     __doc__ = schedules.PrefetchTrainPipelineSparseDist.__doc__
+
+    ahead_count = 2
+    sends_ahead = True
 
     def _begin(self, flight: StreamedFlight) -> None:
         super()._begin(flight)
@@ -84,58 +108,60 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
             self._prefetch(following)
 
 
-class TrainPipelineFusedSparseDist(Placement, Streamed):
-    __doc__ = schedules.TrainPipelineFusedSparseDist.__doc__
+class EvalPipelineSparseDist(EvalArguments[In, Out], _NoGradient[In, Out], _Exact[In, Out]):
+    __doc__ = schedules.EvalPipelineSparseDist.__doc__
 
     ahead_count = 2
+    sends_ahead = True
 
-    def _make_lookup_stream(self) -> Any:
-        return self._engine.stream("emb_lookup") if self._chosen == "new" else self._dist
+
+class _LooksUp(LookupStages[In, Out], Streamed[In, Out]):
+    """The lookup is issued before the forward, and perhaps before the step that it belongs to."""
+
+    # Whether a lookup that is issued now may be overtaken by an update.
+    _is_early = False
+
+    def wait_embedding_lookup(self) -> None:
+        """The caller's stream runs behind the current batch's lookups."""
+        if self._queue:
+            self._engine.wait(self._engine.current(), self._queue[0].looked_up)
 
     def _stream(self) -> Any:
-        return self._engine.current() if self._chosen == "current" else self._lookup_stream
+        return self._lookup_stream
 
-    def _begin(self, flight: StreamedFlight) -> None:
-        if self._hoists:
-            self._forget_outdated(flight)
-        with self._undone_on_error(flight):
-            if not self._after_dist:
-                self._look_up_early(flight)
-            self._start_ahead()
-            self._look_up_early(flight)
+    def _missing(self, flight: StreamedFlight) -> list[Call]:
+        missing = [call for call in self._calls if call.name not in flight.results]
+        return [call for call in missing if self._may_hoist(call)] if self._is_early else missing
+
+    def _look_up_missing(self, flight: StreamedFlight) -> None:
+        self._look_up_on(self._stream(), flight, self._missing(flight))
 
     def _look_up_early(self, flight: StreamedFlight) -> None:
-        missing = [call for call in self._calls if call.name not in flight.results]
-        self._look_up_on(self._stream(), flight, missing)
+        if flight.failure is None and self._missing(flight):
+            self.start_embedding_lookup(flight.batch, flight.context)
+
+    def _hoist(self, flight: StreamedFlight) -> None:
+        """Look up in the step before; what may be told to be outdated by its next turn is known."""
+        self._is_early = True
+        try:
+            self._look_up_early(flight)
+        finally:
+            self._is_early = False
+        seen = [call for call in self._calls if call.name in flight.results]
+        flight.seen = {call.name: versions_of(call.module) for call in seen}
+
+    def _hold_edits(self, flight: StreamedFlight) -> None:
+        """An edit on the caller's stream must not overtake the reads of a hoisted lookup."""
+        self._engine.wait(self._engine.current(), flight.looked_up)
 
     def _forget_outdated(self, flight: StreamedFlight) -> None:
-        """A lookup hoisted before the optimizer is done again where tables or the mode changed since, on every rank."""
-        changed = flight.with_grad is not None and flight.with_grad != self._model.training
+        """A hoisted lookup is done again where tables or the mode changed since, on every rank."""
+        changed = flight.with_grad is not None and flight.with_grad != (self._model.training and self.trains)
         for call in self._calls:
             if call.name in flight.results:
-                changed |= flight.seen[call.name] != versions_of(call.module)
+                changed |= flight.seen.get(call.name) != versions_of(call.module)
         if not self._agree(int(not changed)):
             flight.results.clear()
-
-    def _step(self, flight: StreamedFlight) -> Any:
-        training = self._model.training
-        if training:
-            self._optimizer.zero_grad()
-        loss, output = self._forward_on_current(flight)
-        self._exchange_following()
-        if not training:
-            return output
-        self._backward(loss)
-        following = self._following()
-        if self._hoists and following is not None:
-            hoisted = [call for call in self._calls if self._may_hoist(call)]
-            self._look_up_on(self._stream(), following, hoisted)
-            following.seen = {call.name: versions_of(call.module) for call in hoisted}
-        self._update_dense()
-        if self._hoists and following is not None:
-            # Behind the optimizer, which it may overlap; an edit on the caller's stream must not overtake its reads.
-            self._engine.wait(self._engine.current(), following.looked_up)
-        return output
 
     def _may_hoist(self, call: Call) -> bool:
         """What the optimizer updates is looked up behind it; rows of a store have no version to tell of edits."""
@@ -143,42 +169,78 @@ class TrainPipelineFusedSparseDist(Placement, Streamed):
         return not stores and not self._is_late(call)
 
 
-class EvalPipelineSparseDist(_Exact):
-    __doc__ = schedules.EvalPipelineSparseDist.__doc__
+class _Fused(_LooksUp[In, Out]):
+    """Both Fused pipelines: streams, and the lookup at the beginning of the step."""
 
     ahead_count = 2
-    sends_ahead = True
+    # Whether a batch may have been looked up in the step before its own.
+    _hoists = False
 
-    @contextmanager
-    def _mode(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
+    def _make_lookup_stream(self) -> Any:
+        return self._engine.stream("emb_lookup") if self._options.placed.stream == "new" else self._dist
 
-    def _step(self, flight: StreamedFlight) -> Any:
-        self._look_up_on(self._engine.current(), flight, self._calls)
-        if flight.failure is not None:
-            raise flight.failure
-        _, output = self._forward_on_current(flight)
-        self._exchange_following()
-        return output
-
-
-class EvalPipelineFusedSparseDist(EvalPipelineSparseDist):
-    __doc__ = schedules.EvalPipelineFusedSparseDist.__doc__
+    def _stream(self) -> Any:
+        return self._engine.current() if self._options.placed.stream == "current" else self._lookup_stream
 
     def _begin(self, flight: StreamedFlight) -> None:
+        self._exchange(flight)
+        if self._hoists:
+            self._forget_outdated(flight)
         with self._undone_on_error(flight):
-            if not flight.results:
-                self._look_up_on(self._lookup_stream, flight, self._calls)
-            super()._begin(flight)
+            if not self._options.placed.after_dist:
+                self._look_up_early(flight)
+            self._start_ahead()
+            self._look_up_early(flight)
+
+
+class TrainPipelineFusedSparseDist(FusedArguments[In, Out], _Fused[In, Out]):
+    __doc__ = schedules.TrainPipelineFusedSparseDist.__doc__
+
+    @property
+    def _hoists(self) -> bool:  # type: ignore[override]
+        return self._options.placed.before_optimizer
 
     def _step(self, flight: StreamedFlight) -> Any:
-        _, output = self._forward_on_current(flight)
+        training = self._model.training
+        if training:
+            self._optimizer.zero_grad()
+        self.wait_embedding_lookup()
+        losses, output = self._forward_on_current(flight)
+        self._pull_behind_forward()
         self._exchange_following()
+        if not training:
+            return output
+        self._update(flight, losses)
+        following = self._following()
+        if self._hoists and following is not None:
+            self._hoist(following)
+        self._update_dense()
+        if self._hoists and following is not None:
+            # Behind the optimizer, which it may overlap.
+            self._hold_edits(following)
         return output
 
 
-class TrainPipelineSemiSync(OneStale, Streamed):
+class EvalPipelineFusedSparseDist(EvalFusedArguments[In, Out], _NoGradient[In, Out], _Fused[In, Out]):
+    __doc__ = schedules.EvalPipelineFusedSparseDist.__doc__
+
+    @property
+    def _hoists(self) -> bool:  # type: ignore[override]
+        return self._prefetches
+
+    def _step(self, flight: StreamedFlight) -> Any:
+        self.wait_embedding_lookup()
+        _, output = self._forward_on_current(flight)
+        self._pull_behind_forward()
+        self._exchange_following()
+        following = self._following()
+        if self._hoists and following is not None:
+            self._hoist(following)
+            self._hold_edits(following)
+        return output
+
+
+class TrainPipelineSemiSync(OneStale[In, Out], _LooksUp[In, Out]):
     __doc__ = schedules.TrainPipelineSemiSync.__doc__
 
     ahead_count = 3
@@ -193,33 +255,31 @@ class TrainPipelineSemiSync(OneStale, Streamed):
 
     def _prepare(self, flight: StreamedFlight) -> None:
         """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
-        if flight.with_grad is None or flight.with_grad < self._model.training:
-            self._look_up_on(self._lookup_stream, flight, self._calls)
+        if flight.with_grad is not None:
+            if flight.with_grad >= self._model.training:
+                return
+            flight.results.clear()
+        self._exchange(flight)
+        self._look_up_early(flight)
 
     def _step(self, flight: StreamedFlight) -> Any:
-        training, looked_up = self._model.training, dict(flight.results)
+        training = self._model.training
         if training:
             self._optimizer.zero_grad()
             self._engine.wait(self._engine.current(), flight.looked_up)
-            flight.results = {name: as_leaf(result) for name, result in looked_up.items()}
-        leaves = dict(flight.results)
-        loss, output = self._forward_on_current(flight)
+            self._cut(flight)
+        self.wait_embedding_lookup()
+        losses, output = self._forward_on_current(flight)
         following = self._following()
         if following is not None:
             self._exchange(following)
-            if self.processed_count >= self._start_batch:
+            if self.is_semi_sync():
                 self._prepare(following)
         if training:
-            with self._engine.stage("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-                self._update_tables(looked_up, leaves)
+            self._update(flight, losses)
             self._update_dense()
         return output
 
-    def _update_tables(self, looked_up: dict[str, Any], leaves: dict[str, Any]) -> None:
+    def _update_tables(self, flight: StreamedFlight) -> None:
         """T, behind the next batch's lookup, which ran on the same stream."""
-        for name, result in looked_up.items():
-            grad = leaves[name].values().grad
-            if grad is not None:
-                result.values().backward(grad)
-        self._note_update()
+        self.embedding_backward(flight.context)

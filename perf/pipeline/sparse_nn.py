@@ -131,7 +131,9 @@ def _our_arm(workload: Workload, job: SparseJob, schedule: str | None, implement
     sharded = implementation.ShardedEmbeddingBagCollection(collection, plan, optimizer=optimizer)
     model = SparseNN(sharded, workload.tensor_count * dim)
     dense = torch.optim.SGD(model.parameters(), lr=LR)
-    driver = None if schedule is None else getattr(implementation, schedule)(model, dense)
+    # torchrec's arm reduces no dense gradients either: what is compared is the schedule.
+    given = {"reduce_dense_gradients": False}
+    driver = None if schedule is None else getattr(implementation, schedule)(model, dense, **given)
     return _Arm(model, dense, implementation.KeyedJaggedTensor, driver)
 
 

@@ -12,14 +12,23 @@ from typing import Any
 import torch
 
 from refimpl.errors import ConfigError
-from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules_base import Flight, PipelineBase, as_leaf, move_batch
+from refimpl.pipeline.schedules_arguments import (
+    BaseArguments,
+    EvalArguments,
+    EvalFusedArguments,
+    FusedArguments,
+    PrefetchArguments,
+    SemiSyncArguments,
+    SparseDistArguments,
+)
+from refimpl.pipeline.schedules_base import In, Out, PipelineBase
+from refimpl.pipeline.schedules_flights import Flight, cut_off, move_batch
+from refimpl.pipeline.schedules_stages import LookupStages
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
     "OneStale",
-    "Placement",
     "PrefetchTrainPipelineSparseDist",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
@@ -29,135 +38,123 @@ __all__ = [
 
 logger = logging.getLogger("refimpl.pipeline")
 
-LOOKUP_STREAMS = ("data_dist", "new", "current")
 
+class OneStale(SemiSyncArguments[In, Out]):
+    """What both SemiSync pipelines share: when they are stale, the cut lookups, and the dense step they mean."""
 
-def check_placement(
-    emb_lookup_stream: str,
-    use_emb_lookup_stream: bool | None,
-    after_dist: bool,
-    before_optimizer: bool,
-    after_opt: bool,
-) -> str:
-    """The lookup stream that is meant; the seed's two names are taken too. Raises ConfigError for what contradicts."""
-    if emb_lookup_stream not in LOOKUP_STREAMS:
-        raise ConfigError("not a lookup stream", got=emb_lookup_stream, expected=LOOKUP_STREAMS)
-    if before_optimizer and (after_dist or after_opt):
-        placements = {
-            "embedding_lookup_before_optimizer": before_optimizer,
-            "embedding_lookup_after_data_dist": after_dist,
-            "embedding_lookup_after_opt": after_opt,
-        }
-        raise ConfigError("placements of the lookup that contradict", got=placements)
-    if use_emb_lookup_stream is None:
-        return emb_lookup_stream
-    return "new" if use_emb_lookup_stream else "data_dist"
+    def is_semi_sync(self) -> bool:
+        """Whether the next batch is looked up before this one's update."""
+        return len(self._queue) > 0 and self.processed_count >= self._start_batch
 
-
-class Placement:
-    """Where a Fused pipeline looks up: options of both implementations, which move work and never change a result."""
-
-    def __init__(
-        self,
-        *args: Any,
-        emb_lookup_stream: str = "data_dist",
-        embedding_lookup_after_data_dist: bool = False,
-        embedding_lookup_before_optimizer: bool = False,
-        use_emb_lookup_stream: bool | None = None,
-        embedding_lookup_after_opt: bool = False,
-        **options: Any,
-    ) -> None:
-        self._chosen = check_placement(
-            emb_lookup_stream,
-            use_emb_lookup_stream,
-            embedding_lookup_after_data_dist,
-            embedding_lookup_before_optimizer,
-            embedding_lookup_after_opt,
-        )
-        self._after_dist, self._hoists = embedding_lookup_after_data_dist, embedding_lookup_before_optimizer
-        super().__init__(*args, **options)
-
-
-class OneStale:
-    """Options of both SemiSync pipelines, and the dense step they mean."""
-
-    _calls: list[Call]
-    _optimizer: torch.optim.Optimizer
-    processed_count: int
-
-    def __init__(
-        self,
-        *args: Any,
-        start_batch: int = 900,
-        stash_gradients: bool = False,
-        strict: bool = False,
-        **options: Any,
-    ) -> None:
-        self._start_batch, self._stashes, self._strict = start_batch, stash_gradients, strict
-        self._stash: dict[torch.Tensor, torch.Tensor | None] | None = None
-        super().__init__(*args, **options)
-
-    def attach(self, model: torch.nn.Module | None = None) -> None:
-        """As ``PipelineBase.attach``. Raises ConfigError if ``strict`` and the optimizer updates what lookups read."""
-        super().attach(model)  # type: ignore[misc]
+    def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """As ``PipelineBase.attach``."""
+        super().attach(model, sparse_dist)
         stale = [call.name for call in self._calls if call.is_late(self._optimizer)]
-        if stale and self._strict:
-            self.detach()  # type: ignore[attr-defined]
-            raise ConfigError("parameters of the optimizer would be read one update stale", got=stale, where="strict")
         if stale:
             logger.warning("parameters of the optimizer are read one update stale in %s", stale)
+
+    def embedding_backward(self, context: Any) -> None:
+        """The tables' update, from the gradients that the forward's copies of the lookups have got."""
+        for looked_up, leaf in self._found(context).pairs:
+            if leaf.grad is not None:
+                looked_up.backward(leaf.grad)
+
+    def _cut(self, flight: Flight) -> None:
+        """The forward sees the lookups cut off from their tables."""
+        for call in self._calls:
+            flight.results[call.name] = cut_off(flight.results[call.name], flight.pairs)
 
     def _step_dense(self) -> None:
         """One optimizer step, with the gradients of the step before if they are stashed; the first has none."""
         if not self._stashes or self.processed_count < self._start_batch:
-            self._optimizer.step()
+            self._optimizer_step()
             return
         given, self._stash = self._stash, {}
         for param in (param for group in self._optimizer.param_groups for param in group["params"]):
             self._stash[param], param.grad = param.grad, None if given is None else given.get(param)
         if given is not None:
-            self._optimizer.step()
+            self._optimizer_step()
 
 
-class _Loop(PipelineBase[Flight]):
+class _Loop(PipelineBase[In, Out]):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self._engine is not None:
+            self.detach()
+            raise ConfigError("plain loops have no streams", got=type(self._engine).__name__, where="engine")
+
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
 
     def _flight_of(self, batch: Any) -> Flight:
         return Flight(move_batch(batch, self._moved, self._device))
 
+    def _arrived(self, batch: Any) -> Flight:
+        return Flight(batch)
 
-class _Exact(_Loop):
+    @property
+    def _count_to_begin(self) -> int:
+        return self._count_before_forward
+
+    def _update(self, flight: Flight, losses: torch.Tensor) -> None:
+        """Backward with the tables' update, replicas, dense update."""
+        self._backward(losses)
+        self._update_tables(flight)
+        self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, flight.context)
+        self._reduce_dense()
+        self._step_dense()
+
+    def _update_tables(self, flight: Flight) -> None:
+        """Behind a backward that did not reach them."""
+
+
+class _Exact(_Loop[In, Out]):
     """One batch after the other: ids, rows, forward, backward with the tables' update, dense update."""
 
     def _step(self, flight: Flight) -> Any:
-        training = self._model.training
+        training = self._model.training and self.trains
         if training:
             self._optimizer.zero_grad()
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
-            self._send(flight)
-            self._receive(flight)
-            self._look_up(flight)
-            loss, output = self._run_forward(flight)
+            self._exchange(flight)
+            if flight.failure is not None:
+                raise flight.failure
+            self._look_up_now(flight)
+            self._wait_for_batch()
+            losses, output = self._run_forward(flight)
+        self._pull_behind_forward()
         if training:
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._step_dense()
+            self._update(flight, losses)
         return output
 
+    def _look_up_now(self, flight: Flight) -> None:
+        self._look_up(flight)
 
-class TrainPipelineBase(_Exact):
+
+class _LooksUp(LookupStages[In, Out], _Loop[In, Out]):
+    """The lookup is a stage that a subclass may override."""
+
+    def _look_up_now(self, flight: Flight) -> None:
+        self.start_embedding_lookup(flight.batch, flight.context)
+        self.wait_embedding_lookup()
+
+    def _look_up_missing(self, flight: Flight) -> None:
+        self._look_up(flight)
+
+
+class TrainPipelineBase(BaseArguments[In, Out], _Exact[In, Out]):
     __doc__ = f"""Nothing overlaps but the copy of the next batch. {PipelineBase.__doc__}"""
 
     ahead_count = 1
 
 
-class TrainPipelineSparseDist(_Exact):
+class TrainPipelineSparseDist(SparseDistArguments[In, Out], _Exact[In, Out]):
     __doc__ = f"""The exchange of ids overlaps the step before. {PipelineBase.__doc__}"""
 
     ahead_count = 2
 
 
-class PrefetchTrainPipelineSparseDist(_Exact):
+class PrefetchTrainPipelineSparseDist(PrefetchArguments[In, Out], _Exact[In, Out]):
     __doc__ = f"""As ``TrainPipelineSparseDist``, with the rows of key-value tables read while the step before runs.
 
     torchrec's prefetches into a cache on the device; rows that the step before updates are read again here, so that
@@ -166,37 +163,39 @@ class PrefetchTrainPipelineSparseDist(_Exact):
     ahead_count = 2
 
 
-class TrainPipelineFusedSparseDist(Placement, _Exact):
+class TrainPipelineFusedSparseDist(FusedArguments[In, Out], _LooksUp[In, Out], _Exact[In, Out]):
     __doc__ = f"""The lookup, too, overlaps the dense optimizer of the step before (torchrec PR 2916).
 
     Args of its own, which move work and never change a result:
-        emb_lookup_stream: "data_dist", "new" or "current". ``use_emb_lookup_stream`` is the seed's name for "new".
+        emb_lookup_stream: "data_dist", "new" or "current". ``use_emb_lookup_stream`` is the PR's name for "new".
         embedding_lookup_after_data_dist: look up behind the start of the next batch's exchange.
         embedding_lookup_before_optimizer: look the next batch up before the dense optimizer; modules whose parameters
-            the optimizer updates are looked up behind it. ``embedding_lookup_after_opt`` is the seed's opposite of it.
+            the optimizer updates are looked up behind it. ``embedding_lookup_after_opt=False`` is the PR's name.
+        defer_dp_lookup: what the optimizer updates is always looked up behind it; both values are the same here.
     {PipelineBase.__doc__}"""
 
     ahead_count = 2
 
 
-class EvalPipelineSparseDist(_Exact):
+class EvalPipelineSparseDist(EvalArguments[In, Out], _Exact[In, Out]):
     __doc__ = f"""Forward only, without gradient, whatever the model's mode. {PipelineBase.__doc__}"""
 
     ahead_count = 2
-
-    def _step(self, flight: Flight) -> Any:
-        with torch.no_grad():
-            self._send(flight)
-            self._receive(flight)
-            self._look_up(flight)
-            return self._run_forward(flight)[1]
+    trains = False
 
 
-class EvalPipelineFusedSparseDist(EvalPipelineSparseDist):
-    __doc__ = f"""As ``EvalPipelineSparseDist``, with the lookup issued early. {PipelineBase.__doc__}"""
+class EvalPipelineFusedSparseDist(EvalFusedArguments[In, Out], _LooksUp[In, Out], _Exact[In, Out]):
+    __doc__ = f"""As ``EvalPipelineSparseDist``, with the lookup issued early.
+
+    Takes the arguments of ``TrainPipelineFusedSparseDist``, but for those about the optimizer, and
+        enable_embedding_lookup_prefetch: look the next batch up behind this one's forward, which may overlap it.
+    {PipelineBase.__doc__}"""
+
+    ahead_count = 2
+    trains = False
 
 
-class TrainPipelineSemiSync(OneStale, _Loop):
+class TrainPipelineSemiSync(OneStale[In, Out], _LooksUp[In, Out]):
     __doc__ = f"""From ``start_batch`` on, a batch is looked up before the update of the one before it.
 
     What a lookup reads is one update stale then: tables, and whatever of data-parallel tables and feature processors
@@ -212,34 +211,33 @@ class TrainPipelineSemiSync(OneStale, _Loop):
 
     def _step(self, flight: Flight) -> Any:
         self._prepare(flight)
+        if flight.failure is not None:
+            raise flight.failure
         training = self._model.training
-        looked_up = dict(flight.results)
         if training:
             self._optimizer.zero_grad()
-            flight.results = {name: as_leaf(result) for name, result in looked_up.items()}
-            leaves = dict(flight.results)
+            self._cut(flight)
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
-            loss, output = self._run_forward(flight)
+            self._wait_for_batch()
+            losses, output = self._run_forward(flight)
         following = self._queue[1] if len(self._queue) > 1 else None
-        if following is not None and self.processed_count >= self._start_batch:
+        if following is not None and self.is_semi_sync():
             self._prepare(following)
         if training:
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._update_tables(looked_up, leaves)
-            self._step_dense()
+            self._update(flight, losses)
         return output
+
+    def _update_tables(self, flight: Flight) -> None:
+        self.embedding_backward(flight.context)
 
     def _prepare(self, flight: Flight) -> None:
         """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
-        if flight.with_grad is None or flight.with_grad < self._model.training:
-            flight.with_grad = self._model.training
-            with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
-                self._send(flight)
-                self._receive(flight)
-                self._look_up(flight)
-
-    def _update_tables(self, looked_up: dict[str, Any], leaves: dict[str, Any]) -> None:
-        for name, result in looked_up.items():
-            grad = leaves[name].values().grad
-            if grad is not None:
-                result.values().backward(grad)
+        if flight.with_grad is not None:
+            if flight.with_grad >= self._model.training:
+                return
+            flight.forget()
+        with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
+            self._exchange(flight)
+            if flight.failure is None:
+                self._look_up_now(flight)
+                flight.with_grad = self._model.training

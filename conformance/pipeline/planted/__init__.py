@@ -1,6 +1,7 @@
 """Planted bugs of embeddings and pipelines: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
 
 from conformance.pipeline.planted import (
+    arguments,
     batches,
     callers,
     key_value,
@@ -8,12 +9,28 @@ from conformance.pipeline.planted import (
     operators,
     overlap,
     ranks,
+    reducers,
     schedules,
+    stages,
     state,
     streams,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers)
+_MODULES = (
+    batches,
+    lookups,
+    operators,
+    ranks,
+    state,
+    schedules,
+    streams,
+    key_value,
+    overlap,
+    callers,
+    reducers,
+    arguments,
+    stages,
+)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -14,7 +14,6 @@ from conformance.harness import PlantedBug, wrap
 from conformance.pipeline.planted.planting import BOTH, fast, shared
 
 _BASE = "refimpl.pipeline.schedules_base:PipelineBase"
-_FUSED = "fastimpl.pipeline.schedules:TrainPipelineFusedSparseDist"
 _COLLECTION = "fastimpl.pipeline.sharded:ShardedEmbeddingBagCollection"
 
 
@@ -56,8 +55,8 @@ def _in_one_queue(original: Any, schedule: Any, model: Any, *args: Any, **option
         schedule._queue = other._queue
 
 
-def _first_model(original: Any, schedule: Any, model: Any = None) -> None:
-    original(schedule, schedule.__dict__.setdefault("_first_model", schedule._model))
+def _first_model(original: Any, schedule: Any, model: Any = None, **options: Any) -> None:
+    original(schedule, schedule.__dict__.setdefault("_first_model", schedule._model), **options)
 
 
 def _outputs_held(original: Any, schedule: Any, flight: Any) -> None:
@@ -80,8 +79,8 @@ def _counted_ids(original: Any, collection: Any, ctx: Any, dist_input: Any) -> A
     return original(collection, ctx, dist_input)
 
 
-def _dataclasses_stay(original: Any, batch: Any, move: Any, device: Any) -> Any:
-    return batch if dataclasses.is_dataclass(batch) else original(batch, move, device)
+def _dataclasses_stay(original: Any, batch: Any, *args: Any) -> Any:
+    return batch if dataclasses.is_dataclass(batch) else original(batch, *args)
 
 
 @contextlib.contextmanager
@@ -131,14 +130,14 @@ PLANTED = (
         "lookup_outputs_held",
         "Lookup outputs outlive their step.",
         ("PIPE-156",),
-        wrap(f"{_FUSED}._look_up_early", _outputs_held),
+        wrap("fastimpl.pipeline.schedules:_LooksUp._look_up_early", _outputs_held),
     ),
     shared("failures_held", "Failed batches are kept.", ("PIPE-157",), f"{_BASE}._drop", _failures_held),
     fast(
         "lookup_stream_not_made",
         "A lookup stream that was asked for is not made.",
         ("PIPE-158", "PIPE-199"),
-        wrap(f"{_FUSED}._make_lookup_stream", _no_stream_of_its_own),
+        wrap("fastimpl.pipeline.schedules:_Fused._make_lookup_stream", _no_stream_of_its_own),
     ),
     fast(
         "lookup_counts_ids",

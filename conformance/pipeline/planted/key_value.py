@@ -50,7 +50,7 @@ PLANTED = (
         "stored_rows_hoisted",
         "Rows of a store are looked up before the optimizer, and edits go unseen.",
         ("PIPE-138",),
-        wrap("fastimpl.pipeline.schedules:TrainPipelineFusedSparseDist._may_hoist", _hoisted_whatever),
+        wrap("fastimpl.pipeline.schedules:_LooksUp._may_hoist", _hoisted_whatever),
     ),
     fast(
         "prefetched_rows_read_twice",

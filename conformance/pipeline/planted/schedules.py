@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from typing import Any
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
+from refimpl.pipeline.schedules_options import Placed
 
 _BASE = "refimpl.pipeline.schedules_base:PipelineBase"
-_STAGES = "fastimpl.pipeline.stages:Streamed"
-_SCHEDULES = "fastimpl.pipeline.schedules"
-FUSED = "TrainPipelineFusedSparseDist"
+_STAGES = "refimpl.pipeline.schedules_stages:Stages"
 
 
 def _none_ends(original: Any, schedule: Any) -> Any:
-    batch = next(schedule._loader)
+    batch = next(schedule._dataloader_iter)
     if batch is None:
         raise StopIteration
     schedule.pulled_count += 1
@@ -23,12 +23,12 @@ def _none_ends(original: Any, schedule: Any) -> Any:
 
 
 def _asked_again(original: Any, schedule: Any, loader: Any) -> Any:
-    schedule._exhausted = False
+    schedule._dataloader_exhausted = False
     return original(schedule, loader)
 
 
 def _never_again(original: Any, schedule: Any, loader: Any) -> Any:
-    schedule._loader = loader
+    schedule._dataloader_iter = loader
     return original(schedule, loader)
 
 
@@ -42,9 +42,9 @@ def _all_executed(original: Any, schedule: Any, loader: Any) -> Any:
     return original(schedule, loader)
 
 
-def _lost_on_error(original: Any, schedule: Any) -> Any:
+def _lost_on_error(original: Any, schedule: Any, loader: Any) -> Any:
     try:
-        return original(schedule)
+        return original(schedule, loader)
     except StopIteration:
         raise
     except BaseException:
@@ -53,9 +53,9 @@ def _lost_on_error(original: Any, schedule: Any) -> Any:
         raise
 
 
-def _held_dropped(original: Any, schedule: Any) -> bool:
-    found: bool = original(schedule)
-    if schedule._exhausted:
+def _held_dropped(original: Any, schedule: Any, loader: Any) -> bool:
+    found: bool = original(schedule, loader)
+    if schedule._dataloader_exhausted:
         schedule._held.clear()
     return found
 
@@ -129,18 +129,18 @@ def _fresh(original: Any, schedule: Any, *args: Any, start_batch: int = 0, **opt
     original(schedule, *args, start_batch=10**9, **options)
 
 
-def _leaking(original: Any, schedule: Any, model: Any = None) -> None:
-    original(schedule, model)
+def _leaking(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
+    original(schedule, *args, **options)
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-def _any_placement(*args: Any) -> str:
-    return "data_dist"
+def _any_placement(*args: Any) -> Placed:
+    return Placed()
 
 
-def _calls_once(original: Any, model: Any) -> Any:
+def _calls_once(original: Any, model: Any, **options: Any) -> Any:
     with contextlib.suppress(Exception):
-        return original(model)
+        return original(model, **options)
     return []
 
 
@@ -150,12 +150,25 @@ def _first_steps_too(original: Any, schedule: Any) -> None:
     original(schedule)
 
 
-def _never_strict(original: Any, schedule: Any, model: Any = None) -> None:
-    schedule._strict = False
-    original(schedule, model)
+def _never_strict(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
+    schedule._options = dataclasses.replace(schedule._options, strict=False)
+    original(schedule, *args, **options)
+
+
+def _ended_by_failure(original: Any, schedule: Any, flight: Any) -> None:
+    original(schedule, flight)
+    # Seen where a failing forward is followed by more steps than batches are in flight, and the loader goes on.
+    schedule._dataloader_exhausted = True
 
 
 PLANTED = (
+    shared(
+        "failure_ends_the_loader",
+        "After a failed step a loader counts as ended.",
+        ("PIPE-310",),
+        f"{_BASE}._drop",
+        _ended_by_failure,
+    ),
     shared(
         "none_ends_the_loader", "None is taken for the end (torchrec).", ("PIPE-030",), f"{_BASE}._next", _none_ends
     ),
@@ -191,14 +204,14 @@ PLANTED = (
         "batches_lost_on_loader_error",
         "What was pulled is lost with a loader's error.",
         ("PIPE-033", "PIPE-126", "PIPE-148"),
-        f"{_BASE}._pull",
+        f"{_BASE}._next_batch",
         _lost_on_error,
     ),
     shared(
         "held_batches_dropped",
         "What was pulled when another rank ended is lost.",
         ("PIPE-127",),
-        f"{_BASE}._pull",
+        f"{_STAGES}.enqueue_batch",
         _held_dropped,
     ),
     shared("evaluation_trains", "Evaluation updates.", ("PIPE-048", "PIPE-149"), f"{_BASE}.progress", _always_training),
@@ -249,14 +262,14 @@ PLANTED = (
         "strict_forgotten",
         "strict is not heeded.",
         ("PIPE-137",),
-        "refimpl.pipeline.schedules:OneStale.attach",
+        f"{_BASE}.attach",
         _never_strict,
     ),
     shared_swap(
         "placements_not_checked",
         "Contradicting placements are taken.",
         ("PIPE-125",),
-        "refimpl.pipeline.schedules:check_placement",
+        "refimpl.pipeline.schedules_arguments:check_placement",
         _any_placement,
     ),
     shared(

@@ -10,7 +10,6 @@ from conformance.pipeline.planted.planting import fast
 
 _STAGES = "fastimpl.pipeline.stages:Streamed"
 _SCHEDULES = "fastimpl.pipeline.schedules"
-FUSED = "TrainPipelineFusedSparseDist"
 
 
 def _first_and_last(original: Any, call: Any, optimizer: Any) -> bool:
@@ -72,7 +71,7 @@ def _stale() -> Any:
     """Hoisted before the optimizer, and kept though the optimizer wrote what was read."""
     with (
         wrap("refimpl.pipeline.rewrite:Call.is_late", _first_and_last),
-        wrap(f"{_SCHEDULES}:{FUSED}._forget_outdated", _not_forgotten),
+        wrap(f"{_SCHEDULES}:_LooksUp._forget_outdated", _not_forgotten),
     ):
         yield
 
@@ -147,18 +146,18 @@ PLANTED = (
         "hoisted_lookup_kept",
         "A hoisted lookup outlives edits and modes.",
         ("PIPE-099",),
-        wrap(f"{_SCHEDULES}:{FUSED}._forget_outdated", _not_forgotten),
+        wrap(f"{_SCHEDULES}:_LooksUp._forget_outdated", _not_forgotten),
     ),
     fast(
         "lookup_on_current_stream",
         "The lookup does not leave the current stream.",
         ("PIPE-109",),
-        wrap(f"{_SCHEDULES}:{FUSED}._stream", _on_current),
+        wrap(f"{_SCHEDULES}:_Fused._stream", _on_current),
     ),
     fast(
         "bad_batch_raises_early",
         "A later batch's bad id stops the step before.",
         ("PIPE-035",),
-        swap(f"{_STAGES}._noted", _at_once),
+        swap("refimpl.pipeline.schedules_stages:Stages._noted", _at_once),
     ),
 )

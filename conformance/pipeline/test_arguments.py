@@ -1,0 +1,197 @@
+"""B. Constructor arguments: torchrec's in torchrec's positions; each does what it says, or is refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.pipeline.models import Job, assert_same_state, outputs_of
+from conformance.pipeline.support import assert_bits
+from refimpl.errors import ConfigError
+
+FUSED = "TrainPipelineFusedSparseDist"
+EVAL_FUSED = "EvalPipelineFusedSparseDist"
+LAST = {"free_features_storage_early": False, "clear_data_dist_inputs": False}
+FIRST = {"execute_all_batches": True, "apply_jit": False}
+# The arguments of torchrec 1.8's pipelines behind model, optimizer and device, in order, and their defaults.
+UPSTREAM: dict[str, dict[str, Any]] = {
+    "TrainPipelineBase": {"custom_model_fwd": None, "enable_inplace_copy_batch": False},
+    "TrainPipelineSparseDist": {
+        **FIRST,
+        "context_type": None,
+        "pipeline_postproc": False,
+        "custom_model_fwd": None,
+        "dmp_collection_sync_interval_batches": 1,
+        "enqueue_batch_after_forward": False,
+        "enable_inplace_copy_batch": False,
+        **LAST,
+    },
+    FUSED: {
+        **FIRST,
+        "pipeline_postproc": True,
+        "custom_model_fwd": None,
+        "strict": False,
+        "emb_lookup_stream": "data_dist",
+        "embedding_lookup_after_data_dist": False,
+        "enable_inplace_copy_batch": False,
+        "enqueue_batch_after_forward": False,
+        **LAST,
+    },
+    "TrainPipelineSemiSync": {
+        **FIRST,
+        "start_batch": 900,
+        "stash_gradients": False,
+        "pipeline_postproc": True,
+        "custom_model_fwd": None,
+        "strict": False,
+        "dmp_collection_sync_interval_batches": 1,
+        "enable_inplace_copy_batch": False,
+        **LAST,
+    },
+    "PrefetchTrainPipelineSparseDist": {
+        **FIRST,
+        "pipeline_postproc": True,
+        "custom_model_fwd": None,
+        "enable_inplace_copy_batch": False,
+        **LAST,
+    },
+    "EvalPipelineSparseDist": {
+        "apply_jit": False,
+        "pipeline_postproc": False,
+        "enable_inplace_copy_batch": False,
+        **LAST,
+    },
+}
+UPSTREAM[EVAL_FUSED] = UPSTREAM[FUSED]
+REFUSED = ("apply_jit", *LAST)
+# What newer versions have, and what torchrec takes by name alone.
+NAMED: dict[str, dict[str, Any]] = {
+    FUSED: {"embedding_lookup_before_optimizer": False, "defer_dp_lookup": False},
+    EVAL_FUSED: {"defer_dp_lookup": False, "enable_embedding_lookup_prefetch": False},
+}
+
+
+class Context:
+    """What a pipeline's ``context_type`` may be."""
+
+    def __init__(self, *, index: int, version: int) -> None:
+        self.index, self.version = index, version
+
+
+def _other(name: str, default: Any, job: Job) -> Any:
+    """A value that is not the default."""
+    if isinstance(default, bool):
+        return not default
+    values = {
+        "context_type": Context,
+        "custom_model_fwd": lambda batch: job.model(batch),
+        "dmp_collection_sync_interval_batches": None,
+        "emb_lookup_stream": "new",
+        "start_batch": 10**6,
+    }
+    return values[name]
+
+
+def _as_the_loop(pipeline: Any, name: str, args: tuple[Any, ...], options: dict[str, Any], where: str) -> None:
+    """Some steps with these arguments are the loop's."""
+    loop, job = (Job(pipeline, 3, kinds=("table_wise", "row_wise")) for _ in range(2))
+    if name.startswith("Eval"):
+        loop.model.eval()
+    made = {key: value(job) if key == "custom_model_fwd" and value else value for key, value in options.items()}
+    schedule = getattr(pipeline, name)(job.model, job.optimizer, torch.device("cpu"), *args, **made)
+    batches = iter(job.batches(8))
+    for step, batch in enumerate(loop.batches(3)):
+        assert_bits(schedule.progress(batches), loop.step(batch), f"{where} step {step}")
+    assert_same_state(job, loop, where)
+
+
+@requirement(
+    "PIPE-282",
+    "Every constructor argument of torchrec 1.8's pipelines MUST be taken in its position and by its name, with "
+    "torchrec's default, and at these defaults a schedule MUST be the loop, bit for bit.",
+)
+def test_positions(pipeline: Any) -> None:
+    for name, arguments in UPSTREAM.items():
+        if name != EVAL_FUSED:
+            found = list(inspect.signature(getattr(pipeline, name)).parameters.values())
+            defaults = {each.name: each.default for each in found[3 : 3 + len(arguments)]}
+            assert_equal(defaults, arguments, where=f"{name} positions and defaults")
+            assert_equal(list(defaults), list(arguments), where=f"{name} order")
+        _as_the_loop(pipeline, name, tuple(arguments.values()), {}, f"{name} by position")
+        _as_the_loop(pipeline, name, (), {**arguments, **NAMED.get(name, {})}, f"{name} by name")
+
+
+@requirement(
+    "PIPE-283",
+    "At any other value each of these arguments MUST leave the loop's bits, or be refused by its name.",
+)
+def test_other_values(pipeline: Any) -> None:
+    for name, arguments in UPSTREAM.items():
+        for argument, default in {**arguments, **NAMED.get(name, {})}.items():
+            job, where = Job(pipeline, 3), f"{name} {argument}"
+            if argument in REFUSED:
+                with raises(ConfigError, mentions=(argument,)):
+                    getattr(pipeline, name)(job.model, job.optimizer, torch.device("cpu"), **{argument: True})
+                continue
+            value: Any = _other(argument, default, job)
+            if argument == "custom_model_fwd":
+                value = lambda job: job.model  # noqa: E731
+            extra = {"start_batch": 10**6} if argument == "stash_gradients" else {}
+            _as_the_loop(pipeline, name, (), {argument: value, **extra}, where)
+    job = Job(pipeline, 3)
+    for name in ("embedding_lookup_before_optimizer", "reduce_dense_gradients"):
+        with raises(ConfigError, mentions=(name,)):
+            getattr(pipeline, EVAL_FUSED)(job.model, job.optimizer, **{name: True})
+
+
+def _order_of(pipeline: Any, options: dict[str, Any]) -> str:
+    """The order of lookups (l) and dense updates (o) in three steps."""
+    job, order = Job(pipeline, 3, kinds=("table_wise", "row_wise")), list[str]()
+    for collection in job.collections:
+
+        def compute(*args: Any, wrapped: Any = collection.compute) -> Any:
+            order.append("l")
+            return wrapped(*args)
+
+        collection.compute = compute
+    job.optimizer.register_step_pre_hook(lambda *_: order.append("o"))
+    assert_equal(len(outputs_of(job.schedule(FUSED, **options), iter(job.batches(3)))), 3, where=f"{options} outputs")
+    return "".join(order)
+
+
+@requirement(
+    "PIPE-280",
+    "embedding_lookup_after_opt=False MUST look the next batch up before the dense optimizer, as "
+    "embedding_lookup_before_optimizer does; True and the default MUST look it up behind it.",
+    needs=("streams",),
+)
+def test_before_the_optimizer(pipeline: Any) -> None:
+    behind, before = "llo" * 3, "ll" + "llo" * 2 + "o"
+    for options, expected in (
+        ({}, behind),
+        ({"embedding_lookup_after_opt": True}, behind),
+        ({"embedding_lookup_after_opt": False}, before),
+        ({"embedding_lookup_before_optimizer": True}, before),
+    ):
+        assert_equal(_order_of(pipeline, options), expected, where=f"{options} lookups and dense updates")
+
+
+@requirement(
+    "PIPE-281",
+    "Two names for one choice, PR 2916's and torchrec's later ones, MUST NOT contradict: both are refused by name.",
+)
+def test_contradictions(pipeline: Any) -> None:
+    job = Job(pipeline, 8)
+    for options, name in (
+        ({"embedding_lookup_after_opt": False, "embedding_lookup_after_data_dist": True}, "embedding_lookup_after_opt"),
+        ({"embedding_lookup_after_opt": True, "embedding_lookup_before_optimizer": True}, "embedding_lookup_after_opt"),
+        ({"use_emb_lookup_stream": True, "emb_lookup_stream": "current"}, "use_emb_lookup_stream"),
+        ({"use_emb_lookup_stream": False, "emb_lookup_stream": "new"}, "use_emb_lookup_stream"),
+    ):
+        with raises(ConfigError, mentions=(name,)):
+            job.schedule(FUSED, **options)
+    for options in ({"use_emb_lookup_stream": True, "emb_lookup_stream": "new"}, {"embedding_lookup_after_opt": False}):
+        _as_the_loop(pipeline, FUSED, (), options, str(options))

@@ -1,0 +1,296 @@
+"""B. What options move: when batches are pulled, where they are copied, what runs ahead, and who averages replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.harness.virtual_device import VirtualDevice
+from conformance.pipeline.models import Batch, Job, assert_same_state, outputs_of
+from conformance.pipeline.support import assert_bits
+from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED, Context
+from conformance.pipeline.test_interruptions import Breaking, LoaderError
+from conformance.pipeline.test_streams import KINDS, VirtualBatch, on_host, virtual
+from refimpl.errors import ConfigError
+
+
+@requirement(
+    "PIPE-284",
+    "With enqueue_batch_after_forward the last batch ahead MUST be pulled behind the forward, by SparseDist and Fused; "
+    "what its loader raises then MUST come out of the next call, with the step whole and no batch lost.",
+)
+def test_enqueued_behind(pipeline: Any) -> None:
+    for name in ("TrainPipelineSparseDist", FUSED):
+        for late in (False, True):
+            job, loop, seen = Job(pipeline, 5), Job(pipeline, 5), list[int]()
+
+            def forward(batch: Batch, job: Job = job, seen: list[int] = seen) -> Any:
+                seen.append(schedule.pulled_count)  # noqa: B023
+                return job.model(batch)
+
+            schedule = job.schedule(name, custom_model_fwd=forward, enqueue_batch_after_forward=late)
+            loader, outcomes, batches = Breaking(job.batches(6), {3}, LoaderError("here")), list[str](), loop.batches(6)
+            for _ in range(7):
+                try:
+                    output = schedule.progress(loader)
+                except LoaderError:
+                    outcomes.append("error")
+                    continue
+                where = f"{name} {late} step {len(outcomes)}"
+                assert_bits(output, loop.step(batches[outcomes.count("done")]), where)
+                assert_same_state(job, loop, where)
+                outcomes.append("done")
+            expected = [2, 3, 4, 5, 6, 6] if late else [3, 4, 5, 6, 6, 6]
+            assert_equal(seen, expected, where=f"{name} {late} batches pulled when a forward runs")
+            order = ["done", "done" if late else "error", "error" if late else "done", *["done"] * 4]
+            assert_equal(outcomes, order, where=f"{name} {late} outcomes")
+
+
+@requirement(
+    "PIPE-285",
+    "context_type MUST make what stages are given beside a batch, one for each with its number, and contexts MUST "
+    "hold those of the batches in flight.",
+)
+def test_contexts(pipeline: Any) -> None:
+    name = "TrainPipelineSparseDist"
+    for kind in (Context, None):
+        job, seen = Job(pipeline, 5), list[Any]()
+
+        class Watched(getattr(pipeline, name)):  # type: ignore[misc]
+            def start_sparse_data_dist(self, batch: Any, context: Any, seen: list[Any] = seen) -> None:
+                """Notes the context."""
+                seen.append(context)
+                super().start_sparse_data_dist(batch, context)
+
+        schedule = Watched(job.model, job.optimizer, context_type=kind)
+        loader = iter(job.batches(4))
+        schedule.progress(loader)
+        first, count = seen[0].index, len(schedule.contexts)
+        assert_equal((first, count, len(schedule.batches)), (0, 2, 2), where=f"{kind} first context, contexts, batches")
+        outputs_of(schedule, loader)
+        assert_equal([each.index for each in seen], [0, 1, 2, 3], where=f"{kind} contexts of stages")
+        assert_equal({type(each) is Context for each in seen}, {kind is Context}, where=f"{kind} made by context_type")
+
+
+class Shifted(torch.nn.Module):
+    """Ids that a module without parameters makes of those of the batch; counts its calls."""
+
+    def __init__(self, pipeline: Any, *, trained: bool = False) -> None:
+        super().__init__()
+        self.kind, self.calls = pipeline.KeyedJaggedTensor, 0
+        if trained:
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: Any) -> Any:
+        """Every id of a table's first rows."""
+        self.calls += 1
+        return self.kind(ids.keys(), ids.values() // 2, ids.weights_or_none(), lengths=ids.lengths())
+
+
+class Between(torch.nn.Module):
+    """The job's model, whose first ids go through a module."""
+
+    def __init__(self, model: Any, shifted: Shifted) -> None:
+        super().__init__()
+        self.model, self.shifted = model, shifted
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model = self.model
+        pooled = [
+            model.collections[0](self.shifted(batch.ids[0])).values(),
+            model.collections[1](batch.ids[1]).values(),
+        ]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-286",
+    "With pipeline_postproc a module without trained parameters between the batch and a sharded module MUST run once "
+    "a batch, ahead with its exchange, and not again in the model; otherwise the sharded module MUST be left to the "
+    "model; either way the bits are the loop's and detach() gives the module back.",
+)
+def test_postproc(pipeline: Any) -> None:
+    for name in ("TrainPipelineSparseDist", FUSED, "TrainPipelineSemiSync"):
+        for asked, trained in ((True, False), (False, False), (True, True)):
+            jobs = [Job(pipeline, 5, kinds=("table_wise", "row_wise")) for _ in range(2)]
+            models = [Between(job.model, Shifted(pipeline, trained=trained)) for job in jobs]
+            where = f"{name} {asked} {trained}"
+            schedule = getattr(pipeline, name)(models[0], jobs[0].optimizer, pipeline_postproc=asked)
+            driven = 2 if asked and not trained else 1
+            assert_equal(len(schedule._pipelined_modules), driven, where=f"{where} modules that are driven")
+            loader = iter(jobs[0].batches(4))
+            for step, batch in enumerate(jobs[1].batches(4)):
+                jobs[1].optimizer.zero_grad()
+                losses, expected = models[1](batch)
+                losses.sum().backward()
+                jobs[1].optimizer.step()
+                assert_bits(schedule.progress(loader), expected, f"{where} step {step}")
+                assert_same_state(jobs[0], jobs[1], f"{where} step {step}")
+            assert_equal(models[0].shifted.calls, 4, where=f"{where} calls of the module")
+            schedule.detach()
+            models[0](jobs[0].batch(0))
+            assert_equal(models[0].shifted.calls, 5, where=f"{where} calls of the module, detached")
+
+
+class DistributedModelParallel(torch.nn.Module):
+    """What torchrec's wrapper is to a pipeline: a model inside of a model."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's."""
+        return self.module(batch)
+
+
+class DMPCollection(DistributedModelParallel):
+    """Of torchrec's class of this name: ``sync`` averages replicas."""
+
+    def __init__(self, module: Any, order: list[str]) -> None:
+        super().__init__(module)
+        self.order = order
+
+    def sync(self) -> None:
+        """Notes it."""
+        self.order.append("s")
+
+
+@requirement(
+    "PIPE-287",
+    "A DMPCollection's replicas MUST be averaged behind the backward and before the dense optimizer, every "
+    "dmp_collection_sync_interval_batches batches, None being never, and for each batch where a schedule has no such "
+    "argument; no other model is asked to.",
+)
+def test_replicas(pipeline: Any) -> None:
+    name = "dmp_collection_sync_interval_batches"
+    for schedule_name, options, expected in (
+        ("TrainPipelineSparseDist", {}, "bso" * 4),
+        ("TrainPipelineSparseDist", {name: 2}, "bsobo" * 2),
+        ("TrainPipelineSparseDist", {name: None}, "bo" * 4),
+        ("TrainPipelineSemiSync", {name: 3}, "bsobobobso"),
+        (FUSED, {}, "bso" * 4),
+        ("TrainPipelineBase", {}, "bso" * 4),
+        ("PrefetchTrainPipelineSparseDist", {}, "bso" * 4),
+    ):
+        job, order = Job(pipeline, 5), list[str]()
+        job.model.top.register_full_backward_hook(lambda *_, order=order: order.append("b"))
+        job.optimizer.register_step_pre_hook(lambda *_, order=order: order.append("o"))
+        model = DMPCollection(job.model, order)
+        schedule = getattr(pipeline, schedule_name)(model, job.optimizer, **options)
+        outputs_of(schedule, iter(job.batches(4)))
+        assert_equal("".join(order), expected, where=f"{schedule_name} {options} backwards, averages, updates")
+    job, order = Job(pipeline, 5), []
+    other = DistributedModelParallel(job.model)
+    outputs_of(pipeline.TrainPipelineSparseDist(other, job.optimizer, **{name: 1}), iter(job.batches(2)))
+
+
+class Unpacked(torch.nn.Module):
+    """The job's model for a batch that is a list, which the pipeline moves part by part."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, parts: Any) -> Any:
+        """As the model."""
+        return self.model(Batch(parts[0], [parts[1], parts[2]], parts[3]))
+
+
+class OnItsOwn(VirtualBatch):
+    """A batch that is told which stream to copy on, as torchrec's are."""
+
+    copied_on: list[Any]
+
+    def to(self, device: Any, non_blocking: bool = False, data_copy_stream: Any = None) -> Batch:
+        """Copies there; memory is of the stream that it is called on."""
+        self.copied_on.append(data_copy_stream)
+        return super().to(device)
+
+
+@requirement(
+    "PIPE-288",
+    "With enable_inplace_copy_batch the memory of copies MUST be allocated on the caller's stream, and copied into "
+    "behind what that stream was given: no access is unordered, and the bits are the loop's; a batch with a to() of "
+    "its own is handed the stream to copy on, or refused by name.",
+    needs=("streams",),
+)
+def test_copies_in_place(pipeline: Any) -> None:
+    for name in ("TrainPipelineBase", "TrainPipelineSparseDist", FUSED, "TrainPipelineSemiSync"):
+        for in_place in (False, True):
+            loop, job, device = Job(pipeline, 6, kinds=KINDS), Job(pipeline, 6, kinds=KINDS), VirtualDevice()
+            options: dict[str, Any] = {"start_batch": 10**6} if "Semi" in name else {}
+            made_on, allocate = set[str](), device.engine.device_empty
+
+            def noted(size: int, device: Any = device, allocate: Any = allocate, made_on: set[str] = made_on) -> Any:
+                made_on.add(device.engine.current())
+                return allocate(size)
+
+            device.engine.device_empty = noted  # type: ignore[method-assign, assignment]
+            batches = [[b.dense, *b.ids, b.target] for b in on_host(device, job.batches(4))]
+            with device:
+                schedule = getattr(pipeline, name)(
+                    Unpacked(job.model),
+                    job.optimizer,
+                    engine=device.engine,
+                    enable_inplace_copy_batch=in_place,
+                    **options,
+                )
+                loader = iter(batches)
+                for _ in range(4):
+                    schedule.progress(loader)
+            device.check(this_branch_only=True)
+            for batch in loop.batches(4):
+                loop.step(batch)
+            where = f"{name} in place {in_place}"
+            assert_same_state(job, loop, where)
+            assert_equal(sorted(made_on), ["default" if in_place else "memcpy"], where=f"{where} streams of the copies")
+    device, job = VirtualDevice(), Job(pipeline, 6, kinds=KINDS)
+    mine = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
+    with device:
+        schedule = job.schedule("TrainPipelineBase", engine=device.engine, enable_inplace_copy_batch=True)
+        with raises(ConfigError, mentions=("data_copy_stream",)):
+            schedule.progress(iter(mine))
+        told = [OnItsOwn(batch.dense, batch.ids, batch.target) for batch in mine]
+        copied_on = list[Any]()
+        for batch in told:
+            batch.device, batch.copied_on = device, copied_on
+        schedule.reset()
+        schedule.progress(iter(told))
+    assert_equal(copied_on, ["memcpy"] * 2, where="streams that a batch was told to copy on")
+
+
+@requirement(
+    "PIPE-289",
+    "With enable_embedding_lookup_prefetch an evaluation MUST look the next batch up behind this one's forward; edits "
+    "between two steps MUST be seen all the same.",
+    needs=("streams",),
+)
+def test_eval_prefetch(pipeline: Any) -> None:
+    for asked in (False, True):
+        job, loop = (Job(pipeline, 9, kinds=("table_wise", "row_wise")) for _ in range(2))
+        order = list[str]()
+        for collection in job.collections:
+
+            def compute(*args: Any, wrapped: Any = collection.compute, order: list[str] = order) -> Any:
+                order.append("l")
+                return wrapped(*args)
+
+            collection.compute = compute
+        job.model.register_forward_hook(lambda *_, order=order: order.append("f"))
+        loop.model.eval()
+        schedule, loader = job.schedule(EVAL_FUSED, enable_embedding_lookup_prefetch=asked), iter(job.batches(4))
+        for step, batch in enumerate(loop.batches(4)):
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{asked} step {step}")
+            if step == 1:
+                for each in (job, loop):
+                    for collection in each.collections:
+                        for _, weight, _ in collection.local_shards().values():
+                            weight.mul_(1.5)
+        # The batch that was looked up before the edit is looked up again.
+        expected = "llfllf" + ("ll" if asked else "") + "llfllf"
+        assert_equal("".join(order), expected, where=f"{asked} lookups and forwards")

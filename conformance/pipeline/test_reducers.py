@@ -1,0 +1,192 @@
+"""G. Dense gradients of several ranks: reduced by somebody, or refused before the first update."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.models import EVALUATION, TRAINING, Job, assert_same_state
+from conformance.pipeline.support import assert_bits, values_of
+from refimpl.errors import ConfigError
+
+TABLES = ("table_wise", "row_wise")
+
+
+def _apart(rank: Rank, name: str) -> None:
+    job, untouched = (Job(rank.component("pipeline"), 3, rank, kinds=TABLES, reduces=False) for _ in range(2))
+    schedule, loader = job.schedule(name), iter(job.batches(2))
+    for _ in range(2):
+        with raises(ConfigError, mentions=("top.weight", "bottom.bias", "reduce_dense_gradients")):
+            schedule.progress(loader)
+    assert_equal(schedule.pulled_count, 0, where=f"{name} batches that were pulled")
+    assert_same_state(job, untouched, f"{name} after a refusal")
+
+
+@requirement(
+    "PIPE-290",
+    "On several ranks a schedule MUST refuse, by the names of the parameters and before anything is pulled or updated, "
+    "to train dense parameters whose gradients nobody is seen to reduce.",
+)
+def test_refused(rank_pool: Any) -> None:
+    for name in TRAINING:
+        rank_pool.run(_apart, 2, name)
+
+
+def _wrapped(job: Job, rank: Rank) -> None:
+    job.model.bottom = DistributedDataParallel(job.model.bottom, process_group=rank.group)  # type: ignore[assignment]
+    job.model.top = DistributedDataParallel(job.model.top, process_group=rank.group)  # type: ignore[assignment]
+
+
+def _fully_sharded(job: Job, rank: Rank) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    for module in (job.model.bottom, job.model.top):
+        fully_shard(module, mesh=mesh)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05)
+
+
+def _tables_alone(job: Job, rank: Rank) -> None:
+    params = [param for collection in job.collections for param in collection.parameters()]
+    job.optimizer = torch.optim.SGD(params, lr=0.05)
+
+
+def _frozen(job: Job, rank: Rank) -> None:
+    for module in (job.model.bottom, job.model.top):
+        module.requires_grad_(False)
+
+
+def _refusals(steps: list[tuple[str, Job, Any]]) -> list[str]:
+    """Which of these schedules refuse to train, or to evaluate."""
+    found = []
+    for where, job, schedule in steps:
+        loader = iter(job.batches(2))
+        try:
+            for _ in range(2):
+                schedule.progress(loader)
+        except ConfigError as error:
+            found.append(f"{where}: {error}")
+    return found
+
+
+def _trains(rank: Rank, name: str) -> None:
+    pipeline, steps = rank.component("pipeline"), list[tuple[str, Job, Any]]()
+    for prepare in (_wrapped, _fully_sharded, _tables_alone, _frozen):
+        kinds = ("data_parallel", "table_wise") if prepare in (_tables_alone, _frozen) else TABLES
+        job = Job(pipeline, 3, rank, kinds=kinds, reduces=False)
+        prepare(job, rank)
+        steps.append((prepare.__name__, job, job.schedule(name)))
+    job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False)
+    job.model.eval()
+    steps.append(("a model in evaluation", job, job.schedule(name)))
+    job = Job(pipeline, 3, rank, kinds=TABLES)
+    steps.append(("gradient hooks", job, job.schedule(name)))
+    job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False)
+    steps.append(("told", job, job.schedule(name, reduce_dense_gradients=False)))
+    assert_equal(_refusals(steps), [], where=f"{name} refusals")
+
+
+def _evaluates(rank: Rank, name: str) -> None:
+    job = Job(rank.component("pipeline"), 3, rank, kinds=TABLES, reduces=False)
+    assert_equal(_refusals([("", job, job.schedule(name))]), [], where=f"{name} refusals")
+
+
+@requirement(
+    "PIPE-291",
+    "It MUST NOT refuse parameters of DistributedDataParallel, DTensors, parameters with a gradient hook, frozen ones, "
+    "data-parallel tables, which reduce by themselves, a model in evaluation, an evaluation, or what it is told of.",
+)
+def test_not_refused(rank_pool: Any) -> None:
+    for name in TRAINING:
+        rank_pool.run(_trains, 2, name)
+    for name in EVALUATION:
+        rank_pool.run(_evaluates, 2, name)
+
+
+def _reduced(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    loop, job = (Job(pipeline, 4, rank, reduces=each) for each in (True, False))
+    options: dict[str, Any] = {"start_batch": 10**6} if "Semi" in name else {}
+    schedule, loader = job.schedule(name, reduce_dense_gradients=True, **options), iter(job.batches(4))
+    for step, batch in enumerate(loop.batches(4)):
+        expected = loop.step(batch)
+        assert_bits(schedule.progress(loader), expected, f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+
+
+def _used_here_and_there(rank: Rank, name: str) -> None:
+    """A parameter that one rank alone uses, and one that none uses."""
+    job = Job(rank.component("pipeline"), 4, rank, reduces=False)
+    some, none = (torch.nn.Parameter(values_of((3,), seed)) for seed in (1, 2))
+    job.model.some, job.model.none = some, none
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.5)
+
+    def forward(batch: Any) -> Any:
+        losses, output = job.model(batch)
+        return losses + some.sum() * (rank.rank == 1) if rank.rank == 1 else losses, output
+
+    schedule = job.schedule(name, custom_model_fwd=forward, reduce_dense_gradients=True)
+    schedule.progress(iter(job.batches(1)))
+    assert_bits(some.detach(), values_of((3,), 1) - 0.25, f"{name} used on one rank of two")
+    assert_bits(none.detach(), values_of((3,), 2), f"{name} used on no rank")
+    assert_equal(none.grad is None, True, where=f"{name} no gradient of what no rank uses")
+
+
+@requirement(
+    "PIPE-292",
+    "With reduce_dense_gradients=True a schedule MUST step with the mean of all ranks' dense gradients, bit for bit "
+    "the loop's whose gradients are averaged; where one rank has none, it counts as 0.",
+)
+def test_reduced(rank_pool: Any) -> None:
+    for name in TRAINING:
+        rank_pool.run(_reduced, 2, name)
+        rank_pool.run(_used_here_and_there, 2, name)
+
+
+class Documented(torch.nn.Module):
+    """The model that the documentation speaks of: (losses, output) for a batch (dense [B, 4], ids, target [B])."""
+
+    def __init__(self, tables: torch.nn.Module) -> None:
+        super().__init__()
+        self.tables, self.top = tables, torch.nn.Linear(4 + 128, 1)
+        with torch.no_grad():
+            for index, param in enumerate(self.top.parameters()):
+                param.copy_(values_of(param.shape, index) / 16)
+
+    def forward(self, batch: Any) -> Any:
+        """The mean square of score less target."""
+        dense, ids, target = batch
+        scores = self.top(torch.cat([dense, self.tables(ids).values()], dim=1))[:, 0]
+        return (scores - target).square().mean().reshape(1), scores.detach()
+
+
+def _documented(rank: Rank, text: str) -> None:
+    pipeline = rank.component("pipeline")
+    generator = torch.Generator().manual_seed(rank.rank)
+    lengths = torch.ones(6, dtype=torch.int64)
+    ids = pipeline.KeyedJaggedTensor(["user", "item"], torch.randint(0, 50, (6,), generator=generator), lengths=lengths)
+    loader = [(values_of((3, 4), rank.rank), ids, values_of((3,), rank.rank)) for _ in range(3)]
+    names: dict[str, Any] = {"torch": torch, "device": torch.device("cpu"), "Model": Documented, "loader": loader}
+    exec(compile(text, "docs/pipeline.md", "exec"), names)
+    dense = torch.cat([param.detach().reshape(-1) for param in names["model"].top.parameters()])
+    every = [torch.empty_like(dense) for _ in range(rank.world_size)]
+    dist.all_gather(every, dense, group=rank.group)
+    assert_bits(every[1], every[0], "dense parameters of both ranks")
+    assert_equal(tuple(names["output"].shape), (3,), where="the output")
+
+
+@requirement("PIPE-293", "The documented example MUST run on two ranks, whose dense parameters MUST stay the same.")
+def test_documented(rank_pool: Any, pipeline: Any) -> None:
+    page = Path(__file__).parents[2] / "docs" / "pipeline.md"
+    found = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    package = pipeline.__name__.rpartition(".")[0]
+    text = found[1].replace("from fastimpl.pipeline", f"from {package}.pipeline").replace("1_000_000", "1_000")
+    rank_pool.run(_documented, 2, text)

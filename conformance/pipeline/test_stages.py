@@ -1,0 +1,310 @@
+"""D. Stages that subclasses of torchrec's pipelines call or override, generic pipelines, and models of other kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.pipeline.models import EVALUATION, TRAINING, Job, assert_same_state, outputs_of
+from conformance.pipeline.support import assert_bits
+from refimpl.errors import ConfigError, PipelineError
+
+ALL = (*TRAINING, *EVALUATION)
+AHEAD = ("TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@requirement(
+    "PIPE-300",
+    "In evaluation every schedule MUST take a model that returns (None, output); in training None for losses MUST be "
+    "refused by name.",
+)
+def test_no_losses(pipeline: Any) -> None:
+    for name in ALL:
+        job = Job(pipeline, 3)
+
+        def forward(batch: Any, job: Job = job) -> Any:
+            return None, job.model(batch)[1]
+
+        schedule = getattr(pipeline, name)(job.model, job.optimizer, custom_model_fwd=forward)
+        job.model.eval()
+        loop = Job(pipeline, 3)
+        loop.model.eval()
+        found = outputs_of(schedule, iter(job.batches(4)))
+        assert_equal(len(found), 4, where=f"{name} outputs")
+        for number, (got, batch) in enumerate(zip(found, loop.batches(4), strict=True)):
+            assert_bits(got, loop.step(batch), f"{name} output {number}")
+        if name in TRAINING:
+            job.model.train()
+            with raises(ConfigError, mentions=("losses",)):
+                schedule.progress(iter(job.batches(4)))
+
+
+class Lazy:
+    """A result that is computed when it is waited for, as torchrec's are: made of a function, not of columns."""
+
+    def __init__(self, finish: Any) -> None:
+        self._finish, self._value = finish, None
+
+    def wait(self) -> Any:
+        """The columns."""
+        self._value = self._finish() if self._value is None else self._value
+        return self._value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wait(), name)
+
+
+@requirement(
+    "PIPE-301",
+    "SemiSync MUST drive modules whose output is a lazy result, as torchrec's are, as those whose output is there, bit "
+    "for bit.",
+)
+def test_lazy_results(pipeline: Any) -> None:
+    for start in (0, 10**6):
+        plain, lazy = (Job(pipeline, 7, kinds=("table_wise", "row_wise")) for _ in range(2))
+        for collection in lazy.collections:
+
+            def output_dist(*args: Any, wrapped: Any = collection.output_dist) -> Any:
+                given = wrapped(*args)
+                return Lazy(given.wait)
+
+            collection.output_dist = output_dist
+        schedules = [job.schedule("TrainPipelineSemiSync", start_batch=start) for job in (plain, lazy)]
+        loaders = [iter(job.batches(5)) for job in (plain, lazy)]
+        for step in range(5):
+            expected = schedules[0].progress(loaders[0])
+            assert_bits(schedules[1].progress(loaders[1]), expected, f"start {start} step {step}")
+            assert_same_state(lazy, plain, f"start {start} step {step}")
+
+
+@requirement("PIPE-302", "Every schedule MUST be generic in batch and output: subscripted, and subclassed as such.")
+def test_generic(pipeline: Any) -> None:
+    refused = []
+    for name in ALL:
+        try:
+            getattr(pipeline, name)[In, Out]
+        except TypeError:
+            refused.append(name)
+    assert_equal(refused, [], where="schedules that cannot be subscripted")
+    for name in ALL:
+        kind = getattr(pipeline, name)
+
+        class Mine(kind[In, Out]):  # type: ignore[misc, valid-type]
+            """A pipeline of somebody's."""
+
+        job, loop = Job(pipeline, 3), Job(pipeline, 3)
+        if name in EVALUATION:
+            loop.model.eval()
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        schedule: Any = Mine[Any, torch.Tensor](job.model, job.optimizer, **options)
+        assert_equal(isinstance(schedule, kind), True, where=f"{name} a subclass of it")
+        found = outputs_of(schedule, iter(job.batches(3)))
+        for number, (got, batch) in enumerate(zip(found, loop.batches(3), strict=True)):
+            assert_bits(got, loop.step(batch), f"{name} output {number}")
+
+
+STAGES = (
+    "fill_pipeline",
+    "enqueue_batch",
+    "copy_batch_to_gpu",
+    "start_sparse_data_dist",
+    "wait_sparse_data_dist",
+    "extract_model_input_from_batch",
+    "start_embedding_lookup",
+    "_wait_for_batch",
+    "wait_embedding_lookup",
+    "_backward",
+    "embedding_backward",
+    "sync_embeddings",
+    "_optimizer_step",
+    "dequeue_batch",
+)
+
+
+def _noting(kind: Any, seen: list[tuple[str, Any]]) -> Any:
+    """A subclass whose stages are noted with the number of their batch, and do what they did."""
+
+    def noted(name: str) -> Any:
+        def stage(self: Any, *args: Any) -> Any:
+            index = [arg.index for arg in args if hasattr(arg, "index") and not isinstance(arg, torch.Tensor)]
+            seen.append((name, index[0] if index else None))
+            return getattr(kind, name)(self, *args)
+
+        return stage
+
+    return type("Noting", (kind,), {name: noted(name) for name in STAGES if hasattr(kind, name)})
+
+
+@requirement(
+    "PIPE-303",
+    "A subclass's stages, under torchrec's names, MUST be called by progress(): for each batch once, exchange of "
+    "sizes before exchange of ids before lookup, backward before replicas before optimizer; what they do by super() "
+    "leaves the loop's bits.",
+)
+def test_overridden(pipeline: Any) -> None:
+    for name in ALL:
+        job, loop, seen = Job(pipeline, 3), Job(pipeline, 3), list[tuple[str, Any]]()
+        if name in EVALUATION:
+            loop.model.eval()
+        kind = getattr(pipeline, name)
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        schedule, loader = _noting(kind, seen)(job.model, job.optimizer, **options), iter(job.batches(4))
+        for step, batch in enumerate(loop.batches(4)):
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+        assert_same_state(job, loop, name)
+        called = [stage for stage, _ in seen]
+        for stage in STAGES:
+            counted = {"fill_pipeline": 4, "enqueue_batch": 5, "copy_batch_to_gpu": 5}.get(stage, 4)
+            training = stage in ("_backward", "embedding_backward", "sync_embeddings", "_optimizer_step")
+            there = hasattr(kind, stage) and not (training and name in EVALUATION)
+            assert_equal(called.count(stage), counted if there else 0, where=f"{name} calls of {stage}")
+        for index in range(4):
+            mine = [stage for stage, number in seen if number == index]
+            order = [stage for stage in STAGES if stage in mine]
+            assert_equal(mine, order, where=f"{name} stages of batch {index}")
+        updates = [stage for stage in called if stage in ("_backward", "sync_embeddings", "_optimizer_step")]
+        expected = [] if name in EVALUATION else ["_backward", "sync_embeddings", "_optimizer_step"] * 4
+        assert_equal(updates, expected, where=f"{name} order of a step's end")
+
+
+@requirement(
+    "PIPE-304",
+    "Whoever pulls batches, takes the backward's loss or transforms a batch in an override, as public subclasses of "
+    "torchrec's pipelines do, MUST have the pipeline's other promises kept.",
+)
+def test_public_overrides(pipeline: Any) -> None:
+    for name in AHEAD:
+        kind = getattr(pipeline, name)
+
+        class Mine(kind):  # type: ignore[misc, valid-type]
+            """Scales the loss, pulls by itself, and changes what was copied."""
+
+            _dataloader_iter: Any
+
+            def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
+                if dataloader_iter is not self._dataloader_iter:
+                    self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
+                batch = None if self._dataloader_exhausted else next(dataloader_iter, None)
+                self._dataloader_exhausted = batch is None
+                return batch
+
+            def _backward(self, losses: torch.Tensor) -> None:
+                (2.0 * torch.sum(losses, dim=0)).backward()  # type: ignore[no-untyped-call]
+
+            def copy_batch_to_gpu(self, dataloader_iter: Iterator[Any]) -> Any:
+                """With other targets."""
+                batch, context = super().copy_batch_to_gpu(dataloader_iter)
+                if batch is not None:
+                    batch.target = batch.target + 1
+                return batch, context
+
+        job, loop = Job(pipeline, 3), Job(pipeline, 3)
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        schedule = Mine(job.model, job.optimizer, **options)
+        found = outputs_of(schedule, iter(job.batches(4)))
+        assert_equal((len(found), schedule.pulled_count), (4, 4), where=f"{name} outputs and batches pulled")
+        for number, (got, batch) in enumerate(zip(found, loop.batches(4), strict=True)):
+            batch.target = batch.target + 1
+            loop.optimizer.zero_grad()
+            losses, expected = loop.model(batch)
+            (2.0 * losses.sum()).backward()
+            loop.optimizer.step()
+            assert_bits(got, expected, f"{name} output {number}")
+        assert_same_state(job, loop, name)
+
+
+@requirement(
+    "PIPE-311",
+    "Stages that are called by hand, ahead of their places, MUST NOT be done again by progress(): a pipeline may be "
+    "filled, and its first batch sent and received, before the first step.",
+)
+def test_by_hand(pipeline: Any) -> None:
+    for name in AHEAD:
+        job, loop, sent = Job(pipeline, 3), Job(pipeline, 3), list[int]()
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        schedule, dist = job.schedule(name, **options), job.collections[0].input_dist
+        job.collections[0].input_dist = lambda *args, sent=sent, dist=dist: (sent.append(1), dist(*args))[1]
+        loader = iter(job.batches(6))
+        schedule.fill_pipeline(loader)
+        assert_equal(schedule.enqueue_batch(loader), True, where=f"{name} a batch more")
+        schedule.start_sparse_data_dist(schedule.batches[0], schedule.contexts[0])
+        schedule.wait_sparse_data_dist(schedule.contexts[0])
+        for step, batch in enumerate(loop.batches(6)):
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+        assert_same_state(job, loop, name)
+        assert_equal(len(sent), 6, where=f"{name} exchanges of six batches")
+
+
+@requirement(
+    "PIPE-305",
+    "A subclass with a method that torchrec's progress() calls and this one has no place for MUST be refused when it "
+    "is made, by the method's name; so MUST a backward hook at a site that is not torchrec's.",
+)
+def test_not_called(pipeline: Any) -> None:
+    for name in ALL:
+        job, kind = Job(pipeline, 3), getattr(pipeline, name)
+        for method in ("_pipeline_model", "_set_module_context", "_mlp_forward"):
+            with raises(ConfigError, mentions=(method,)):
+                type("Mine", (kind,), {method: lambda self: None})(job.model, job.optimizer)
+        with raises(ConfigError, mentions=("register_backward_hook",)):
+            kind(job.model, job.optimizer).register_backward_hook("top", print)
+
+
+@requirement(
+    "PIPE-306",
+    "batches and contexts MUST be queues of what is in flight: a subclass may fill and empty them as torchrec's do, "
+    "one batch and its context together.",
+)
+def test_queues(pipeline: Any) -> None:
+    job = Job(pipeline, 3)
+    kind = pipeline.TrainPipelineSparseDist
+
+    class Mine(kind):  # type: ignore[misc, valid-type]
+        """Keeps its queues by hand."""
+
+        def dequeue_batch(self) -> None:
+            """As torchrec writes it."""
+            self.batches.popleft()
+            self.contexts.popleft()
+
+    schedule, given, loop = Mine(job.model, job.optimizer), job.batches(5), Job(pipeline, 3)
+    schedule.batches.append(given[0])
+    schedule.contexts.append(None)
+    assert_equal((len(schedule.batches), len(schedule.contexts)), (1, 1), where="queues after one batch")
+    loader = iter(given[1:])
+    for step, batch in enumerate(loop.batches(5)):
+        assert_equal(schedule.batches[0] is given[0], step == 0, where=f"the first batch before step {step}")
+        assert_bits(schedule.progress(loader), loop.step(batch), f"step {step}")
+    assert_equal((len(schedule.batches), len(schedule.contexts)), (0, 0), where="queues at the end")
+    with raises(PipelineError):
+        schedule.batches.insert(0, None) if schedule.batches else schedule.contexts.append(None)
+
+
+@requirement(
+    "PIPE-307",
+    "attach() MUST start the exchange of the first batch in flight, attach(sparse_dist=False) MUST leave it to the "
+    "next step; either way the next steps are the loop's.",
+)
+def test_attach(pipeline: Any) -> None:
+    for name in AHEAD:
+        for sparse_dist in (True, False):
+            job, loop = Job(pipeline, 3), Job(pipeline, 3)
+            options = {"start_batch": 10**6} if "Semi" in name else {}
+            schedule, loader = job.schedule(name, **options), iter(job.batches(5))
+            batches = loop.batches(5)
+            for step in (0, 1):
+                assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
+            schedule.detach()
+            sent, dist = list[int](), job.collections[0].input_dist
+            job.collections[0].input_dist = lambda *args, sent=sent, dist=dist: (sent.append(1), dist(*args))[1]
+            schedule.attach(sparse_dist=sparse_dist)
+            assert_equal(len(sent), int(sparse_dist), where=f"{name} {sparse_dist} exchanges when attached")
+            for step in (2, 3, 4):
+                assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} {sparse_dist} step {step}")
+            assert_equal(len(sent), 3, where=f"{name} {sparse_dist} exchanges of three batches")
+            assert_same_state(job, loop, f"{name} {sparse_dist}")
