@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from fastimpl import ops
 from refimpl.pipeline import (
     Awaitable,
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
     EmbeddingBagConfig,
     FeatureProcessedEmbeddingBagCollection,
     FusedOptimizer,
@@ -22,7 +24,11 @@ from refimpl.pipeline import (
     TableSharding,
     column_wise,
     data_parallel,
+    jt_is_equal,
     key_value,
+    kjt_is_equal,
+    permute_multi_embedding,
+    regroup_kts,
     row_wise,
     table_wise,
 )
@@ -62,6 +68,8 @@ CAPABILITIES: frozenset[str] = frozenset(_CAPABILITIES if ops.available() else (
 
 __all__ = [
     "Awaitable",
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EvalPipelineFusedSparseDist",
@@ -87,7 +95,11 @@ __all__ = [
     "column_wise",
     "data_parallel",
     "fuse_input_dists",
+    "jt_is_equal",
     "key_value",
+    "kjt_is_equal",
+    "permute_multi_embedding",
+    "regroup_kts",
     "row_wise",
     "table_wise",
 ]

@@ -17,7 +17,17 @@ from refimpl.pipeline.config import (
     row_wise,
     table_wise,
 )
-from refimpl.pipeline.data import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline.data import (
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    jt_is_equal,
+    kjt_is_equal,
+    permute_multi_embedding,
+    regroup_kts,
+)
 from refimpl.pipeline.embeddings import (
     EmbeddingBagCollection,
     FeatureProcessedEmbeddingBagCollection,
@@ -41,6 +51,8 @@ CAPABILITIES: frozenset[str] = frozenset()
 
 __all__ = [
     "Awaitable",
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EvalPipelineFusedSparseDist",
@@ -66,7 +78,11 @@ __all__ = [
     "column_wise",
     "data_parallel",
     "fuse_input_dists",
+    "jt_is_equal",
     "key_value",
+    "kjt_is_equal",
+    "permute_multi_embedding",
+    "regroup_kts",
     "row_wise",
     "table_wise",
 ]

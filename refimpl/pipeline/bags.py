@@ -18,7 +18,7 @@ from refimpl.errors import ConfigError, IdRangeError, ShapeError
 from refimpl.optimizers import Hyper, reduce_duplicates, row_sum, update
 from refimpl.pipeline.config import BOUNDS_CHECKS, EmbeddingBagConfig, FusedOptimizer, PoolingType, check_tables
 from refimpl.pipeline.eager import eagerly
-from refimpl.pipeline.jagged import Bags, pool, spread
+from refimpl.pipeline.jagged import Bags, check_ids, pool, spread
 
 __all__ = [
     "InBackwardOptimizer",
@@ -193,11 +193,9 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
 
     def _check_offsets(self, bags: Bags) -> None:
         count, found = len(self.feature_tables), bags.offsets.numel() - 1
-        if found < 0 or found % count or bags.indices.dim() != 1:
+        if found < 0 or found % count:
             raise ShapeError("offsets are [features * samples + 1]", got=found + 1, expected=f"{count} * samples + 1")
-        if bags.weights is not None and bags.weights.shape != bags.indices.shape:
-            expected = bags.indices.numel()
-            raise ShapeError("one weight for each id", got=tuple(bags.weights.shape), expected=expected)
+        check_ids(bags)
         if bags.offsets.device.type == "cpu":
             ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
             if ends != (0, bags.indices.numel()) or bool((bags.offsets.diff() < 0).any()):

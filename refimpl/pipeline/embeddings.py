@@ -13,25 +13,15 @@ from refimpl.pipeline.bags import TableBatchedEmbeddingBags, check_bounds, initi
 from refimpl.pipeline.config import EmbeddingBagConfig, FusedOptimizer, check_tables, embedding_names
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.eager import eagerly
-from refimpl.pipeline.jagged import Bags, joined
+from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.selection import select
 
 __all__ = [
     "EmbeddingBagCollection",
     "EmbeddingBagCollectionBase",
     "FeatureProcessedEmbeddingBagCollection",
     "PositionWeightedModuleCollection",
-    "select",
 ]
-
-
-def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool) -> Bags:
-    """The bags of these features in this order; a name may repeat. Raises MissingKeyError, ConfigError."""
-    missing = [name for name in names if name not in features.keys()]  # noqa: SIM118
-    if missing:
-        raise MissingKeyError("not features of this batch", got=missing, expected=features.keys())
-    weights = features.weights() if weighted else None
-    bags = features.bags() if features.keys() == list(names) else joined([features[name].bags() for name in names])
-    return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights)
 
 
 class _Pooled(torch.autograd.Function):

@@ -20,10 +20,11 @@ from refimpl.pipeline.columns import Columns
 from refimpl.pipeline.config import FusedOptimizer, TableSharding
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.eager import eagerly
-from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
+from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table
 from refimpl.pipeline.exchange import Exchange, Replicated, SentWeights, ShardedContext
 from refimpl.pipeline.jagged import Bags, joined
 from refimpl.pipeline.lookups import KeyValueBags, groups_of, make_group
+from refimpl.pipeline.selection import select
 from refimpl.pipeline.sharded_state import ShardedState
 from refimpl.pipeline.shards import Shard, initial_shard, shards_of, slots_of
 

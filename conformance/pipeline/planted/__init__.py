@@ -11,9 +11,10 @@ from conformance.pipeline.planted import (
     schedules,
     state,
     streams,
+    types,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers)
+_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers, types)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -64,7 +64,7 @@ PLANTED = (
         "batch_not_checked",
         "Parts that disagree make a batch.",
         ("PIPE-101",),
-        "refimpl.pipeline.data:KeyedJaggedTensor._check",
+        "refimpl.pipeline.data:KeyedJaggedTensor._check_features",
         _accepted,
     ),
     exported(
