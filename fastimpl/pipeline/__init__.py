@@ -10,18 +10,24 @@ from refimpl.pipeline import (
     Awaitable,
     ComputeJTDictToKJT,
     ComputeKJTToJTDict,
+    DataType,
     EmbeddingBagConfig,
+    EmbeddingConfig,
     FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorsCollection,
     FusedOptimizer,
     InBackwardOptimizer,
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
     PoolingType,
+    PositionWeightedModule,
     PositionWeightedModuleCollection,
     ShardedContext,
     TableShard,
     TableSharding,
+    apply_optimizer_in_backward,
     column_wise,
     data_parallel,
     jt_is_equal,
@@ -35,7 +41,7 @@ from refimpl.pipeline import (
 
 if TYPE_CHECKING or ops.available():
     from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
-    from fastimpl.pipeline.embeddings import EmbeddingBagCollection
+    from fastimpl.pipeline.embeddings import EmbeddingBagCollection, EmbeddingCollection
     from fastimpl.pipeline.input_dist import fuse_input_dists
     from fastimpl.pipeline.schedules import (
         EvalPipelineFusedSparseDist,
@@ -50,6 +56,7 @@ if TYPE_CHECKING or ops.available():
 else:
     from refimpl.pipeline import (
         EmbeddingBagCollection,
+        EmbeddingCollection,
         EvalPipelineFusedSparseDist,
         EvalPipelineSparseDist,
         PrefetchTrainPipelineSparseDist,
@@ -70,17 +77,23 @@ __all__ = [
     "Awaitable",
     "ComputeJTDictToKJT",
     "ComputeKJTToJTDict",
+    "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorsCollection",
     "FusedOptimizer",
     "InBackwardOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PoolingType",
+    "PositionWeightedModule",
     "PositionWeightedModuleCollection",
     "PrefetchTrainPipelineSparseDist",
     "ShardedContext",
@@ -92,6 +105,7 @@ __all__ = [
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "apply_optimizer_in_backward",
     "column_wise",
     "data_parallel",
     "fuse_input_dists",

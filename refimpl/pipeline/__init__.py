@@ -7,7 +7,9 @@ here once and are shared.
 from refimpl.pipeline.awaitables import Awaitable, fuse_input_dists
 from refimpl.pipeline.bags import InBackwardOptimizer, TableBatchedEmbeddingBags
 from refimpl.pipeline.config import (
+    DataType,
     EmbeddingBagConfig,
+    EmbeddingConfig,
     FusedOptimizer,
     PoolingType,
     TableSharding,
@@ -28,9 +30,13 @@ from refimpl.pipeline.data import (
     permute_multi_embedding,
     regroup_kts,
 )
-from refimpl.pipeline.embeddings import (
-    EmbeddingBagCollection,
+from refimpl.pipeline.embeddings import EmbeddingBagCollection
+from refimpl.pipeline.in_backward import apply_optimizer_in_backward
+from refimpl.pipeline.processors import (
     FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
     PositionWeightedModuleCollection,
 )
 from refimpl.pipeline.schedules import (
@@ -42,6 +48,7 @@ from refimpl.pipeline.schedules import (
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
 )
+from refimpl.pipeline.sequences import EmbeddingCollection
 from refimpl.pipeline.sharded import ShardedEmbeddingBagCollection
 from refimpl.pipeline.sharded_base import ShardedContext
 from refimpl.pipeline.state import TableShard
@@ -53,17 +60,23 @@ __all__ = [
     "Awaitable",
     "ComputeJTDictToKJT",
     "ComputeKJTToJTDict",
+    "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorsCollection",
     "FusedOptimizer",
     "InBackwardOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PoolingType",
+    "PositionWeightedModule",
     "PositionWeightedModuleCollection",
     "PrefetchTrainPipelineSparseDist",
     "ShardedContext",
@@ -75,6 +88,7 @@ __all__ = [
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "apply_optimizer_in_backward",
     "column_wise",
     "data_parallel",
     "fuse_input_dists",

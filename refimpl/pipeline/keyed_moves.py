@@ -160,6 +160,12 @@ class KeyedMoves(Eager):
             moved._inverse_indices = (self._inverse_indices[0], move(self._inverse_indices[1]))
         return moved
 
+    def _with_weights(self, weights: torch.Tensor) -> Any:
+        """The same batch with other weights."""
+        made = self._map(lambda part: part)
+        made._weights = weights
+        return made
+
     def _empty_copy(self, device: torch.device) -> Any:
         """Memory of the same sizes, not initialised, on a device."""
         made = self._map(lambda part: torch.empty_like(part, device=device))

@@ -8,9 +8,24 @@ import torch
 
 from refimpl.errors import ConfigError, MissingKeyError, ShapeError
 from refimpl.pipeline.data import KeyedJaggedTensor
+from refimpl.pipeline.foreign import own_batch
 from refimpl.pipeline.jagged import Bags, check_ids, joined
 
-__all__ = ["select"]
+__all__ = ["select", "select_each"]
+
+
+def _check(features: KeyedJaggedTensor, names: Sequence[str], weights: torch.Tensor | None) -> None:
+    keys = features.keys()
+    missing = [name for name in names if name not in keys]
+    if missing:
+        raise MissingKeyError("not features of this batch", got=missing, expected=keys)
+    check_ids(Bags(features.values(), features.values(), weights))
+
+
+def select_each(features: KeyedJaggedTensor, names: Sequence[str]) -> list[Bags]:
+    """The bags of each of these features, of as many samples as it has. Raises MissingKeyError, ShapeError."""
+    _check(features, names, None)
+    return [Bags(part.indices, part.offsets) for part in (features[name].bags() for name in names)]
 
 
 def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool) -> Bags:
@@ -19,16 +34,12 @@ def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool)
     Features of different sizes are spread over the full batch by their inverse indices.
 
     Raises:
-        MissingKeyError: features that are not in the batch. ConfigError: no weights where they are due; features of
-            different sizes without inverse indices. ShapeError: values that are no ids.
+        UnsupportedError: not a batch. MissingKeyError: features that are not in the batch. ConfigError: no weights
+            where they are due; features of different sizes without inverse indices. ShapeError: values that are no ids.
     """
-    keys = features.keys()
-    missing = [name for name in names if name not in keys]
-    if missing:
-        raise MissingKeyError("not features of this batch", got=missing, expected=keys)
-    weights = features.weights() if weighted else None
-    whole = Bags(features.values(), features.values(), weights)
-    check_ids(whole)
+    features = own_batch(features)
+    weights, keys = features.weights() if weighted else None, features.keys()
+    _check(features, names, weights)
     if features.variable_stride_per_key():
         bags = joined([_spread_over_batch(features, name) for name in names])
     elif keys == list(names) and len(set(keys)) == len(keys):

@@ -3,6 +3,7 @@
 from conformance.pipeline.planted import (
     batches,
     callers,
+    collections,
     key_value,
     lookups,
     operators,
@@ -14,7 +15,20 @@ from conformance.pipeline.planted import (
     types,
 )
 
-_MODULES = (batches, lookups, operators, ranks, state, schedules, streams, key_value, overlap, callers, types)
+_MODULES = (
+    batches,
+    lookups,
+    operators,
+    ranks,
+    state,
+    schedules,
+    streams,
+    key_value,
+    overlap,
+    callers,
+    types,
+    collections,
+)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]
