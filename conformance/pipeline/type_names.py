@@ -1,8 +1,8 @@
-"""The public names of torchrec 1.8's batch types, and the arguments of each in their positions."""
+"""The public names of torchrec 1.8's batch types and collections, and the arguments of each in their positions."""
 
 __all__ = ["SIGNATURES"]
 
-SIGNATURES: dict[str, dict[str, list[str]]] = {
+SIGNATURES: dict[str, dict[str, list[str] | None]] = {
     "JaggedTensor": {
         "__init__": ["values", "weights", "lengths", "offsets"],
         "copy_": ["jt", "non_blocking"],
@@ -126,5 +126,45 @@ SIGNATURES: dict[str, dict[str, list[str]]] = {
         "to": ["device", "non_blocking"],
         "to_dict": [],
         "values": [],
+    },
+    "EmbeddingBagCollection": {
+        "__init__": ["tables", "is_weighted", "device"],
+        "device": None,
+        "embedding_bag_configs": [],
+        "forward": ["features"],
+        "is_weighted": [],
+        "reset_parameters": [],
+    },
+    "EmbeddingCollection": {
+        "__init__": ["tables", "device", "need_indices", "use_gather_select", "use_gather_select_per_sharding"],
+        "device": None,
+        "embedding_configs": [],
+        "embedding_dim": [],
+        "embedding_names_by_table": [],
+        "forward": ["features"],
+        "need_indices": [],
+        "reset_parameters": [],
+        "use_gather_select": [],
+        "use_gather_select_per_sharding": [],
+    },
+    "PositionWeightedModule": {
+        "__init__": ["max_feature_length", "device"],
+        "forward": ["features"],
+        "pre_process_input": ["features"],
+        "reset_parameters": [],
+    },
+    "PositionWeightedModuleCollection": {
+        "__init__": ["max_feature_lengths", "device"],
+        "copy": ["device"],
+        "forward": ["features"],
+        "load_state_dict": ["state_dict", "strict", "assign"],
+        "pre_process_input": ["features"],
+        "reset_parameters": [],
+    },
+    "FeatureProcessedEmbeddingBagCollection": {
+        "__init__": ["embedding_bag_collection", "feature_processors"],
+        "forward": ["features"],
+        "is_weighted": [],
+        "split": [],
     },
 }
