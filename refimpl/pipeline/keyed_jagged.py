@@ -10,7 +10,7 @@ from refimpl.pipeline.jagged_parts import JaggedMeta
 from refimpl.pipeline.jagged_tensor import JaggedTensor
 from refimpl.pipeline.keyed_cuts import KeyedCuts
 from refimpl.pipeline.keyed_makers import received_same, received_variable, staggered
-from refimpl.pipeline.keyed_moves import refuse
+from refimpl.pipeline.keyed_moves import KeyedMoves, refuse
 from refimpl.pipeline.spans import total
 
 __all__ = ["KeyedJaggedTensor"]
@@ -256,7 +256,7 @@ def _concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         raise ValueError("no batches to put together")
     first = kjt_list[0]
     if not torch.jit.is_scripting():
-        first._check_fits(kjt_list)
+        KeyedMoves._check_fits(kjt_list)
     keys: list[str] = []
     strides: list[list[int]] = []
     sizes: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from refimpl.errors import ConfigError, MissingKeyError, ShapeError
+from refimpl.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
 from refimpl.pipeline.jagged import Bags
 from refimpl.pipeline.jagged_parts import Eager, check_integers
 from refimpl.pipeline.spans import cut_sizes, running_sums
@@ -133,6 +133,10 @@ class KeyedMoves(Eager):
     @staticmethod
     def _check_fits(parts: Sequence[Any]) -> None:
         """Demand parts that make one batch."""
+        others = [type(part) for part in parts if not isinstance(part, KeyedMoves)]
+        if others:
+            message = "not batches of ours: make each by KeyedJaggedTensor(keys, values, weights, lengths)"
+            raise UnsupportedError(message, got=others, where="concat")
         for part in parts:
             part._check_features()
             part._check_weights()
