@@ -15,7 +15,7 @@ from conformance.harness import assert_equal, assert_within_derived, examples, r
 from conformance.pipeline.sharding import collection_of, sharded_of
 from conformance.pipeline.support import Jagged, Naive, assert_bits, random_jagged, values_of
 from conformance.pipeline.test_variable_strides import random_bags, vbe_of
-from refimpl.errors import ConfigError, IdRangeError, MissingKeyError, UnsupportedError
+from refimpl.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 from refimpl.optimizers import Hyper
 
 
@@ -202,6 +202,7 @@ def test_traced(pipeline: Any, kind: str, tolerance_factor: float) -> None:
             continue
         found, expected = traced(kjt), module(kjt)
         assert_equal((found.keys(), found.length_per_key()), (expected.keys(), expected.length_per_key()), where=kind)
+        assert_bits(expected.values().detach(), naive, f"{name} untouched")
         assert_within_derived(found.values().detach(), naive, exact, factor=tolerance_factor, where=f"{kind} {name}")
 
 
@@ -259,3 +260,20 @@ def test_foreign(pipeline: Any) -> None:
                 module(junk)
     with raises(ConfigError, mentions=("EmbeddingBagConfig",)):
         pipeline.EmbeddingBagCollection([{"name": "t"}])
+
+
+@requirement(
+    "PIPE-230",
+    "A mapping from features to torch's jagged nested tensors, as a TensorDict holds them, MUST be looked up as the "
+    "batch of these features; one with values between its bags MUST be refused.",
+)
+def test_nested(pipeline: Any) -> None:
+    kjt = random_jagged(["f1", "f0"], [6, 6], 3, 1).kjt(pipeline)
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    collection = pipeline.EmbeddingBagCollection(configs)
+    jagged = torch.nested.nested_tensor_from_jagged
+    nested = {name: jagged(part.values(), offsets=part.offsets()) for name, part in kjt.to_dict().items()}
+    assert_bits(collection(nested).values().detach(), collection(kjt).values().detach(), "nested tensors")
+    holes = jagged(torch.arange(5), offsets=torch.tensor([0, 2, 4, 5]), lengths=torch.tensor([2, 1, 1]))
+    with raises(ShapeError, mentions=("between", "f0")):
+        collection({**nested, "f0": holes})

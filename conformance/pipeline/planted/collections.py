@@ -55,6 +55,10 @@ def _one_row(original: Any, module: Any, features: Any, weight: Any) -> Any:
     return type(found)(found.keys(), found.length_per_key(), found.values()[:1])
 
 
+def _other_names(original: Any, parts: Any) -> Any:
+    return original(dict(zip(parts, reversed(parts.values()), strict=True)))
+
+
 def _turned_ids(original: Any, batch: Any) -> Any:
     found = original(batch)
     if found is batch:
@@ -132,5 +136,12 @@ PLANTED = (
         ("PIPE-229",),
         "refimpl.pipeline.selection:own_batch",
         _turned_ids,
+    ),
+    shared(
+        "nested_under_other_names",
+        "Nested tensors change their names.",
+        ("PIPE-230",),
+        "refimpl.pipeline.foreign:_of_nested",
+        _other_names,
     ),
 )
