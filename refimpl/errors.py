@@ -18,6 +18,7 @@ __all__ = [
     "DistributedError",
     "FormatError",
     "IdRangeError",
+    "LengthTypeError",
     "MissingKeyError",
     "NoDataError",
     "OffloadConflictError",
@@ -120,6 +121,10 @@ class StaleMasterError(TwinproofError, RuntimeError):
 
 class ShapeError(TwinproofError, ValueError):
     """A tensor of the wrong rank, width, length, dtype, device or stride."""
+
+
+class LengthTypeError(ShapeError, AssertionError):
+    """Lengths or offsets that are no integers; an AssertionError too, because torchrec's own check is an assertion."""
 
 
 class CapacityError(TwinproofError, ValueError):

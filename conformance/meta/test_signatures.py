@@ -19,6 +19,7 @@ _OF_AN_INTERFACE: dict[str, str] = {
     "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",
     "refimpl/pipeline/exchange.py: Exchange.forward(anchor=)": "makes autograd call the backward",
     "refimpl/pipeline/exchange.py: SentWeights.forward(own=)": "makes autograd call the backward",
+    "refimpl/pipeline/schedules_arguments.py: FusedArguments.__init__(defer_dp_lookup=)": "True is what always happens",
     "fastimpl/pipeline/flights.py: StreamedFlight.__init__(host_batch=)": "kept alive until its copy is over",
     "fastimpl/pipeline/recording.py: HostClock.lane(name=)": "a clock of one lane",
     "fastimpl/pipeline/recording.py: HostClock.mark(stream=)": "a clock of one lane",

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import Rank, assert_equal
+from conformance.harness import Rank, assert_equal, raises
 from conformance.pipeline.models import Batch, Job, assert_same_state
 from conformance.pipeline.support import assert_bits, values_of
+from refimpl.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")), reason="needs torchrec"
@@ -185,3 +186,48 @@ class PlainBatch(Batch):
 
 def test_fused_drives_distributed_model_parallel(rank_pool: Any) -> None:
     rank_pool.run(_model_parallel, 2)
+
+
+def _batch(kind: Any) -> Any:
+    ids, lengths = torch.tensor([1, 2, 3, 4, 5, 0, 7]), torch.tensor([2, 1, 0, 1, 0, 3])
+    return kind.from_lengths_sync(["f1", "f0"], ids, lengths)
+
+
+def _tables(kind: Any, pooling: Any, dtype: Any) -> list[Any]:
+    parts = {"num_embeddings": 8, "embedding_dim": 4, "data_type": dtype}
+    names = [{"name": f"t{i}", "feature_names": [f"f{i}"]} for i in range(2)]
+    poolings = ({}, {}) if pooling is None else ({"pooling": pooling.SUM}, {"pooling": pooling.MEAN})
+    return [kind(**parts, **name, **some) for name, some in zip(names, poolings, strict=True)]
+
+
+@pytest.mark.parametrize("package", ["refimpl", "fastimpl"])
+def test_types_are_exchanged(package: str) -> None:
+    ours, theirs = _module(f"{package}.pipeline"), _module("torchrec")
+    configs, regroup = _module("torchrec.modules.embedding_configs"), _module("torchrec.modules.regroup")
+    tables = _tables(configs.EmbeddingBagConfig, configs.PoolingType, configs.DataType.FP32)
+    modules = [ours.EmbeddingBagCollection(tables), theirs.EmbeddingBagCollection(tables=tables)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    cut = ours.ShardedEmbeddingBagCollection(modules[0], {"t0": ours.table_wise(0), "t1": ours.row_wise()})
+    batches = [_batch(kind.KeyedJaggedTensor) for kind in (ours, theirs)]
+    expected = modules[1](batches[1]).values()
+    for module in (*modules, cut):
+        for batch in batches:
+            torch.testing.assert_close(module(batch).values(), expected)
+    found = regroup.KTRegroupAsDict([["f1"], ["f0"]], ["a", "b"])([modules[0](batches[0])])
+    torch.testing.assert_close(torch.cat([found["b"], found["a"]], dim=1), expected)
+    rows = _tables(configs.EmbeddingConfig, None, configs.DataType.FP32)
+    sequences = [ours.EmbeddingCollection(rows), theirs.EmbeddingCollection(tables=rows)]
+    sequences[1].load_state_dict(sequences[0].state_dict())
+    for batch in batches:
+        for name, bags in sequences[0](batch).items():
+            assert_bits(bags.values(), sequences[1](batch)[name].values(), f"rows of {name}")
+    with raises(UnsupportedError, mentions=("EmbeddingBagCollection of ours",)):
+        ours.ShardedEmbeddingBagCollection(modules[1], {"t0": ours.table_wise(0), "t1": ours.row_wise()})
+
+
+@pytest.mark.parametrize("name", ["float64", "INT8"])
+def test_torchrecs_dtypes_without_tables(name: str) -> None:
+    configs, ours = _module("torchrec.modules.embedding_configs"), _module("refimpl.pipeline")
+    dtype = torch.float64 if name == "float64" else configs.DataType.INT8
+    with raises(ConfigError, mentions=("dtype", name)):
+        ours.EmbeddingBagCollection(_tables(configs.EmbeddingBagConfig, configs.PoolingType, dtype))

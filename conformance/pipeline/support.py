@@ -212,7 +212,7 @@ def random_tables(
         names = [keys[index], keys[count]][: draw(1, 2)] if index else [keys[0], keys[count]]
         size, width, dtype = draw(1, rows), multiple * draw(1, dims // multiple), dtypes[draw(0, len(dtypes) - 1)]
         pooling = (pipeline.PoolingType.SUM, pipeline.PoolingType.MEAN)[draw(0, 1)]
-        configs.append(pipeline.EmbeddingBagConfig(size, width, f"t{index}", dtype, names, pooling))
+        configs.append(pipeline.EmbeddingBagConfig(size, width, f"t{index}", dtype, names, pooling=pooling))
         weights.append(torch.randn(size, width, generator=generator).to(dtype))
         for name in names:
             limits[keys.index(name)] = min(limits[keys.index(name)], size)

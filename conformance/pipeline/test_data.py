@@ -70,27 +70,49 @@ def test_batches(
         assert_bits(part, copy, "parts of the caller")
 
 
-@requirement("PIPE-101", "A batch whose parts disagree MUST be refused by name where it is made.")
+@requirement(
+    "PIPE-101",
+    "A batch whose parts disagree MUST be refused by name before a feature is taken from it: where it is made by "
+    "from_lengths_sync or from_offsets_sync, else where it is first cut, put together or looked up.",
+)
 def test_batch_refusals(pipeline: Any) -> None:
     make, ids = pipeline.KeyedJaggedTensor, torch.tensor([1, 2, 3])
-    with raises(ConfigError, mentions=("twice",)):
-        make(["a", "a"], ids, lengths=torch.tensor([1, 2]))
-    with raises(ConfigError, mentions=("lengths", "offsets")):
-        make(["a"], ids)
-    for lengths in ([1, 1], [4, -1], [1, 2, 0]):
-        with raises(ShapeError):
-            make(["a", "b"], ids, lengths=torch.tensor(lengths))
-    with raises(ShapeError, mentions=("int64",)):
-        make(["a"], ids.float(), lengths=torch.tensor([3]))
-    with raises(ShapeError, mentions=("weight",)):
-        make(["a"], ids, torch.ones(2), lengths=torch.tensor([3]))
+    wrong: list[tuple[Any, dict[str, Any]]] = [(ConfigError, {})]
+    wrong += [(ShapeError, {"lengths": torch.tensor(lengths)}) for lengths in ([1, 1], [4, -1], [1, 2, 0])]
+    wrong += [(ShapeError, {"offsets": torch.tensor(offsets)}) for offsets in ([0, 1, 2], [1, 2, 3], [0, 4, 3])]
+    wrong.append((ConfigError, {"lengths": torch.tensor([1, 2]), "offsets": torch.tensor([0, 2, 3])}))
+    wrong.append((ShapeError, {"lengths": torch.tensor([1, 2]), "stride": 2}))
+    wrong.append((ShapeError, {"lengths": torch.tensor([1, 2]), "weights": torch.ones(2)}))
+    known = ({"length_per_key": [2, 1]}, {"offset_per_key": [0, 2, 3]}, {"lengths_offset_per_key": [0, 2, 2]})
+    wrong += [(ShapeError, {"lengths": torch.tensor([1, 2]), **each}) for each in known]
+    for ranks in ([[1]], [[1], [2]], [[1], [1], [0]]):
+        wrong.append((ShapeError, {"lengths": torch.tensor([1, 2]), "stride_per_key_per_rank": ranks}))
     good = make(["a", "b"], ids, lengths=torch.tensor([1, 2]))
+    collection = pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(9, 4, "t", feature_names=["a", "b"])])
+    uses: dict[str, Any] = {
+        "by name": lambda kjt: kjt["a"],
+        "to_dict": lambda kjt: kjt.to_dict(),
+        "permute": lambda kjt: kjt.permute([1, 0]),
+        "split": lambda kjt: kjt.split([1, 1]),
+        "concat": lambda kjt: make.concat([good, kjt]),
+        "lookup": collection,
+    }
+    for error, parts in wrong:
+        for name, use in uses.items():
+            with raises(error, where=f"{name} of {parts}"):
+                use(make(["a", "b"], ids, **parts))
+    with raises(ShapeError, mentions=("lengths", "3")):
+        make.from_lengths_sync(["a"], ids, torch.tensor([1, 1]))
+    with raises(ShapeError, mentions=("offsets", "3")):
+        make.from_offsets_sync(["a"], ids, torch.tensor([0, 2]))
     with raises(MissingKeyError, mentions=("c",)):
         good["c"]
     with raises(ConfigError):
         good.weights()
     with raises(ConfigError):
         good.permute([2])
+    with raises(ConfigError, mentions=("order",)):
+        good.permute([1, 0], torch.tensor([0, 1]))
     with raises(ConfigError):
         good.split([1])
     with raises(ConfigError):

@@ -102,7 +102,7 @@ def test_refusals(pipeline: Any) -> None:
         with raises(ConfigError):
             make(**{"num_embeddings": 4, "embedding_dim": 4, "name": "t", "feature_names": ["f"], **bad})
     good = make(4, 4, "t", feature_names=["f"])
-    for tables in ([], [good, good], [make(4, 4, "t")], [make(4, 4, "t", feature_names=["f", "f"])]):
+    for tables in ([], [good, good], [make(4, 4)], [make(4, 4, "t", feature_names=["f", "f"])]):
         with raises(ConfigError):
             pipeline.EmbeddingBagCollection(tables)
     collection = pipeline.EmbeddingBagCollection([good])

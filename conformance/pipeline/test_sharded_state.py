@@ -165,8 +165,9 @@ def _made_here(rank: Rank) -> list[tuple[str, Any, Any, bytes]]:
             name: (shard.rows, shard.columns, weight) for name, (shard, weight, _) in sharded.local_shards().items()
         }
         for name, table in sharded.embedding_bags.items():
-            whole = table.weight.detach()
-            held[name] = ((0, whole.shape[0]), (0, whole.shape[1]), whole)
+            if name not in held and isinstance(table.weight, torch.nn.Parameter):
+                whole = table.weight.detach()
+                held[name] = ((0, whole.shape[0]), (0, whole.shape[1]), whole)
         for name, (rows, columns, weight) in held.items():
             parts.append((name, rows, columns, weight.contiguous().view(torch.uint8).numpy().tobytes()))
     return parts

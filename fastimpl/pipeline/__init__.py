@@ -8,28 +8,40 @@ from typing import TYPE_CHECKING
 from fastimpl import ops
 from refimpl.pipeline import (
     Awaitable,
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    DataType,
     EmbeddingBagConfig,
+    EmbeddingConfig,
     FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorsCollection,
     FusedOptimizer,
     InBackwardOptimizer,
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
     PoolingType,
+    PositionWeightedModule,
     PositionWeightedModuleCollection,
     ShardedContext,
     TableShard,
     TableSharding,
+    apply_optimizer_in_backward,
     column_wise,
     data_parallel,
+    jt_is_equal,
     key_value,
+    kjt_is_equal,
+    permute_multi_embedding,
+    regroup_kts,
     row_wise,
     table_wise,
 )
 
 if TYPE_CHECKING or ops.available():
     from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
-    from fastimpl.pipeline.embeddings import EmbeddingBagCollection
+    from fastimpl.pipeline.embeddings import EmbeddingBagCollection, EmbeddingCollection
     from fastimpl.pipeline.input_dist import fuse_input_dists
     from fastimpl.pipeline.schedules import (
         EvalPipelineFusedSparseDist,
@@ -44,6 +56,7 @@ if TYPE_CHECKING or ops.available():
 else:
     from refimpl.pipeline import (
         EmbeddingBagCollection,
+        EmbeddingCollection,
         EvalPipelineFusedSparseDist,
         EvalPipelineSparseDist,
         PrefetchTrainPipelineSparseDist,
@@ -62,17 +75,25 @@ CAPABILITIES: frozenset[str] = frozenset(_CAPABILITIES if ops.available() else (
 
 __all__ = [
     "Awaitable",
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
+    "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorsCollection",
     "FusedOptimizer",
     "InBackwardOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PoolingType",
+    "PositionWeightedModule",
     "PositionWeightedModuleCollection",
     "PrefetchTrainPipelineSparseDist",
     "ShardedContext",
@@ -84,10 +105,15 @@ __all__ = [
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "apply_optimizer_in_backward",
     "column_wise",
     "data_parallel",
     "fuse_input_dists",
+    "jt_is_equal",
     "key_value",
+    "kjt_is_equal",
+    "permute_multi_embedding",
+    "regroup_kts",
     "row_wise",
     "table_wise",
 ]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
 from refimpl.pipeline.embeddings import EmbeddingBagCollectionBase
+from refimpl.pipeline.sequences import EmbeddingCollectionBase
 
-__all__ = ["EmbeddingBagCollection"]
+__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 
 
 class EmbeddingBagCollection(EmbeddingBagCollectionBase):
     __doc__ = EmbeddingBagCollectionBase.__doc__
+
+    bags_type = TableBatchedEmbeddingBags
+
+
+class EmbeddingCollection(EmbeddingCollectionBase):
+    __doc__ = EmbeddingCollectionBase.__doc__
 
     bags_type = TableBatchedEmbeddingBags

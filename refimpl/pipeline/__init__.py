@@ -7,7 +7,9 @@ here once and are shared.
 from refimpl.pipeline.awaitables import Awaitable, fuse_input_dists
 from refimpl.pipeline.bags import InBackwardOptimizer, TableBatchedEmbeddingBags
 from refimpl.pipeline.config import (
+    DataType,
     EmbeddingBagConfig,
+    EmbeddingConfig,
     FusedOptimizer,
     PoolingType,
     TableSharding,
@@ -17,10 +19,24 @@ from refimpl.pipeline.config import (
     row_wise,
     table_wise,
 )
-from refimpl.pipeline.data import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from refimpl.pipeline.embeddings import (
-    EmbeddingBagCollection,
+from refimpl.pipeline.data import (
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    jt_is_equal,
+    kjt_is_equal,
+    permute_multi_embedding,
+    regroup_kts,
+)
+from refimpl.pipeline.embeddings import EmbeddingBagCollection
+from refimpl.pipeline.in_backward import apply_optimizer_in_backward
+from refimpl.pipeline.processors import (
     FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
     PositionWeightedModuleCollection,
 )
 from refimpl.pipeline.schedules import (
@@ -32,6 +48,7 @@ from refimpl.pipeline.schedules import (
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
 )
+from refimpl.pipeline.sequences import EmbeddingCollection
 from refimpl.pipeline.sharded import ShardedEmbeddingBagCollection
 from refimpl.pipeline.sharded_base import ShardedContext
 from refimpl.pipeline.state import TableShard
@@ -41,17 +58,25 @@ CAPABILITIES: frozenset[str] = frozenset()
 
 __all__ = [
     "Awaitable",
+    "ComputeJTDictToKJT",
+    "ComputeKJTToJTDict",
+    "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
     "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorsCollection",
     "FusedOptimizer",
     "InBackwardOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PoolingType",
+    "PositionWeightedModule",
     "PositionWeightedModuleCollection",
     "PrefetchTrainPipelineSparseDist",
     "ShardedContext",
@@ -63,10 +88,15 @@ __all__ = [
     "TrainPipelineFusedSparseDist",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
+    "apply_optimizer_in_backward",
     "column_wise",
     "data_parallel",
     "fuse_input_dists",
+    "jt_is_equal",
     "key_value",
+    "kjt_is_equal",
+    "permute_multi_embedding",
+    "regroup_kts",
     "row_wise",
     "table_wise",
 ]

@@ -16,27 +16,20 @@ import torch
 
 from refimpl.errors import ConfigError, IdRangeError, ShapeError
 from refimpl.optimizers import Hyper, reduce_duplicates, row_sum, update
-from refimpl.pipeline.config import BOUNDS_CHECKS, EmbeddingBagConfig, FusedOptimizer, PoolingType, check_tables
+from refimpl.pipeline.config import BOUNDS_CHECKS, FusedOptimizer
 from refimpl.pipeline.eager import eagerly
-from refimpl.pipeline.jagged import Bags, pool, spread
+from refimpl.pipeline.jagged import Bags, check_ids, pool, spread
+from refimpl.pipeline.tables import EmbeddingBagConfig, check_tables, initial_weight
 
 __all__ = [
     "InBackwardOptimizer",
     "TableBatchedEmbeddingBags",
     "TableBatchedEmbeddingBagsBase",
     "check_bounds",
-    "initial_weight",
     "lookup",
 ]
 
 logger = logging.getLogger("refimpl.pipeline")
-
-
-def initial_weight(table: EmbeddingBagConfig, device: Any = None) -> torch.Tensor:
-    """Uniform within 1 / sqrt(E) of zero, from torch's generator, as torchrec initialises."""
-    bound = table.num_embeddings**-0.5
-    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.data_type, device=device)
-    return weight.uniform_(-bound, bound)
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -131,8 +124,8 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
         super().__init__()
         if bounds_check not in BOUNDS_CHECKS:
             raise ConfigError("not a check", got=bounds_check, expected=BOUNDS_CHECKS, where="bounds_check")
-        self.tables, self.bounds_check = check_tables(tables), bounds_check
-        self.feature_tables = [i for i, table in enumerate(tables) for _ in table.feature_names]
+        self.tables, self.bounds_check = check_tables(tables, EmbeddingBagConfig), bounds_check
+        self.feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
         self._counts = in_backward is None
         self.fused_optimizer = in_backward or InBackwardOptimizer(optimizer or FusedOptimizer())
         for index, table in enumerate(self.tables):
@@ -141,11 +134,9 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
 
     def _hold(self, index: int, table: EmbeddingBagConfig, weight: torch.Tensor) -> None:
         shape = (table.num_embeddings, table.embedding_dim)
-        if tuple(weight.shape) != shape or weight.dtype != table.data_type or not weight.is_contiguous():
+        if tuple(weight.shape) != shape or weight.dtype != table.dtype or not weight.is_contiguous():
             got = (tuple(weight.shape), weight.dtype, weight.stride())
-            raise ShapeError(
-                "not the weight of this table", got=got, expected=(shape, table.data_type), where=table.name
-            )
+            raise ShapeError("not the weight of this table", got=got, expected=(shape, table.dtype), where=table.name)
         self.register_buffer(f"weight_{index}", weight.detach())
         for name, width in self.fused_optimizer.config.state_widths(table.embedding_dim).items():
             state = self.fresh((table.num_embeddings, width), torch.float32, weight.device)
@@ -193,18 +184,16 @@ class TableBatchedEmbeddingBagsBase(torch.nn.Module):
 
     def _check_offsets(self, bags: Bags) -> None:
         count, found = len(self.feature_tables), bags.offsets.numel() - 1
-        if found < 0 or found % count or bags.indices.dim() != 1:
+        if found < 0 or found % count:
             raise ShapeError("offsets are [features * samples + 1]", got=found + 1, expected=f"{count} * samples + 1")
-        if bags.weights is not None and bags.weights.shape != bags.indices.shape:
-            expected = bags.indices.numel()
-            raise ShapeError("one weight for each id", got=tuple(bags.weights.shape), expected=expected)
+        check_ids(bags)
         if bags.offsets.device.type == "cpu":
             ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
             if ends != (0, bags.indices.numel()) or bool((bags.offsets.diff() < 0).any()):
                 raise ShapeError("offsets do not cut the ids", got=ends, expected=(0, bags.indices.numel()))
 
     def _mean(self, table: int) -> bool:
-        return self.tables[table].pooling is PoolingType.MEAN
+        return self.tables[table].is_mean
 
     def _step(self, bags: Bags, grad: torch.Tensor) -> None:
         if self._counts:

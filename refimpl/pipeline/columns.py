@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from refimpl.pipeline.config import EmbeddingBagConfig, PoolingType
+from refimpl.pipeline.config import EmbeddingBagConfig
 from refimpl.pipeline.jagged import Bags
 from refimpl.pipeline.lookups import Group, is_partial
 from refimpl.pipeline.shards import Slot
@@ -52,7 +52,7 @@ class Columns:
     def _means(self) -> list[int]:
         """Features whose partial sums become means here, where the whole bag is known."""
         partial = {slot.feature for slots in self.slots for slot in slots if is_partial(slot.shard)}
-        return sorted(f for f in partial if self._tables[f].pooling is PoolingType.MEAN)
+        return sorted(f for f in partial if self._tables[f].is_mean)
 
     def _of(self, feature: int) -> slice:
         return slice(self.begins[feature], self.begins[feature] + self._tables[feature].embedding_dim)

@@ -1,21 +1,28 @@
-"""What modules of embedding tables are told: tables, the optimizer in their backward, and where each table lives."""
+"""What modules of embedding tables are told: the optimizer in their backward, and where each table lives."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from refimpl.errors import ConfigError
 from refimpl.kvstore.buckets import Buckets
 from refimpl.optimizers import FORMULAS, Hyper
+from refimpl.pipeline.tables import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    check_tables,
+    embedding_names,
+)
 
 __all__ = [
     "BOUNDS_CHECKS",
+    "DataType",
     "EmbeddingBagConfig",
+    "EmbeddingConfig",
     "FusedOptimizer",
     "PoolingType",
     "TableSharding",
@@ -29,73 +36,7 @@ __all__ = [
 ]
 
 BOUNDS_CHECKS = ("fatal", "warning", "ignore")
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "key_value")
-
-
-class PoolingType(enum.Enum):
-    """How the rows of a bag become one: torchrec's names."""
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-
-
-@dataclass(frozen=True)
-class EmbeddingBagConfig:
-    """One table, as torchrec names its parts.
-
-    Args:
-        num_embeddings: rows E; ids are 0 to E - 1. Not used by a key-value table, whose ids are any int64.
-        embedding_dim: columns D, any number from 1.
-        name: of the table.
-        data_type: float32, float16 or bfloat16 weights.
-        feature_names: features looked up in this table; one name may stand at several tables.
-        pooling: sum, or mean over the number of ids of the bag; an empty bag gives zeros.
-
-    Raises:
-        ConfigError: a value outside these.
-    """
-
-    num_embeddings: int
-    embedding_dim: int
-    name: str = ""
-    data_type: torch.dtype = torch.float32
-    feature_names: Sequence[str] = ()
-    pooling: PoolingType = PoolingType.SUM
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_names", tuple(self.feature_names))
-        for size in (self.num_embeddings, self.embedding_dim):
-            if type(size) is not int or size < 1:
-                raise ConfigError("not a size of a table", got=size, expected="an int >= 1", where=self.name)
-        if self.data_type not in _FLOATS:
-            raise ConfigError("not a dtype of weights", got=self.data_type, expected=_FLOATS, where=self.name)
-        if not isinstance(self.pooling, PoolingType):
-            raise ConfigError("not a pooling", got=self.pooling, expected=list(PoolingType), where=self.name)
-
-
-def check_tables(tables: Sequence[EmbeddingBagConfig]) -> tuple[EmbeddingBagConfig, ...]:
-    """The tables, whose names are distinct and whose features are distinct within a table. Raises ConfigError."""
-    names = [table.name for table in tables]
-    if not tables or len(set(names)) != len(names) or not all(names):
-        raise ConfigError("tables have distinct names, and there is at least one", got=names, where="tables")
-    for table in tables:
-        if not table.feature_names or len(set(table.feature_names)) != len(table.feature_names):
-            raise ConfigError("a table has distinct features", got=table.feature_names, where=table.name)
-    return tuple(tables)
-
-
-def embedding_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Names of the pooled columns, by table, then feature: ``feature``, or ``feature@table`` where tables share it.
-
-    Source of the rule: torchrec's ``get_embedding_names_by_table``.
-    """
-    features = [feature for table in tables for feature in table.feature_names]
-    return [
-        f"{feature}@{table.name}" if features.count(feature) > 1 else feature
-        for table in tables
-        for feature in table.feature_names
-    ]
 
 
 @dataclass(frozen=True)

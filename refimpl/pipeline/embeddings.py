@@ -1,40 +1,27 @@
-"""Collections of embedding tables with dense gradients, and weights of ids by their position in the bag."""
+"""Collections of embedding tables with dense gradients, pooled by bag: torchrec's EmbeddingBagCollection."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+# TorchScript resolves annotations by value: they are no strings here.
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
-from refimpl.errors import ConfigError, IdRangeError, MissingKeyError
+from refimpl.errors import ConfigError
 from refimpl.optimizers import Hyper
-from refimpl.pipeline.bags import TableBatchedEmbeddingBags, check_bounds, initial_weight
-from refimpl.pipeline.config import EmbeddingBagConfig, FusedOptimizer, check_tables, embedding_names
+from refimpl.pipeline.bags import TableBatchedEmbeddingBags, check_bounds
+from refimpl.pipeline.config import FusedOptimizer
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.eager import eagerly
-from refimpl.pipeline.jagged import Bags, joined
+from refimpl.pipeline.foreign import own_batch
+from refimpl.pipeline.jagged import Bags
+from refimpl.pipeline.selection import select
+from refimpl.pipeline.tables import EmbeddingBagConfig, check_tables, embedding_names, initial_weight, initialized
 
-__all__ = [
-    "EmbeddingBagCollection",
-    "EmbeddingBagCollectionBase",
-    "FeatureProcessedEmbeddingBagCollection",
-    "PositionWeightedModuleCollection",
-    "select",
-]
+__all__ = ["EmbeddingBagCollection", "EmbeddingBagCollectionBase", "Pooled", "table_module"]
 
 
-def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool) -> Bags:
-    """The bags of these features in this order; a name may repeat. Raises MissingKeyError, ConfigError."""
-    missing = [name for name in names if name not in features.keys()]  # noqa: SIM118
-    if missing:
-        raise MissingKeyError("not features of this batch", got=missing, expected=features.keys())
-    weights = features.weights() if weighted else None
-    bags = features.bags() if features.keys() == list(names) else joined([features[name].bags() for name in names])
-    return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights)
-
-
-class _Pooled(torch.autograd.Function):
+class Pooled(torch.autograd.Function):
     """Pooled rows of several weights; the backward gives each a dense gradient."""
 
     @staticmethod
@@ -52,32 +39,35 @@ class _Pooled(torch.autograd.Function):
         weights = ctx.kernels._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[3] else None
         # Duplicates are summed as in every lookup: one step of -1 from zero is the sum itself.
         zeros = [torch.zeros_like(ctx.kernels.weight(i), dtype=torch.float32) for i in range(len(tables))]
-        wide = [EmbeddingBagConfig(**{**vars(table), "data_type": torch.float32}) for table in tables]
+        wide = [replace(table, data_type=torch.float32) for table in tables]
         sums = ctx.bags_type(wide, optimizer=FusedOptimizer("sgd"), weights=zeros)
         sums._update(ctx.bags, grad, Hyper(-1.0))
-        dense = [sums.weight(i).to(table.data_type) for i, table in enumerate(tables)]
+        dense = [sums.weight(i).to(table.dtype) for i, table in enumerate(tables)]
         return None, None, None, weights, *dense
 
 
-class _Table(torch.nn.Module):
-    def __init__(self, config: EmbeddingBagConfig, device: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(initial_weight(config, device))
+def table_module(table: EmbeddingBagConfig, device: Any) -> torch.nn.EmbeddingBag:
+    """The table as torch's module, which torch's compilers know."""
+    rows, columns = table.num_embeddings, table.embedding_dim
+    weight, mode = initial_weight(table, device), "mean" if table.is_mean else "sum"
+    return torch.nn.EmbeddingBag(rows, columns, mode=mode, include_last_offset=True, _weight=weight)
 
 
 class EmbeddingBagCollectionBase(torch.nn.Module):
     """Several tables on one device, whose gradients are dense: torchrec's ``EmbeddingBagCollection``.
 
     Args:
-        tables: their configurations.
+        tables: their configurations, ours or torchrec's.
         is_weighted: batches carry per-sample weights, which get a gradient where they require one.
         device: of the tables; "meta" makes no memory, for a collection that will be sharded.
         bounds_check: see ``TableBatchedEmbeddingBags``.
 
-    Parameters are named ``embedding_bags.{table}.weight``.
+    Parameters are named ``embedding_bags.{table}.weight``. A model that torch.fx or TorchScript has taken over looks up
+    by torch's own kernels: the same sums, rounded in their order.
     """
 
     bags_type: Any
+    __jit_unused_properties__ = ("device",)
 
     def __init__(
         self,
@@ -88,10 +78,14 @@ class EmbeddingBagCollectionBase(torch.nn.Module):
         bounds_check: str = "fatal",
     ) -> None:
         super().__init__()
-        self._configs, self._is_weighted, self.bounds_check = check_tables(tables), is_weighted, bounds_check
-        self.embedding_bags = torch.nn.ModuleDict({table.name: _Table(table, device) for table in tables})
-        self.feature_names = [feature for table in tables for feature in table.feature_names]
+        self._configs, self._is_weighted = check_tables(tables, EmbeddingBagConfig), is_weighted
+        self.bounds_check = bounds_check
+        self.embedding_bags = torch.nn.ModuleDict({table.name: table_module(table, device) for table in self._configs})
+        self.feature_names = [feature for table in self._configs for feature in table.feature_names]
         self._feature_tables = [table for table in self._configs for _ in table.feature_names]
+        self._names_by_table = [list(table.feature_names) for table in self._configs]
+        self._embedding_names = embedding_names(self._configs)
+        self._widths = [table.embedding_dim for table in self._feature_tables]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables."""
@@ -105,90 +99,66 @@ class EmbeddingBagCollectionBase(torch.nn.Module):
         """Whether batches carry weights."""
         return self._is_weighted
 
-    @eagerly
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return next(self.parameters()).device
+
+    def reset_parameters(self) -> None:
+        """Fill every table by its ``init_fn`` again; tables on "meta" have nothing to fill."""
+        for table in self._configs:
+            weight: Any = self.embedding_bags[table.name].weight
+            if not weight.is_meta:
+                initialized(table, weight)
+
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows of each feature, float32 [B, D] side by side, by table, then feature.
 
+        Args:
+            features: a batch, ours or torchrec's, on the device of the tables.
+
         Raises:
             MissingKeyError: a feature that is not in the batch. ConfigError: no weights where they are due.
-            IdRangeError: an id outside its table, under "fatal".
+            IdRangeError: an id outside its table, under "fatal". ShapeError: values that are no ids.
         """
+        if torch.jit.is_scripting():
+            return self._by_torch(features)
+        return self._looked_up(features)
+
+    @eagerly
+    def _looked_up(self, batch: Any) -> KeyedTensor:
+        if isinstance(batch, torch.fx.Proxy):
+            return self._by_torch(cast(KeyedJaggedTensor, batch))
+        features = own_batch(batch)
+        params: list[Any] = [self.embedding_bags[table.name].weight for table in self._configs]
+        if features.values().is_meta or params[0].is_meta:
+            return self._on_meta(features, params[0])
         bags = select(features, self.feature_names, weighted=self._is_weighted)
         counts = [table.num_embeddings for table in self._feature_tables]
         names = [table.name for table in self._feature_tables]
         bags = check_bounds(bags, counts, names, self.bounds_check, self.bags_type)
-        params = [self.embedding_bags[table.name].weight for table in self._configs]
-        pooled = _Pooled.apply(self.bags_type, self._configs, bags, bags.weights, *params)  # type: ignore[no-untyped-call]
-        return KeyedTensor(self.embedding_names(), [table.embedding_dim for table in self._feature_tables], pooled)
+        pooled = Pooled.apply(self.bags_type, self._configs, bags, bags.weights, *params)  # type: ignore[no-untyped-call]
+        return KeyedTensor(self._embedding_names, self._widths, pooled)
+
+    def _on_meta(self, features: KeyedJaggedTensor, weight: torch.Tensor) -> KeyedTensor:
+        if not (features.values().is_meta and weight.is_meta):
+            found = (features.device(), weight.device)
+            raise ConfigError("a batch and tables of which one is on meta", got=found, where="EmbeddingBagCollection")
+        pooled = torch.empty(features.stride(), sum(self._widths), device="meta")
+        return KeyedTensor(self._embedding_names, self._widths, pooled)
+
+    def _by_torch(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        parts = features.to_dict()
+        pooled: list[torch.Tensor] = []
+        for i, table in enumerate(self.embedding_bags.values()):
+            for name in self._names_by_table[i]:
+                part = parts[name]
+                weights = part.weights() if self._is_weighted else None
+                pooled.append(table(part.values(), part.offsets(), weights).float())
+        return KeyedTensor(self._embedding_names, self._widths, torch.cat(pooled, dim=1))
 
 
 class EmbeddingBagCollection(EmbeddingBagCollectionBase):
     __doc__ = EmbeddingBagCollectionBase.__doc__
 
     bags_type = TableBatchedEmbeddingBags
-
-
-class PositionWeightedModuleCollection(torch.nn.Module):
-    """Weights of ids by position: the n-th id of a bag of feature f weighs ``position_weights.f[n]``, 1 at first.
-
-    Args:
-        max_feature_lengths: feature -> positions; a longer bag is refused.
-    """
-
-    def __init__(self, max_feature_lengths: Mapping[str, int], device: Any = None) -> None:
-        super().__init__()
-        if any(type(length) is not int or length < 1 for length in max_feature_lengths.values()):
-            raise ConfigError("not lengths of bags", got=dict(max_feature_lengths), expected="ints >= 1")
-        self.position_weights = torch.nn.ParameterDict(
-            {
-                name: torch.nn.Parameter(torch.ones(length, device=device))
-                for name, length in max_feature_lengths.items()
-            }
-        )
-
-    def weights(self, name: str, bags: Bags, position_weights: torch.Tensor) -> torch.Tensor:
-        """Float32 [N] for the ids of one feature. Raises IdRangeError for a bag longer than the weights."""
-        positions = torch.arange(bags.indices.numel(), device=bags.indices.device)
-        positions = positions - bags.offsets[:-1].repeat_interleave(bags.offsets.diff())
-        longest = int(bags.offsets.diff().max()) if bags.offsets.numel() > 1 else 0
-        if longest > position_weights.numel():
-            raise IdRangeError(
-                "a bag longer than its weights", got=longest, expected=position_weights.numel(), where=name
-            )
-        return position_weights.index_select(0, positions)
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch with these weights. Raises MissingKeyError for a feature without weights."""
-        missing = [key for key in features.keys() if key not in self.position_weights]  # noqa: SIM118
-        if missing:
-            raise MissingKeyError("no position weights", got=missing, expected=sorted(self.position_weights))
-        weights = [
-            self.weights(key, part.bags(), self.position_weights[key]) for key, part in features.to_dict().items()
-        ]
-        return KeyedJaggedTensor(features.keys(), features.values(), torch.cat(weights), lengths=features.lengths())
-
-
-class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
-    """A weighted collection whose weights a feature processor makes: torchrec's class, for position weights.
-
-    Raises:
-        ConfigError: a collection without weights, or features that have no processor.
-    """
-
-    def __init__(
-        self, embedding_bag_collection: EmbeddingBagCollectionBase, feature_processors: PositionWeightedModuleCollection
-    ) -> None:
-        super().__init__()
-        if not embedding_bag_collection.is_weighted():
-            raise ConfigError("feature processors need a weighted collection", got=False, expected=True)
-        missing = [n for n in embedding_bag_collection.feature_names if n not in feature_processors.position_weights]
-        if missing:
-            raise ConfigError("features without a processor", got=missing, where="feature_processors")
-        self._embedding_bag_collection, self._feature_processors = embedding_bag_collection, feature_processors
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Weights by position, then the collection."""
-        names = list(dict.fromkeys(self._embedding_bag_collection.feature_names))
-        picked = features.permute([features.keys().index(name) for name in names])
-        result: KeyedTensor = self._embedding_bag_collection(self._feature_processors(picked))
-        return result

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Bags", "joined", "offsets_of", "pool", "spread"]
+from refimpl.errors import ShapeError
+
+__all__ = ["Bags", "check_ids", "joined", "offsets_of", "pool", "spread"]
+
+
+_IDS = (torch.int64, torch.int32)
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -48,6 +53,15 @@ class Bags:
         stride = (self.offsets.numel() - 1) // feature_count
         ends = self.offsets[index * stride : (index + 1) * stride + 1]
         return ends.diff().clamp(min=1).to(torch.float32)[:, None]
+
+
+def check_ids(bags: Bags) -> None:
+    """Demand what a lookup can read: flat int64 or int32 ids, and one weight for each. Raises ShapeError."""
+    if bags.indices.dim() != 1 or bags.indices.dtype not in _IDS:
+        found = (tuple(bags.indices.shape), bags.indices.dtype)
+        raise ShapeError("ids that are looked up are int64 or int32, and flat", got=found, where="values")
+    if bags.weights is not None and bags.weights.shape != bags.indices.shape:
+        raise ShapeError("one weight for each id", got=tuple(bags.weights.shape), expected=bags.indices.numel())
 
 
 def joined(parts: Sequence[Bags]) -> Bags:

@@ -53,7 +53,7 @@ class KeyValueBags:
     def __init__(self, store: Any, table: EmbeddingBagConfig, optimizer: InBackwardOptimizer) -> None:
         layout = store.layout(table.name)
         found = (layout.embedding_dim, layout.weight_dtype, layout.optimizer)
-        expected = (table.embedding_dim, table.data_type, optimizer.config.kind)
+        expected = (table.embedding_dim, table.dtype, optimizer.config.kind)
         if found != expected:
             raise ConfigError("the store's rows are not this table's", got=found, expected=expected, where=table.name)
         self.store, self.table, self.fused_optimizer = store, table, optimizer

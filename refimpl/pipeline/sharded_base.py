@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from refimpl.errors import ConfigError
+from refimpl.errors import ConfigError, UnsupportedError
 from refimpl.kvstore.buckets import bucket_of, rank_buckets
 from refimpl.kvstore.state import rank_and_world
 from refimpl.pipeline.awaitables import Awaitable, Ready
@@ -20,11 +20,14 @@ from refimpl.pipeline.columns import Columns
 from refimpl.pipeline.config import FusedOptimizer, TableSharding
 from refimpl.pipeline.data import KeyedJaggedTensor, KeyedTensor
 from refimpl.pipeline.eager import eagerly
-from refimpl.pipeline.embeddings import FeatureProcessedEmbeddingBagCollection, _Pooled, _Table, select
+from refimpl.pipeline.embeddings import EmbeddingBagCollectionBase, Pooled, table_module
 from refimpl.pipeline.exchange import Exchange, Replicated, SentWeights, ShardedContext
+from refimpl.pipeline.in_backward import carry_over, optimizer_in_backward
 from refimpl.pipeline.jagged import Bags, joined
 from refimpl.pipeline.lookups import KeyValueBags, groups_of, make_group
-from refimpl.pipeline.sharded_state import ShardedState
+from refimpl.pipeline.processors import FeatureProcessedEmbeddingBagCollection, position_processors, position_weights_of
+from refimpl.pipeline.selection import select
+from refimpl.pipeline.sharded_state import CutTable, ShardedState
 from refimpl.pipeline.shards import Shard, initial_shard, shards_of, slots_of
 
 __all__ = ["ShardedContext", "ShardedEmbeddingBagCollectionBase"]
@@ -38,7 +41,8 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             the same for every plan. A feature-processed collection keeps its processors as dense parameters.
         plan: table -> ``table_wise(rank)``, ``row_wise()``, ``column_wise(ranks)``, ``data_parallel()`` or
             ``key_value(store, buckets)``.
-        optimizer: what the backward runs on all but data-parallel tables, which are dense parameters.
+        optimizer: what the backward runs on all but data-parallel tables, which are dense parameters. None is the one
+            that ``apply_optimizer_in_backward`` gave the collection's parameters, or row-wise Adagrad.
         process_group: the ranks; None is all of them, or none where torch.distributed is not in use.
         bounds_check: see ``TableBatchedEmbeddingBags``; under "fatal" every rank raises.
         seed: of weights made here.
@@ -53,7 +57,8 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         fused_optimizer: a handle for schedulers on the optimizer in the backward; see ``InBackwardOptimizer``.
 
     Raises:
-        ConfigError: a plan that does not fit; feature processors on other than table- and column-wise tables.
+        ConfigError: a plan or an optimizer that does not fit; feature processors on other than table- and column-wise
+            tables. UnsupportedError: not a collection of bags.
         IdRangeError: an id outside its table.
     """
 
@@ -72,8 +77,11 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
     ) -> None:
         super().__init__()
         processed = isinstance(module, FeatureProcessedEmbeddingBagCollection)
-        collection = module._embedding_bag_collection if processed else module
-        self.feature_processors = module._feature_processors if processed else None
+        collection: Any = module._embedding_bag_collection if processed else module
+        if not isinstance(collection, EmbeddingBagCollectionBase):
+            expected = "an EmbeddingBagCollection of ours, which takes torchrec's configurations"
+            raise UnsupportedError("not a collection that is cut here", got=type(module).__name__, expected=expected)
+        self.feature_processors = position_processors(module._feature_processors) if processed else None
         self.tables, self.bounds_check = tuple(collection.embedding_bag_configs()), bounds_check
         self.plan = [plan[table.name] for table in self.tables] if set(plan) >= set(self._names()) else []
         self.process_group = process_group
@@ -83,7 +91,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         self.is_weighted = collection.is_weighted() and not processed
         self.feature_names, self._embedding_names = list(collection.feature_names), collection.embedding_names()
         self._feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
-        self.fused_optimizer = InBackwardOptimizer(optimizer or FusedOptimizer())
+        self.fused_optimizer = InBackwardOptimizer(self._optimizer_of(collection, optimizer))
         slots = slots_of(self.tables, self.shards)
         self.rank_groups = [groups_of(self.shards, slots, rank) for rank in range(self.world_size)]
         self._replicate(collection, seed)
@@ -91,7 +99,8 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
 
         def weight_of(shard: Shard) -> torch.Tensor:
             table = self.tables[shard.table]
-            whole: torch.Tensor = collection.embedding_bags[table.name].weight.detach()
+            held: Any = collection.embedding_bags[table.name]
+            whole: torch.Tensor = held.weight.detach()
             if whole.device.type == "meta":
                 return initial_shard(table, shard.table, shard, seed)
             part = whole[slice(*shard.rows), slice(*shard.columns)]
@@ -122,9 +131,20 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
             if whole.device.type == "meta":
                 shard = Shard(self.tables.index(table), 0, "", (0, table.num_embeddings), (0, table.embedding_dim))
                 whole = initial_shard(table, shard.table, shard, seed)
-            replica = _Table(table, "meta")
+            replica = table_module(table, "meta")
             replica.weight = torch.nn.Parameter(whole.clone())
             self.embedding_bags[table.name] = replica
+            carry_over(collection.embedding_bags[table.name].weight, replica.weight)
+        for table, sharding in zip(self.tables, self.plan, strict=True):
+            if sharding.kind not in ("data_parallel", "key_value"):
+                self.embedding_bags[table.name] = CutTable(self, table.name)
+
+    def _optimizer_of(self, collection: Any, optimizer: FusedOptimizer | None) -> FusedOptimizer:
+        """What was asked for: here, or by ``apply_optimizer_in_backward`` before."""
+        carried = optimizer_in_backward([collection.embedding_bags[name].weight for name in self._names()])
+        if carried is not None and optimizer is not None:
+            raise ConfigError("an optimizer here, and another that the tables carry", got=(optimizer, carried))
+        return optimizer or carried or FusedOptimizer()
 
     def create_context(self) -> ShardedContext:
         """A context for one batch."""
@@ -216,7 +236,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         params = dict(zip(self.feature_processors.position_weights, ctx.passing, strict=True))
         names = [self.feature_names[slot.feature] for slot in group.slots]
         weights = [
-            self.feature_processors.weights(name, bags.feature(index, len(names)), params[name])
+            position_weights_of(name, bags.feature(index, len(names)), params.get(name))
             for index, name in enumerate(names)
         ]
         return Bags(bags.indices, bags.offsets, torch.cat(weights))
@@ -229,7 +249,7 @@ class ShardedEmbeddingBagCollectionBase(ShardedState, torch.nn.Module):
         params = [self.embedding_bags[table.name].weight for table in tables]
         weights = Replicated.apply(self, self.world_size, *params)  # type: ignore[no-untyped-call]
         bags = self._features_of(ctx.bags, features)
-        return [_Pooled.apply(self.bags_type, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]
+        return [Pooled.apply(self.bags_type, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]
 
     def _features_of(self, bags: Bags, features: Sequence[int]) -> Bags:
         if len(features) == len(self._feature_tables):

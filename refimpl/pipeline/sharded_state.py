@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,23 @@ from refimpl.pipeline.config import EmbeddingBagConfig, TableSharding
 from refimpl.pipeline.shards import Shard
 from refimpl.pipeline.state import TableShard, copy_into
 
-__all__ = ["ShardedState"]
+__all__ = ["CutTable", "ShardedState"]
 
 STEP = "fused_optimizer.step"
+
+
+class CutTable(torch.nn.Module):
+    """What stands under a cut table's name: ``weight`` is this rank's part of it, which is no parameter of torch's."""
+
+    def __init__(self, owner: ShardedState, name: str) -> None:
+        super().__init__()
+        # Not by torch's own way, which would make the owner a child of its child.
+        self.__dict__["_owner"], self.table = owner, name
+
+    @property
+    def weight(self) -> TableShard:
+        """This rank's part, itself and not a copy."""
+        return self.__dict__["_owner"]._views(states=False)[f"embedding_bags.{self.table}.weight"]  # type: ignore[no-any-return]
 
 
 class ShardedState(torch.nn.Module):
@@ -30,6 +44,7 @@ class ShardedState(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._cut_parameters: dict[str, torch.nn.Parameter] = {}
         # Tables that are cut are no parameters of any child, whose names torch would call unexpected.
         self.register_load_state_dict_post_hook(ShardedState._forget_loaded)  # type: ignore[no-untyped-call]
 
@@ -46,6 +61,22 @@ class ShardedState(torch.nn.Module):
                 found[self.tables[shard.table].name] = (shard, module.weight(index), module.states(index))
         return found
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Torch's parameters, then this rank's part of every cut table as ``embedding_bags.{table}.weight``.
+
+        The parts never have a gradient, and carry ``fused_optimizer`` as what updates them. A model around this module
+        does not list them: what waits for gradients of its parameters, as DDP does, would wait forever.
+        """
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for name, (_, weight, _) in self.local_shards().items() if recurse else ():
+            known = self._cut_parameters.get(name)
+            if known is None or known.data_ptr() != weight.data_ptr():
+                known = self._cut_parameters[name] = torch.nn.Parameter(weight)
+                known._in_backward_optimizers = [self.fused_optimizer]  # type: ignore[attr-defined]
+            yield f"{prefix}.embedding_bags.{name}.weight" if prefix else f"embedding_bags.{name}.weight", known
+
     def _views(self, *, states: bool) -> dict[str, TableShard]:
         """Name -> this rank's part of every table that is cut, or of its optimizer states."""
         local, views = self.local_shards(), {}
@@ -57,7 +88,7 @@ class ShardedState(torch.nn.Module):
             name, rows = f"embedding_bags.{table.name}", table.num_embeddings
             if not states:
                 views[f"{name}.weight"] = TableShard.make(
-                    (rows, table.embedding_dim), table.data_type, weight, (row, column)
+                    (rows, table.embedding_dim), table.dtype, weight, (row, column)
                 )
                 continue
             # An optimizer that keeps one value for a row keeps one for each column block.

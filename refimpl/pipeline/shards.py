@@ -10,6 +10,7 @@ import torch
 from refimpl.kvstore.config import Initializer
 from refimpl.kvstore.initial import initial_weights
 from refimpl.pipeline.config import EmbeddingBagConfig, TableSharding, check_plan
+from refimpl.pipeline.tables import UniformInit, initial_weight
 
 __all__ = ["Shard", "Slot", "initial_shard", "shards_of", "slots_of"]
 
@@ -78,14 +79,20 @@ def slots_of(tables: Sequence[EmbeddingBagConfig], shards: Sequence[Shard]) -> l
 
 
 def initial_shard(table: EmbeddingBagConfig, index: int, shard: Shard, seed: int) -> torch.Tensor:
-    """The shard's first weights, uniform within 1 / sqrt(E) of zero: the same for every plan, by the rule of
-    ``kvstore.Initializer`` with the row as id.
+    """The shard's first weights, the same for every plan.
+
+    Uniform ones follow the rule of ``kvstore.Initializer`` with the row as id. An ``init_fn`` of the user's fills the
+    whole table on every rank, from torch's generator seeded by ``seed`` and the table's place; the rest is dropped.
     """
-    bound = table.num_embeddings**-0.5
-    initializer = Initializer.uniform(-bound, bound)
-    weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.data_type)
+    if not isinstance(table.init_fn, UniformInit):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + index)
+            whole = initial_weight(table)
+        return whole[slice(*shard.rows), slice(*shard.columns)].contiguous()
+    initializer = Initializer.uniform(table.init_fn.low, table.init_fn.high)
+    weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)
     for begin in range(*shard.rows, INIT_ROWS):
         ids = torch.arange(begin, min(begin + INIT_ROWS, shard.rows[1]))
-        rows = initial_weights(initializer, seed, index, ids, table.embedding_dim, table.data_type)
+        rows = initial_weights(initializer, seed, index, ids, table.embedding_dim, table.dtype)
         weight[begin - shard.rows[0] :][: ids.numel()] = rows[:, slice(*shard.columns)]
     return weight

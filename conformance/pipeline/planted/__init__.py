@@ -4,6 +4,7 @@ from conformance.pipeline.planted import (
     arguments,
     batches,
     callers,
+    collections,
     key_value,
     lookups,
     operators,
@@ -14,6 +15,7 @@ from conformance.pipeline.planted import (
     stages,
     state,
     streams,
+    types,
 )
 
 _MODULES = (
@@ -30,6 +32,8 @@ _MODULES = (
     reducers,
     arguments,
     stages,
+    types,
+    collections,
 )
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 

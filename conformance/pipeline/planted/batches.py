@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from conformance.pipeline.planted.planting import exported, shared_swap
+from conformance.pipeline.planted.planting import exported, shared, shared_swap
 from refimpl.pipeline import embeddings
-from refimpl.pipeline.jagged import Bags
 
 
 def _weights_lost(original: Any, batch: Any, indices: Any) -> Any:
@@ -26,7 +25,7 @@ def _in_their_order(original: Any, tensors: Any, groups: Any) -> Any:
     return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])
 
 
-_BACKWARD = embeddings._Pooled.backward
+_BACKWARD = embeddings.Pooled.backward
 
 
 def _once_more(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -38,8 +37,8 @@ def _plain_names(tables: Any) -> list[str]:
     return [f"{name}{i}" for i, table in enumerate(tables) for name in table.feature_names]
 
 
-def _next_position(original: Any, module: Any, name: str, bags: Bags, weights: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = original(module, name, bags, weights.roll(-1))
+def _next_position(original: Any, weights: torch.Tensor, *rest: Any) -> torch.Tensor:
+    result: torch.Tensor = original(weights.roll(-1), *rest)
     return result
 
 
@@ -64,7 +63,7 @@ PLANTED = (
         "batch_not_checked",
         "Parts that disagree make a batch.",
         ("PIPE-101",),
-        "refimpl.pipeline.data:KeyedJaggedTensor._check",
+        "refimpl.pipeline.data:KeyedJaggedTensor._check_features",
         _accepted,
     ),
     exported(
@@ -77,7 +76,7 @@ PLANTED = (
         "dense_gradient_twice",
         "Dense gradients of some rows are added twice.",
         ("PIPE-110",),
-        "refimpl.pipeline.embeddings:_Pooled.backward",
+        "refimpl.pipeline.embeddings:Pooled.backward",
         staticmethod(_once_more),
     ),
     shared_swap(
@@ -87,11 +86,12 @@ PLANTED = (
         "refimpl.pipeline.embeddings:embedding_names",
         _plain_names,
     ),
-    exported(
+    shared(
         "positions_count_from_one",
         "The first id of a bag has the second weight.",
         ("PIPE-111", "PIPE-106"),
-        ("PositionWeightedModuleCollection.weights", _next_position),
+        "refimpl.pipeline.processors:_of_positions",
+        _next_position,
     ),
     shared_swap(
         "plans_not_checked",

@@ -42,7 +42,7 @@ def _local_rows(table: Any, index: int, shard: Shard, seed: int) -> torch.Tensor
 
     bound = table.num_embeddings**-0.5
     ids = torch.arange(min(INIT_ROWS, shard.rows[1] - shard.rows[0]))
-    made = initial_weights(Initializer.uniform(-bound, bound), seed, index, ids, shard.width, table.data_type)
+    made = initial_weights(Initializer.uniform(-bound, bound), seed, index, ids, shard.width, table.dtype)
     return made.contiguous()
 
 

@@ -1,0 +1,279 @@
+"""F. Collections as torchrec has them: rows one by one, processors by name, traced models, other libraries' types."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
+from conformance.pipeline.sharding import collection_of, sharded_of
+from conformance.pipeline.support import Jagged, Naive, assert_bits, random_jagged, values_of
+from conformance.pipeline.test_variable_strides import random_bags, vbe_of
+from refimpl.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
+from refimpl.optimizers import Hyper
+
+
+def rows_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> Any:
+    """A collection of rows with these weights."""
+    collection = pipeline.EmbeddingCollection(configs, **options)
+    collection.load_state_dict({f"embeddings.{c.name}.weight": w for c, w in zip(configs, weights, strict=True)})
+    return collection
+
+
+@requirement(
+    "PIPE-224",
+    "EmbeddingCollection MUST give each feature the rows of its ids, bit for bit, with the lengths of the batch, and "
+    "tables dense gradients whose duplicates are summed by feature, sample and position; a feature of several tables "
+    "is named feature@table.",
+)
+@examples(25)
+@given(seed=st.integers(0, 10**6), dtype=st.sampled_from(["FP32", "FP16", "BF16"]), need=st.booleans())
+def test_rows(pipeline: Any, seed: int, dtype: str, need: bool) -> None:
+    kinds = getattr(pipeline.DataType, dtype)
+    configs = [
+        pipeline.EmbeddingConfig(7, 5, "t0", kinds, ["a", "c"]),
+        pipeline.EmbeddingConfig(7, 5, "t1", feature_names=["b", "c"]),
+    ]
+    weights = [values_of((7, 5), seed).to(configs[0].dtype), values_of((7, 5), seed + 1)]
+    weights[1][2] = -0.0
+    collection = rows_of(pipeline, configs, weights, need_indices=need)
+    batch = random_jagged(["c", "b", "a"], [7, 7, 7], 3, seed)
+    kjt = batch.kjt(pipeline, dtype=torch.int32)
+    found = collection(kjt)
+    names = [["a", "c@t0"], ["b", "c@t1"]]
+    assert_equal((list(found), collection.embedding_names_by_table()), ([*names[0], *names[1]], names), where="names")
+    grads = {}
+    for name, bags in found.items():
+        feature = kjt[name.split("@")[0]]
+        table = 0 if name in names[0] else 1
+        assert_bits(bags.values().detach(), weights[table][feature.values()].float(), f"rows of {name}")
+        assert_bits(bags.lengths(), feature.lengths(), f"lengths of {name}")
+        indices = bags.weights_or_none()
+        assert_equal(
+            None if indices is None else indices.tolist(), feature.values().tolist() if need else None, where=name
+        )
+        grads[name] = values_of(bags.values().shape, seed + 7)
+    sum((bags.values() * grads[name]).sum() for name, bags in found.items()).backward()
+    for table, config in enumerate(configs):
+        naive = Naive([pipeline.EmbeddingBagConfig(7, 5, "t", feature_names=["x"])], [torch.zeros(7, 5)], "sgd")
+        ids = [i for name in names[table] for i in kjt[name.split("@")[0]].values().tolist()]
+        grad = torch.cat([grads[name] for name in names[table]])
+        naive.step(Jagged(["x"], [[[i] for i in ids]]), grad, Hyper(-1.0))
+        expected = naive.tables[0].weight.to(config.dtype)
+        assert_bits(collection.embeddings[config.name].weight.grad, expected, f"gradient of {config.name}")
+
+
+@requirement(
+    "PIPE-225",
+    "EmbeddingCollection MUST refuse by name tables of different widths or that are pooled, bad ids, missing features "
+    "and settings of sharded collections, and take features of different sizes as they are.",
+)
+def test_rows_refused(pipeline: Any) -> None:
+    config = pipeline.EmbeddingConfig(6, 4, "t", feature_names=["a"])
+    for tables in ([config, pipeline.EmbeddingConfig(6, 3, "u")], [pipeline.EmbeddingBagConfig(6, 4, "u")], []):
+        with raises(ConfigError):
+            pipeline.EmbeddingCollection(tables)
+    for setting in ({"use_gather_select": True}, {"use_gather_select_per_sharding": {"row_wise": True}}):
+        with raises(UnsupportedError, mentions=("use_gather_select",)):
+            pipeline.EmbeddingCollection([config], **setting)
+    collection = pipeline.EmbeddingCollection([config])
+    with raises(IdRangeError, mentions=("6", "table t")):
+        collection(Jagged(["a"], [[[6]]]).kjt(pipeline))
+    with raises(MissingKeyError, mentions=("a",)):
+        collection(Jagged(["b"], [[[1]]]).kjt(pipeline))
+    with raises(UnsupportedError, mentions=("EmbeddingCollection",)):
+        pipeline.ShardedEmbeddingBagCollection(collection, {"t": pipeline.table_wise(0)})
+    facts = (
+        collection.embedding_dim(),
+        collection.need_indices(),
+        collection.device.type,
+        collection.use_gather_select(),
+    )
+    assert_equal(facts, (4, False, "cpu", False), where="facts")
+    vbe = vbe_of(pipeline, random_bags([2, 3], 5, limit=6))
+    found = collection(vbe)["a"]
+    assert_equal(found.lengths().tolist(), vbe["a"].lengths().tolist(), where="lengths of a feature of its own size")
+
+
+@requirement(
+    "PIPE-226",
+    "Processors by name MUST be one processor of all features, bit for bit, with their gradients, whole and cut, and "
+    "split() MUST give them apart from the tables; ids of features without a processor weigh 1.",
+)
+def test_processors(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights, scales = [values_of((6, 4), i) for i in range(2)], [values_of((4,), 10 + i) for i in range(2)]
+    kjt = random_jagged(["f1", "x", "f0"], [6, 6, 6], 5, 3).kjt(pipeline)
+    grad, plan = values_of((5, 8), 4), {"t0": pipeline.table_wise(0), "t1": pipeline.column_wise([0])}
+    found: list[list[torch.Tensor]] = []
+    for kind in ("all", "each", "all cut", "each cut"):
+        whole = collection_of(pipeline, configs, weights, is_weighted=True)
+        each = {f"f{i}": pipeline.PositionWeightedModule(4) for i in range(2)}
+        one = pipeline.PositionWeightedModuleCollection({"f0": 4, "f1": 4})
+        params = [each[f"f{i}"].position_weight for i in range(2)]
+        if "all" in kind:
+            params = [one.position_weights[f"f{i}"] for i in range(2)]
+        with torch.no_grad():
+            for param, scale in zip(params, scales, strict=True):
+                param.copy_(scale)
+        module = pipeline.FeatureProcessedEmbeddingBagCollection(whole, one if "all" in kind else each)
+        assert_equal(module.is_weighted(), True, where="is_weighted")
+        if "cut" not in kind:
+            processors, tables = module.split()
+            assert_bits(tables(processors(kjt)).values(), module(kjt).values(), f"{kind} split")
+            assert_bits(processors(kjt)["x"].weights(), torch.ones(kjt["x"].values().numel()), "no processor")
+        module = sharded_of(pipeline, module, plan, "sgd") if "cut" in kind else module
+        pooled = module(kjt).values()
+        pooled.backward(grad)
+        found.append([pooled.detach(), *(param.grad for param in params)])
+    for kind, parts in zip(("each", "all cut", "each cut"), found[1:], strict=True):
+        for one, other in zip(parts, found[0], strict=True):
+            assert_bits(one, other, kind)
+    whole = pipeline.EmbeddingBagCollection(configs, is_weighted=True)
+    with raises(ConfigError, mentions=("f0",)):
+        pipeline.FeatureProcessedEmbeddingBagCollection(whole, {"f1": pipeline.PositionWeightedModule(4)})
+    with raises(IdRangeError, mentions=("5", "4")):
+        pipeline.PositionWeightedModule(4)(pipeline.JaggedTensor(torch.zeros(5), lengths=torch.tensor([5])))
+    ready = pipeline.PositionWeightedModuleCollection({"f0": 4, "f1": 4})
+    plain = random_jagged(["f1", "f0"], [6, 6], 5, 3, weighted=True).kjt(pipeline)
+    expected = ready(plain).weights().detach()
+    ready.pre_process_input(plain)
+    assert_bits(ready(plain).weights().detach(), expected, "positions written before")
+    module = pipeline.FeatureProcessedEmbeddingBagCollection(whole, ready)
+    with raises(ConfigError, mentions=("processed before",)):
+        sharded_of(pipeline, module, plan, "sgd")
+    twice = pipeline.FeatureProcessedEmbeddingBagCollection(
+        collection_of(pipeline, configs, weights, is_weighted=True),
+        {f"f{i}": pipeline.PositionWeightedModule(4) for i in range(2)},
+    )
+    inverse = (["f1", "f0"], torch.tensor([[0, 1, 1], [1, 2, 3]]))
+    own = pipeline.KeyedJaggedTensor(
+        ["f1", "f0"],
+        torch.tensor([1, 2, 3, 4, 5, 0]),
+        lengths=torch.tensor([1, 1, 1, 2, 0, 1]),
+        stride_per_key_per_rank=[[2], [4]],
+        inverse_indices=inverse,
+    )
+    full = Jagged(["f1", "f0"], [[[1], [2], [2]], [[4, 5], [], [0]]]).kjt(pipeline)
+    assert_bits(twice(own).values().detach(), twice(full).values().detach(), "features of different sizes")
+
+
+@requirement(
+    "PIPE-227",
+    "Collections that torch.fx has traced or TorchScript compiled MUST give what they give untouched, within twice the "
+    "error of the naive sum, and on meta the shapes alone.",
+)
+@pytest.mark.filterwarnings("ignore")  # TorchScript warns of its own age, and of torch.fx.
+@pytest.mark.parametrize("kind", ["fx", "script", "fx, then script"])
+def test_traced(pipeline: Any, kind: str, tolerance_factor: float) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}", "f2"]) for i in range(2)]
+    weights = [values_of((6, 4), i) for i in range(2)]
+    batch = random_jagged(["f1", "f2", "f0"], [6, 6, 6], 5, 3)
+    kjt, naive = batch.kjt(pipeline), Naive(configs, weights, "sgd").pooled(batch)
+    plain = collection_of(pipeline, configs, weights)
+    processed = pipeline.FeatureProcessedEmbeddingBagCollection(
+        collection_of(pipeline, configs, weights, is_weighted=True),
+        pipeline.PositionWeightedModuleCollection({"f0": 4, "f1": 4, "f2": 4}),
+    )
+    rows = rows_of(pipeline, [pipeline.EmbeddingConfig(6, 4, "t", feature_names=["f1"])], weights[:1])
+    wide = [value.double() for value in weights]
+    exact = torch.cat(
+        [
+            torch.stack([wide[t][part.long()].sum(0) for part in kjt[name].to_dense()])
+            for t in range(2)
+            for name in (f"f{t}", "f2")
+        ],
+        dim=1,
+    )
+    modules = {"plain": plain, "processed": processed, "rows": rows}
+    for name, module in modules.items():
+        if kind == "script" and name == "processed":
+            continue
+        traced: Any = torch.fx.symbolic_trace(module) if "fx" in kind else module
+        traced = torch.jit.script(traced) if "script" in kind else traced
+        if name == "rows":
+            assert_bits(traced(kjt)["f1"].values(), module(kjt)["f1"].values(), f"{kind} rows")
+            continue
+        found, expected = traced(kjt), module(kjt)
+        assert_equal((found.keys(), found.length_per_key()), (expected.keys(), expected.length_per_key()), where=kind)
+        assert_bits(expected.values().detach(), naive, f"{name} untouched")
+        assert_within_derived(found.values().detach(), naive, exact, factor=tolerance_factor, where=f"{kind} {name}")
+
+
+@requirement(
+    "PIPE-228",
+    "A collection on meta MUST give a batch on meta the shapes of its result, and a module its device; one of both on "
+    "meta alone MUST be refused by name.",
+)
+def test_meta(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    kjt = random_jagged(["f0", "f1"], [6, 6], 3, 1).kjt(pipeline)
+    there, here = pipeline.EmbeddingBagCollection(configs, device="meta"), pipeline.EmbeddingBagCollection(configs)
+    found = there(kjt.to(torch.device("meta")))
+    assert_equal((tuple(found.values().shape), found.device().type), ((3, 8), "meta"), where="pooled on meta")
+    assert_equal(
+        (there.device.type, here.device.type, here.to("meta").device.type), ("meta", "cpu", "meta"), where="device"
+    )
+    with raises(ConfigError, mentions=("meta",)):
+        there(kjt)
+
+
+def _foreign(kjt: Any) -> Any:
+    """What another library's batch looks like: the same names, another class."""
+    names = ["keys", "values", "weights_or_none", "lengths_or_none", "offsets_or_none", "length_per_key_or_none"]
+    names += ["inverse_indices_or_none", "variable_stride_per_key"]
+    return SimpleNamespace(**{name: getattr(kjt, name) for name in names})
+
+
+@requirement(
+    "PIPE-229",
+    "A batch and a table's configuration of another library with torchrec's names MUST be taken by every collection as "
+    "ours, sharing its tensors; what has not these names MUST be refused by an error that says what to make.",
+)
+def test_foreign(pipeline: Any) -> None:
+    own = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    uniform = torch.nn.init.uniform_
+    others = []
+    for config in own:
+        parts = {**vars(config), "data_type": SimpleNamespace(value="FP16"), "pooling": SimpleNamespace(value="MEAN")}
+        others.append(SimpleNamespace(**{**parts, "init_fn": partial(uniform, a=2.0, b=2.5)}))
+    collection = pipeline.EmbeddingBagCollection(others)
+    assert_equal([each.is_mean for each in collection.embedding_bag_configs()], [True, True], where="pooling")
+    weight = collection.embedding_bags["t0"].weight
+    assert_equal((weight.dtype, bool((weight >= 2).all())), (torch.float16, True), where="dtype and first weights")
+    kjt = random_jagged(["f1", "f0"], [6, 6], 3, 1, weighted=True).kjt(pipeline)
+    plan = {"t0": pipeline.table_wise(0), "t1": pipeline.row_wise()}
+    rows = pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", feature_names=["f0"])])
+    for module in (collection, sharded_of(pipeline, collection, plan, "sgd"), rows):
+        found, expected = module(_foreign(kjt)), module(kjt)
+        if module is rows:
+            found, expected = found["f0"], expected["f0"]
+        assert_bits(found.values().detach(), expected.values().detach(), type(module).__name__)
+        for junk in (None, {"f0": torch.zeros(1)}, torch.zeros(3)):
+            with raises(UnsupportedError, mentions=("from_lengths_sync",)):
+                module(junk)
+    with raises(ConfigError, mentions=("EmbeddingBagConfig",)):
+        pipeline.EmbeddingBagCollection([{"name": "t"}])
+
+
+@requirement(
+    "PIPE-230",
+    "A mapping from features to torch's jagged nested tensors, as a TensorDict holds them, MUST be looked up as the "
+    "batch of these features; one with values between its bags MUST be refused.",
+)
+def test_nested(pipeline: Any) -> None:
+    kjt = random_jagged(["f1", "f0"], [6, 6], 3, 1).kjt(pipeline)
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    collection = pipeline.EmbeddingBagCollection(configs)
+    jagged = torch.nested.nested_tensor_from_jagged
+    nested = {name: jagged(part.values(), offsets=part.offsets()) for name, part in kjt.to_dict().items()}
+    assert_bits(collection(nested).values().detach(), collection(kjt).values().detach(), "nested tensors")
+    holes = jagged(torch.arange(5), offsets=torch.tensor([0, 2, 4, 5]), lengths=torch.tensor([2, 1, 1]))
+    with raises(ShapeError, mentions=("between", "f0")):
+        collection({**nested, "f0": holes})

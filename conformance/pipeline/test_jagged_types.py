@@ -1,0 +1,263 @@
+"""F. torchrec's batch types: every name and position, dtypes, bags of one feature as dense tensors, text, copies."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.pipeline.support import assert_bits, random_jagged, values_of
+from conformance.pipeline.test_data import as_lists
+from conformance.pipeline.type_names import SIGNATURES
+from refimpl.errors import ConfigError, LengthTypeError, ShapeError
+
+
+@requirement(
+    "PIPE-200",
+    "The batch types and collections MUST have every public name of torchrec 1.8's, with its arguments in their "
+    "positions.",
+)
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_names(pipeline: Any, name: str) -> None:
+    cls, found = getattr(pipeline, name), dict[str, list[str] | None]()
+    for method in SIGNATURES[name]:
+        kind = inspect.getattr_static(cls, method, None)
+        function = getattr(kind, "__func__", kind)
+        if isinstance(function, property):
+            found[method] = None
+        elif function is not None:
+            parameters = inspect.signature(function).parameters.values()
+            positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+            found[method] = [each for each in positional if each != "self"]
+    assert_equal(found, SIGNATURES[name], where=name)
+
+
+@requirement(
+    "PIPE-201",
+    "Lengths and offsets MUST keep their dtype in permute, split, concat, by key and in offsets(); offsets that the "
+    "dtype cannot count MUST be refused.",
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_dtypes(pipeline: Any, dtype: torch.dtype, by_offsets: bool) -> None:
+    kjt = random_jagged(["a", "b", "c"], [9, 9, 9], 3, 5).kjt(pipeline, dtype=dtype, by_offsets=by_offsets)
+    parts = {"batch": kjt, "permute": kjt.permute([2, 0]), "none": kjt.permute([]), "key": kjt["b"]}
+    parts |= {"split": kjt.split([1, 2])[1], "to_dict": kjt.to_dict()["c"], "to": kjt.to(torch.device("cpu"))}
+    parts["concat"] = pipeline.KeyedJaggedTensor.concat(kjt.split([2, 1]))
+    for name, part in parts.items():
+        assert_equal((part.lengths().dtype, part.offsets().dtype), (dtype, dtype), where=name)
+    long = pipeline.KeyedJaggedTensor(["a"], torch.zeros(200), lengths=torch.tensor([100, 100], dtype=torch.uint8))
+    assert_equal(long.offsets().tolist(), [0, 100, 200], where="offsets within uint8")
+    many = pipeline.KeyedJaggedTensor(["a"], torch.zeros(300), lengths=torch.tensor([200, 100], dtype=torch.uint8))
+    with raises(ShapeError, mentions=("uint8", "300", "255")):
+        many.offsets()
+
+
+@requirement(
+    "PIPE-203",
+    "Values of any dtype and of more dimensions, and weights likewise, MUST be cut as they are; a lookup of what is "
+    "no flat id, or of another number of weights, MUST be refused by name.",
+)
+def test_values_that_are_no_ids(pipeline: Any) -> None:
+    values, weights = values_of((6, 3), 1), values_of((6, 2), 2)
+    lengths = torch.tensor([1, 2, 0, 3])
+    kjt = pipeline.KeyedJaggedTensor(["a", "b"], values, weights, lengths=lengths)
+    turned = kjt.permute([1, 0])
+    for name, part in (("permute", turned["a"]), ("split", kjt.split([1, 1])[0]), ("key", kjt["a"])):
+        assert_bits(part.values(), values[:3], f"{name} values")
+        assert_bits(part.weights(), weights[:3], f"{name} weights")
+    assert_bits(turned.values(), torch.cat([values[3:], values[:3]]), "permuted values")
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["a"])
+    collection = pipeline.EmbeddingBagCollection([config])
+    plan = {"t": pipeline.table_wise(0)}
+    for module in (collection, pipeline.ShardedEmbeddingBagCollection(collection, plan)):
+        for ids in (values, torch.ones(6), torch.ones(6, 1, dtype=torch.int64)):
+            with raises(ShapeError, mentions=("ids", "int64")):
+                module(pipeline.KeyedJaggedTensor(["a", "b"], ids, lengths=lengths))
+    weighted = pipeline.EmbeddingBagCollection([config], is_weighted=True)
+    with raises(ShapeError, mentions=("weight", "6")):
+        weighted(pipeline.KeyedJaggedTensor(["a", "b"], torch.ones(6).long(), torch.ones(7), lengths=lengths))
+    with raises(ShapeError, mentions=("ids", "int64")):
+        pipeline.TableBatchedEmbeddingBags([config])(torch.ones(2), torch.tensor([0, 2]))
+
+
+@requirement(
+    "PIPE-204",
+    "Lengths or offsets that are no integers MUST be refused by name where bags are made, as an AssertionError too.",
+)
+def test_float_lengths(pipeline: Any) -> None:
+    for lengths in ({"lengths": torch.tensor([1.0, 2.0])}, {"offsets": torch.tensor([0.0, 1.0, 3.0])}):
+        for error in (LengthTypeError, AssertionError):
+            with raises(error, mentions=("integers", "float32")):
+                pipeline.JaggedTensor(torch.zeros(3), **lengths)
+            with raises(error, mentions=("integers", "float32")):
+                pipeline.KeyedJaggedTensor(["a"], torch.zeros(3), **lengths)
+    with raises(ConfigError, mentions=("lengths", "offsets")):
+        pipeline.JaggedTensor(torch.zeros(3))
+
+
+@requirement(
+    "PIPE-205",
+    "A repeated key MUST be taken, and mean the last of its parts, by name and in a lookup; permute MUST repeat "
+    "features as it is asked to.",
+)
+def test_repeated_keys(pipeline: Any) -> None:
+    kjt = pipeline.KeyedJaggedTensor(["a", "b", "a"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([1, 2, 1]))
+    assert_equal(kjt["a"].values().tolist(), [4], where="by name")
+    assert_equal(kjt.to_dict()["a"].values().tolist(), [4], where="to_dict")
+    again = kjt.permute([1, 1, 0])
+    assert_equal((again.keys(), again.values().tolist()), (["b", "b", "a"], [2, 3, 2, 3, 1]), where="permute")
+    assert_equal(again.lengths().tolist(), [2, 2, 1], where="permuted lengths")
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=["a"]) for i in range(2)]
+    collection = pipeline.EmbeddingBagCollection(configs)
+    twice = kjt.permute([0, 2])
+    expected = [collection.embedding_bags[f"t{i}"].weight[4:5] for i in range(2)]
+    assert_bits(collection(twice).values().detach(), torch.cat(expected, dim=1).detach(), "lookup")
+    assert_equal(twice.index_per_key(), {"a": 1}, where="index_per_key")
+
+
+@requirement(
+    "PIPE-209",
+    "Bags of one feature MUST go to lists, and to padded dense tensors of any width with any filling, and come from "
+    "both, values and weights alike.",
+)
+@examples(30)
+@given(seed=st.integers(0, 10**6), width=st.integers(0, 5), columns=st.integers(0, 2))
+def test_dense(pipeline: Any, seed: int, width: int, columns: int) -> None:
+    shape = (2,) * columns
+    sizes = torch.randint(0, 4, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
+    values = [values_of((size, *shape), seed + i) for i, size in enumerate(sizes)]
+    weights = [values_of((size, *shape), seed + 9 + i) for i, size in enumerate(sizes)]
+    bags = pipeline.JaggedTensor.from_dense(values, weights)
+    assert_equal((bags.lengths().tolist(), bags.lengths().dtype), (sizes, torch.int32), where="lengths")
+    for found, expected in ((bags.to_dense(), values), (bags.to_dense_weights(), weights)):
+        for one, other in zip(found, expected, strict=True):
+            assert_bits(one, other, "to_dense")
+    for desired in (None, width):
+        columns_of = max(sizes) if desired is None else desired
+        pairs = (
+            (bags.to_padded_dense(desired, -1.5), values),
+            (bags.to_padded_dense_weights(desired, -1.5), weights),
+        )
+        for dense, parts in pairs:
+            full = torch.full((5, columns_of, *shape), -1.5)
+            for row, part in enumerate(parts):
+                kept = part[:columns_of]
+                full[row, : len(kept)] = kept
+            assert_bits(dense, full, f"to_padded_dense({desired})")
+    if columns == 0:
+        wide = bags.to_padded_dense(4)
+        back = pipeline.JaggedTensor.from_dense_lengths(wide, bags.lengths(), bags.to_padded_dense_weights(4))
+        assert_bits(back.values(), bags.values(), "from_dense_lengths")
+        assert_bits(back.weights(), bags.weights(), "weights from_dense_lengths")
+    plain = pipeline.JaggedTensor(bags.values(), offsets=bags.offsets())
+    assert_equal((plain.to_dense_weights(), plain.to_padded_dense_weights()), (None, None), where="no weights")
+
+
+@requirement("PIPE-208", "str() of the batch types MUST be torchrec's text.")
+def test_text(pipeline: Any) -> None:
+    values, lengths = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1, 0])
+    bags = pipeline.JaggedTensor(values, lengths=lengths)
+    assert_equal(str(bags), "JaggedTensor({\n    [[1.0, 2.0], [], [3.0], []]\n})\n", where="JaggedTensor")
+    bags = pipeline.JaggedTensor(values[:, None], values, lengths=lengths)
+    text = (
+        'JaggedTensor({\n    "values": [[[1.0], [2.0]], [], [[3.0]], []],\n    "weights": [[1.0, 2.0], [], [3.0], []]'
+    )
+    assert_equal(str(bags), text + "\n})\n", where="weighted JaggedTensor")
+    kjt = pipeline.KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
+    text = 'KeyedJaggedTensor({\n    "a": [[1.0, 2.0], []],\n    "b": [[3.0], []]\n})\n'
+    assert_equal(str(kjt), text, where="KeyedJaggedTensor")
+    kjt = pipeline.KeyedJaggedTensor(["a"], torch.tensor([7]), torch.ones(1), torch.tensor([1]))
+    text = 'KeyedJaggedTensor({\n    "a": {\n        "values": [[7]],\n        "weights": [[1.0]]\n    }\n})\n'
+    assert_equal(str(kjt), text, where="weighted KeyedJaggedTensor")
+    assert_equal(str(pipeline.KeyedJaggedTensor([], values)), "KeyedJaggedTensor()\n", where="no keys")
+    pooled = pipeline.KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
+    assert_equal(str(pooled), 'KeyedTensor({\n    "a": [[1.0]],\n    "b": [[2.0, 3.0]]\n})\n', where="KeyedTensor")
+    assert_equal(str(pipeline.KeyedTensor([], [], torch.zeros(0))), "KeyedTensor()\n", where="no columns")
+
+
+@requirement(
+    "PIPE-210",
+    "copy_ MUST fill every part that the target has, offsets and lengths alike, from a batch of the same features and "
+    "sizes, and refuse any other before a byte is written; empty_like MUST have the sizes of its model.",
+)
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_copies(pipeline: Any, by_offsets: bool) -> None:
+    bags = pipeline.JaggedTensor(torch.zeros(3), lengths=torch.tensor([1, 2]))
+    bags.offsets()
+    bags.copy_(pipeline.JaggedTensor(torch.tensor([1.0, 2.0, 3.0]), lengths=torch.tensor([3, 0])))
+    assert_equal([part.tolist() for part in bags.to_dense()], [[1.0, 2.0, 3.0], []], where="JaggedTensor.copy_")
+    make = pipeline.KeyedJaggedTensor
+    source = random_jagged(["a", "b"], [9, 9], 3, 1, weighted=True).kjt(pipeline, by_offsets=by_offsets)
+    count = source.values().numel()
+    target = make(["a", "b"], torch.full((count,), -1), torch.zeros(count), torch.tensor([count, 0, 0, 0, 0, 0]))
+    target.offsets()
+    target.sync()
+    assert_equal(target.copy_(source) is target, True, where="copy_ returns self")
+    assert_equal(as_lists(target), as_lists(source), where="copy_")
+    assert_bits(target.offsets(), source.offsets(), "offsets of the copy")
+    shorter = random_jagged(["a", "b"], [9, 9], 2, 1).kjt(pipeline)
+    for other, error in ((shorter, ShapeError), (source.permute([1, 0]), ConfigError)):
+        kept = target.values().clone()
+        with raises(error):
+            target.copy_(other)
+        assert_bits(target.values(), kept, "target of a refused copy")
+    room = make.empty_like(source, torch.device("cpu"))
+    assert_equal(as_lists(room.copy_(source)), as_lists(source), where="copy_ into empty_like")
+    none = make.empty_like(source)
+    assert_equal((none.keys(), none.stride(), none.values().numel()), ([], source.stride(), 0), where="empty_like")
+    assert_equal(source.clear_storage() > 0 and source.values().untyped_storage().nbytes(), 0, where="clear_storage")
+
+
+@requirement(
+    "PIPE-212",
+    "Pooled columns MUST be put together along cat_dim, regrouped under names, moved and counted in bytes; a repeated "
+    "key means its last columns.",
+)
+def test_pooled_columns(pipeline: Any) -> None:
+    parts = [values_of((3, width), width) for width in (2, 1, 4)]
+    left = pipeline.KeyedTensor.from_tensor_list(["a", "b"], parts[:2])
+    right = pipeline.KeyedTensor.from_tensor_list(["c", "b"], [parts[2], parts[1] + 1])
+    found = pipeline.KeyedTensor.regroup_as_dict([left, right], [["c", "a"], ["b"]], ["x", "y"])
+    assert_equal(sorted(found), ["x", "y"], where="names of groups")
+    assert_bits(found["x"], torch.cat([parts[2], parts[0]], dim=1), "x")
+    assert_bits(found["y"], parts[1] + 1, "y")
+    for regroup in (pipeline.regroup_kts, pipeline.permute_multi_embedding):
+        assert_bits(regroup([left, right], [["b", "c"]])[0], torch.cat([parts[1] + 1, parts[2]], 1), "by other names")
+    with raises(ShapeError):
+        pipeline.KeyedTensor.regroup_as_dict([left], [["a"]], ["x", "y"])
+    rows = pipeline.KeyedTensor.from_tensor_list(["a", "b"], [parts[0], parts[0] + 1], key_dim=0, cat_dim=0)
+    assert_bits(rows["b"], parts[0] + 1, "along rows")
+    twice = pipeline.KeyedTensor(["a", "a"], [2, 1], torch.cat([parts[0], parts[1]], dim=1))
+    assert_bits(twice["a"], parts[1], "a repeated key")
+    assert_equal((left.size_in_bytes(), left.to(torch.device("cpu")).device().type), (36, "cpu"), where="facts")
+
+
+@requirement("PIPE-215", "Bags as a dictionary of features MUST make the batch again, and equal batches be told so.")
+def test_dictionaries(pipeline: Any) -> None:
+    kjt = random_jagged(["a", "b"], [9, 9], 3, 4, weighted=True).kjt(pipeline, dtype=torch.int32)
+    parts = pipeline.ComputeKJTToJTDict()(kjt)
+    back = pipeline.ComputeJTDictToKJT()(parts)
+    assert_equal(as_lists(back), as_lists(kjt), where="from_jt_dict")
+    assert_equal(pipeline.kjt_is_equal(back, kjt), True, where="equal")
+    others = [
+        kjt.permute([1, 0]),
+        pipeline.KeyedJaggedTensor(["a", "b"], kjt.values() + 1, kjt.weights(), kjt.lengths()),
+    ]
+    others.append(pipeline.KeyedJaggedTensor(["a", "b"], kjt.values(), kjt.weights() + 1, kjt.lengths()))
+    others.append(pipeline.KeyedJaggedTensor(["a", "b"], kjt.values(), None, kjt.lengths()))
+    for number, other in enumerate([*others, "no batch"]):
+        assert_equal(pipeline.kjt_is_equal(other, kjt), False, where=f"another batch {number}")
+    assert_equal(pipeline.jt_is_equal(parts["a"], kjt["a"]), True, where="equal bags")
+    assert_equal(pipeline.jt_is_equal(parts["a"], parts["b"]), False, where="other bags")
+    lazy = kjt.to_dict(compute_offsets=False)["b"]
+    assert_equal(lazy.offsets_or_none(), None, where="offsets are not computed")
+    assert_bits(lazy.offsets(), parts["b"].offsets_or_none(), "offsets")
+    bare = pipeline.JaggedTensor(parts["a"].values(), lengths=parts["a"].lengths())
+    with raises(ConfigError, mentions=("weights",)):
+        pipeline.KeyedJaggedTensor.from_jt_dict({"a": bare, "b": parts["b"]})

@@ -1,0 +1,239 @@
+"""F. Tables as torchrec describes them: every setting works or is refused by name, first weights, optimizers, names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.pipeline.sharding import collection_of, sharded_of
+from conformance.pipeline.support import Jagged, assert_bits, random_jagged, values_of
+from refimpl.errors import ConfigError, UnsupportedError
+
+FIELDS = [
+    "num_embeddings",
+    "embedding_dim",
+    "name",
+    "data_type",
+    "feature_names",
+    "weight_init_max",
+    "weight_init_min",
+    "num_embeddings_post_pruning",
+    "init_fn",
+    "need_pos",
+    "input_dim",
+    "total_num_buckets",
+    "use_virtual_table",
+    "virtual_table_eviction_policy",
+    "enable_embedding_update",
+    "stash_weights",
+]
+REFUSED = {
+    "num_embeddings_post_pruning": 3,
+    "need_pos": True,
+    "input_dim": 3,
+    "total_num_buckets": 3,
+    "use_virtual_table": True,
+    "virtual_table_eviction_policy": object(),
+    "enable_embedding_update": True,
+    "stash_weights": True,
+}
+DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+OTHERS = ("INT64", "INT32", "INT8", "UINT8", "INT4", "INT2", "NFP8")
+
+
+@requirement(
+    "PIPE-220",
+    "EmbeddingConfig and EmbeddingBagConfig MUST have torchrec's fields in its positions, assignable, with its dtypes "
+    "and poolings by name; a setting that has no effect here MUST be refused by name, as is a dtype without tables.",
+)
+def test_configs(pipeline: Any) -> None:
+    for name, fields in (("EmbeddingConfig", FIELDS), ("EmbeddingBagConfig", [*FIELDS, "pooling"])):
+        kind = getattr(pipeline, name)
+        assert_equal([each.name for each in dataclasses.fields(kind)], fields, where=name)
+        for setting, value in REFUSED.items():
+            with raises(UnsupportedError, mentions=(setting, "t")):
+                kind(4, 4, "t", **{setting: value})
+        config = kind(4, 2, "t")
+        facts = (str(config.data_type), config.feature_names, config.num_features())
+        assert_equal(facts, ("FP32", [], 0), where="defaults")
+        assert_equal((config.get_weight_init_min(), config.get_weight_init_max()), (-0.5, 0.5), where="bounds")
+        config.data_type, config.feature_names = pipeline.DataType.FP16, ["f"]
+    collection = pipeline.EmbeddingBagCollection([config])
+    assert_equal(collection.embedding_bags["t"].weight.dtype, torch.float16, where="an assigned dtype")
+    for name in OTHERS:
+        with raises(ConfigError, mentions=(name,)):
+            pipeline.EmbeddingBagConfig(4, 4, "t", data_type=getattr(pipeline.DataType, name))
+    for name, dtype in DTYPES.items():
+        for given in (getattr(pipeline.DataType, name), dtype):
+            config = pipeline.EmbeddingBagConfig(4, 4, "t", given)
+            weight = pipeline.EmbeddingBagCollection([config]).embedding_bags["t"].weight
+            assert_equal((weight.dtype, config.data_type), (dtype, given), where=name)
+    assert_equal(pipeline.EmbeddingBagCollection([config]).feature_names, ["t"], where="a table without features")
+    with raises(ConfigError, mentions=("pooling", "NONE")):
+        pipeline.EmbeddingBagConfig(4, 4, "t", pooling=pipeline.PoolingType.NONE)
+    config.embedding_dim = 0
+    with raises(ConfigError):
+        pipeline.EmbeddingBagCollection([config])
+
+
+def _rows(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(torch.arange(weight.numel()).reshape(weight.shape))
+
+
+def _drawn(weight: torch.Tensor) -> torch.Tensor:
+    return torch.randn(weight.shape)
+
+
+@requirement(
+    "PIPE-221",
+    "First weights MUST be those of init_fn, in place or returned, or lie within the bounds, in every module, for "
+    "every plan of a collection on meta the same; reset_parameters MUST make them again.",
+)
+@pytest.mark.parametrize("way", ["in place", "returned", "bounds"])
+def test_first_weights(pipeline: Any, way: str) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "in place": {"init_fn": _rows},
+        "returned": {"init_fn": _drawn},
+        "bounds": {"weight_init_min": 2.0, "weight_init_max": 2.5},
+    }
+    options = ways[way]
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"], **options) for i in range(2)]
+    plain = pipeline.EmbeddingConfig(6, 4, "t0", feature_names=["f0"], **options)
+
+    def right(weight: torch.Tensor, where: str) -> None:
+        if way == "in place":
+            assert_bits(weight, torch.arange(24.0).reshape(6, 4), where)
+        elif way == "bounds":
+            assert_equal(bool(((weight >= 2) & (weight <= 2.5)).all()), True, where=where)
+        else:
+            torch.manual_seed(3)
+            assert_bits(weight, torch.randn(6, 4), where)
+
+    for name, kind, some in (
+        ("embedding_bags", pipeline.EmbeddingBagCollection, configs),
+        ("embeddings", pipeline.EmbeddingCollection, [plain]),
+    ):
+        torch.manual_seed(3)
+        module = kind(some)
+        weight = getattr(module, name)["t0"].weight
+        right(weight.detach(), f"{name} when made")
+        with torch.no_grad():
+            weight.zero_()
+        torch.manual_seed(3)
+        module.reset_parameters()
+        right(weight.detach(), f"{name} made again")
+    torch.manual_seed(3)
+    right(pipeline.TableBatchedEmbeddingBags(configs).weight(0), "lookups")
+    meta, found = pipeline.EmbeddingBagCollection(configs, device="meta"), []
+    for plan in (pipeline.table_wise(0), pipeline.row_wise(), pipeline.column_wise([0]), pipeline.data_parallel()):
+        sharded = pipeline.ShardedEmbeddingBagCollection(meta, {"t0": plan, "t1": plan}, seed=3)
+        held = sharded.local_shards()
+        found.append([held[t][1] if t in held else sharded.embedding_bags[t].weight.detach() for t in ("t0", "t1")])
+    right(found[0][0], "cut on meta")
+    for number, weights in enumerate(found):
+        for one, other in zip(weights, found[0], strict=True):
+            assert_bits(one, other, f"plan {number}")
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.5}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-6}),
+    "adam": (torch.optim.Adam, {"lr": 0.5, "betas": (0.5, 0.75)}),
+}
+
+
+@requirement(
+    "PIPE-222",
+    "apply_optimizer_in_backward MUST step a collection's tables in the backward, and those of one that is cut "
+    "afterwards by the same optimizer and hyperparameters; what has no formula there MUST be refused, never replaced.",
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_optimizers(pipeline: Any, kind: str) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights = [values_of((6, 4), i) for i in range(2)]
+    optimizer, options = OPTIMIZERS[kind]
+    batch, grad = random_jagged(["f0", "f1"], [6, 6], 3, 1), values_of((3, 8), 2)
+
+    def carrying(names: list[str], kinds: Any = optimizer, given: Any = options) -> Any:
+        whole = collection_of(pipeline, configs, weights)
+        params = [whole.embedding_bags[name].weight for name in names]
+        pipeline.apply_optimizer_in_backward(kinds, params, given)
+        return whole
+
+    whole = carrying(["t0", "t1"])
+    whole(batch.kjt(pipeline)).values().backward(grad)
+    torchs = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    plain = collection_of(pipeline, configs, weights)
+    plain(batch.kjt(pipeline)).values().backward(grad)
+    for index, param in enumerate(torchs):
+        param.grad = plain.embedding_bags[f"t{index}"].weight.grad
+        optimizer([param], **options).step()
+        held = whole.embedding_bags[f"t{index}"].weight
+        assert_bits(held.detach(), param.detach(), "stepped in the backward")
+        assert_equal(held.grad, None, where="gradient")
+    plan = {"t0": pipeline.table_wise(0), "t1": pipeline.data_parallel()}
+    cut = pipeline.ShardedEmbeddingBagCollection(carrying(["t0", "t1"]), plan)
+    fused = pipeline.FusedOptimizer(kind, lr=0.5, eps=1e-6 if kind == "adagrad" else 1e-8)
+    if kind == "adam":
+        fused = dataclasses.replace(fused, beta1=0.5, beta2=0.75)
+    if kind == "sgd":
+        fused = pipeline.FusedOptimizer("sgd", lr=0.5)
+    expected = pipeline.ShardedEmbeddingBagCollection(collection_of(pipeline, configs, weights), plan, optimizer=fused)
+    for module in (cut, expected):
+        module(batch.kjt(pipeline)).values().backward(grad)
+    assert_bits(cut.local_shards()["t0"][1], expected.local_shards()["t0"][1], "the cut table")
+    assert_bits(cut.embedding_bags["t1"].weight.detach(), torchs[1].detach(), "the table on every rank")
+    refused = [
+        (carrying(["t0"]), {}),
+        (carrying(["t0", "t1"], torch.optim.RMSprop, {"lr": 0.1}), {}),
+        (carrying(["t0", "t1"], torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), {}),
+        (carrying(["t0", "t1"]), {"optimizer": fused}),
+    ]
+    for collection, more in refused:
+        with raises(ConfigError):
+            pipeline.ShardedEmbeddingBagCollection(collection, plan, **more)
+
+
+@requirement(
+    "PIPE-223",
+    "Tables MUST be found under embedding_bags.{table}.weight by get_model_state_dict of the model around them and by "
+    "named_parameters of their module, cut or not; an optimizer over the model MUST not be handed cut tables.",
+)
+def test_names_of_tables(pipeline: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
+    weights = [values_of((6, 4), i) for i in range(3)]
+    plan = {"t0": pipeline.table_wise(0), "t1": pipeline.row_wise(), "t2": pipeline.data_parallel()}
+    collection = collection_of(pipeline, configs, weights)
+    cut = sharded_of(pipeline, collection, plan, "sgd")
+    names = sorted(f"embedding_bags.t{i}.weight" for i in range(3))
+    for module in (collection, cut):
+        found = dict(module.named_parameters())
+        assert_equal(sorted(found), names, where="named_parameters")
+        for index, weight in enumerate(weights):
+            assert_bits(found[f"embedding_bags.t{index}.weight"].detach(), weight, f"t{index}")
+        model = torch.nn.ModuleDict({"sparse": module})
+        assert_equal(sorted(get_model_state_dict(model)), [f"sparse.{name}" for name in names], where="state dict")
+    model = torch.nn.ModuleDict({"sparse": cut})
+    assert_equal([name for name, _ in model.named_parameters()], ["sparse.embedding_bags.t2.weight"], where="the model")
+    again = [id(param) for param in cut.parameters()]
+    assert_equal([id(param) for param in cut.parameters()], again, where="the same parameters each time")
+    state: dict[str, Any] = {f"sparse.embedding_bags.t{i}.weight": weight + 1 for i, weight in enumerate(weights)}
+    set_model_state_dict(model, state)
+    for name, (_, weight, _) in cut.local_shards().items():
+        assert_bits(weight, weights[int(name[1:])] + 1, f"loaded {name}")
+        assert_bits(cut.embedding_bags[name].weight.to_local(), weight, f"part of {name}")
+    before = cut.local_shards()["t0"][1].clone()
+    optimizer = torch.optim.SGD(cut.parameters(), lr=0.1)
+    cut(Jagged(["f0", "f1", "f2"], [[[1]], [[2]], [[3]]]).kjt(pipeline)).values().sum().backward()
+    changed = cut.local_shards()["t0"][1].clone()
+    optimizer.step()
+    assert_equal(bool((before != changed).any()), True, where="the backward steps")
+    assert_bits(cut.local_shards()["t0"][1], changed, "an optimizer has no gradient of cut tables")
