@@ -15,8 +15,10 @@ _PACKAGES = ("refimpl", "fastimpl")
 # What somebody else's interface hands over, and an implementation may do without; each with the reason.
 _OF_AN_INTERFACE: dict[str, str] = {
     "refimpl/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
+    "refimpl/kvstore/lazy.py: LazyRows.staged(memo=)": "rows in memory share nothing; a store's rows share a snapshot",
     "refimpl/offload/offloader.py: OptimizerStateOffloader.to_device(for_good=)": "each tensor has memory of its own",
     "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",
+    "refimpl/pipeline/embeddings.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
     "refimpl/pipeline/exchange.py: Exchange.forward(anchor=)": "makes autograd call the backward",
     "refimpl/pipeline/exchange.py: SentWeights.forward(own=)": "makes autograd call the backward",
     "refimpl/pipeline/schedules_arguments.py: FusedArguments.__init__(defer_dp_lookup=)": "True is what always happens",
