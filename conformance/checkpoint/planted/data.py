@@ -83,10 +83,6 @@ def _small_writes(original: Any, descriptor: int, pieces: Any, offset: Any) -> i
     return calls
 
 
-def _shared_snapshot(original: Any, stager: Any, state_dict: Any, *rest: Any) -> Any:
-    return state_dict
-
-
 PLANTED = (
     fast(
         "scalar_becomes_zero",
@@ -193,12 +189,6 @@ PLANTED = (
         "Blocks are written in pieces of 64 KiB.",
         ("CKPT-089",),
         wrap("fastimpl.checkpoint.run:write_at", _small_writes),
-    ),
-    fast(
-        "snapshot_shared",
-        "An async save works on the caller's own tensors.",
-        ("CKPT-083",),
-        wrap("torch.distributed.checkpoint.staging:DefaultStager.stage", _shared_snapshot),
     ),
     fast(
         "export_keep_ignored",
