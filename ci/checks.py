@@ -71,6 +71,14 @@ def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
             yield f"{library.name}: {name} is called proven, and no evidence of a GPU names it"
 
 
+def documented_programs() -> Iterator[str]:
+    """What a page shows first is what the suite runs."""
+    page = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
+    program = (ROOT / "conformance/pipeline/documented_program.txt").read_text(encoding="utf-8")
+    if page.split("```python\n", 1)[1].split("```", 1)[0] != program:
+        yield "docs/pipeline.md: its first program is not conformance/pipeline/documented_program.txt"
+
+
 def sizes(files: list[Path]) -> Iterator[str]:
     """Python files fit in a head."""
     for path in files:
@@ -105,7 +113,7 @@ def machines(files: list[Path]) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     """Check the tree, and the libraries given as arguments."""
     files = tracked()
-    found = [*stable_includes(files), *sizes(files), *rooms(), *machines(files)]
+    found = [*stable_includes(files), *sizes(files), *rooms(), *documented_programs(), *machines(files)]
     for library in arguments:
         found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]
     print("\n".join(found) or f"checks: {len(files)} files, {len(arguments)} libraries, no violation")

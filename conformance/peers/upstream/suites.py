@@ -41,7 +41,7 @@ class Suite:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
 
 
-_TYPES = ("*Jagged*", "KeyedTensor", "Embedding*", "*FeatureProcess*", "PositionWeighted*", "DataType", "PoolingType")
+_TYPES = ("*",)
 _BATCHES = ("torchrec.sparse.jagged_tensor", "torchrec.sparse.jagged_tensor_validator", "torchrec.sparse.tensor_dict")
 _MODULES = (
     "torchrec.modules.embedding_modules",
@@ -96,6 +96,8 @@ SUITES = (
         files=(
             "test_train_pipelines.py",
             "test_train_pipelines_utils.py",
+            "test_postproc.py",
+            "test_tracing.py",
             "test_train_pipeline_prefetch_sparse_dist.py",
             "test_prefetch_embedding_pipelined_forward.py",
         ),

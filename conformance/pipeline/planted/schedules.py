@@ -155,19 +155,20 @@ def _never_strict(original: Any, schedule: Any, *args: Any, **options: Any) -> N
     original(schedule, *args, **options)
 
 
-def _ended_by_failure(original: Any, schedule: Any, flight: Any) -> None:
+def _held_after_failure(original: Any, schedule: Any, flight: Any) -> None:
+    was_in_flight = flight in schedule._queue
     original(schedule, flight)
-    # Seen where a failing forward is followed by more steps than batches are in flight, and the loader goes on.
-    schedule._dataloader_exhausted = True
+    if was_in_flight:
+        schedule._queue.appendleft(flight)
 
 
 PLANTED = (
     shared(
-        "failure_ends_the_loader",
-        "After a failed step a loader counts as ended.",
+        "failed_batch_held",
+        "After a failed step its batch is in flight again.",
         ("PIPE-310",),
         f"{_BASE}._drop",
-        _ended_by_failure,
+        _held_after_failure,
     ),
     shared(
         "none_ends_the_loader", "None is taken for the end (torchrec).", ("PIPE-030",), f"{_BASE}._next", _none_ends
