@@ -106,6 +106,11 @@ def _through_storage(rank: Rank, folder: str, way: str, storage: str) -> dict[st
 
 
 def _check(outcomes: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    # A component that the implementation lacks has no state; where it lacks all that was asked for, that is said.
+    lacking = {name: found for name, found in outcomes.items() if found.startswith("Skipped: implementation ")}
+    if lacking.keys() == outcomes.keys():
+        pytest.skip("; ".join(sorted(set(lacking.values()))))
+    outcomes = {name: found for name, found in outcomes.items() if name not in lacking}
     wrong = {name: found for name, found in outcomes.items() if found != expected[name]}
     assert_equal(wrong, {name: expected[name] for name in wrong}, where="states by outcome")
 
