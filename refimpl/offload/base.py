@@ -203,6 +203,8 @@ class OffloaderBase(Bookkeeping):
         if not self._driver.attached:
             return
         self.settle_for_writing()
+        # What was noted to be let go stays, and must not be held twice.
+        self._leaving.clear()
         self.to_device(self.bundles, for_good=True)
         self._driver.detach()
         for handle in self._handles:

@@ -88,6 +88,7 @@ class StepDriver:
         self.optimizer, self.run = optimizer, run
         self.attached = True
         self._arithmetic = arithmetic_of(type(optimizer))
+        self._is_known = known_kind(type(optimizer)) is not None
         self._before: Any = optimizer.__dict__.get("step")
         self._after = self._make()
         optimizer.step = self._after  # type: ignore[method-assign]
@@ -98,7 +99,7 @@ class StepDriver:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             if not self.attached:
                 return self._arithmetic(optimizer, *arguments, **options)
-            if known_kind(type(optimizer)) is not None:
+            if self._is_known:
                 return self._step_known(*arguments, **options)
             results: list[Any] = []
             self.run(lambda: results.append(self._arithmetic(optimizer, *arguments, **options)))
