@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from refimpl.errors import ConfigError
-from refimpl.optimizers import Hyper
+from twinproof.errors import ConfigError
+from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, Hyper
 
 __all__ = [
     "advise_huge_pages",
@@ -29,7 +29,6 @@ __all__ = [
     "step_bags",
 ]
 
-_OPTIMIZERS = {"sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4, "partial_rowwise_adam": 5}
 
 Tensors = Sequence[torch.Tensor]
 
@@ -141,8 +140,8 @@ def step_bags(
         weights: float32 [N] or None.
         means: as in ``pool_bags``.
         grad: float32 [B, columns].
-        optimizer: one of ``refimpl.optimizers.FORMULAS``.
-        lr: as the four below, see ``refimpl.optimizers.Hyper``.
+        optimizer: one of ``FUSED_OPTIMIZERS``.
+        lr: as the four below, see ``Hyper``.
         eps: added to roots.
         beta1: decay of the average.
         beta2: decay of the average of squares.
@@ -153,12 +152,12 @@ def step_bags(
         ConfigError: an optimizer or hyperparameters that are none.
         RuntimeError: as ``pool_bags``; nothing is written then.
     """
-    if optimizer not in _OPTIMIZERS:
-        raise ConfigError("no such optimizer", got=optimizer, expected=sorted(_OPTIMIZERS), where="optimizer")
+    if optimizer not in FUSED_OPTIMIZERS:
+        raise ConfigError("no such optimizer", got=optimizer, expected=sorted(FUSED_OPTIMIZERS), where="optimizer")
     hyper = Hyper(lr, step, eps, beta1, beta2)
     values = [lr, eps, beta1, 1 - beta1, beta2, 1 - beta2, hyper.step_size, hyper.root_correction]
     bags = (feature_tables, indices, offsets, weights, _integers(means), grad)
-    torch.ops.twinproof.step_bags(tables, momentum1, momentum2, *bags, _OPTIMIZERS[optimizer], values, isa)
+    torch.ops.twinproof.step_bags(tables, momentum1, momentum2, *bags, OPTIMIZERS[optimizer].code, values, isa)
     torch.autograd.graph.increment_version([*tables, *momentum1, *momentum2])
 
 

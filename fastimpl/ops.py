@@ -32,7 +32,7 @@ from fastimpl.bag_ops import (
     step_bags,
 )
 from fastimpl.row_ops import KVFilling, KVHandle, file_read, register_row_fakes, row_keys, saved_rows_fit, sort_ids
-from refimpl.offload.adam import AdamHyper
+from twinproof.offload.adam import AdamHyper
 
 __all__ = [
     "KVFilling",
@@ -177,7 +177,7 @@ def adam_step(
     *,
     isa: int = -1,
 ) -> None:
-    """One step of Adam or AdamW in one pass over host memory, to the bit that of ``refimpl.offload.adam``.
+    """One step of Adam or AdamW in one pass over host memory, to the bit that of ``twinproof.offload.adam``.
 
     Args:
         hyper: the same for all of them.

@@ -21,7 +21,7 @@ from perf.harness.paired import Round
 from perf.harness.results import Evidence, read_evidence, write_evidence
 from perf.harness.table import workload_lines
 from perf.harness.workloads import Workload, read_workloads
-from refimpl.errors import FormatError
+from twinproof.errors import FormatError
 
 MACHINE = Machine(("cpu",), "tmpfs")
 NAME = "save-rows-2gib"

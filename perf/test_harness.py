@@ -18,7 +18,7 @@ from perf.harness.paired import Sample, interleave, merge_ranks, ratios
 from perf.harness.results import Evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.verdicts import Verdict, compare, interval_of
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 
 def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:

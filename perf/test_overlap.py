@@ -17,7 +17,7 @@ from fastimpl.streams import InlineEngine
 from perf.harness.cli import main
 from perf.pipeline import overlap
 from perf.pipeline.seed_model import Sizes, loader_of, make_model
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no library was built")
 

@@ -7,52 +7,18 @@ no fused multiply-add; hyperparameters are computed in float64 and rounded to fl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
+from twinproof.optimizers import Hyper
 
 __all__ = ["FORMULAS", "Hyper", "reduce_duplicates", "row_sum", "update"]
 
 LANES = 8
 
 States = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """Hyperparameters of one step: ``step`` counts from 1.
-
-    Raises:
-        ConfigError: a value that is not finite, a beta outside [0, 1), a step below 1.
-    """
-
-    lr: float
-    step: int = 1
-    eps: float = 1e-8
-    beta1: float = 0.9
-    beta2: float = 0.999
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and math.isfinite(self.eps)) or self.eps < 0:
-            raise ConfigError("not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1")
-        if type(self.step) is not int or self.step < 1:
-            raise ConfigError("not a step", got=self.step, expected="an int >= 1", where="step")
-
-    @property
-    def step_size(self) -> float:
-        """Lr / (1 - beta1 ** step), in float64."""
-        return self.lr / (1 - self.beta1**self.step)
-
-    @property
-    def root_correction(self) -> float:
-        """sqrt(1 - beta2 ** step), in float64."""
-        return math.sqrt(1 - self.beta2**self.step)
 
 
 def row_sum(values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from refimpl.errors import FormatError, TwinproofError
+from twinproof.errors import FormatError, TwinproofError
 
 __all__ = ["ACCEPTED", "HEADER_BYTES_MAX", "AcceptedCase", "HostileCase", "entry", "in_file", "pack"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conformance.checkpoint.hostile import FILE, Build, HostileCase, entry, pack
 from conformance.checkpoint.support import INDEX
-from refimpl.errors import CorruptionError, FormatError, TwinproofError
+from twinproof.errors import CorruptionError, FormatError, TwinproofError
 
 __all__ = ["HOSTILE_INDEXES", "HOSTILE_SETS"]
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from conformance.checkpoint.hostile import FILE, HEADER_BYTES_MAX, HostileCase, entry, in_file, pack
-from refimpl.errors import FormatError
+from twinproof.errors import FormatError
 
 __all__ = ["HOSTILE_FILES"]
 

@@ -25,7 +25,7 @@ from conformance.checkpoint.support import (
     tiled,
 )
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises
-from refimpl.errors import CheckpointExistsError
+from twinproof.errors import CheckpointExistsError
 
 Spec = tuple[str, tuple[int, ...], int]
 FOLDERS = ("a", "b")

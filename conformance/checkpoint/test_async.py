@@ -29,7 +29,7 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.errors import ConfigError, TwinproofError
+from twinproof.errors import ConfigError, TwinproofError
 
 
 def _result(response: Any) -> None:

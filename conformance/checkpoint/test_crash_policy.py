@@ -32,7 +32,7 @@ from conformance.checkpoint.crash_states import (
 from conformance.checkpoint.support import INDEX, save
 from conformance.harness import assert_equal, raises, requirement
 from conformance.harness.faults import CRASH_CALLS, FaultServer, Trace
-from refimpl.errors import CheckpointExistsError
+from twinproof.errors import CheckpointExistsError
 
 
 def _assert_sound(trace: Trace, where: str) -> None:

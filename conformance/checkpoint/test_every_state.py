@@ -28,7 +28,7 @@ from conformance.checkpoint.states import MAKERS, Made, agreed
 from conformance.checkpoint.support import load, save
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.harness.raising import errors_inside
-from refimpl.errors import TwinproofError
+from twinproof.errors import TwinproofError
 
 WAYS = ("save", "thread", "process")
 STORAGES = ("ours", "torch files", "torch HF")

@@ -16,7 +16,7 @@ from conformance.checkpoint.hostile_headers import HOSTILE_FILES
 from conformance.checkpoint.hostile_reading import bounded, consolidate_into, library_verdict, read_metadata, values_of
 from conformance.checkpoint.support import INDEX, load
 from conformance.harness import assert_equal, raises, requirement
-from refimpl.errors import FormatError, TwinproofError, UnsupportedError
+from twinproof.errors import FormatError, TwinproofError, UnsupportedError
 
 
 def _cases(cases: tuple[Any, ...]) -> pytest.MarkDecorator:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.checkpoint.hostile import FILE, pack
 from conformance.checkpoint.hostile_reading import library_verdict, read_metadata, values_of
 from conformance.harness import Mismatch, assert_equal, examples, raises, requirement
-from refimpl.errors import FormatError, UnsupportedError
+from twinproof.errors import FormatError, UnsupportedError
 
 _FIRST = """{"__metadata__":{"format":"pt","k":"v"},
 "a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},

@@ -24,7 +24,7 @@ from conformance.checkpoint.support import (
     save,
 )
 from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
-from refimpl.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
+from twinproof.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
 
 
 @requirement("CKPT-037", "total_size MUST be the exact payload in bytes, headers not counted, float4 as bytes.")

@@ -36,7 +36,7 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.errors import ConfigError, TwinproofError
+from twinproof.errors import ConfigError, TwinproofError
 
 
 @requirement(

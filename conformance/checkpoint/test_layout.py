@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from conformance.checkpoint.support import DTYPES, FILE, PT, Tiled, assert_loads, oracle, random_bits, save, save_ranks
 from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement
-from refimpl.errors import ConfigError, UnsupportedError
+from twinproof.errors import ConfigError, UnsupportedError
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -151,7 +151,7 @@ def test_header_limit(checkpoint: Any, tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         save(checkpoint, dict(list(state.items())[:8]), tmp_path / "ck")
     assert_equal(
-        ["25000000" in r.getMessage() for r in caplog.records if r.name == "refimpl.checkpoint"],
+        ["25000000" in r.getMessage() for r in caplog.records if r.name == "twinproof.checkpoint"],
         [True],
         where="warning",
     )

@@ -33,7 +33,7 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.errors import MissingKeyError, PlanError, UnsupportedError
+from twinproof.errors import MissingKeyError, PlanError, UnsupportedError
 
 
 @requirement(

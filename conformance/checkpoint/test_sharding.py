@@ -39,7 +39,7 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.errors import PlanError
+from twinproof.errors import PlanError
 
 Spec = tuple[torch.dtype, list[int], list[list[int]]]
 

@@ -30,7 +30,7 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from refimpl.errors import CorruptionError, DistributedError
+from twinproof.errors import CorruptionError, DistributedError
 
 
 def _save_shards(rank: Rank, path: str) -> None:

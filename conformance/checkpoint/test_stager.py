@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.support import assert_loads, random_bits
 from conformance.harness import Rank, assert_equal, raises, requirement
-from refimpl.errors import TwinproofError
+from twinproof.errors import TwinproofError
 
 
 @requirement(

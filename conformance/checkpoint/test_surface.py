@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from conformance.checkpoint.support import FILE, assert_loads, load, load_with, oracle, random_bits, save
 from conformance.harness import assert_equal, assert_same_tensors, raises, requirement
-from refimpl.errors import (
+from twinproof.errors import (
     ConfigError,
     DistributedError,
     MissingKeyError,

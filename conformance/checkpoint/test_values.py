@@ -26,7 +26,7 @@ from conformance.checkpoint.support import (
     zeros_like,
 )
 from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 
 @requirement(

@@ -25,7 +25,7 @@ from conformance.harness.requirements import STEMS
 __all__ = ["main"]
 
 _HOME = Path(__file__).resolve().parents[2]
-_PACKAGES = ("refimpl", "fastimpl", "conformance", "perf")
+_PACKAGES = ("twinproof", "refimpl", "fastimpl", "conformance", "perf")
 # Our packages go before the current folder, so that a ./perf or ./conformance there cannot stand in for them.
 _LAUNCH = f"import sys; sys.path.insert(0, {str(_HOME)!r}); import pytest; sys.exit(pytest.main())"
 _NEED_TESTS = ("verify", "planted", "bench")

@@ -23,7 +23,7 @@ _DISTRIBUTIONS = (
     "numpy",
     "transformers",
 )
-_OUR_PACKAGES = ("refimpl", "fastimpl", "conformance")
+_OUR_PACKAGES = ("twinproof", "refimpl", "fastimpl", "conformance")
 _OUR_VARIABLES = ("FASTIMPL_", "TWINPROOF_")
 # The instruction sets that the CPU kernels dispatch on, and their usual successors.
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")

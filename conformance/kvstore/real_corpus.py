@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from conformance.harness import Mismatch
-from refimpl.kvstore.initial import GOLDEN, mix
+from twinproof.kvstore.initial import GOLDEN, mix
 
 __all__ = ["CONTEXTS", "Corpus", "standard_library"]
 

@@ -12,7 +12,7 @@ import torch
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.folders import save
 from conformance.kvstore.support import Clock, assert_bits, ids_of, random_rows, store_of, weights_of
-from refimpl.errors import TwinproofError
+from twinproof.errors import TwinproofError
 
 ROWS, NEW = 600, 3000
 

@@ -12,7 +12,7 @@ import torch
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.support import ids_of, store_of
-from refimpl.errors import StoreClosedError
+from twinproof.errors import StoreClosedError
 
 LONG_COUNT, WIDTH, ATTEMPTS = 200_000, 128, 50
 THREADS, VERBS, KEYS, PATIENCE_SECONDS = 4, 60, 60, 5.0

@@ -20,7 +20,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 
 @requirement("KV-029", "The number of shards MUST NOT change any result.")

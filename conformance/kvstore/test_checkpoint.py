@@ -25,7 +25,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ConfigError, CorruptionError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, TwinproofError
 
 
 @requirement("KV-042", "What is saved and loaded into an empty store MUST be the same rows, to the byte.")

@@ -23,7 +23,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import CapacityError, ConfigError
+from twinproof.errors import CapacityError, ConfigError
 
 NOW = 10_000
 stamps = st.sampled_from([NOW - 101, NOW - 100, NOW - 99, NOW, 0, 1])

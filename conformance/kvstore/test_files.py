@@ -21,7 +21,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ConfigError, MissingKeyError, TwinproofError
+from twinproof.errors import ConfigError, MissingKeyError, TwinproofError
 
 
 def torn_files(path: Path) -> dict[str, Any]:

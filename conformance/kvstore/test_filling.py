@@ -9,7 +9,7 @@ from typing import Any
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.folders import FILE, filled, fresh, save
 from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows
-from refimpl.errors import CorruptionError, TwinproofError
+from twinproof.errors import CorruptionError, TwinproofError
 
 
 def _at(raw: bytes, name: str) -> tuple[int, int]:

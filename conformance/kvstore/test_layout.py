@@ -23,7 +23,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ConfigError, FormatError
+from twinproof.errors import ConfigError, FormatError
 
 COUNTS = (0, 1, 5, 2**31 - 2, 2**31 - 1)
 TIMES = (0, 1, 2**31, 2**32 - 1)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.folders import filled, fresh
 from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows
-from refimpl.errors import CorruptionError, MissingKeyError, PlanError, UnsupportedError
+from twinproof.errors import CorruptionError, MissingKeyError, PlanError, UnsupportedError
 
 KEYS = list(range(-9, 9))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore.folders import FILE, filled, fresh, save
 from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows, store_of, weights_of
-from refimpl.errors import DeltaBaseError
+from twinproof.errors import DeltaBaseError
 
 
 def chain(kvstore: Any, folder: Path, length: int, **options: Any) -> tuple[Any, list[Path], list[Any]]:

@@ -20,7 +20,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ConfigError, ShapeError, StoreClosedError, TwinproofError, UnsupportedError
+from twinproof.errors import ConfigError, ShapeError, StoreClosedError, TwinproofError, UnsupportedError
 
 
 @requirement("KV-022", "No input MUST ever be changed or kept: not ids, weights, rows, states or gradients.")

@@ -21,7 +21,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ConfigError, StoreClosedError
+from twinproof.errors import ConfigError, StoreClosedError
 
 
 @requirement(

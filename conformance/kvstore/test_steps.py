@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.folders import FILE, save
 from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows, store_of
-from refimpl.errors import CorruptionError, FormatError
+from twinproof.errors import CorruptionError, FormatError
 
 
 def _adam(kvstore: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
 from conformance.kvstore.support import Clock, assert_bits, assert_contents, contents, ids_of, store_of
-from refimpl.errors import ConfigError, ShapeError
+from twinproof.errors import ConfigError, ShapeError
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 LR, EPS, BETA1, BETA2 = 0.05, 1e-8, 0.9, 0.999

@@ -8,7 +8,7 @@ import torch
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.support import ids_of, store_of
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 
 def _stored(kvstore: Any) -> Any:

@@ -27,7 +27,7 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
-from refimpl.errors import ShapeError
+from twinproof.errors import ShapeError
 
 
 @requirement("KV-008", "Weights MUST be read as they were set, bit for bit, for every weight dtype.")

@@ -21,7 +21,7 @@ from conformance.kvstore.support import (
     rows_tensor,
     store_of,
 )
-from refimpl.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError
+from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError
 
 VIEWS = ("row", "weight", "metadata", "momentum1", "momentum2")
 WRITABLE = ("row", "weight", "momentum1", "momentum2")

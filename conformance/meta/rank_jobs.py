@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from conformance.harness import Rank, assert_equal
-from refimpl.errors import StorageError
+from twinproof.errors import StorageError
 
 
 class Stubborn(Exception):

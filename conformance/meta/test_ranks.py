@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from conformance.harness import Mismatch, RankDied, RankError, RankPool, RankTimeout, assert_same_tensor, raises, ranks
 from conformance.meta import rank_jobs
-from refimpl.errors import StorageError
+from twinproof.errors import StorageError
 
 
 @pytest.fixture(scope="module")

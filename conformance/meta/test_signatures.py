@@ -11,17 +11,17 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-_PACKAGES = ("refimpl", "fastimpl")
+_PACKAGES = ("twinproof", "refimpl", "fastimpl")
 # What somebody else's interface hands over, and an implementation may do without; each with the reason.
 _OF_AN_INTERFACE: dict[str, str] = {
-    "refimpl/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
-    "refimpl/kvstore/lazy.py: LazyRows.staged(memo=)": "rows in memory share nothing; a store's rows share a snapshot",
-    "refimpl/offload/offloader.py: OptimizerStateOffloader.to_device(for_good=)": "each tensor has memory of its own",
+    "twinproof/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
+    "twinproof/kvstore/lazy.py: LazyRows.staged(memo=)": "rows in memory share nothing; a store's a snapshot",
+    "twinproof/offload/offloader.py: OptimizerStateOffloader.to_device(for_good=)": "each tensor has memory of its own",
     "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",
-    "refimpl/pipeline/embeddings.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
-    "refimpl/pipeline/exchange.py: Exchange.forward(anchor=)": "makes autograd call the backward",
-    "refimpl/pipeline/exchange.py: SentWeights.forward(own=)": "makes autograd call the backward",
-    "refimpl/pipeline/schedules_arguments.py: FusedArguments.__init__(defer_dp_lookup=)": "True is what always happens",
+    "twinproof/pipeline/embeddings.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
+    "twinproof/pipeline/exchange.py: Exchange.forward(anchor=)": "makes autograd call the backward",
+    "twinproof/pipeline/exchange.py: SentWeights.forward(own=)": "makes autograd call the backward",
+    "twinproof/pipeline/schedules_arguments.py: FusedArguments.__init__(defer_dp_lookup=)": "True always holds",
     "fastimpl/pipeline/flights.py: StreamedFlight.__init__(host_batch=)": "kept alive until its copy is over",
     "fastimpl/pipeline/recording.py: HostClock.lane(name=)": "a clock of one lane",
     "fastimpl/pipeline/recording.py: HostClock.mark(stream=)": "a clock of one lane",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.harness.virtual_device import VirtualDevice
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 
 def _in_thread(work: Callable[[], None]) -> BaseException | None:

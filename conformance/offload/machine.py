@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import assert_same_state, in_host_memory, reread, values
-from refimpl.errors import PlanError, StaleMasterError
-from refimpl.offload.states import is_movable
+from twinproof.errors import PlanError, StaleMasterError
+from twinproof.offload.states import is_movable
 
 SHAPES: tuple[tuple[int, ...], ...] = ((4, 3), (7,), (), (2, 5))
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, raises, requirement
 from conformance.offload.support import Twins, proven, values
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 
 @requirement(

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.support import SHAPES, Twins, assert_same_state, proven, reread, values
-from refimpl.errors import PlanError
+from twinproof.errors import PlanError
 
 
 @requirement("OPT-046", "state_dict() MUST be the plain optimizer's whatever is in flight, without extra keys.")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import values
-from refimpl.offload.adam import AdamHyper, adam_step
+from twinproof.offload.adam import AdamHyper, adam_step
 
 
 def _local(value: Any) -> Any:

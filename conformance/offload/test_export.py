@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.support import Twins, proven
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 
 @requirement(

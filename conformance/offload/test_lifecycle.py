@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.support import Twins, assert_same_state, proven, reread, values
-from refimpl.errors import ConfigError, OffloadConflictError
+from twinproof.errors import ConfigError, OffloadConflictError
 
 
 @requirement(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
 from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
-from refimpl.errors import PlanError
+from twinproof.errors import PlanError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("AdamW", {"lr": 0.01, "foreach": False}),

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.support import SHAPES, proven, reread, values
-from refimpl.errors import ConfigError, PlanError, StaleMasterError
+from twinproof.errors import ConfigError, PlanError, StaleMasterError
 
 
 class _Arms:

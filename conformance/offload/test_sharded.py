@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import assert_same_state, values
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 
 def _local(value: Any) -> Any:

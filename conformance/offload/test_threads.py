@@ -12,7 +12,7 @@ import pytest
 from conformance.harness import raises, requirement
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import Twins, proven
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 
 def _in_thread(work: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.support import OPTIMIZERS, SHAPES, Twins, proven, values
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 
 @requirement("OPT-001", "Every supported optimizer MUST give the bits of the plain one after every step.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from refimpl.offload.loading import copied
+from twinproof.offload.loading import copied
 
 __all__ = ["CAPABILITIES", "NEEDS", "offload"]
 

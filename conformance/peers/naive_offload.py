@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fastimpl.streams import InlineEngine
-from refimpl.offload.loading import copied
-from refimpl.offload.reports import Residency
+from twinproof.offload.loading import copied
+from twinproof.offload.reports import Residency
 
 __all__ = ["CAPABILITIES", "NEEDS", "offload"]
 

@@ -16,7 +16,7 @@ import torch
 from conformance.harness import Rank, assert_equal, raises
 from conformance.pipeline.models import Batch, Job, assert_same_state
 from conformance.pipeline.support import assert_bits, values_of
-from refimpl.errors import ConfigError, UnsupportedError
+from twinproof.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torchrec", "fbgemm_gpu")), reason="needs torchrec"

@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from refimpl.offload.loading import copied
-from refimpl.offload.reports import Residency
+from twinproof.offload.loading import copied
+from twinproof.offload.reports import Residency
 
 __all__ = ["CAPABILITIES", "NEEDS", "offload"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from refimpl.pipeline.config import FusedOptimizer
-from refimpl.pipeline.shards import Shard
+from twinproof.pipeline.config import FusedOptimizer
+from twinproof.pipeline.shards import Shard
 
 __all__ = ["pipeline"]
 

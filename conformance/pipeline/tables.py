@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.pipeline.support import DTYPES, Jagged, Naive, generator_of
 from refimpl.optimizers import Hyper
-from refimpl.pipeline.config import EmbeddingBagConfig, PoolingType
+from twinproof.pipeline.config import EmbeddingBagConfig, PoolingType
 
 __all__ = ["Arguments", "draw_arguments"]
 

@@ -10,7 +10,7 @@ import torch
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.models import Job, assert_same_state, outputs_of
 from conformance.pipeline.support import assert_bits
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 FUSED = "TrainPipelineFusedSparseDist"
 EVAL_FUSED = "EvalPipelineFusedSparseDist"

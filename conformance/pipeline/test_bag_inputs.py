@@ -17,8 +17,8 @@ from conformance.pipeline.support import (
     values_of,
 )
 from conformance.pipeline.test_bags import lookups_of, train
-from refimpl.errors import IdRangeError, ShapeError
 from refimpl.optimizers import Hyper
+from twinproof.errors import IdRangeError, ShapeError
 
 
 @requirement(

@@ -15,8 +15,8 @@ from conformance.harness import assert_equal, assert_within_derived, examples, r
 from conformance.pipeline.sharding import collection_of, sharded_of
 from conformance.pipeline.support import Jagged, Naive, assert_bits, random_jagged, values_of
 from conformance.pipeline.test_variable_strides import random_bags, vbe_of
-from refimpl.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 from refimpl.optimizers import Hyper
+from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 
 
 def rows_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.pipeline.support import Jagged, assert_bits, random_jagged, values_of
-from refimpl.errors import ConfigError, MissingKeyError, ShapeError
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError
 
 
 def as_lists(kjt: Any) -> Jagged:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
 from conformance.pipeline.support import Jagged, Naive, assert_bits, random_jagged, random_tables, values_of
-from refimpl.errors import ConfigError, IdRangeError, MissingKeyError
 from refimpl.optimizers import Hyper
+from twinproof.errors import ConfigError, IdRangeError, MissingKeyError
 
 
 def collection_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> Any:

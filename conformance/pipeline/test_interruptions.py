@@ -10,7 +10,7 @@ import torch
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.models import EXACT, Job, assert_same_state, outputs_of
 from conformance.pipeline.support import assert_bits
-from refimpl.errors import ConfigError, DistributedError, PipelineError
+from twinproof.errors import ConfigError, DistributedError, PipelineError
 
 FUSED = "TrainPipelineFusedSparseDist"
 ALL = (*EXACT, "TrainPipelineSemiSync")

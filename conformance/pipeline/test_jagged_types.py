@@ -14,7 +14,7 @@ from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.pipeline.support import assert_bits, random_jagged, values_of
 from conformance.pipeline.test_data import as_lists
 from conformance.pipeline.type_names import SIGNATURES
-from refimpl.errors import ConfigError, LengthTypeError, ShapeError
+from twinproof.errors import ConfigError, LengthTypeError, ShapeError
 
 
 @requirement(

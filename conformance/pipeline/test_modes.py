@@ -11,7 +11,7 @@ from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.models import EXACT, Job, assert_same_state
 from conformance.pipeline.support import assert_bits
 from conformance.pipeline.test_interruptions import ALL, FUSED, Breaking, LoaderError, _with_bad_id
-from refimpl.errors import ConfigError, PipelineError
+from twinproof.errors import ConfigError, PipelineError
 
 
 @requirement(

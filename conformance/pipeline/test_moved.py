@@ -11,7 +11,7 @@ from conformance.pipeline.support import assert_bits
 from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED
 from conformance.pipeline.test_interruptions import Breaking, LoaderError
 from conformance.pipeline.test_streams import on_host, virtual
-from refimpl.errors import DistributedError, PipelineError
+from twinproof.errors import DistributedError, PipelineError
 
 MOVED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("TrainPipelineSparseDist", {"enqueue_batch_after_forward": True}),

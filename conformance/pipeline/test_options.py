@@ -13,7 +13,7 @@ from conformance.pipeline.support import assert_bits
 from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED, Context
 from conformance.pipeline.test_interruptions import Breaking, LoaderError
 from conformance.pipeline.test_streams import KINDS, VirtualBatch, on_host, virtual
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 
 @requirement(

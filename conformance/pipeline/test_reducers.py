@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.models import EVALUATION, TRAINING, Job, assert_same_state
 from conformance.pipeline.support import assert_bits, values_of
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 TABLES = ("table_wise", "row_wise")
 

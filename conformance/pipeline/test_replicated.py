@@ -26,8 +26,8 @@ from conformance.pipeline.support import (
     random_tables,
     values_of,
 )
-from refimpl.errors import ConfigError, IdRangeError
 from refimpl.optimizers import Hyper, row_sum
+from twinproof.errors import ConfigError, IdRangeError
 
 
 def _one_bad_rank(rank: Rank) -> None:

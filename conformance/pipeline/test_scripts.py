@@ -14,7 +14,7 @@ from conformance.pipeline.models import Batch, Job, assert_same_state
 from conformance.pipeline.support import OPTIMIZERS, assert_bits
 from conformance.pipeline.test_interruptions import LoaderError
 from conformance.pipeline.test_schedules import VARIANTS
-from refimpl.errors import DistributedError
+from twinproof.errors import DistributedError
 
 EVENTS = ("eval", "train", "detach", "edit", "load", "iterator", "error", "reset", "fail")
 

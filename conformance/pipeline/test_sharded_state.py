@@ -20,8 +20,8 @@ from conformance.pipeline.sharding import (
     train,
 )
 from conformance.pipeline.support import OPTIMIZERS, Naive, assert_bits, joined, random_tables, values_of
-from refimpl.errors import MissingKeyError, ShapeError, UnsupportedError
 from refimpl.optimizers import Hyper
+from twinproof.errors import MissingKeyError, ShapeError, UnsupportedError
 
 KINDS = ("table_wise", "row_wise", "column_wise")
 

@@ -10,7 +10,7 @@ import torch
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.models import EVALUATION, TRAINING, Job, assert_same_state, outputs_of
 from conformance.pipeline.support import assert_bits
-from refimpl.errors import ConfigError, PipelineError
+from twinproof.errors import ConfigError, PipelineError
 
 ALL = (*TRAINING, *EVALUATION)
 AHEAD = ("TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")

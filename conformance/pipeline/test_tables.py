@@ -11,7 +11,7 @@ import torch
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.sharding import collection_of, sharded_of
 from conformance.pipeline.support import Jagged, assert_bits, random_jagged, values_of
-from refimpl.errors import ConfigError, UnsupportedError
+from twinproof.errors import ConfigError, UnsupportedError
 
 FIELDS = [
     "num_embeddings",

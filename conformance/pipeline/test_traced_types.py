@@ -12,7 +12,7 @@ from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.scripted import Cuts, Pooled
 from conformance.pipeline.support import assert_bits, random_jagged, values_of
 from conformance.pipeline.test_data import as_lists
-from refimpl.errors import ShapeError
+from twinproof.errors import ShapeError
 
 
 @requirement(

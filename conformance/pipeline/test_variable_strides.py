@@ -14,7 +14,7 @@ from conformance.pipeline.sharding import sharded_of
 from conformance.pipeline.support import assert_bits, generator_of, random_jagged, values_of
 from conformance.pipeline.test_data import as_lists
 from conformance.pipeline.test_embeddings import collection_of
-from refimpl.errors import ConfigError, MissingKeyError, ShapeError
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError
 
 KEYS = ["a", "b", "c"]
 

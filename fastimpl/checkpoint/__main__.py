@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fastimpl.checkpoint.consolidate import consolidate_with_progress
-from refimpl.checkpoint.catalog import Catalog, read_catalog
-from refimpl.checkpoint.files import parse_size, read_index
-from refimpl.checkpoint.layout import DTYPES, UNPAIRED_F4
-from refimpl.errors import TwinproofError
+from twinproof.checkpoint.catalog import Catalog, read_catalog
+from twinproof.checkpoint.files import parse_size, read_index
+from twinproof.checkpoint.layout import DTYPES, UNPAIRED_F4
+from twinproof.errors import TwinproofError
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from fastimpl import ops
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.checkpoint.source import LazySource, Source
 from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
-from refimpl.checkpoint.memory import buffer_of
-from refimpl.errors import CorruptionError, PlanError
+from twinproof.checkpoint.memory import buffer_of
+from twinproof.errors import CorruptionError, PlanError
 
 __all__ = ["LocalPart", "assemble", "write_at"]
 

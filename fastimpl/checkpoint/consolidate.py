@@ -23,17 +23,17 @@ from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import Block, BlockRules, plan_blocks
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.checkpoint.run import FileSet
-from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
-from refimpl.checkpoint.catalog import Catalog, Chunk, read_catalog
-from refimpl.checkpoint.consolidate import index_of, is_final, output_files, output_metadata, record_dtype
-from refimpl.checkpoint.files import local_path
-from refimpl.checkpoint.layout import lay_out
-from refimpl.checkpoint.memory import buffer_of
-from refimpl.checkpoint.options import check_count
-from refimpl.checkpoint.outcome import raise_first
-from refimpl.checkpoint.publish import Staging, storage_error
-from refimpl.checkpoint.tiling import Box
-from refimpl.errors import CorruptionError
+from twinproof.checkpoint.arrange import Arrangement, GlobalTensor
+from twinproof.checkpoint.catalog import Catalog, Chunk, read_catalog
+from twinproof.checkpoint.consolidate import index_of, is_final, output_files, output_metadata, record_dtype
+from twinproof.checkpoint.files import local_path
+from twinproof.checkpoint.layout import lay_out
+from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.options import check_count
+from twinproof.checkpoint.outcome import raise_first
+from twinproof.checkpoint.publish import Staging, storage_error
+from twinproof.checkpoint.tiling import Box
+from twinproof.errors import CorruptionError
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
 

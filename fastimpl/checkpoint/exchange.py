@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fastimpl.checkpoint.blockio import LocalPart
 from fastimpl.checkpoint.staging import ChooseCopies, Stager, copies_for_device
 from fastimpl.checkpoint.wire import HEADER_WORDS, STATUS_FAILED, STATUS_OK, OwnBlock, message_size_bytes
-from refimpl.errors import DistributedError
+from twinproof.errors import DistributedError
 
 __all__ = ["Exchange", "Round"]
 

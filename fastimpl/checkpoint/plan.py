@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
-from refimpl.checkpoint.arrange import Arrangement, GlobalTensor
-from refimpl.checkpoint.layout import PAGE_BYTES
-from refimpl.checkpoint.pause import collector_paused
+from twinproof.checkpoint.arrange import Arrangement, GlobalTensor
+from twinproof.checkpoint.layout import PAGE_BYTES
+from twinproof.checkpoint.pause import collector_paused
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 

@@ -13,12 +13,12 @@ from torch.futures import Future
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.readio import LoadStats, ReadJob, run_jobs
 from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
-from refimpl.checkpoint.layout import torch_dtype
-from refimpl.checkpoint.reader_base import ReaderBase
+from twinproof.checkpoint.layout import torch_dtype
+from twinproof.checkpoint.reader_base import ReaderBase
 
 __all__ = ["HuggingFaceStorageReader"]
 
-logger = logging.getLogger("fastimpl.checkpoint")
+logger = logging.getLogger("twinproof.checkpoint")
 
 
 class HuggingFaceStorageReader(ReaderBase):

@@ -17,9 +17,9 @@ import torch
 from fastimpl import ops
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.checkpoint.staging import ChooseCopies, DoubleBuffer, InlineCopies, copies_for_device
-from refimpl.checkpoint.memory import as_bits, buffer_of
-from refimpl.checkpoint.publish import storage_error
-from refimpl.errors import CorruptionError
+from twinproof.checkpoint.memory import as_bits, buffer_of
+from twinproof.checkpoint.publish import storage_error
+from twinproof.errors import CorruptionError
 
 __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
 

@@ -9,8 +9,8 @@ import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from refimpl.checkpoint.arrange import Arrangement
-from refimpl.checkpoint.pause import collector_paused
+from twinproof.checkpoint.arrange import Arrangement
+from twinproof.checkpoint.pause import collector_paused
 
 __all__ = ["chunk_key", "find_holders"]
 

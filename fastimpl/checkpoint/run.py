@@ -21,7 +21,7 @@ from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
 from fastimpl.checkpoint.staging import ChooseCopies, DoubleBuffer, Stager, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
-from refimpl.checkpoint.publish import storage_error
+from twinproof.checkpoint.publish import storage_error
 
 IN_FLIGHT_BYTES = 8 << 20  # Exchanged bytes that wait in memory before the next round is posted.
 

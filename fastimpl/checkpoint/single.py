@@ -8,9 +8,9 @@ import torch
 
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.readio import ReadJob, run_jobs
-from refimpl.checkpoint.files import local_path
-from refimpl.checkpoint.parse import read_header
-from refimpl.checkpoint.single import check_backend
+from twinproof.checkpoint.files import local_path
+from twinproof.checkpoint.parse import read_header
+from twinproof.checkpoint.single import check_backend
 
 __all__ = ["load_file"]
 

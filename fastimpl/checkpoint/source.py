@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from fastimpl import ops
-from refimpl.checkpoint.memory import as_bits
-from refimpl.errors import PlanError
+from twinproof.checkpoint.memory import as_bits
+from twinproof.errors import PlanError
 
 __all__ = ["LazySource", "RowFiller", "RowReader", "Source"]
 

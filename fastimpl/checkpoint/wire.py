@@ -13,8 +13,8 @@ from itertools import accumulate
 from operator import sub
 
 from fastimpl.checkpoint.plan import Block, SavePieces
-from refimpl.checkpoint.layout import FileLayout
-from refimpl.checkpoint.pause import collector_paused
+from twinproof.checkpoint.layout import FileLayout
+from twinproof.checkpoint.pause import collector_paused
 
 __all__ = [
     "HEADER_WORDS",

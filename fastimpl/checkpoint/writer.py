@@ -33,16 +33,16 @@ from fastimpl.checkpoint.run import FileSet, Runner, SaveStats
 from fastimpl.checkpoint.source import LazySource, RowReader, Source
 from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
-from refimpl.checkpoint.arrange import exported_dtype
-from refimpl.checkpoint.base import WriterBase
-from refimpl.checkpoint.memory import check_storable
-from refimpl.checkpoint.outcome import raise_first, write_results
-from refimpl.checkpoint.shards import save_shards
-from refimpl.errors import PlanError
+from twinproof.checkpoint.arrange import exported_dtype
+from twinproof.checkpoint.base import WriterBase
+from twinproof.checkpoint.memory import check_storable
+from twinproof.checkpoint.outcome import raise_first, write_results
+from twinproof.checkpoint.shards import save_shards
+from twinproof.errors import PlanError
 
 __all__ = ["HuggingFaceStorageWriter"]
 
-logger = logging.getLogger("fastimpl.checkpoint")
+logger = logging.getLogger("twinproof.checkpoint")
 
 _NO_RANDOM_ACCESS = {errno.ESPIPE, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from fastimpl import ops
-from refimpl.kvstore import buckets as reference
-from refimpl.kvstore.buckets import Buckets
-from refimpl.kvstore.checks import check_ids
+from twinproof.kvstore import buckets as reference
+from twinproof.kvstore.buckets import Buckets
+from twinproof.kvstore.checks import check_ids
 
 __all__ = ["sort_ids_by_bucket"]
 

@@ -1,4 +1,4 @@
-"""``save`` and ``load`` through the fast checkpoint. Meaning: ``refimpl.kvstore.files``."""
+"""``save`` and ``load`` through the fast checkpoint. Meaning: ``twinproof.kvstore.files``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastimpl.checkpoint import HuggingFaceStorageWriter
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.kvstore.buckets import sort_ids_by_bucket
 from fastimpl.kvstore.filling import fill
-from refimpl.checkpoint.catalog import Catalog
-from refimpl.checkpoint.layout import torch_dtype
-from refimpl.checkpoint.memory import buffer_of
-from refimpl.kvstore import files as reference
-from refimpl.kvstore.base import KVStoreBase
-from refimpl.kvstore.files import LoadReport, SaveReport
-from refimpl.kvstore.saved import SavedRows
+from twinproof.checkpoint.catalog import Catalog
+from twinproof.checkpoint.layout import torch_dtype
+from twinproof.checkpoint.memory import buffer_of
+from twinproof.kvstore import files as reference
+from twinproof.kvstore.base import KVStoreBase
+from twinproof.kvstore.files import LoadReport, SaveReport
+from twinproof.kvstore.saved import SavedRows
 
 __all__ = ["load", "save"]
 

@@ -11,9 +11,9 @@ from collections import deque
 from fastimpl.kvstore.native import AllocationError, check_status
 from fastimpl.kvstore.store import KVStore
 from fastimpl.ops import KVFilling
-from refimpl.errors import CorruptionError
-from refimpl.kvstore.base import KVStoreBase
-from refimpl.kvstore.saved import SavedRows
+from twinproof.errors import CorruptionError
+from twinproof.kvstore.base import KVStoreBase
+from twinproof.kvstore.saved import SavedRows
 
 __all__ = ["WaitingRows", "fill"]
 
@@ -22,7 +22,7 @@ _SPOKEN_ROWS = 4096  # In memory at once where something is wrong.
 
 
 class WaitingRows:
-    """See ``refimpl.kvstore.files.Waiting``."""
+    """See ``twinproof.kvstore.files.Waiting``."""
 
     def __init__(self, store: KVStore, table: str, filling: KVFilling) -> None:
         self._store, self._table, self._filling = store, table, filling
@@ -62,7 +62,7 @@ class WaitingRows:
 def fill(
     part_rows: int, store: KVStoreBase, saved: SavedRows, table: str, rows: range, weights_only: bool, ahead: int
 ) -> WaitingRows | None:
-    """See ``refimpl.kvstore.files.Fill``; ``part_rows``: how many are read in one call."""
+    """See ``twinproof.kvstore.files.Fill``; ``part_rows``: how many are read in one call."""
     layout = store.layout(table)
     is_converted = saved.saved_table(table).layout != layout or (weights_only and layout.state_slots)
     if not isinstance(store, KVStore) or saved.form != "rows" or is_converted:

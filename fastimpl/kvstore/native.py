@@ -6,17 +6,15 @@ import struct
 
 import torch
 
-from refimpl.errors import CapacityError, TwinproofError
-from refimpl.kvstore.config import POLICIES, StoreOptions
-from refimpl.kvstore.eviction import RoundPlan
-from refimpl.kvstore.initial import _signed
-from refimpl.kvstore.layout import OPTIMIZERS
-from refimpl.optimizers import Hyper
+from twinproof.errors import CapacityError, TwinproofError
+from twinproof.kvstore.config import POLICIES, StoreOptions
+from twinproof.kvstore.eviction import RoundPlan
+from twinproof.kvstore.initial import _signed
+from twinproof.optimizers import OPTIMIZERS, Hyper
 
 __all__ = ["AllocationError", "check_status", "format_words", "hyper_values", "plan_words"]
 
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_OPTIMIZERS = {name: code for code, name in enumerate(OPTIMIZERS)}
 _OUT_OF_MEMORY = -1
 
 
@@ -53,7 +51,7 @@ def format_words(options: StoreOptions) -> torch.Tensor:
             layout.row_bytes,
             layout.embedding_dim,
             _FLOATS[layout.weight_dtype],
-            _OPTIMIZERS[layout.optimizer],
+            OPTIMIZERS[layout.optimizer].code,
             *slots,
         ]
         row += [initializer.kind == "uniform", _word("<f", initializer.low), _word("<f", initializer.span)]

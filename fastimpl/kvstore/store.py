@@ -13,12 +13,12 @@ import torch
 from fastimpl import ops
 from fastimpl.kvstore.native import check_status, format_words, hyper_values, plan_words
 from fastimpl.ops import KVFilling, KVHandle
-from refimpl.errors import ConfigError, StoreClosedError
-from refimpl.kvstore.base import KVStoreBase
-from refimpl.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
-from refimpl.kvstore.eviction import RoundPlan
-from refimpl.kvstore.reading import SnapshotBase, TrackedSource
-from refimpl.optimizers import Hyper
+from twinproof.errors import ConfigError, StoreClosedError
+from twinproof.kvstore.base import KVStoreBase
+from twinproof.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
+from twinproof.kvstore.eviction import RoundPlan
+from twinproof.kvstore.reading import SnapshotBase, TrackedSource
+from twinproof.optimizers import Hyper
 
 __all__ = ["KVStore", "Snapshot"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastimpl.offload.roster import Roster
-from refimpl.offload.states import Bundle, chunks_of
+from twinproof.offload.states import Bundle, chunks_of
 
 __all__ = ["Chunk", "cut"]
 

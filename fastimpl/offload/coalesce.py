@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fastimpl import ops
-from refimpl.offload.states import ALIGN_BYTES
+from twinproof.offload.states import ALIGN_BYTES
 
 __all__ = ["Layout", "pack", "unpack", "view_like"]
 

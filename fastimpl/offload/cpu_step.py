@@ -16,9 +16,9 @@ import torch
 from fastimpl import ops
 from fastimpl.offload.chunks import Chunk
 from fastimpl.offload.coalesce import Layout, pack, unpack, view_like
-from refimpl.offload.adam import AdamHyper, adam_step
-from refimpl.offload.cpu_step import Update, prepare_states, updates_of
-from refimpl.offload.states import local_of, view_of
+from twinproof.offload.adam import AdamHyper, adam_step
+from twinproof.offload.cpu_step import Update, prepare_states, updates_of
+from twinproof.offload.states import local_of, view_of
 
 if TYPE_CHECKING:
     from fastimpl.offload.offloader import OptimizerStateOffloader
@@ -77,7 +77,7 @@ class HostStep:
         """One logical step; ``step_rest`` steps what was not selected, on the device.
 
         Raises:
-            UnsupportedError: see ``refimpl.offload.cpu_step``; nothing has changed then.
+            UnsupportedError: see ``twinproof.offload.cpu_step``; nothing has changed then.
         """
         owner = self.owner
         updates = [updates_of(owner.optimizer, chunk.bundles, owner.masters) for chunk in chunks]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastimpl.offload.coalesce import pack, unpack
-from refimpl.offload.states import ALIGN_BYTES, Place, view_of
+from twinproof.offload.states import ALIGN_BYTES, Place, view_of
 
 __all__ = ["Item", "receive", "send"]
 

@@ -18,11 +18,11 @@ from fastimpl.offload.listing import Listing
 from fastimpl.offload.moves import Item, receive, send
 from fastimpl.offload.planned import PlannedMoves
 from fastimpl.streams import engine_for
-from refimpl.offload.base import OffloaderBase
-from refimpl.offload.bookkeeping import Wanted
-from refimpl.offload.rebind import rebind
-from refimpl.offload.reports import Residency
-from refimpl.offload.states import Bundle, bindings, view_of
+from twinproof.offload.base import OffloaderBase
+from twinproof.offload.bookkeeping import Wanted
+from twinproof.offload.rebind import rebind
+from twinproof.offload.reports import Residency
+from twinproof.offload.states import Bundle, bindings, view_of
 
 __all__ = ["OptimizerStateOffloader"]
 

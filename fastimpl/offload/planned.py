@@ -8,8 +8,8 @@ import torch
 
 from fastimpl.offload.chunks import Chunk
 from fastimpl.offload.roster import Sight
-from refimpl.offload.base import OffloaderBase
-from refimpl.offload.states import options_on
+from twinproof.offload.base import OffloaderBase
+from twinproof.offload.states import options_on
 
 __all__ = ["PlannedMoves"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from refimpl.offload.rebind import rebind
-from refimpl.offload.states import MASTER, Bundle, is_movable, local_of
+from twinproof.offload.rebind import rebind
+from twinproof.offload.states import MASTER, Bundle, is_movable, local_of
 
 __all__ = ["Roster", "Sight"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fastimpl import ops
-from refimpl.optimizers import Hyper
-from refimpl.pipeline.bags import TableBatchedEmbeddingBagsBase
-from refimpl.pipeline.jagged import Bags
+from twinproof.optimizers import Hyper
+from twinproof.pipeline.bags import TableBatchedEmbeddingBagsBase
+from twinproof.pipeline.jagged import Bags
 
 __all__ = ["TableBatchedEmbeddingBags"]
 

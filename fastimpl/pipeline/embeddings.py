@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
-from refimpl.pipeline.embeddings import EmbeddingBagCollectionBase
-from refimpl.pipeline.sequences import EmbeddingCollectionBase
+from twinproof.pipeline.embeddings import EmbeddingBagCollectionBase
+from twinproof.pipeline.sequences import EmbeddingCollectionBase
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 

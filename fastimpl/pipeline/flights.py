@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastimpl.streams import Engine
-from refimpl.pipeline.data import KeyedJaggedTensor
-from refimpl.pipeline.schedules_flights import Flight
+from twinproof.pipeline.data import KeyedJaggedTensor
+from twinproof.pipeline.schedules_flights import Flight
 
 __all__ = ["StreamedFlight", "tensors_in", "versions_of"]
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from fastimpl import ops
 from fastimpl.pipeline.route import Route
-from refimpl.kvstore.state import gathered
-from refimpl.pipeline.awaitables import Awaitable
-from refimpl.pipeline.jagged import Bags, offsets_of
+from twinproof.kvstore.state import gathered
+from twinproof.pipeline.awaitables import Awaitable
+from twinproof.pipeline.jagged import Bags, offsets_of
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
 

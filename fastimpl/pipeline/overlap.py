@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 __all__ = [
     "HostWait",

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from refimpl.pipeline.jagged import Bags
-from refimpl.pipeline.lookups import KeyValueBags
+from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.lookups import KeyValueBags
 
 __all__ = ["Prefetched", "PrefetchedBags", "prefetch"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refimpl.pipeline.lookups import Group
+from twinproof.pipeline.lookups import Group
 
 __all__ = ["Cut", "Route"]
 

@@ -10,10 +10,10 @@ import torch
 
 from fastimpl.pipeline.flights import StreamedFlight, versions_of
 from fastimpl.pipeline.stages import Streamed
-from refimpl.pipeline import schedules
-from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules import OneStale
-from refimpl.pipeline.schedules_arguments import (
+from twinproof.pipeline import schedules
+from twinproof.pipeline.rewrite import Call
+from twinproof.pipeline.schedules import OneStale
+from twinproof.pipeline.schedules_arguments import (
     BaseArguments,
     EvalArguments,
     EvalFusedArguments,
@@ -21,8 +21,8 @@ from refimpl.pipeline.schedules_arguments import (
     PrefetchArguments,
     SparseDistArguments,
 )
-from refimpl.pipeline.schedules_base import In, Out
-from refimpl.pipeline.schedules_stages import LookupStages
+from twinproof.pipeline.schedules_base import In, Out
+from twinproof.pipeline.schedules_stages import LookupStages
 
 __all__ = [
     "EvalPipelineFusedSparseDist",

@@ -18,10 +18,10 @@ from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
 from fastimpl.pipeline.input_dist import InputDist, Segments, WayHome
 from fastimpl.pipeline.prefetch import PrefetchedBags, prefetch
 from fastimpl.pipeline.route import Cut, Route
-from refimpl.pipeline.awaitables import Awaitable
-from refimpl.pipeline.data import KeyedJaggedTensor
-from refimpl.pipeline.jagged import Bags
-from refimpl.pipeline.sharded_base import ShardedContext, ShardedEmbeddingBagCollectionBase
+from twinproof.pipeline.awaitables import Awaitable
+from twinproof.pipeline.data import KeyedJaggedTensor
+from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.sharded_base import ShardedContext, ShardedEmbeddingBagCollectionBase
 
 __all__ = ["ShardedEmbeddingBagCollection"]
 

@@ -18,9 +18,9 @@ import torch
 from fastimpl.pipeline.flights import StreamedFlight, tensors_in, versions_of
 from fastimpl.pipeline.input_dist import fuse_input_dists
 from fastimpl.streams import engine_for
-from refimpl.pipeline.rewrite import Call
-from refimpl.pipeline.schedules_base import In, Out, PipelineBase
-from refimpl.pipeline.schedules_flights import looked_up, move_batch
+from twinproof.pipeline.rewrite import Call
+from twinproof.pipeline.schedules_base import In, Out, PipelineBase
+from twinproof.pipeline.schedules_flights import looked_up, move_batch
 
 __all__ = ["Streamed"]
 

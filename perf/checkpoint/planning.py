@@ -23,8 +23,8 @@ from fastimpl.checkpoint.replicas import chunk_key, find_holders
 from fastimpl.checkpoint.wire import PackedPlan, pack_plans, unpack_plan
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
-from refimpl.checkpoint.arrange import arrange
-from refimpl.checkpoint.writer import HuggingFaceStorageWriter
+from twinproof.checkpoint.arrange import arrange
+from twinproof.checkpoint.writer import HuggingFaceStorageWriter
 
 __all__ = ["measure_planning"]
 

@@ -25,7 +25,7 @@ from perf.harness.results import collect, facts_of, machine_of, read_evidence, w
 from perf.harness.roofline import measure_roofline
 from perf.harness.table import gate_lines, workload_lines
 from perf.harness.workloads import FORMS, read_workloads
-from refimpl.errors import TwinproofError
+from twinproof.errors import TwinproofError
 
 __all__ = ["main"]
 

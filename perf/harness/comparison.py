@@ -15,7 +15,7 @@ from perf.harness.judge import Result, Ruling, judge_ratio
 from perf.harness.paired import ratios
 from perf.harness.results import Evidence
 from perf.harness.verdicts import Interval, interval_of
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 __all__ = ["Change", "compare_evidence", "judge_regression"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from perf.harness.judge import Result
 from perf.harness.results import Evidence, read_evidence
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 __all__ = ["RUNS_MIN", "figure_lines", "read_runs"]
 

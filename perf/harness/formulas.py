@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 
-from refimpl.errors import FormatError
+from twinproof.errors import FormatError
 
 __all__ = ["evaluate_bound", "names_used"]
 

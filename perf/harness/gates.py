@@ -14,7 +14,7 @@ from typing import Any
 
 from perf.harness.formulas import names_used
 from perf.harness.workloads import FORMS, Workload, check_keys, read_toml
-from refimpl.errors import FormatError
+from twinproof.errors import FormatError
 
 __all__ = ["GATES", "Control", "Gate", "Kind", "read_gates"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perf.harness.nvml import Gpu, Unavailable, throttled
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 __all__ = ["Round", "Sample", "interleave", "merge_ranks", "ratios", "seconds_of"]
 

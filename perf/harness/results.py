@@ -14,7 +14,7 @@ from perf.harness.judge import Machine, Outcome
 from perf.harness.nvml import GpuSample, Unavailable, open_gpu
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
-from refimpl.errors import FormatError
+from twinproof.errors import FormatError
 
 __all__ = ["Evidence", "collect", "facts_of", "machine_of", "read_evidence", "write_evidence"]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from refimpl.errors import ConfigError, FormatError
+from twinproof.errors import ConfigError, FormatError
 
 if sys.version_info >= (3, 11):
     import tomllib

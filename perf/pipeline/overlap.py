@@ -23,7 +23,7 @@ from fastimpl.pipeline.recording import CudaClock, Recorder
 from fastimpl.streams import CudaEngine
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.seed_model import Batch, Sizes, loader_of, make_model
-from refimpl.errors import ConfigError
+from twinproof.errors import ConfigError
 
 __all__ = ["STAGE_MS", "measure_overlap", "stage_durations", "write_overlap"]
 

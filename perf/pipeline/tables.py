@@ -10,8 +10,8 @@ import torch
 from conformance.harness import Mismatch
 from fastimpl import ops
 from fastimpl.pipeline import EmbeddingBagConfig, FusedOptimizer, TableBatchedEmbeddingBags
-from refimpl.errors import ConfigError
 from refimpl.optimizers import Hyper, reduce_duplicates, update
+from twinproof.errors import ConfigError
 
 __all__ = ["BAG_COUNT", "EPS", "LR", "THREADS", "OurBags", "Plan", "make_batch", "make_tables"]
 

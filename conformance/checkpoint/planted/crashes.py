@@ -14,11 +14,11 @@ import torch.distributed as dist
 from conformance.checkpoint.planted.making import both, fast
 from conformance.harness import swap, wrap
 
-PUBLISH = "refimpl.checkpoint.publish"
+PUBLISH = "twinproof.checkpoint.publish"
 
 
 def _one_call(descriptor: int, pieces: Any, offset: int | None) -> int:
-    from refimpl.checkpoint.memory import buffer_of
+    from twinproof.checkpoint.memory import buffer_of
 
     views = [buffer_of(piece) for piece in pieces if piece.numel()]
     if offset is None:
@@ -33,7 +33,7 @@ def _not_durable(original: Callable[..., None], *arguments: Any, **options: Any)
 
 
 def _open_everything(original: Callable[[Path], Any], folder: Path) -> Any:
-    from refimpl.checkpoint.parse import read_header
+    from twinproof.checkpoint.parse import read_header
 
     found = original(folder)
     for path in sorted(folder.glob("*.safetensors")) if found is not None else ():
@@ -94,7 +94,7 @@ PLANTED = (
         "save_file_not_synced",
         "save_file shows its file before it is durable, as the safetensors library.",
         ("CKPT-322",),
-        wrap("refimpl.checkpoint.single:write_tensors", _not_durable),
+        wrap("twinproof.checkpoint.single:write_tensors", _not_durable),
     ),
     both(
         "broken_index_blocks",
@@ -106,7 +106,7 @@ PLANTED = (
         "unlisted_files_opened",
         "Files that the index does not list are parsed.",
         ("CKPT-412",),
-        wrap("refimpl.checkpoint.catalog:read_index", _open_everything),
+        wrap("twinproof.checkpoint.catalog:read_index", _open_everything),
     ),
     both(
         "clearing_failure_raised",
@@ -130,6 +130,6 @@ PLANTED = (
         "impatient_group",
         "Ranks wait for a slow writer for a moment only.",
         ("CKPT-318",),
-        wrap("refimpl.checkpoint.base:WriterBase._make_group", _impatient_group),
+        wrap("twinproof.checkpoint.base:WriterBase._make_group", _impatient_group),
     ),
 )

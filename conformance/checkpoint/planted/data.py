@@ -194,7 +194,7 @@ PLANTED = (
         "export_keep_ignored",
         "The keep-list of an export is not looked at.",
         ("CKPT-060",),
-        swap("refimpl.checkpoint.arrange:fnmatchcase", lambda name, pattern: False),
+        swap("twinproof.checkpoint.arrange:fnmatchcase", lambda name, pattern: False),
     ),
     fast(
         "copies_not_waited_for",

@@ -15,7 +15,7 @@ from conformance.checkpoint.planted.making import both, nothing, ref
 from conformance.checkpoint.support import bits
 from conformance.harness import swap, wrap
 
-PUBLISH = "refimpl.checkpoint.publish"
+PUBLISH = "twinproof.checkpoint.publish"
 
 
 def _in_place(path: str, tensors: Mapping[str, torch.Tensor], layout: Any, **options: Any) -> None:
@@ -69,13 +69,13 @@ PLANTED = (
         "save_file_in_place",
         "save_file writes into the file that is there, as the safetensors library does.",
         ("CKPT-303", "CKPT-317", "CKPT-326"),
-        swap("refimpl.checkpoint.single:write_tensors", _in_place),
+        swap("twinproof.checkpoint.single:write_tensors", _in_place),
     ),
     both(
         "unfinished_save_loaded",
         "A load takes what a killed save left beside the checkpoint for the newest one.",
         ("CKPT-306",),
-        wrap("refimpl.checkpoint.reader_base:read_catalog", _unfinished_first),
+        wrap("twinproof.checkpoint.reader_base:read_catalog", _unfinished_first),
     ),
     both(
         "failed_save_stays",
@@ -87,7 +87,7 @@ PLANTED = (
         "cause_replaced",
         "Ranks learn that a save failed, but not of which error (D11).",
         ("CKPT-313",),
-        wrap("refimpl.checkpoint.base:WriterBase.settle", _cause_replaced),
+        wrap("twinproof.checkpoint.base:WriterBase.settle", _cause_replaced),
     ),
     both(
         "background_cause_replaced",
@@ -105,6 +105,6 @@ PLANTED = (
         "short_write_dropped",
         "What a short write left over is not written.",
         ("CKPT-315",),
-        swap("refimpl.checkpoint.single:_write_all", _short_write_dropped),
+        swap("twinproof.checkpoint.single:_write_all", _short_write_dropped),
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.checkpoint.planted.making import both, nothing
 from conformance.harness import swap, wrap
 
-INDEX = "refimpl.checkpoint.base:build_index"
+INDEX = "twinproof.checkpoint.base:build_index"
 
 
 def _without_last(original: Any, weight_map: Any, total: int) -> bytes:
@@ -86,43 +86,43 @@ PLANTED = (
         "tiling_unchecked",
         "Gaps between chunks are not looked for at save.",
         ("CKPT-030",),
-        swap("refimpl.checkpoint.arrange:check_tiling", nothing),
+        swap("twinproof.checkpoint.arrange:check_tiling", nothing),
     ),
     both(
         "global_shape_not_stored",
         "Shard files do not say the global shape (D8).",
         ("CKPT-031",),
-        wrap("refimpl.checkpoint.shards:_metadata", _shard_metadata),
+        wrap("twinproof.checkpoint.shards:_metadata", _shard_metadata),
     ),
     both(
         "missing_shard_is_zeros",
         "A missing middle shard is not noticed (D7).",
         ("CKPT-032", "CKPT-403"),
-        swap("refimpl.checkpoint.catalog:is_simple_tiling", lambda shape, boxes: True),
+        swap("twinproof.checkpoint.catalog:is_simple_tiling", lambda shape, boxes: True),
     ),
     both(
         "dtypes_reinterpreted",
         "Shards that disagree about their dtype are taken together (D9).",
         ("CKPT-033",),
-        swap("refimpl.checkpoint.catalog:_Builder._disagree", staticmethod(nothing)),
+        swap("twinproof.checkpoint.catalog:_Builder._disagree", staticmethod(nothing)),
     ),
     both(
         "stale_files_stay",
         "Files of an earlier save stay (D10).",
         ("CKPT-034", "CKPT-325"),
-        wrap("refimpl.checkpoint.publish:Staging._old_checkpoint", _only_expected),
+        wrap("twinproof.checkpoint.publish:Staging._old_checkpoint", _only_expected),
     ),
     both(
         "replicas_not_compared",
         "check_replicas compares nothing (D23).",
         ("CKPT-036",),
-        swap("refimpl.checkpoint.base:compare_checksums", nothing),
+        swap("twinproof.checkpoint.base:compare_checksums", nothing),
     ),
     both(
         "total_counts_headers",
         "total_size counts the headers.",
         ("CKPT-037",),
-        swap("refimpl.checkpoint.arrange:Arrangement.total_size_bytes", property(_headers_counted)),
+        swap("twinproof.checkpoint.arrange:Arrangement.total_size_bytes", property(_headers_counted)),
     ),
     both(
         "ghost_in_the_index",
@@ -135,7 +135,7 @@ PLANTED = (
         "Files are numbered from zero.",
         ("CKPT-039",),
         wrap(
-            "refimpl.checkpoint.files:file_name",
+            "twinproof.checkpoint.files:file_name",
             lambda original, index, count, shard=None: original(index - 1, count, shard),
         ),
     ),
@@ -143,25 +143,25 @@ PLANTED = (
         "mapping_unchecked",
         "Any mapping is taken.",
         ("CKPT-040",),
-        swap("refimpl.checkpoint.options:check_mapping", lambda mapping: dict(mapping) if mapping else None),
+        swap("twinproof.checkpoint.options:check_mapping", lambda mapping: dict(mapping) if mapping else None),
     ),
     both(
         "missing_names_to_first_file",
         "Names that the mapping lacks go to the first file.",
         ("CKPT-041",),
-        wrap("refimpl.checkpoint.arrange:assign_files", _missing_to_first),
+        wrap("twinproof.checkpoint.arrange:assign_files", _missing_to_first),
     ),
     both(
         "oversize_closes_a_file",
         "A tensor above the limit closes the file being filled.",
         ("CKPT-043",),
-        swap("refimpl.checkpoint.files:_split_greedily", _closing_split),
+        swap("twinproof.checkpoint.files:_split_greedily", _closing_split),
     ),
     both(
         "binary_units",
         "A size of 1 KB is 1024 bytes.",
         ("CKPT-097",),
-        swap("refimpl.checkpoint.files:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
+        swap("twinproof.checkpoint.files:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
     ),
     both(
         "index_without_newline",
@@ -173,30 +173,30 @@ PLANTED = (
         "index_beside_single_file",
         "single_file leaves an index.",
         ("CKPT-046",),
-        wrap("refimpl.checkpoint.publish:Staging.publish", _index_always),
+        wrap("twinproof.checkpoint.publish:Staging.publish", _index_always),
     ),
     both(
         "leaves_pass",
         "Leaves that are not tensors are not refused at once (D6).",
         ("CKPT-049",),
-        swap("refimpl.checkpoint.base:check_local_plan", nothing),
+        swap("twinproof.checkpoint.base:check_local_plan", nothing),
     ),
     both(
         "cached_layout_reused",
         "A save takes the layout of an earlier one from a cached plan.",
         ("CKPT-094",),
-        wrap("refimpl.checkpoint.base:WriterBase.arranged", _first_arrangement),
+        wrap("twinproof.checkpoint.base:WriterBase.arranged", _first_arrangement),
     ),
     both(
         "several_ranks_unchecked",
         "save_distributed=False is not refused with several ranks (D14).",
         ("CKPT-095",),
-        wrap("refimpl.checkpoint.base:WriterBase.prepare_global_plan", _distributed_anyway),
+        wrap("twinproof.checkpoint.base:WriterBase.prepare_global_plan", _distributed_anyway),
     ),
     both(
         "urls_become_folders",
         "A URL is taken for a local path (D16).",
         ("CKPT-087",),
-        swap("refimpl.checkpoint.options:local_path", lambda path, where="path": Path(path)),
+        swap("twinproof.checkpoint.options:local_path", lambda path, where="path": Path(path)),
     ),
 )

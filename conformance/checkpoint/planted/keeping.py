@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from conformance.checkpoint.planted.making import both, fast, nothing
 from conformance.harness import swap, wrap
-from refimpl.errors import CheckpointExistsError, StorageError
+from twinproof.errors import CheckpointExistsError, StorageError
 
-PUBLISH = "refimpl.checkpoint.publish"
-OPEN = "refimpl.checkpoint.single:os.open"
+PUBLISH = "twinproof.checkpoint.publish"
+OPEN = "twinproof.checkpoint.single:os.open"
 
 
 def _unnamed(original: Any, staging: Any, index: Any) -> None:
@@ -28,7 +28,7 @@ def _logged_only(original: Any, files: Any, file: int, start: int, pieces: Any) 
     try:
         return int(original(files, file, start, pieces))
     except StorageError as error:
-        logging.getLogger("fastimpl.checkpoint").info("a block was not written: %s", error)
+        logging.getLogger("twinproof.checkpoint").info("a block was not written: %s", error)
         return 0
 
 
@@ -74,7 +74,7 @@ PLANTED = (
         "callers_group_used",
         "A save waits in the caller's process group, with its timeout.",
         ("CKPT-318",),
-        swap("refimpl.checkpoint.base:WriterBase._make_group", _callers_group),
+        swap("twinproof.checkpoint.base:WriterBase._make_group", _callers_group),
     ),
     both(
         "staging_name_reused",

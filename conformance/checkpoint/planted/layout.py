@@ -11,9 +11,9 @@ import torch
 
 from conformance.checkpoint.planted.making import both, fast
 from conformance.harness import swap, wrap
-from refimpl.checkpoint import layout
+from twinproof.checkpoint import layout
 
-LAY_OUT = "refimpl.checkpoint.arrange:lay_out"
+LAY_OUT = "twinproof.checkpoint.arrange:lay_out"
 
 
 def _shape_lost(original: Any, name: str, dtype: torch.dtype, shape: Any) -> list[int]:
@@ -54,7 +54,7 @@ def _empty_without_metadata(original: Any, tensors: Any, metadata: Any = None, *
 
 
 def _first_part(original: Any, tensor: Any, offset: Any) -> torch.Tensor:
-    from refimpl.checkpoint.planners import local_boxes
+    from twinproof.checkpoint.planners import local_boxes
 
     result: torch.Tensor = original(tensor, local_boxes(tensor)[0][0].offsets)
     return result
@@ -71,27 +71,27 @@ PLANTED = (
         "empty_shape_lost",
         "A zero-size tensor keeps its dtype only.",
         ("CKPT-005",),
-        wrap("refimpl.checkpoint.layout:format_shape", _shape_lost),
+        wrap("twinproof.checkpoint.layout:format_shape", _shape_lost),
     ),
     both(
         "float4_not_doubled",
         "The header shows torch's shape for float4 (D4).",
         ("CKPT-006",),
-        swap("refimpl.checkpoint.layout:format_shape", lambda name, dtype, shape: list(shape)),
+        swap("twinproof.checkpoint.layout:format_shape", lambda name, dtype, shape: list(shape)),
     ),
     both(
         "dtype_misnamed",
         "float16 is announced as bfloat16.",
         ("CKPT-011",),
-        swap("refimpl.checkpoint.layout:_NAMES", {**layout._NAMES, torch.float16: "BF16"}),
+        swap("twinproof.checkpoint.layout:_NAMES", {**layout._NAMES, torch.float16: "BF16"}),
     ),
     both(
         "sorted_by_name_alone",
         "Tensors lie by name, whatever their dtype.",
         ("CKPT-012", "CKPT-014"),
-        swap("refimpl.checkpoint.layout:_RANK", dict.fromkeys(layout.DTYPES, 0)),
+        swap("twinproof.checkpoint.layout:_RANK", dict.fromkeys(layout.DTYPES, 0)),
     ),
-    both("page_of_512", "page_align pads to 512.", ("CKPT-013",), swap("refimpl.checkpoint.layout:PAGE_BYTES", 512)),
+    both("page_of_512", "page_align pads to 512.", ("CKPT-013",), swap("twinproof.checkpoint.layout:PAGE_BYTES", 512)),
     fast(
         "header_not_padded",
         "The header is not padded to 8, as torch's consolidation.",
@@ -102,9 +102,11 @@ PLANTED = (
         "names_sorted_by_locale",
         "Names are sorted without regard to case.",
         ("CKPT-015",),
-        wrap("refimpl.checkpoint.layout:check_name", lambda original, name: _Folded(original(name))),
+        wrap("twinproof.checkpoint.layout:check_name", lambda original, name: _Folded(original(name))),
     ),
-    both("names_escaped", "Names are escaped to ASCII.", ("CKPT-016",), swap("refimpl.checkpoint.layout:json", _ASCII)),
+    both(
+        "names_escaped", "Names are escaped to ASCII.", ("CKPT-016",), swap("twinproof.checkpoint.layout:json", _ASCII)
+    ),
     fast(
         "metadata_dropped",
         "User metadata is dropped, as torch's consolidation.",
@@ -115,19 +117,19 @@ PLANTED = (
         "header_limit_ignored",
         "A header that no reader takes is written.",
         ("CKPT-018",),
-        swap("refimpl.checkpoint.layout:HEADER_BYTES_MAX", 1 << 40),
+        swap("twinproof.checkpoint.layout:HEADER_BYTES_MAX", 1 << 40),
     ),
     fast(
         "metadata_in_random_order",
         "Metadata keys change places between saves.",
         ("CKPT-020",),
-        wrap("refimpl.checkpoint.layout:check_metadata", _changing_order),
+        wrap("twinproof.checkpoint.layout:check_metadata", _changing_order),
     ),
     both(
         "packed_blocks_confused",
         "Every block of a packed shard holds the first one's values.",
         ("CKPT-025",),
-        wrap("refimpl.checkpoint.planners:_part", _first_part),
+        wrap("twinproof.checkpoint.planners:_part", _first_part),
     ),
     fast(
         "empty_state_without_format",
@@ -139,6 +141,6 @@ PLANTED = (
         "integers_cast_on_export",
         "An export casts integers too.",
         ("CKPT-060",),
-        swap("refimpl.checkpoint.arrange:_CASTABLE", _CASTABLE),
+        swap("twinproof.checkpoint.arrange:_CASTABLE", _CASTABLE),
     ),
 )

@@ -12,9 +12,9 @@ import torch
 
 from conformance.checkpoint.planted.making import both, fast, first_only
 from conformance.harness import swap, wrap
-from refimpl.errors import MissingKeyError, PlanError
+from twinproof.errors import MissingKeyError, PlanError
 
-PLANNER = "refimpl.checkpoint.planners"
+PLANNER = "twinproof.checkpoint.planners"
 
 
 def _short_offset(original: Any, descriptor: int, buffers: Any, offset: int, path: str) -> Any:
@@ -132,7 +132,7 @@ PLANTED = (
         "loaded_into_copies",
         "A load fills copies of the targets.",
         ("CKPT-052",),
-        wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _into_copies),
+        wrap("twinproof.checkpoint.reader_base:ReaderBase.targets", _into_copies),
     ),
     both(
         "one_missing_name_shown",
@@ -156,7 +156,7 @@ PLANTED = (
         "cast_in_silence",
         "A dtype mismatch is converted without being asked.",
         ("CKPT-056",),
-        wrap("refimpl.checkpoint.reader_base:ReaderBase.targets", _always_cast),
+        wrap("twinproof.checkpoint.reader_base:ReaderBase.targets", _always_cast),
     ),
     fast(
         "whole_files_read",
@@ -168,25 +168,28 @@ PLANTED = (
         "unknown_dtypes_as_bytes",
         "A dtype that torch lacks is loaded as bytes.",
         ("CKPT-058",),
-        wrap("refimpl.checkpoint.reader_base:torch_dtype", _any_as_bytes),
+        wrap("twinproof.checkpoint.reader_base:torch_dtype", _any_as_bytes),
     ),
     both(
         "warns_on_every_load",
         "A load warns of a buffer that is not writable, as the seed's log shows.",
         ("CKPT-061",),
-        wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _warning),
+        wrap("twinproof.checkpoint.reader_base:ReaderBase.read_metadata", _warning),
     ),
     both(
         "dots_become_slashes",
         "Names of nested state are changed on the way.",
         ("CKPT-051",),
-        wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _slashes),
+        wrap("twinproof.checkpoint.reader_base:ReaderBase.read_metadata", _slashes),
     ),
     both(
         "missing_files_passed_over",
         "Names whose file is missing are left out in silence (D20).",
         ("CKPT-045",),
-        wrap("refimpl.checkpoint.catalog:read_index", lambda original, folder: _missing_passed_over(original, folder)),
+        wrap(
+            "twinproof.checkpoint.catalog:read_index",
+            lambda original, folder: _missing_passed_over(original, folder),
+        ),
     ),
     fast(
         "scalars_lost_in_consolidation",
@@ -228,7 +231,7 @@ PLANTED = (
 
 
 def _missing_passed_over(original: Any, folder: Any) -> Any:
-    from refimpl.checkpoint import files
+    from twinproof.checkpoint import files
 
     check = files._check_member
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from conformance.harness import PlantedBug, wrap
-from refimpl.checkpoint.catalog import Catalog
-from refimpl.errors import CorruptionError, TwinproofError
+from twinproof.checkpoint.catalog import Catalog
+from twinproof.errors import CorruptionError, TwinproofError
 
 __all__ = [
     "SOURCE",

@@ -9,20 +9,20 @@ from typing import Any
 
 from conformance.checkpoint.planted.making import Patch, both, first_only, nothing, together
 from conformance.harness import swap, wrap
-from refimpl.errors import PlanError, UnsupportedError
+from twinproof.errors import PlanError, UnsupportedError
 
-LAYOUT = "refimpl.checkpoint.layout"
-INDEX = "refimpl.checkpoint.base:build_index"
-TOTAL = "refimpl.checkpoint.arrange:Arrangement.total_size_bytes"
-ASSIGN = "refimpl.checkpoint.arrange:assign_files"
-SPLIT = "refimpl.checkpoint.files:_split_greedily"
-CATALOG = "refimpl.checkpoint.catalog"
+LAYOUT = "twinproof.checkpoint.layout"
+INDEX = "twinproof.checkpoint.base:build_index"
+TOTAL = "twinproof.checkpoint.arrange:Arrangement.total_size_bytes"
+ASSIGN = "twinproof.checkpoint.arrange:assign_files"
+SPLIT = "twinproof.checkpoint.files:_split_greedily"
+CATALOG = "twinproof.checkpoint.catalog"
 
 
 def _laid_out(around: Any) -> Patch:
     """Wrap ``lay_out`` where a save looks it up, which is not the same module in both versions."""
     return together(
-        wrap("refimpl.checkpoint.arrange:lay_out", around), wrap("refimpl.checkpoint.single:lay_out", around)
+        wrap("twinproof.checkpoint.arrange:lay_out", around), wrap("twinproof.checkpoint.single:lay_out", around)
     )
 
 
@@ -104,13 +104,13 @@ PLANTED = (
         "sixth_digit_taken",
         "More files than five digits can number are taken.",
         ("CKPT-039",),
-        swap("refimpl.checkpoint.files:FILE_COUNT_MAX", 1 << 40),
+        swap("twinproof.checkpoint.files:FILE_COUNT_MAX", 1 << 40),
     ),
     both(
         "one_lacking_name_shown",
         "Of the names that the mapping lacks only the first is shown.",
         ("CKPT-041",),
-        swap("refimpl.checkpoint.files:PlanError", first_only(PlanError)),
+        swap("twinproof.checkpoint.files:PlanError", first_only(PlanError)),
     ),
     both(
         "highest_index_counted",
@@ -129,7 +129,7 @@ PLANTED = (
         "one_leaf_shown",
         "Of the leaves that are no tensors only the first is shown.",
         ("CKPT-049",),
-        swap("refimpl.checkpoint.arrange:UnsupportedError", first_only(UnsupportedError)),
+        swap("twinproof.checkpoint.arrange:UnsupportedError", first_only(UnsupportedError)),
     ),
     both(
         "later_file_wins",
@@ -148,7 +148,7 @@ PLANTED = (
         "One process that asks for no consolidation gets shards and no final files (D15).",
         ("CKPT-095",),
         swap(
-            "refimpl.checkpoint.options:WriterOptions.writes_shards",
+            "twinproof.checkpoint.options:WriterOptions.writes_shards",
             property(lambda options: not options.enable_consolidation),
         ),
     ),

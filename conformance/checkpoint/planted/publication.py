@@ -8,7 +8,7 @@ from typing import Any
 from conformance.checkpoint.planted.making import both, fast, nothing
 from conformance.harness import swap, wrap
 
-PUBLISH = "refimpl.checkpoint.publish"
+PUBLISH = "twinproof.checkpoint.publish"
 
 
 def _never_again(original: Any, staging: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from conformance.checkpoint.planted.making import both, broken_taken_as_empty, fast, nothing
 from conformance.harness import swap, wrap
 
-PLANNER = "refimpl.checkpoint.planners"
-READER = "refimpl.checkpoint.reader_base"
+PLANNER = "twinproof.checkpoint.planners"
+READER = "twinproof.checkpoint.reader_base"
 PLAN = f"{PLANNER}:HuggingFaceLoadPlanner.create_local_plan"
-PARSE = "refimpl.checkpoint.parse"
-FILES = "refimpl.checkpoint.files"
+PARSE = "twinproof.checkpoint.parse"
+FILES = "twinproof.checkpoint.files"
 CONSOLIDATE = "fastimpl.checkpoint.consolidate"
 
 

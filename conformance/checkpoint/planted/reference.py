@@ -10,8 +10,8 @@ import torch
 from conformance.checkpoint.planted.making import Patch, broken_taken_as_empty, nothing, ref
 from conformance.harness import swap, wrap
 
-WRITER = "refimpl.checkpoint.writer"
-CONSOLIDATE = "refimpl.checkpoint.consolidate"
+WRITER = "twinproof.checkpoint.writer"
+CONSOLIDATE = "twinproof.checkpoint.consolidate"
 
 
 def _parts_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
@@ -71,7 +71,7 @@ PLANTED = (
         "reference_reads_from_row_zero",
         "A load always reads a chunk from its first row.",
         ("CKPT-009", "CKPT-026"),
-        wrap("refimpl.checkpoint.reader:read_chunk", _from_row_zero),
+        wrap("twinproof.checkpoint.reader:read_chunk", _from_row_zero),
     ),
     ref(
         "reference_merge_loses_scalars",

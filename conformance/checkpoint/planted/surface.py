@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.checkpoint.planted.making import both, fast, ref
 from conformance.harness import swap, wrap
-from refimpl.errors import CorruptionError, DistributedError, TwinproofError
+from twinproof.errors import CorruptionError, DistributedError, TwinproofError
 
 
 def _taken(*arguments: Any, **options: Any) -> None:
@@ -46,19 +46,19 @@ PLANTED = (
         "signature_of_anything",
         "The writer says that it takes any arguments.",
         ("CKPT-425",),
-        wrap("refimpl.checkpoint.base:WriterBase.__init__", _as_it_is),
+        wrap("twinproof.checkpoint.base:WriterBase.__init__", _as_it_is),
     ),
     both(
         "storage_data_off_by_one",
         "What storage_data says of a chunk begins a byte late.",
         ("CKPT-426",),
-        wrap("refimpl.checkpoint.catalog:_stored", _begins_late),
+        wrap("twinproof.checkpoint.catalog:_stored", _begins_late),
     ),
     both(
         "metadata_error_as_text",
         "An error of read_metadata comes without what it was got and expected.",
         ("CKPT-427",),
-        wrap("refimpl.checkpoint.reader_base:ReaderBase.read_metadata", _as_text),
+        wrap("twinproof.checkpoint.reader_base:ReaderBase.read_metadata", _as_text),
     ),
     *(
         make(

@@ -13,7 +13,7 @@ import torch
 
 from conformance.harness.virtual_device.clocks import HOST, Clock
 from conformance.harness.virtual_device.tracker import Memory, Tracker, here
-from refimpl.errors import UnsupportedError
+from twinproof.errors import UnsupportedError
 
 __all__ = ["DEFAULT", "Costs", "Event", "VirtualClock", "VirtualEngine"]
 

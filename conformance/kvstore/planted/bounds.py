@@ -111,7 +111,7 @@ PLANTED = (
         "load_in_one_piece",
         "A load takes a whole table in hand at once (the double memory of torchrec 3148).",
         ("KV-120",),
-        wrap("refimpl.kvstore.saved:SavedRows.chunks", _one_piece),
+        wrap("twinproof.kvstore.saved:SavedRows.chunks", _one_piece),
     ),
     PlantedBug(
         "rows_before_the_first_write",

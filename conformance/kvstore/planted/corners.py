@@ -8,7 +8,7 @@ import torch
 
 from conformance.harness import swap, wrap
 from conformance.kvstore.planted.planting import in_store, shared
-from refimpl.errors import ConfigError, ShapeError
+from twinproof.errors import ConfigError, ShapeError
 
 
 def _first_row_wins(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ PLANTED = (
         "weight_padded_to_eight",
         "The weight is padded to eight elements instead of four.",
         ("KV-004", "KV-005"),
-        swap("refimpl.kvstore.layout:_PAD_ELEMENTS", 8),
+        swap("twinproof.kvstore.layout:_PAD_ELEMENTS", 8),
     ),
     in_store(
         "first_duplicate_row_wins",
@@ -118,25 +118,25 @@ PLANTED = (
         "state_in_the_weights_dtype",
         "An optimizer state is shown in the dtype of the weights (facts 1.7).",
         ("KV-026",),
-        wrap("refimpl.kvstore.reading:RowSource.get_state", _in_the_weights_dtype),
+        wrap("twinproof.kvstore.reading:RowSource.get_state", _in_the_weights_dtype),
     ),
     shared(
         "narrow_ids_without_sign",
         "Negative int32 ids are widened without their sign.",
         ("KV-027",),
-        wrap("refimpl.kvstore.base:check_ids", _unsigned),
+        wrap("twinproof.kvstore.base:check_ids", _unsigned),
     ),
     shared(
         "saved_ids_are_local",
         "Saved rows list ids that count from the first one (FBGEMM 4739).",
         ("KV-035",),
-        wrap("refimpl.kvstore.saved:SavedRows._ids", _local),
+        wrap("twinproof.kvstore.saved:SavedRows._ids", _local),
     ),
     shared(
         "timestamps_in_minutes",
         "Timestamps are stored in another unit than seconds.",
         ("KV-055",),
-        wrap("refimpl.kvstore.base:KVStoreBase._now", lambda original, store: original(store) // 60),
+        wrap("twinproof.kvstore.base:KVStoreBase._now", lambda original, store: original(store) // 60),
     ),
     in_store(
         "state_dict_of_live_rows",
@@ -149,36 +149,36 @@ PLANTED = (
         "impossible_layouts_accepted",
         "A layout that cannot be honoured is taken.",
         ("KV-080",),
-        wrap("refimpl.kvstore.layout:RowLayout.__post_init__", _tolerant),
+        wrap("twinproof.kvstore.layout:RowLayout.__post_init__", _tolerant),
     ),
     shared(
         "first_of_several_tables",
         "A view that does not say its table shows the first one.",
         ("KV-087",),
-        wrap("refimpl.kvstore.views:KVTensor.__new__", _first_table),
+        wrap("twinproof.kvstore.views:KVTensor.__new__", _first_table),
     ),
     shared(
         "offsets_not_checked",
         "Offsets that do not cut the ids are taken.",
         ("KV-094",),
-        wrap("refimpl.kvstore.modules:KVEmbeddingBag._bags", _unchecked_offsets),
+        wrap("twinproof.kvstore.modules:KVEmbeddingBag._bags", _unchecked_offsets),
     ),
     shared(
         "ids_saved_as_a_column",
         "Ids are saved as [N, 1] instead of [N].",
         ("KV-100",),
-        wrap("refimpl.kvstore.files:dense_rows", _as_columns),
+        wrap("twinproof.kvstore.files:dense_rows", _as_columns),
     ),
     shared(
         "only_the_first_chunk_committed",
         "Torch's load writes the first chunk of each view alone.",
         ("KV-103",),
-        wrap("refimpl.kvstore.planners:KVLoadPlanner.commit_tensor", _place_forgotten),
+        wrap("twinproof.kvstore.planners:KVLoadPlanner.commit_tensor", _place_forgotten),
     ),
     shared(
         "background_threshold_ignored",
         "The background evictor starts a round after every write.",
         ("KV-104",),
-        wrap("refimpl.kvstore.background:BackgroundEvictor._written", _always_due),
+        wrap("twinproof.kvstore.background:BackgroundEvictor._written", _always_due),
     ),
 )

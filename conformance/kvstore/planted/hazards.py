@@ -10,7 +10,7 @@ import torch
 
 from conformance.harness import wrap
 from conformance.kvstore.planted.planting import everywhere, in_store, missing, shared
-from refimpl.errors import ShapeError
+from twinproof.errors import ShapeError
 
 
 def _uninitialised_tail(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -149,8 +149,8 @@ def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, 
 
 
 _HIDDEN = 2**62
-VIEW_CHECK = "refimpl.kvstore.views:check_matrix"
-STATE_KEYS, FILE_KEYS = "refimpl.kvstore.state:check_keys", "refimpl.kvstore.saved:check_keys"
+VIEW_CHECK = "twinproof.kvstore.views:check_matrix"
+STATE_KEYS, FILE_KEYS = "twinproof.kvstore.state:check_keys", "twinproof.kvstore.saved:check_keys"
 
 
 def _believed(original: Any, *arguments: Any) -> None:
@@ -169,7 +169,7 @@ PLANTED = (
         "offset_left_out_of_bounds_check",
         "The bounds check of a partial read ignores the offset (hazard 2).",
         ("KV-025",),
-        wrap("refimpl.kvstore.reading:RowSource.get_rows", _offset_forgotten),
+        wrap("twinproof.kvstore.reading:RowSource.get_rows", _offset_forgotten),
     ),
     shared(
         "view_writes_any_width",
@@ -263,7 +263,7 @@ PLANTED = (
         "A threshold is truncated to a coarser unit (hazard 14).",
         ("KV-056",),
         wrap(
-            "refimpl.kvstore.config:EvictionPolicy.ttl",
+            "twinproof.kvstore.config:EvictionPolicy.ttl",
             lambda original, cls, seconds: original(cls, seconds // 60 * 60),
         ),
     ),

@@ -178,19 +178,19 @@ PLANTED = (
         "ttl_not_strict",
         "A row of exactly the time to live goes.",
         ("KV-056",),
-        wrap("refimpl.kvstore.store:condemned", _not_strict),
+        wrap("twinproof.kvstore.store:condemned", _not_strict),
     ),
     reference(
         "decay_rounds_up",
         "A decayed count is rounded up.",
         ("KV-056",),
-        wrap("refimpl.kvstore.store:decayed", _rounded_up),
+        wrap("twinproof.kvstore.store:decayed", _rounded_up),
     ),
     reference(
         "norm_against_plain_threshold",
         "The sum of squares is compared with the threshold itself.",
         ("KV-088",),
-        wrap("refimpl.kvstore.store:condemned", _padded_norm),
+        wrap("twinproof.kvstore.store:condemned", _padded_norm),
     ),
     in_store(
         "ties_all_stay", "All rows that tie with the last kept score stay.", ("KV-089",), "_begin_round", _lowest_kept
@@ -206,13 +206,13 @@ PLANTED = (
         "pause_ignored",
         "A paused round goes on.",
         ("KV-060",),
-        wrap("refimpl.kvstore.eviction:EvictionRound.pause", _unpausable),
+        wrap("twinproof.kvstore.eviction:EvictionRound.pause", _unpausable),
     ),
     shared(
         "slices_overlap",
         "The second slice begins with the last row of the first.",
         ("KV-060",),
-        wrap("refimpl.kvstore.eviction:EvictionRound.step", _slice_twice),
+        wrap("twinproof.kvstore.eviction:EvictionRound.step", _slice_twice),
     ),
     PlantedBug(
         "freed_rows_not_reused",
@@ -286,6 +286,6 @@ PLANTED = (
         "mean_is_a_sum",
         "A mean is not divided.",
         ("KV-093",),
-        wrap("refimpl.kvstore.modules:KVEmbeddingBag.forward", _mean_as_sum),
+        wrap("twinproof.kvstore.modules:KVEmbeddingBag.forward", _mean_as_sum),
     ),
 )

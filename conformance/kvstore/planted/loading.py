@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.harness import PlantedBug, wrap
 from conformance.kvstore.planted.planting import exported, shared
-from refimpl.kvstore.saved import SavedRows
+from twinproof.kvstore.saved import SavedRows
 
 
 def _nothing(original: Any, *arguments: Any) -> None:
@@ -15,7 +15,7 @@ def _nothing(original: Any, *arguments: Any) -> None:
 
 def _removed_afterwards(original: Any, store: Any, path: Any, **options: Any) -> Any:
     gone = {table: SavedRows(path).deleted(table) for table in SavedRows(path).tables}
-    with wrap("refimpl.kvstore.base:KVStoreBase.delete", _kept(gone)):
+    with wrap("twinproof.kvstore.base:KVStoreBase.delete", _kept(gone)):
         report = original(store, path, **options)
     for table, ids in gone.items():
         store.delete(table, ids)
@@ -105,61 +105,61 @@ PLANTED = (
         "chunks_each_alone",
         "Ids are compared within a chunk only.",
         ("KV-139",),
-        wrap("refimpl.kvstore.saved:SavedRows.chunks", _each_alone),
+        wrap("twinproof.kvstore.saved:SavedRows.chunks", _each_alone),
     ),
     shared(
         "deltas_on_any_base",
         "Once anything was loaded, any delta is taken.",
         ("KV-125",),
-        wrap("refimpl.kvstore.files:check_base", _any_base_of_the_kind),
+        wrap("twinproof.kvstore.files:check_base", _any_base_of_the_kind),
     ),
     shared(
         "moments_of_ids",
         "A moment is named by its ids, so that another run's delta passes.",
         ("KV-126",),
-        wrap("refimpl.kvstore.moments:digest_rows", _by_ids_alone),
+        wrap("twinproof.kvstore.moments:digest_rows", _by_ids_alone),
     ),
     shared(
         "bases_of_ranks_lost",
         "A save by several ranks does not name its base, because their marks differ.",
         ("KV-130",),
-        wrap("refimpl.kvstore.files:named", _own_bases),
+        wrap("twinproof.kvstore.files:named", _own_bases),
     ),
     shared(
         "names_of_histories",
         "The name of a moment depends on what was saved before.",
         ("KV-127",),
-        wrap("refimpl.kvstore.moments:moment_name", _with_the_mark),
+        wrap("twinproof.kvstore.moments:moment_name", _with_the_mark),
     ),
     shared(
         "old_deltas_keep_what_they_remove",
         "Removed ids of a version 2 delta stay.",
         ("KV-128",),
-        wrap("refimpl.kvstore.saved:_content", _old_keys_needed),
+        wrap("twinproof.kvstore.saved:_content", _old_keys_needed),
     ),
     shared(
         "integers_taken_for_states",
         "Values of any dtype are converted to the row's.",
         ("KV-115",),
-        wrap("refimpl.kvstore.state:_check_values", _any_dtype),
+        wrap("twinproof.kvstore.state:_check_values", _any_dtype),
     ),
     shared(
         "only_rows_are_counted",
         "Values of another width than the row's are found when they are written.",
         ("KV-116",),
-        wrap("refimpl.kvstore.state:_check_values", _rows_alone),
+        wrap("twinproof.kvstore.state:_check_values", _rows_alone),
     ),
     shared(
         "capacity_met_on_the_way",
         "A load looks at the capacity chunk by chunk.",
         ("KV-112",),
-        wrap("refimpl.kvstore.files:check_room", _nothing),
+        wrap("twinproof.kvstore.files:check_room", _nothing),
     ),
     shared(
         "chunks_evict_each_other",
         "A later chunk of a load evicts the rows of an earlier one.",
         ("KV-113",),
-        wrap("refimpl.kvstore.files:make_room", _nothing),
+        wrap("twinproof.kvstore.files:make_room", _nothing),
     ),
     exported(
         "removals_after_writes",

@@ -37,7 +37,7 @@ def loaded(of_chunks: Callable[..., Any], of_parts: Callable[..., Any]) -> Calla
     @contextmanager
     def patch() -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(wrap("refimpl.kvstore.saved:SavedRows.chunks", of_chunks))
+            stack.enter_context(wrap("twinproof.kvstore.saved:SavedRows.chunks", of_chunks))
             if "fastimpl" in _packages():
                 stack.enter_context(wrap("fastimpl.kvstore.filling:WaitingRows.read", of_parts))
             yield

@@ -10,8 +10,8 @@ import torch
 
 from conformance.harness import swap, wrap
 from conformance.kvstore.planted.planting import exported, in_store, loaded, shared
-from refimpl.errors import TwinproofError
-from refimpl.kvstore.saved import SavedRows
+from twinproof.errors import TwinproofError
+from twinproof.kvstore.saved import SavedRows
 
 
 def _one_bucket_ahead(original: Any, cls: Any, *arguments: Any, **options: Any) -> Any:
@@ -172,8 +172,8 @@ def _extra_tables(original: Any, store: Any, path: Any, **options: Any) -> Any:
     return original(store, path, **options)
 
 
-VIEW = "refimpl.kvstore.views:KVTensor"
-WRITE_ITEMS = "refimpl.kvstore.lazy:LazyRows.__create_write_items__"
+VIEW = "twinproof.kvstore.views:KVTensor"
+WRITE_ITEMS = "twinproof.kvstore.lazy:LazyRows.__create_write_items__"
 
 PLANTED = (
     shared(
@@ -211,7 +211,7 @@ PLANTED = (
         "narrow_one_row_on",
         "A range of two rows begins one row late.",
         ("KV-039",),
-        wrap("refimpl.kvstore.lazy:LazyRows.narrow", _one_row_on),
+        wrap("twinproof.kvstore.lazy:LazyRows.narrow", _one_row_on),
     ),
     shared(
         "local_keys_in_views",
@@ -229,7 +229,7 @@ PLANTED = (
         "view_takes_any_keys",
         "set_range does not look at the keys of the rows.",
         ("KV-084",),
-        wrap("refimpl.kvstore.views:check_keys", _any_keys),
+        wrap("twinproof.kvstore.views:check_keys", _any_keys),
     ),
     shared(
         "last_chunk_lost",
@@ -264,31 +264,31 @@ PLANTED = (
         "newer_version_accepted",
         "Files of a newer version are read as if they were of this one.",
         ("KV-048",),
-        swap("refimpl.kvstore.saved:FORMAT_VERSION", 99),
+        swap("twinproof.kvstore.saved:FORMAT_VERSION", 99),
     ),
     shared(
         "weights_only_keeps_state",
         "Optimizer state comes along with weights_only.",
         ("KV-049",),
-        wrap("refimpl.kvstore.files:convert_rows", _states_loaded),
+        wrap("twinproof.kvstore.files:convert_rows", _states_loaded),
     ),
     shared(
         "conversion_truncates",
         "float32 becomes bfloat16 by cutting.",
         ("KV-050",),
-        wrap("refimpl.kvstore.convert:_raw", _truncating),
+        wrap("twinproof.kvstore.convert:_raw", _truncating),
     ),
     shared(
         "every_rank_reads_all",
         "A rank reads the rows of all buckets.",
         ("KV-051", "KV-097"),
-        wrap("refimpl.kvstore.saved:SavedTable.rows_of", _every_bucket),
+        wrap("twinproof.kvstore.saved:SavedTable.rows_of", _every_bucket),
     ),
     shared(
         "separate_form_loses_headers",
         "Timestamps and counts are not restored from the separate form.",
         ("KV-054", "KV-042"),
-        wrap("refimpl.kvstore.saved:assemble_rows", _no_metadata),
+        wrap("twinproof.kvstore.saved:assemble_rows", _no_metadata),
     ),
     exported("delta_holds_everything", "A delta holds every row ever written.", ("KV-098",), "save", _everything),
     exported("path_in_the_file", "The file depends on where it is saved.", ("KV-052",), "save", _time_stamped),

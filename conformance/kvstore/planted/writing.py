@@ -9,7 +9,8 @@ import torch
 
 from conformance.harness import swap, wrap
 from conformance.kvstore.planted.planting import exported, in_store, missing, reference, shared
-from refimpl.kvstore import buckets, layout
+from twinproof.kvstore import buckets
+from twinproof.optimizers import OPTIMIZERS
 
 
 def _used_lost(original: Any, header: Any) -> torch.Tensor:
@@ -29,8 +30,9 @@ def _sign_kept(original: Any, store: Any, table: str, ids: torch.Tensor, words: 
 
 
 def _swapped_states() -> dict[str, Any]:
-    states = dict(layout.OPTIMIZERS)
-    return states | {"partial_rowwise_adam": tuple(reversed(states["partial_rowwise_adam"]))}
+    states = dict(OPTIMIZERS)
+    kind = states["partial_rowwise_adam"]
+    return states | {kind.name: dataclasses.replace(kind, states=tuple(reversed(kind.states)))}
 
 
 def _padding_kept(original: Any, row_layout: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -163,7 +165,7 @@ def _stays_open(original: Any, store: Any) -> None:
     return None
 
 
-MAKE = "refimpl.kvstore.config:StoreOptions.make"
+MAKE = "twinproof.kvstore.config:StoreOptions.make"
 
 PLANTED = (
     exported(
@@ -185,14 +187,14 @@ PLANTED = (
         "momentum1_before_momentum2",
         "Partial row-wise Adam stores its states in the order of their names.",
         ("KV-005",),
-        swap("refimpl.kvstore.layout:OPTIMIZERS", _swapped_states()),
+        swap("twinproof.kvstore.layout:OPTIMIZERS", _swapped_states()),
     ),
     shared(
         "states_packed_without_alignment",
         "A float32 state begins at an odd multiple of two bytes.",
         ("KV-006",),
         wrap(
-            "refimpl.kvstore.layout:_round_up",
+            "twinproof.kvstore.layout:_round_up",
             lambda original, value, multiple: (
                 value
                 if multiple == 2
@@ -206,19 +208,19 @@ PLANTED = (
         "padding_of_the_caller_kept",
         "Padding bytes of whole rows are stored as they come.",
         ("KV-007",),
-        wrap("refimpl.kvstore.store:canonical", _padding_kept),
+        wrap("twinproof.kvstore.store:canonical", _padding_kept),
     ),
     shared(
         "offsets_of_the_widest_table",
         "State offsets are computed for the widest table of the store.",
         ("KV-078",),
-        wrap("refimpl.kvstore.reading:RowSource.slot", _first_tables_layout),
+        wrap("twinproof.kvstore.reading:RowSource.slot", _first_tables_layout),
     ),
     shared(
         "json_forgets_state_dtypes",
         "A layout's JSON loses the dtypes of the states.",
         ("KV-079",),
-        wrap("refimpl.kvstore.layout:RowLayout.from_json", _state_dtypes_lost),
+        wrap("twinproof.kvstore.layout:RowLayout.from_json", _state_dtypes_lost),
     ),
     in_store("reading_inserts", "A read of a missing id inserts it.", ("KV-010",), "_read", _inserting_read),
     in_store("denormals_flushed", "Small weights are flushed to zero.", ("KV-008",), "set", _denormals_flushed),
@@ -241,7 +243,7 @@ PLANTED = (
         "count_ignored_with_out",
         "Entries past count are read into out.",
         ("KV-017",),
-        wrap("refimpl.kvstore.reading:RowSource.get", _past_count),
+        wrap("twinproof.kvstore.reading:RowSource.get", _past_count),
     ),
     in_store("rows_beside_out", "Rows are read into a copy of out.", ("KV-111",), "_read_into", _out_beside),
     shared("seed_not_used", "The seed is stored and never used (facts 1.6).", ("KV-012",), wrap(MAKE, _fixed_seed)),
@@ -279,13 +281,13 @@ PLANTED = (
         "negative_ids_mirrored",
         "The bucket of a negative id is that of its absolute value.",
         ("KV-033",),
-        swap("refimpl.kvstore.buckets:bucket_of", _truncated),
+        swap("twinproof.kvstore.buckets:bucket_of", _truncated),
     ),
     shared(
         "outside_ids_clamped",
         "Ids outside all chunks fall into the nearest.",
         ("KV-033",),
-        wrap("refimpl.kvstore.buckets:bucket_of", _clamped),
+        wrap("twinproof.kvstore.buckets:bucket_of", _clamped),
     ),
     exported(
         "remainder_on_the_last_rank",

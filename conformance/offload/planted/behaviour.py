@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from conformance.harness import PlantedBug, swap, wrap
-from refimpl.errors import TwinproofError
+from twinproof.errors import TwinproofError
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
-STATES = "refimpl.offload.states"
+BASE = "twinproof.offload.base:OffloaderBase"
+STATES = "twinproof.offload.states"
 FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
 _KEPT: list[Any] = []
 
@@ -142,8 +142,8 @@ def _nothing_refused() -> Iterator[None]:
             return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1), []
 
     with (
-        wrap("refimpl.offload.base:unwrapped", any_kind)(),
-        swap("refimpl.offload.base:check_attachment", lambda optimizer: None)(),
+        wrap("twinproof.offload.base:unwrapped", any_kind)(),
+        swap("twinproof.offload.base:check_attachment", lambda optimizer: None)(),
     ):
         yield
 
@@ -175,7 +175,7 @@ PLANTED = (
         "sharded_states_left",
         "The states of DTensors stay on the device (pytorch #144397).",
         ("OPT-080", "OPT-081"),
-        wrap("refimpl.offload.bookkeeping:expected_states", _none_for_shards),
+        wrap("twinproof.offload.bookkeeping:expected_states", _none_for_shards),
     ),
     _bug(
         "first_groups_options",
@@ -205,7 +205,7 @@ PLANTED = (
         "places_overlap",
         "M19: two states of a parameter share memory.",
         ("OPT-001", "OPT-020"),
-        wrap("refimpl.offload.bookkeeping:make_bundle", _overlapping),
+        wrap("twinproof.offload.bookkeeping:make_bundle", _overlapping),
     ),
     _bug(
         "empty_params_dropped",
@@ -237,13 +237,13 @@ PLANTED = (
         "hooks_for_each_chunk",
         "M11: step hooks run for each chunk.",
         ("OPT-027",),
-        swap("refimpl.offload.driver:arithmetic_of", _hooked_arithmetic),
+        swap("twinproof.offload.driver:arithmetic_of", _hooked_arithmetic),
     ),
     _bug(
         "closure_for_each_chunk",
         "A closure runs for each chunk.",
         ("OPT-026",),
-        wrap("refimpl.offload.driver:StepDriver._make", _closure_for_each_chunk),
+        wrap("twinproof.offload.driver:StepDriver._make", _closure_for_each_chunk),
         "fastimpl",
     ),
     _bug(
@@ -256,7 +256,7 @@ PLANTED = (
         "fraction_by_count",
         "The fraction counts parameters.",
         ("OPT-021",),
-        swap("refimpl.offload.bookkeeping:select", _by_count),
+        swap("twinproof.offload.bookkeeping:select", _by_count),
     ),
     _bug(
         "offloader_kept", "A global list keeps every offloader.", ("OPT-037",), wrap(f"{BASE}.__init__", _kept_for_ever)

@@ -12,7 +12,7 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-SHARED = "refimpl.offload.cpu_step"
+SHARED = "twinproof.offload.cpu_step"
 STEP = "fastimpl.offload.cpu_step"
 ADAM = "fastimpl.ops:adam_step"
 
@@ -183,7 +183,7 @@ PLANTED = (
     _bug("cpu_rate_captured", "M14 on the CPU: the learning rate of the first step.", ("OPT-201",),
          wrap(f"{SHARED}:Update.advance", _first_rate), BOTH),
     _bug("cpu_bias_uncorrected", "Moments are used as if training had gone on for ever.", ("OPT-202",),
-         wrap("refimpl.offload.adam:AdamHyper.of", _uncorrected), BOTH),
+         wrap("twinproof.offload.adam:AdamHyper.of", _uncorrected), BOTH),
     _bug("cpu_count_hidden", "The step count is kept beside the state, and a checkpoint holds zero.", ("OPT-206",),
          wrap(f"{SHARED}:Update.advance", _hidden_count), BOTH),
     _bug("cpu_weights_cut_off", "bfloat16 weights are the upper half of the masters.", ("OPT-201", "OPT-211"),
@@ -204,13 +204,13 @@ PLANTED = (
     _bug("cpu_gradient_remembered", "The memory of a gradient is taken once; FSDP2 makes it anew for each step.",
          ("OPT-217",), wrap(f"{SHARED}:Update", _gradient_remembered), BOTH),
     _bug("cpu_scale_promised", "Says that it unscales, as fused kernels do, and steps with scaled gradients.",
-         ("OPT-216",), wrap("refimpl.offload.base:OffloaderBase.__init__", _takes_scale), BOTH),
+         ("OPT-216",), wrap("twinproof.offload.base:OffloaderBase.__init__", _takes_scale), BOTH),
     _bug("cpu_states_sent", "The states go up and down with the weights.", ("OPT-203",),
-         wrap("refimpl.offload.base:OffloaderBase._run", _states_too), BOTH),
+         wrap("twinproof.offload.base:OffloaderBase._run", _states_too), BOTH),
     _bug("cpu_refuses_nothing", "Whatever it is, it is stepped as Adam.", ("OPT-204",),
-         swap("refimpl.offload.options:check_cpu_step", _unchecked), BOTH),
+         swap("twinproof.offload.options:check_cpu_step", _unchecked), BOTH),
     _bug("cpu_fraction_ignored", "Everything is stepped on the CPU.", ("OPT-208",),
-         wrap("refimpl.offload.bookkeeping:select", _all_of_it), BOTH),
+         wrap("twinproof.offload.bookkeeping:select", _all_of_it), BOTH),
     _bug("cpu_rest_forgotten", "What was not selected is not stepped.", ("OPT-208",),
          wrap(f"{STEP}:HostStep.run", _rest_forgotten)),
     _bug("cpu_weight_kept_in_slot", "A parameter that is alone in its chunk keeps its old weight.", ("OPT-201",),

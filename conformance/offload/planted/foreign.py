@@ -9,10 +9,10 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
-BOOKS = "refimpl.offload.bookkeeping"
-LEAVING = "refimpl.offload.release:Leaving"
-DRIVER = "refimpl.offload.driver"
+BASE = "twinproof.offload.base:OffloaderBase"
+BOOKS = "twinproof.offload.bookkeeping"
+LEAVING = "twinproof.offload.release:Leaving"
+DRIVER = "twinproof.offload.driver"
 
 
 def _bug(id: str, sentence: str, requirement: str, patch: Any, target: Any = BOTH) -> PlantedBug:
@@ -108,13 +108,13 @@ PLANTED = (
         "subclass_unknown",
         "A subclass counts as unknown.",
         "OPT-253",
-        swap("refimpl.offload.base:known_kind", _none_known),
+        swap("twinproof.offload.base:known_kind", _none_known),
     ),
     _bug(
         "shapes_of_params",
         "States of another shape than the parameter's are dropped.",
         "OPT-258",
-        wrap("refimpl.offload.loading:_check_state", _shapes_of_params),
+        wrap("twinproof.offload.loading:_check_state", _shapes_of_params),
     ),
     _bug(
         "shared_memory_parted",
@@ -126,6 +126,6 @@ PLANTED = (
         "masters_of_wrapper_stay",
         "The masters of a wrapper stay on the device.",
         "OPT-254",
-        wrap("refimpl.offload.base:unwrapped", _masters_stay),
+        wrap("twinproof.offload.base:unwrapped", _masters_stay),
     ),
 )

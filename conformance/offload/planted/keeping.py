@@ -9,8 +9,8 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
-STATES = "refimpl.offload.states"
+BASE = "twinproof.offload.base:OffloaderBase"
+STATES = "twinproof.offload.states"
 FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
 _KEPT: list[Any] = []
 
@@ -118,7 +118,7 @@ PLANTED = (
         "masters_loaded_without_parameters",
         "Loaded masters do not reach the parameters before the next step.",
         ("OPT-044",),
-        wrap("refimpl.offload.masters:MasterWeights.load", _masters_only),
+        wrap("twinproof.offload.masters:MasterWeights.load", _masters_only),
     ),
     _bug(
         "strides_lost", "M9: state comes back contiguous.", ("OPT-017",), swap(f"{STATES}:_dense_strides", _contiguous)
@@ -140,7 +140,7 @@ PLANTED = (
         "values_quieted",
         "NaN payloads and signed zeros are lost in a load.",
         ("OPT-015",),
-        wrap("refimpl.offload.loading:copied", _quieted),
+        wrap("twinproof.offload.loading:copied", _quieted),
     ),
     _bug(
         "state_dict_brings_back",
@@ -158,19 +158,19 @@ PLANTED = (
         "masters_deduplicated",
         "Doubtful parameters are skipped in silence.",
         ("OPT-043",),
-        wrap("refimpl.offload.masters:MasterWeights.__init__", _each_once),
+        wrap("twinproof.offload.masters:MasterWeights.__init__", _each_once),
     ),
     _bug(
         "masters_truncated",
         "Masters are cut to bf16 instead of rounded.",
         ("OPT-012",),
-        wrap("refimpl.offload.masters:MasterWeights.end", _truncated),
+        wrap("twinproof.offload.masters:MasterWeights.end", _truncated),
     ),
     _bug(
         "stale_masters_unnoticed",
         "M15: a loaded model is overwritten by old masters.",
         ("OPT-041",),
-        swap("refimpl.offload.masters:MasterWeights.check", lambda masters, some: None),
+        swap("twinproof.offload.masters:MasterWeights.check", lambda masters, some: None),
     ),
     _bug(
         "counts_forgotten_on_load",

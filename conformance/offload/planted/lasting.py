@@ -10,7 +10,7 @@ from conformance.harness import PlantedBug, swap, wrap
 from conformance.offload.planted.ordering import altered
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
+BASE = "twinproof.offload.base:OffloaderBase"
 FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
 _KEPT: list[Any] = []
 
@@ -145,7 +145,7 @@ PLANTED = (
         "gradients_of_masters_kept",
         "The float32 gradients of masters live on after the step.",
         ("OPT-235",),
-        wrap("refimpl.offload.masters:MasterWeights.end", _gradients_kept),
+        wrap("twinproof.offload.masters:MasterWeights.end", _gradients_kept),
     ),
     _bug(
         "update_dithered",

@@ -7,8 +7,8 @@ from typing import Any
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
-LOADING = "refimpl.offload.loading"
+BASE = "twinproof.offload.base:OffloaderBase"
+LOADING = "twinproof.offload.loading"
 
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:

@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.harness import PlantedBug, wrap
 
-BASE = "refimpl.offload.base"
+BASE = "twinproof.offload.base"
 
 
 def _fetched_before(original: Any, offloader: Any, state_dict: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
+BASE = "twinproof.offload.base:OffloaderBase"
 
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
@@ -64,13 +64,13 @@ PLANTED = (
         "sharded_factors",
         "Adafactor's factors are taken of each shard.",
         ("OPT-086",),
-        wrap("refimpl.offload.bookkeeping:expected_states", _as_if_plain),
+        wrap("twinproof.offload.bookkeeping:expected_states", _as_if_plain),
     ),
     _bug(
         "quantized_taken_for_bytes",
         "facts 2, torchao low-bit: a state of several tensors is moved as if it were one.",
         ("OPT-244",),
-        swap("refimpl.offload.loading:check_plain", lambda value, where: None),
+        swap("twinproof.offload.loading:check_plain", lambda value, where: None),
     ),
     _bug(
         "host_memory_rounded",

@@ -9,7 +9,7 @@ import torch
 from conformance.harness import PlantedBug, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "refimpl.offload.base:OffloaderBase"
+BASE = "twinproof.offload.base:OffloaderBase"
 
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
@@ -83,14 +83,14 @@ PLANTED = (
         "doubles_halved",
         "States of float64 lie in host memory as float32.",
         ("OPT-013",),
-        wrap("refimpl.offload.bookkeeping:make_bundle", _in_half),
+        wrap("twinproof.offload.bookkeeping:make_bundle", _in_half),
         "refimpl",
     ),
     _bug(
         "smallest_move_first",
         "The selection sorts by size.",
         ("OPT-022",),
-        wrap("refimpl.offload.bookkeeping:select", _smallest_first),
+        wrap("twinproof.offload.bookkeeping:select", _smallest_first),
     ),
     _bug(
         "listed_once",
@@ -102,7 +102,7 @@ PLANTED = (
         "real_part_only",
         "Complex states lose their imaginary part on the way.",
         ("OPT-023",),
-        wrap("refimpl.offload.offloader:rebind", _real_part),
+        wrap("twinproof.offload.offloader:rebind", _real_part),
         "refimpl",
     ),
     _bug(

@@ -9,9 +9,9 @@ from typing import Any
 from conformance.harness import wrap
 from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
 
-_BASE = "refimpl.pipeline.schedules_base:PipelineBase"
-_ARGUMENTS = "refimpl.pipeline.schedules_arguments"
-_STAGES = "refimpl.pipeline.schedules_stages:Stages"
+_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
+_ARGUMENTS = "twinproof.pipeline.schedules_arguments"
+_STAGES = "twinproof.pipeline.schedules_stages:Stages"
 
 
 def _older_name_ignored(original: Any, stream: str, use: Any, after_dist: bool, before: bool, after_opt: Any) -> Any:
@@ -130,7 +130,7 @@ PLANTED = (
         "postproc_runs_twice",
         "A module that ran ahead runs in the model again.",
         ("PIPE-286",),
-        "refimpl.pipeline.rewrite:Attachment.__init__",
+        "twinproof.pipeline.rewrite:Attachment.__init__",
         _model_calls_too,
     ),
     shared(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from refimpl.pipeline import embeddings
+from twinproof.pipeline import embeddings
 
 
 def _weights_lost(original: Any, batch: Any, indices: Any) -> Any:
@@ -63,7 +63,7 @@ PLANTED = (
         "batch_not_checked",
         "Parts that disagree make a batch.",
         ("PIPE-101",),
-        "refimpl.pipeline.data:KeyedJaggedTensor._check_features",
+        "twinproof.pipeline.data:KeyedJaggedTensor._check_features",
         _accepted,
     ),
     exported(
@@ -76,28 +76,28 @@ PLANTED = (
         "dense_gradient_twice",
         "Dense gradients of some rows are added twice.",
         ("PIPE-110",),
-        "refimpl.pipeline.embeddings:Pooled.backward",
+        "twinproof.pipeline.embeddings:Pooled.backward",
         staticmethod(_once_more),
     ),
     shared_swap(
         "names_without_tables",
         "Shared features are not told apart.",
         ("PIPE-110",),
-        "refimpl.pipeline.embeddings:embedding_names",
+        "twinproof.pipeline.embeddings:embedding_names",
         _plain_names,
     ),
     shared(
         "positions_count_from_one",
         "The first id of a bag has the second weight.",
         ("PIPE-111", "PIPE-106"),
-        "refimpl.pipeline.processors:_of_positions",
+        "twinproof.pipeline.processors:_of_positions",
         _next_position,
     ),
     shared_swap(
         "plans_not_checked",
         "Plans that do not fit are taken.",
         ("PIPE-105",),
-        "refimpl.pipeline.shards:check_plan",
+        "twinproof.pipeline.shards:check_plan",
         _accepted,
     ),
 )

@@ -13,7 +13,7 @@ import torch
 from conformance.harness import PlantedBug, wrap
 from conformance.pipeline.planted.planting import BOTH, fast, shared
 
-_BASE = "refimpl.pipeline.schedules_base:PipelineBase"
+_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
 _COLLECTION = "fastimpl.pipeline.sharded:ShardedEmbeddingBagCollection"
 
 
@@ -86,7 +86,7 @@ def _dataclasses_stay(original: Any, batch: Any, *args: Any) -> Any:
 @contextlib.contextmanager
 def _both_moves() -> Any:
     with contextlib.ExitStack() as stack:
-        for place in ("refimpl.pipeline.schedules", "fastimpl.pipeline.stages"):
+        for place in ("twinproof.pipeline.schedules", "fastimpl.pipeline.stages"):
             stack.enter_context(wrap(f"{place}:move_batch", _dataclasses_stay))
         yield
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import shared, shared_swap
-from refimpl.pipeline import sequences
+from twinproof.pipeline import sequences
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -71,77 +71,77 @@ PLANTED = (
         "settings_not_checked",
         "Settings without effect are taken.",
         ("PIPE-220",),
-        "refimpl.pipeline.tables:EmbeddingConfig.check",
+        "twinproof.pipeline.tables:EmbeddingConfig.check",
         _nothing,
     ),
     shared_swap(
         "returned_weights_dropped",
         "What init_fn returns is dropped.",
         ("PIPE-221",),
-        "refimpl.pipeline.tables:initialized",
+        "twinproof.pipeline.tables:initialized",
         _returned_is_dropped,
     ),
     shared_swap(
         "optimizer_of_parameters_ignored",
         "The optimizer that parameters carry is ignored.",
         ("PIPE-222",),
-        "refimpl.pipeline.sharded_base:optimizer_in_backward",
+        "twinproof.pipeline.sharded_base:optimizer_in_backward",
         _no_optimizer,
     ),
     shared(
         "cut_tables_without_names",
         "Cut tables are no named parameters.",
         ("PIPE-223",),
-        "refimpl.pipeline.sharded_state:ShardedState.named_parameters",
+        "twinproof.pipeline.sharded_state:ShardedState.named_parameters",
         _no_parts,
     ),
     shared_swap(
         "row_gradient_twice",
         "Gradients of some rows are added twice.",
         ("PIPE-224",),
-        "refimpl.pipeline.sequences:_Rows.backward",
+        "twinproof.pipeline.sequences:_Rows.backward",
         staticmethod(_doubled),
     ),
     shared(
         "other_tables_dropped",
         "Tables behind the first are dropped.",
         ("PIPE-225",),
-        "refimpl.pipeline.sequences:check_tables",
+        "twinproof.pipeline.sequences:check_tables",
         _any_tables,
     ),
     shared(
         "processors_weigh_one",
         "Processors by name weigh everything 1.",
         ("PIPE-226",),
-        "refimpl.pipeline.keyed_moves:KeyedMoves._with_weights",
+        "twinproof.pipeline.keyed_moves:KeyedMoves._with_weights",
         _ones,
     ),
     shared(
         "traced_collections_differ",
         "A collection gives half of what it gives when traced.",
         ("PIPE-227",),
-        "refimpl.pipeline.embeddings:EmbeddingBagCollectionBase._looked_up",
+        "twinproof.pipeline.embeddings:EmbeddingBagCollectionBase._looked_up",
         _less,
     ),
     shared(
         "one_row_on_meta",
         "Batches on meta have one sample.",
         ("PIPE-228",),
-        "refimpl.pipeline.embeddings:EmbeddingBagCollectionBase._on_meta",
+        "twinproof.pipeline.embeddings:EmbeddingBagCollectionBase._on_meta",
         _one_row,
     ),
     shared(
         "foreign_ids_turned",
         "Ids of other libraries' batches are read backwards.",
         ("PIPE-229",),
-        "refimpl.pipeline.selection:own_batch",
+        "twinproof.pipeline.selection:own_batch",
         _turned_ids,
     ),
     shared(
         "nested_under_other_names",
         "Nested tensors change their names.",
         ("PIPE-230",),
-        "refimpl.pipeline.foreign:_of_nested",
+        "twinproof.pipeline.foreign:_of_nested",
         _other_names,
     ),
 )

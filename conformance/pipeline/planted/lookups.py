@@ -8,7 +8,7 @@ import torch
 
 from conformance.harness import swap
 from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
-from refimpl.pipeline.jagged import Bags, offsets_of
+from twinproof.pipeline.jagged import Bags, offsets_of
 
 LOOKUPS = "TableBatchedEmbeddingBags"
 
@@ -204,7 +204,7 @@ PLANTED = (
         "copies_count_from_zero",
         "A copy of lookups counts steps from 0 again.",
         ("PIPE-117",),
-        "refimpl.pipeline.bags:InBackwardOptimizer.__getstate__",
+        "twinproof.pipeline.bags:InBackwardOptimizer.__getstate__",
         _step_forgotten,
     ),
     fast(
@@ -270,7 +270,9 @@ PLANTED = (
         ("PIPE-040",),
         (f"{LOOKUPS}.mended", _mended_in_place),
     ),
-    shared_swap("bad_id_not_logged", "Warning says nothing.", ("PIPE-040",), "refimpl.pipeline.bags:logger", _Silent()),
+    shared_swap(
+        "bad_id_not_logged", "Warning says nothing.", ("PIPE-040",), "twinproof.pipeline.bags:logger", _Silent()
+    ),
     exported(
         "weight_gradient_scaled",
         "The weights' gradient is scaled.",
@@ -281,14 +283,14 @@ PLANTED = (
         "weight_gradient_after_step",
         "The weights' gradient reads rows that the step has changed.",
         ("PIPE-013",),
-        "refimpl.pipeline.bags:_Lookup.backward",
+        "twinproof.pipeline.bags:_Lookup.backward",
         staticmethod(_step_first),
     ),
     shared_swap(
         "weights_ignored_backward",
         "Gradients of rows ignore weights.",
         ("PIPE-010",),
-        "refimpl.pipeline.bags:_Lookup.backward",
+        "twinproof.pipeline.bags:_Lookup.backward",
         staticmethod(_always),
     ),
     exported(
@@ -307,20 +309,20 @@ PLANTED = (
         "lookups_cached", "Lookups read the tables of the first one.", ("PIPE-061",), (f"{LOOKUPS}._pool", _cached)
     ),
     shared(
-        "eps_too_large", "Eps is another.", ("PIPE-014",), "refimpl.pipeline.config:FusedOptimizer.hyper", _large_eps
+        "eps_too_large", "Eps is another.", ("PIPE-014",), "twinproof.pipeline.config:FusedOptimizer.hyper", _large_eps
     ),
     shared(
         "bias_correction_one_late",
         "Adam's step counts from 2.",
         ("PIPE-014", "PIPE-020"),
-        "refimpl.pipeline.config:FusedOptimizer.hyper",
+        "twinproof.pipeline.config:FusedOptimizer.hyper",
         _one_step_late,
     ),
     shared_swap(
         "bag_offsets_not_checked",
         "Offsets that do not cut the ids are taken.",
         ("PIPE-104",),
-        "refimpl.pipeline.bags:TableBatchedEmbeddingBagsBase._check_offsets",
+        "twinproof.pipeline.bags:TableBatchedEmbeddingBagsBase._check_offsets",
         _accepted,
     ),
     exported(

@@ -10,9 +10,9 @@ from conformance.harness import swap, wrap
 from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
 from refimpl.optimizers import row_sum
 
-COLUMNS = "refimpl.pipeline.columns:Columns"
+COLUMNS = "twinproof.pipeline.columns:Columns"
 SHARDED = "ShardedEmbeddingBagCollection"
-_BASE = "refimpl.pipeline.sharded_base"
+_BASE = "twinproof.pipeline.sharded_base"
 
 
 def _not_mean(original: Any, columns: Any, grad: torch.Tensor, bags: Any, divisor: int) -> Any:
@@ -35,7 +35,7 @@ def _no_means(original: Any, columns: Any) -> list[int]:
 
 
 def _first_columns(original: Any, columns: Any, rank: int) -> Any:
-    from refimpl.pipeline.lookups import is_partial
+    from twinproof.pipeline.lookups import is_partial
 
     places, at = [], 0
     for slot in columns.slots[rank]:
@@ -143,7 +143,7 @@ PLANTED = (
         "key_value_weights_weighed_again",
         "The gradient of a weight at a key-value table is multiplied by the weight.",
         ("PIPE-115",),
-        "refimpl.pipeline.lookups:KeyValueBags._weight_gradients",
+        "twinproof.pipeline.lookups:KeyValueBags._weight_gradients",
         _weighed_again,
     ),
     shared(
@@ -193,7 +193,7 @@ PLANTED = (
         "step_not_counted_without_tables",
         "A rank that holds no table counts no steps.",
         ("PIPE-082",),
-        "refimpl.pipeline.exchange:Exchange.backward",
+        "twinproof.pipeline.exchange:Exchange.backward",
         staticmethod(_only_with_tables),
     ),
     exported(

@@ -8,10 +8,10 @@ import threading
 from typing import Any
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from refimpl.pipeline.schedules_options import Placed
+from twinproof.pipeline.schedules_options import Placed
 
-_BASE = "refimpl.pipeline.schedules_base:PipelineBase"
-_STAGES = "refimpl.pipeline.schedules_stages:Stages"
+_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
+_STAGES = "twinproof.pipeline.schedules_stages:Stages"
 
 
 def _none_ends(original: Any, schedule: Any) -> Any:
@@ -245,7 +245,7 @@ PLANTED = (
         "forward_not_restored",
         "detach() leaves the driven forward.",
         ("PIPE-042",),
-        "refimpl.pipeline.rewrite:Attachment.close",
+        "twinproof.pipeline.rewrite:Attachment.close",
         _left_attached,
     ),
     shared("threads_left", "Every attachment leaves a thread.", ("PIPE-055",), f"{_BASE}.attach", _leaking),
@@ -256,7 +256,7 @@ PLANTED = (
         "stash_steps_at_once",
         "The first stashed step steps.",
         ("PIPE-136",),
-        "refimpl.pipeline.schedules:OneStale._step_dense",
+        "twinproof.pipeline.schedules:OneStale._step_dense",
         _first_steps_too,
     ),
     shared(
@@ -270,7 +270,7 @@ PLANTED = (
         "placements_not_checked",
         "Contradicting placements are taken.",
         ("PIPE-125",),
-        "refimpl.pipeline.schedules_arguments:check_placement",
+        "twinproof.pipeline.schedules_arguments:check_placement",
         _any_placement,
     ),
     shared(

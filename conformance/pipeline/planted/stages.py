@@ -9,8 +9,8 @@ import torch
 
 from conformance.pipeline.planted.planting import shared, shared_swap
 
-_BASE = "refimpl.pipeline.schedules_base:PipelineBase"
-_STAGES = "refimpl.pipeline.schedules_stages:Stages"
+_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
+_STAGES = "twinproof.pipeline.schedules_stages:Stages"
 
 
 def _losses_wanted(original: Any, schedule: Any, flight: Any) -> Any:
@@ -69,7 +69,7 @@ PLANTED = (
         "lazy_results_lost",
         "Gradients of lazy results never reach the tables.",
         ("PIPE-301",),
-        "refimpl.pipeline.schedules:cut_off",
+        "twinproof.pipeline.schedules:cut_off",
         _first_two_tables,
     ),
     shared_swap(
@@ -85,14 +85,14 @@ PLANTED = (
         "overrides_not_checked",
         "Methods that nobody calls may be overridden.",
         ("PIPE-305",),
-        "refimpl.pipeline.schedules_base:check_overrides",
+        "twinproof.pipeline.schedules_base:check_overrides",
         lambda kind: None,
     ),
     shared(
         "queues_apart",
         "Removing a batch and its context removes two batches.",
         ("PIPE-306",),
-        "refimpl.pipeline.schedules_flights:QueueView.__delitem__",
+        "twinproof.pipeline.schedules_flights:QueueView.__delitem__",
         _by_itself,
     ),
     shared("sent_when_attached", "attach() always sends.", ("PIPE-307",), f"{_BASE}.attach", _always_sent),

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import shared, shared_swap
-from refimpl.pipeline.shards import INIT_ROWS, Shard
+from twinproof.pipeline.shards import INIT_ROWS, Shard
 
-STATE = "refimpl.pipeline.sharded_state:ShardedState"
+STATE = "twinproof.pipeline.sharded_state:ShardedState"
 
 
 def _step_lost(original: Any, module: Any, state: Any) -> None:
@@ -37,8 +37,8 @@ def _any_shape(original: Any, target: Any, value: Any, where: str) -> None:
 
 
 def _local_rows(table: Any, index: int, shard: Shard, seed: int) -> torch.Tensor:
-    from refimpl.kvstore.config import Initializer
-    from refimpl.kvstore.initial import initial_weights
+    from twinproof.kvstore.config import Initializer
+    from twinproof.kvstore.initial import initial_weights
 
     bound = table.num_embeddings**-0.5
     ids = torch.arange(min(INIT_ROWS, shard.rows[1] - shard.rows[0]))
@@ -55,7 +55,7 @@ PLANTED = (
         "seed_of_dense_tables_forgotten",
         "Data-parallel tables are made from another seed.",
         ("PIPE-108",),
-        "refimpl.pipeline.sharded_base:ShardedEmbeddingBagCollectionBase._replicate",
+        "twinproof.pipeline.sharded_base:ShardedEmbeddingBagCollectionBase._replicate",
         _seed_forgotten,
     ),
     shared(
@@ -69,28 +69,28 @@ PLANTED = (
         "whole_tensor_cut_at_the_beginning",
         "A whole tensor gives every rank its first rows.",
         ("PIPE-059",),
-        "refimpl.pipeline.sharded_state:copy_into",
+        "twinproof.pipeline.sharded_state:copy_into",
         _first_rows,
     ),
     shared(
         "saved_parts_not_taken",
         "Parts that were saved are not loaded.",
         ("PIPE-059",),
-        "refimpl.pipeline.sharded_state:copy_into",
+        "twinproof.pipeline.sharded_state:copy_into",
         _kept,
     ),
     shared(
         "states_of_other_blocks_skipped",
         "States of other column blocks are left out in silence.",
         ("PIPE-107",),
-        "refimpl.pipeline.sharded_state:copy_into",
+        "twinproof.pipeline.sharded_state:copy_into",
         _any_shape,
     ),
     shared_swap(
         "first_weights_by_local_row",
         "First weights depend on the plan.",
         ("PIPE-108",),
-        "refimpl.pipeline.sharded_base:initial_shard",
+        "twinproof.pipeline.sharded_base:initial_shard",
         _local_rows,
     ),
 )

@@ -70,7 +70,7 @@ def _at_once(schedule: Any, flight: Any) -> Any:
 def _stale() -> Any:
     """Hoisted before the optimizer, and kept though the optimizer wrote what was read."""
     with (
-        wrap("refimpl.pipeline.rewrite:Call.is_late", _first_and_last),
+        wrap("twinproof.pipeline.rewrite:Call.is_late", _first_and_last),
         wrap(f"{_SCHEDULES}:_LooksUp._forget_outdated", _not_forgotten),
     ):
         yield
@@ -92,7 +92,7 @@ PLANTED = (
         "recall_raises",
         "A batch in flight whose exchange failed makes detach() fail.",
         ("PIPE-133",),
-        wrap("refimpl.pipeline.schedules_base:PipelineBase._recall", _recalled_loudly),
+        wrap("twinproof.pipeline.schedules_base:PipelineBase._recall", _recalled_loudly),
     ),
     fast(
         "lookup_outlives_loader_error",
@@ -110,7 +110,7 @@ PLANTED = (
         "dense_tables_not_behind_optimizer",
         "Data-parallel lookups do not wait for the optimizer.",
         ("PIPE-093",),
-        wrap("refimpl.pipeline.rewrite:Call.is_late", _first_and_last),
+        wrap("twinproof.pipeline.rewrite:Call.is_late", _first_and_last),
     ),
     fast(
         "forward_before_lookup",
@@ -158,6 +158,6 @@ PLANTED = (
         "bad_batch_raises_early",
         "A later batch's bad id stops the step before.",
         ("PIPE-035",),
-        swap("refimpl.pipeline.schedules_stages:Stages._noted", _at_once),
+        swap("twinproof.pipeline.schedules_stages:Stages._noted", _at_once),
     ),
 )

@@ -1,4 +1,4 @@
-// Which rows an eviction round removes; the predicates are those of refimpl.kvstore.eviction.
+// Which rows an eviction round removes; the predicates are those of twinproof.kvstore.eviction.
 #pragma once
 
 #include "kv_write.h"

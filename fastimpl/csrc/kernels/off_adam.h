@@ -1,5 +1,5 @@
 // One pass of Adam or AdamW over host memory: gradient, float32 master and moments in, all of them and a half-precision
-// weight out. Every operation is a single float32 operation in the order of refimpl.offload.adam; compile without
+// weight out. Every operation is a single float32 operation in the order of twinproof.offload.adam; compile without
 // contraction. Elements are independent and every path rounds the same, so that neither the vector unit nor the cut
 // between threads changes a bit.
 #pragma once

@@ -1,0 +1,1 @@
+"""HF-format checkpoints through torch's distributed checkpoint: format, plan, publication and readers."""

@@ -1,0 +1,229 @@
+"""Make a finished checkpoint visible at one instant.
+
+Prevents the destroyed old checkpoint and the half-visible new one of facts/checkpoint.md D13. Everything is written to
+a hidden folder beside the target, the index last; then one rename (or one exchange of two folders) shows it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from twinproof.checkpoint.files import INDEX_NAME, is_checkpoint_name, read_index
+from twinproof.errors import CheckpointExistsError, StorageError, TwinproofError
+
+__all__ = ["Staging", "fsync_path", "storage_error", "write_small_file"]
+
+logger = logging.getLogger("twinproof.checkpoint")
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+
+
+def storage_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> StorageError:
+    """The named form of an OSError; keeps ``errno``."""
+    result = StorageError(
+        f"{doing} failed: {error.strerror}",
+        got=errno.errorcode.get(error.errno or 0, error.errno),
+        where=os.fspath(path),
+    )
+    result.errno, result.strerror, result.filename = error.errno, error.strerror, os.fspath(path)
+    return result
+
+
+def fsync_path(path: str | os.PathLike[str]) -> None:
+    """Fsync a file or a folder by name."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_small_file(path: str | os.PathLike[str], content: bytes, *, durable: bool) -> None:
+    """Create a file with this content; short writes are continued. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders atomically; False where kernel or file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(b))
+
+
+def _missing_parents(target: Path) -> list[Path]:
+    """Folders above the target that do not exist yet, the innermost first: their names must become durable too."""
+    return [parent for parent in target.parents if not parent.exists()]
+
+
+def _carry(source: Path, target: Path, sync: Callable[[Path], None]) -> None:
+    """Give ``target`` a second name for a file, or for every file of a folder; copies where links are not possible."""
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        target.chmod(stat.S_IMODE(source.stat().st_mode))
+        for child in source.iterdir():
+            _carry(child, target / child.name, sync)
+        sync(target)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copy2(source, target, follow_symlinks=False)
+        if stat.S_ISREG(target.lstat().st_mode):
+            sync(target)
+
+
+class Staging:
+    """A hidden folder that becomes ``target``.
+
+    Args:
+        target: folder of the checkpoint; parents are made.
+        durable: fsync folders and the index, so that a power cut keeps either the old or the new checkpoint.
+        overwrite: whether a checkpoint that is already there is replaced.
+
+    Raises:
+        CheckpointExistsError: something is there and may not, or cannot atomically, be replaced. Nothing was touched.
+        StorageError: the folder cannot be made.
+    """
+
+    def __init__(self, target: Path, *, durable: bool = True, overwrite: bool = True) -> None:
+        self.target = Path(os.path.realpath(target))
+        self.durable = durable
+        self.old_names = self._old_checkpoint()
+        if self.old_names and not overwrite:
+            raise CheckpointExistsError(
+                "a checkpoint is already there",
+                got=self.old_names[:5],
+                expected="overwrite=True",
+                where=str(self.target),
+            )
+        try:
+            self.new_parents = _missing_parents(self.target)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.in_place = self._is_pinned()
+            if self.in_place and self.old_names:
+                raise CheckpointExistsError(
+                    "a checkpoint in a folder that cannot be renamed cannot be replaced atomically",
+                    got=self.old_names[:5],
+                    where=str(self.target),
+                )
+            parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
+            self._warn_of_leftovers(parent, f".{name}.saving-")
+            self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
+            self.folder.mkdir()
+        except OSError as error:
+            raise (
+                error
+                if isinstance(error, TwinproofError)
+                else storage_error(error, "making the staging folder", self.target)
+            ) from error
+
+    def _old_checkpoint(self) -> list[str]:
+        if not self.target.exists():
+            return []
+        if not self.target.is_dir():
+            raise CheckpointExistsError("the target is not a folder", got="a file", where=str(self.target))
+        try:
+            index = read_index(self.target)
+        except TwinproofError:
+            index = None  # A broken index is replaced with the rest.
+        listed = set(index[0].values()) if index else set()
+        return sorted(name for name in os.listdir(self.target) if is_checkpoint_name(name) or name in listed)
+
+    def _is_pinned(self) -> bool:
+        # A mount point, or a folder in a parent that we may not write, cannot be renamed.
+        if not self.target.exists():
+            return False
+        parent = self.target.parent
+        return os.path.ismount(self.target) or not os.access(parent, os.W_OK | os.X_OK)
+
+    @staticmethod
+    def _warn_of_leftovers(parent: Path, prefix: str) -> None:
+        leftovers = [name for name in os.listdir(parent) if name.startswith(prefix)]
+        if leftovers:
+            logger.warning(
+                "left over from interrupted saves, safe to delete: %s", ", ".join(str(parent / n) for n in leftovers)
+            )
+
+    def publish(self, index: bytes | None) -> None:
+        """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then intact."""
+        try:
+            if index is not None:
+                write_small_file(self.folder / INDEX_NAME, index, durable=self.durable)
+            self._publish_in_place() if self.in_place else self._publish_folder()
+        except OSError as error:
+            raise storage_error(error, "publishing the checkpoint", self.target) from error
+
+    def _sync(self, path: Path) -> None:
+        if self.durable:
+            fsync_path(path)
+
+    def _publish_folder(self) -> None:
+        exists = self.target.exists()
+        if exists:
+            self.folder.chmod(stat.S_IMODE(self.target.stat().st_mode))
+            for name in sorted(set(os.listdir(self.target)) - set(self.old_names)):
+                _carry(self.target / name, self.folder / name, self._sync)
+        self._sync(self.folder)
+        if not exists:
+            os.rename(self.folder, self.target)
+            self._sync(self.target.parent)
+            for parent in self.new_parents:
+                self._sync(parent.parent)
+        elif _exchange(self.folder, self.target):
+            self._sync(self.target.parent)
+            self._drop(self.folder)
+        else:
+            # Without an exchange the target is absent for an instant; a crash then leaves the old one under this name.
+            previous = self.target.with_name(f".{self.target.name}.previous-{uuid.uuid4().hex[:12]}")
+            os.rename(self.target, previous)
+            os.rename(self.folder, self.target)
+            self._sync(self.target.parent)
+            self._drop(previous)
+
+    def _publish_in_place(self) -> None:
+        names = sorted(os.listdir(self.folder), key=lambda name: (name == INDEX_NAME, name))
+        self._sync(self.folder)
+        for name in names:
+            if name == INDEX_NAME:
+                self._sync(self.target)
+            os.rename(self.folder / name, self.target / name)
+        self._sync(self.target)
+        self.folder.rmdir()
+
+    def _drop(self, folder: Path) -> None:
+        # The new checkpoint is already in force; failing to clear the old one must not make the save fail.
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("the replaced checkpoint could not be deleted: %s: %s", folder, error)
+
+    def discard(self) -> None:
+        """Remove the staging folder after a failed save."""
+        shutil.rmtree(self.folder, ignore_errors=True)

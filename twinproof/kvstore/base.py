@@ -1,0 +1,328 @@
+"""The store's verbs and their checks, shared by both versions: the rows are the subclass's, see ``primitives``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from twinproof.errors import ConfigError, ShapeError, UnsupportedError
+from twinproof.kvstore.buckets import Buckets
+from twinproof.kvstore.checks import check_count, check_ids, check_matrix, check_rows
+from twinproof.kvstore.config import Clock, EvictionPolicy, EvictionStats, Initializer, StoreOptions
+from twinproof.kvstore.eviction import EvictionRound
+from twinproof.kvstore.layout import HEADER_BYTES, TIMESTAMP_MAX, RowLayout, as_bytes
+from twinproof.kvstore.moments import Moments
+from twinproof.kvstore.primitives import RowStore
+from twinproof.kvstore.state import load_state_dict, state_dict
+from twinproof.optimizers import Hyper
+
+__all__ = ["KVStoreBase", "wall_clock"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def wall_clock() -> int:
+    """Unix seconds."""
+    return int(time.time())
+
+
+class KVStoreBase(RowStore):
+    """Key -> whole row, for several tables.
+
+    Args:
+        layouts: table name -> layout; the order fixes the table index of the initializer.
+        optimizer_in_row: rows hold the optimizer state; else header and weight only.
+        return_whole_row: state dicts and checkpoints carry whole rows (needs ``optimizer_in_row``).
+        num_shards: parts of the map, for concurrency; never changes a result.
+        seed: of the initializer.
+        initializer: weights of missing ids; one, or one per table.
+        eviction: the policy of ``evict()``; one, or one per table; None evicts nothing.
+        clock: seconds for the timestamps of written rows; taken mod 2**32.
+        capacity: rows at most, for each table or per table. A write beyond it evicts rows that are not in its batch:
+            the lowest score under the score policy, the lowest count under count and ttl_count, else the oldest
+            timestamp; ties by ascending id.
+        track_changes: remember which rows change and which go, for delta checkpoints.
+        device: "cpu".
+
+    Every verb is atomic for each table, checks all arguments first and leaves the store as it was when it raises.
+    Inputs are never changed and never kept. Ids are any int64.
+
+    Raises:
+        ConfigError: see ``StoreOptions``; ``return_whole_row`` without ``optimizer_in_row``.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, RowLayout],
+        *,
+        optimizer_in_row: bool = False,
+        return_whole_row: bool = False,
+        num_shards: int = 8,
+        seed: int = 0,
+        initializer: Initializer | Mapping[str, Initializer] | None = None,
+        eviction: EvictionPolicy | Mapping[str, EvictionPolicy | None] | None = None,
+        clock: Clock = wall_clock,
+        capacity: int | Mapping[str, int | None] | None = None,
+        track_changes: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.options = StoreOptions.make(
+            layouts,
+            optimizer_in_row=optimizer_in_row,
+            num_shards=num_shards,
+            seed=seed,
+            initializer=Initializer() if initializer is None else initializer,
+            eviction=eviction,
+            clock=clock,
+            capacity=capacity,
+            track_changes=track_changes,
+            device=device,
+        )
+        self.return_whole_row = False
+        self.set_return_whole_row(return_whole_row)
+        self.moments = Moments()
+        self._steps = {}
+        self._listeners: tuple[Callable[[str], None], ...] = ()
+        self._step_listeners: tuple[Callable[[str], None], ...] = ()
+        self._open()
+
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
+
+        With ``steps`` after every ``apply_gradients`` instead.
+        """
+        if steps:
+            self._step_listeners = (*self._step_listeners, listener)
+        else:
+            self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
+        """Undo ``add_listener``; one that is not there is passed over."""
+        self._listeners = tuple(known for known in self._listeners if known != listener)
+        self._step_listeners = tuple(known for known in self._step_listeners if known != listener)
+
+    def _written(self, table: str) -> None:
+        for listener in self._listeners:
+            listener(table)
+
+    def _now(self) -> int:
+        return int(self.options.clock()) & TIMESTAMP_MAX
+
+    def set_return_whole_row(self, enabled: bool) -> None:
+        """Switch what state dicts carry, as for a warm start. Raises ConfigError without ``optimizer_in_row``."""
+        if enabled and not self.options.optimizer_in_row:
+            raise ConfigError(
+                "whole rows need the optimizer in the row", got="optimizer_in_row=False", where="return_whole_row"
+            )
+        self.return_whole_row = bool(enabled)
+
+    def set(self, table: str, ids: torch.Tensor, weights: torch.Tensor, *, count: int | None = None) -> None:
+        """Write weights [n, D] of the first ``count`` ids (None: all); optimizer state stays, of a new row it is zero.
+
+        Of duplicates the last wins, and the header's count grows by occurrences. The timestamp becomes now.
+
+        Raises:
+            CapacityError: more distinct ids than the table may hold. ConfigError, ShapeError, UnsupportedError.
+        """
+        layout, checked = self.layout(table), check_ids(ids)
+        values = check_matrix(weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights")
+        used = check_count(count, checked.numel())
+        self._write(table, checked[:used], as_bytes(values[:used]), HEADER_BYTES, self._now(), visit=True)
+        self._written(table)
+
+    def set_rows(self, table: str, rows: torch.Tensor) -> None:
+        """Write whole rows, uint8 [n, row_bytes]. The id is the key in each row's header.
+
+        Timestamps and counts are taken from the rows; ``used`` is set in the store; padding is stored as zero.
+
+        Raises:
+            CapacityError, ConfigError, ShapeError, UnsupportedError.
+        """
+        checked = check_rows(rows, self.layout(table).row_bytes)
+        self._write_rows(table, self._keys(checked), checked)
+        self._written(table)
+
+    def set_state(self, table: str, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one optimizer state, [n, count] in its dtype. Headers of rows that exist stay; of duplicates the last
+        wins; a missing id gets a row with its initial weight.
+
+        Raises:
+            ConfigError: the stored row has no such state. CapacityError, ShapeError, UnsupportedError.
+        """
+        slot, checked = self.slot(table, name), check_ids(ids)
+        raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
+        self._write(table, checked, raw, slot.offset_bytes, self._now(), visit=False)
+        self._written(table)
+
+    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
+        """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
+        checked, raw = check_ids(ids), as_bytes(values)
+        if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
+            raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
+        self._write(table, checked, raw, begin, self._now(), visit=False)
+        self._written(table)
+
+    def set_scores(self, table: str, ids: torch.Tensor, scores: torch.Tensor) -> None:
+        """Set the scores of rows that exist, float32 [n]; signs are dropped, missing ids are passed over.
+
+        Of duplicates the last wins. Scores share their bits with the count: see ``EvictionPolicy.score``.
+        """
+        checked = check_ids(ids)
+        if not isinstance(scores, torch.Tensor) or scores.shape != checked.shape:
+            raise ShapeError("one score per id", got=getattr(scores, "shape", scores), expected=tuple(checked.shape))
+        bits = check_matrix(scores.reshape(-1, 1), checked.numel(), 1, torch.float32, "scores").view(torch.int32)[:, 0]
+        self.layout(table)
+        self._write_metadata(table, checked, (bits.to(torch.int64) & (2**31 - 1)) << 32, (2**31 - 1) << 32)
+
+    def set_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor) -> None:
+        """Set timestamps and counts of rows that exist, int64 [n, 1] as ``metadata`` gives them; used stays set."""
+        checked = check_ids(ids)
+        self.layout(table)
+        values = check_matrix(words, checked.numel(), 1, torch.int64, "words")[:, 0]
+        self._write_metadata(table, checked, values, 2**63 - 1)
+
+    def apply_gradients(
+        self,
+        table: str,
+        ids: torch.Tensor,
+        grads: torch.Tensor,
+        lr: float,
+        step: int = 1,
+        *,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+    ) -> None:
+        """One optimizer step on the rows of ids [n] with gradients [n, D] (float32, or the weight dtype).
+
+        Duplicates are reduced first, in float32 and ascending position. Missing ids get rows: initial weight, zero
+        state. Headers are visited as by ``set``. ``step`` counts from 1.
+
+        Raises:
+            ConfigError: the table has no optimizer, or its state is not in the row. CapacityError, ShapeError,
+                UnsupportedError.
+        """
+        layout, checked = self.layout(table), check_ids(ids)
+        if layout.optimizer == "none":
+            raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
+        values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads")
+        hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
+        self._update(table, checked, values.to(torch.float32), hyper, self._now())
+        self._steps[table] = step
+        self._written(table)
+        for listener in self._step_listeners:
+            listener(table)
+
+    def set_step_count(self, table: str, step: int) -> None:
+        """Say which step the table's last one was, as when training is resumed. Raises ConfigError."""
+        self.layout(table)
+        if type(step) is not int or step < 0:
+            raise ConfigError("not a number of steps", got=step, expected="an int >= 0", where=table)
+        self._steps[table] = step
+
+    def delete(self, table: str, ids: torch.Tensor) -> int:
+        """Remove rows; returns how many there were. Missing ids are passed over."""
+        self.layout(table)
+        return self._delete(table, check_ids(ids))
+
+    def start_eviction(
+        self, table: str, *, policy: EvictionPolicy | None = None, slice_rows: int = 4096
+    ) -> EvictionRound:
+        """A round over the rows of this moment, in slices: see ``EvictionRound``. Raises ConfigError."""
+        self.layout(table)
+        chosen = policy if policy is not None else self.options.evictions[table]
+        if not isinstance(chosen, EvictionPolicy):
+            raise ConfigError("no eviction policy", got=chosen, expected="EvictionPolicy", where=table)
+        return EvictionRound(self, self._begin_round(table, chosen, self._now()), slice_rows)
+
+    def evict(self, table: str | None = None, *, policy: EvictionPolicy | None = None) -> dict[str, EvictionStats]:
+        """One whole round, of one table or of every table that has a policy; what happened, by table.
+
+        Args:
+            table: None is all.
+            policy: instead of the store's own.
+
+        Raises:
+            ConfigError: no policy for the table that was named.
+        """
+        names = [table] if table is not None else [t for t in self.tables if policy or self.options.evictions[t]]
+        return {name: self.start_eviction(name, policy=policy).run() for name in names}
+
+    def state_dict(
+        self,
+        *,
+        buckets: Buckets | None = None,
+        process_group: Any = None,
+        snapshot: bool = True,
+        chunk_rows: int | None = None,
+        tables: tuple[str, ...] | None = None,
+    ) -> dict[str, Any]:
+        """Lazy tensors for torch's distributed checkpoint, of one moment; their ids in bucket order, then ascending.
+
+        Per table: ``{table}.weight`` (whole rows uint8 [N, row_bytes] with ``return_whole_row``, else [N, D]),
+        ``{table}.weight_id`` int64 [N, 1], ``{table}.bucket`` int64 [B, 1] row counts, ``{table}.metadata`` int64
+        [N, 1], and a view per optimizer state in the row, read-only with ``return_whole_row``; where rows have an
+        optimizer, ``{table}.step`` int64 [1], a plain tensor. Global sizes and offsets over all ranks, and the furthest
+        step, are exchanged here, once, before any save plan is made.
+
+        Args:
+            buckets: how ids fall into buckets; None is one bucket. Ranks own contiguous ranges (``rank_buckets``).
+            process_group: None is the default group, or this process alone.
+            snapshot: views of a snapshot, which lives as long as they do; else of the store itself, writable.
+            chunk_rows: rows of a chunk handed to the checkpoint, at most; None is 16 MiB worth.
+            tables: only these; None is all of this store.
+
+        Raises:
+            ConfigError: an id outside this rank's buckets, on every rank.
+        """
+        chosen = Buckets() if buckets is None else buckets
+        names = self.tables if tables is None else tables
+        return state_dict(self, names, chosen, process_group, snapshot=snapshot, chunk_rows=chunk_rows)
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        *,
+        weights_only: bool = False,
+        tables: tuple[str, ...] | None = None,
+        clear: bool = False,
+    ) -> dict[str, int]:
+        """Replace the listed ids' rows by those of a state dict, in either form; other rows stay.
+
+        Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
+        weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
+        nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
+        first row is written.
+
+        Args:
+            state: as from ``state_dict``, lazy or plain tensors, on the CPU.
+            weights_only: leave every optimizer state at zero; needed when the state dict's optimizer is another.
+            tables: only these; None is all of this store.
+            clear: other rows of these tables go.
+
+        Returns:
+            Rows loaded, by table.
+
+        Raises:
+            MissingKeyError: names that are not there. CorruptionError: keys and ids disagree, or an id stands twice.
+            ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
+            states or metadata. CapacityError: more rows than a table may hold.
+        """
+        return load_state_dict(self, state, weights_only=weights_only, tables=tables, clear=clear)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()"
+        )
+
+    def __enter__(self) -> KVStoreBase:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

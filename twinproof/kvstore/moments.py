@@ -1,0 +1,164 @@
+"""Names of moments, so that a delta finds the rows it was taken from.
+
+Prevents deltas on rows of another run, and deltas that were left out: a save of a store that tracks its changes names
+each table's moment, and a delta names its own moment and the one that it changes.
+
+The name of a full save is a digest of its rows' ids, headers and first values, that of a delta a digest of the same of
+its rows, its removed ids, and its base. Equal contents have equal names, in any order and over any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from twinproof.errors import DeltaBaseError
+from twinproof.kvstore.layout import from_bytes
+from twinproof.kvstore.reading import RowSource, TrackedSource
+
+if TYPE_CHECKING:
+    from twinproof.kvstore.base import KVStoreBase
+    from twinproof.kvstore.saved import SavedRows
+
+__all__ = ["EMPTY", "Moments", "Named", "Part", "check_base", "named", "note_load", "part_of"]
+
+EMPTY = "empty"
+DIGEST_BYTES, CHUNK_ROWS = 64, 65536
+_FACTOR = -0x61C8864680B583EB
+
+
+class Moments:
+    """The names of one store's past: of its marks, and of what each table was last loaded from."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, dict[str, set[str]]] = {}
+        self._loaded: dict[str, str | None] = {}
+
+    def note(self, mark: int, names: dict[str, str]) -> None:
+        """The tables hold at ``mark`` what was named so; a moment may have several names."""
+        known = self._at.setdefault(mark, {})
+        for table, name in names.items():
+            known.setdefault(table, set()).add(name)
+
+    def at(self, mark: int, table: str) -> tuple[str, ...]:
+        """The names of the table's rows at a mark; none where nobody named it."""
+        return tuple(sorted(self._at.get(mark, {}).get(table, set()) | ({EMPTY} if mark == 0 else set())))
+
+    def set_loaded(self, table: str, name: str | None) -> None:
+        """What the table was loaded from; None is something without a name."""
+        self._loaded[table] = name
+
+    def loaded(self, store: KVStoreBase, table: str) -> str | None:
+        """What the table was loaded from; an empty table that never was is ``EMPTY``."""
+        if table not in self._loaded and store.size(table) == 0:
+            return EMPTY
+        return self._loaded.get(table)
+
+
+def check_base(store: KVStoreBase, table: str, bases: tuple[str, ...], where: str) -> None:
+    """Demand that the table was loaded from one of ``bases``; none is no demand. Raises DeltaBaseError."""
+    found = store.moments.loaded(store, table)
+    if bases and found not in bases:
+        raise DeltaBaseError("a delta on another base than the table's", got=found, expected=bases, where=where)
+
+
+def _digest(words: torch.Tensor) -> int:
+    """Of int64 [n, w], whatever the order of the n; additive mod 2**64."""
+    found = torch.zeros(words.shape[0], dtype=torch.int64)
+    for column in words.unbind(dim=1):
+        found = (found ^ column) * _FACTOR
+        found ^= found >> 29
+    return int((found * _FACTOR).sum()) % 2**64
+
+
+def digest_ids(ids: torch.Tensor) -> int:
+    """Of ids int64 [n]."""
+    return _digest(ids.reshape(-1, 1))
+
+
+def digest_rows(source: RowSource, table: str, ids: torch.Tensor) -> int:
+    """Of the first bytes of the rows of ids int64 [n], header and first values: one cache line of each."""
+    width = min(DIGEST_BYTES, source.layout(table).row_bytes) // 8 * 8
+    total = 0
+    for part in torch.split(ids, CHUNK_ROWS):
+        rows = source.get_rows(table, part.contiguous(), width_bytes=width)
+        total += _digest(from_bytes(rows, torch.int64))
+    return total % 2**64
+
+
+def moment_name(rows: Iterable[int], removed: Iterable[int], row_count: int, bases: tuple[str, ...]) -> str:
+    """A name of 32 hexadecimal digits, from the digests of all ranks."""
+    text = f"{sum(rows) % 2**64} {sum(removed) % 2**64} {row_count} {' '.join(bases)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank saves of a table: counts, and what makes the moment's name (see ``moments``)."""
+
+    row_count: int
+    deleted_count: int
+    rows_digest: int = 0
+    deleted_digest: int = 0
+    bases: tuple[str, ...] = ()
+    step: int = 0
+
+
+# Names of moments and of bases, and optimizers' steps, by table.
+Named = tuple[dict[str, str], dict[str, tuple[str, ...]], dict[str, int]]
+
+
+def part_of(
+    store: KVStoreBase,
+    source: TrackedSource,
+    table: str,
+    ids: torch.Tensor,
+    deleted: torch.Tensor | None,
+    since: int | None,
+) -> Part:
+    """This rank's part of a table in a save of ``source``; digests only where changes are tracked."""
+    gone = torch.zeros(0, dtype=torch.int64) if deleted is None else deleted
+    if not store.options.track_changes:
+        return Part(ids.numel(), gone.numel(), step=source.step_count(table))
+    bases = () if since is None else store.moments.at(since, table)
+    return Part(
+        ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases, source.step_count(table)
+    )
+
+
+def named(store: KVStoreBase, by_rank: list[dict[str, Part]], since: int | None) -> Named:
+    """The name of each table's moment and of its bases, the same on every rank; none where nothing is tracked.
+
+    And the furthest step of each table whose rows have an optimizer.
+    """
+    names: dict[str, str] = {}
+    bases: dict[str, tuple[str, ...]] = {}
+    for table in store.tables if store.options.track_changes else ():
+        parts = [found[table] for found in by_rank]
+        bases[table] = tuple(sorted(set(parts[0].bases).intersection(*(part.bases for part in parts))))
+        # A delta on a base without a name leads nowhere that a later delta could name.
+        if since is None or bases[table]:
+            digests = [part.rows_digest for part in parts], [part.deleted_digest for part in parts]
+            names[table] = moment_name(*digests, sum(part.row_count for part in parts), bases[table])
+    trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
+    return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
+
+
+def note_load(
+    store: KVStoreBase, saved: SavedRows, names: tuple[str, ...], counts: dict[str, int], mark: int, weights_only: bool
+) -> None:
+    """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
+    for table in names:
+        name = saved.moments.get(table)
+        store.moments.set_loaded(table, name)
+        whole = saved.saved_table(table).layout == store.layout(table) and not weights_only
+        if saved.kind == "full":
+            whole = whole and counts[table] == store.size(table)
+        else:
+            whole = whole and bool(set(store.moments.at(mark, table)) & set(saved.bases.get(table, ())))
+        if name is not None and whole:
+            store.moments.note(store.mark(), {table: name})

@@ -1,0 +1,250 @@
+"""State dicts: what a checkpoint sees of a store, and the way back.
+
+Prevents tensors of one table that come from different moments or list different ids (DeepRec 1023: weight and states
+saved at three moments): every view of a state dict reads one snapshot and carries one list of ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from twinproof.checkpoint.outcome import raise_first
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.kvstore.buckets import Buckets, rank_buckets, sort_ids_by_bucket
+from twinproof.kvstore.checks import check_ids
+from twinproof.kvstore.convert import assemble_rows, check_convertible, convert_rows
+from twinproof.kvstore.layout import RowLayout
+from twinproof.kvstore.lazy import LazyRows, dense_rows
+from twinproof.kvstore.reading import TrackedSource
+from twinproof.kvstore.room import check_room, make_room
+from twinproof.kvstore.views import KVTensor, check_keys
+
+if TYPE_CHECKING:
+    from twinproof.kvstore.base import KVStoreBase
+
+__all__ = ["gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
+
+LOAD_CHUNK_ROWS = 65536
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rank_and_world(process_group: Any) -> tuple[int, int]:
+    """This process among those of the group; alone where torch.distributed is not in use."""
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
+def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
+    """``make()`` of every rank, by rank, in one exchange; an error on any rank is raised on all of them."""
+    world_size = rank_and_world(process_group)[1]
+    if world_size == 1:
+        return [make()]
+    value, failure = None, None
+    try:
+        value = make()
+    except Exception as error:
+        failure = error
+    results: list[Any] = [None] * world_size
+    dist.all_gather_object(results, (value, failure), group=process_group)
+    raise_first([failed for _, failed in results])
+    return [found for found, _ in results]
+
+
+def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
+    """Tell this rank's rows where they stand among those of all ranks."""
+    for lazy in rows:
+        lazy.place(sum(counts), sum(counts[:rank]))
+
+
+def state_dict(
+    store: KVStoreBase,
+    tables: tuple[str, ...],
+    buckets: Buckets,
+    process_group: Any,
+    *,
+    snapshot: bool,
+    chunk_rows: int | None,
+) -> dict[str, Any]:
+    """See ``KVStore.state_dict``."""
+    rank, world_size = rank_and_world(process_group)
+    begin, end = rank_buckets(buckets.total_count, world_size, rank)
+    source: TrackedSource = store.snapshot() if snapshot else store
+    layout = (buckets.total_count, buckets.hash_mode, buckets.bucket_size)
+    sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def local_counts() -> dict[str, tuple[int, int]]:
+        for table in tables:
+            total, mode, size = layout
+            ids = source.ids(table)
+            sorted_ids[table] = sort_ids_by_bucket(ids, begin, end, total, hash_mode=mode, bucket_size=size)
+        return {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
+
+    by_rank = gathered(local_counts, process_group)
+    result: dict[str, Any] = {}
+    for table, (ids, bucket_counts) in sorted_ids.items():
+        whole = store.return_whole_row
+
+        def view(name: str, read_only: bool, table: str = table, ids: torch.Tensor = ids) -> KVTensor:
+            return KVTensor(source, ids[:, 0], name, read_only, table=table, chunk_rows=chunk_rows)
+
+        rows: dict[str, LazyRows] = {
+            "weight": view("row" if whole else "weight", False),
+            "weight_id": dense_rows(ids, chunk_rows),
+            "metadata": view("metadata", True),
+        }
+        rows |= {name: view(name, whole) for name in source.layout(table).state_slots}
+        place_rows(list(rows.values()), [counts[table][0] for counts in by_rank], rank)
+        rows["bucket"] = dense_rows(bucket_counts)
+        rows["bucket"].place(buckets.total_count, begin)
+        result |= {f"{table}.{name}": value for name, value in rows.items()}
+        if source.layout(table).optimizer != "none":
+            # A rank whose rows nobody asked for has taken no step.
+            step = torch.tensor([[max(counts[table][1] for counts in by_rank)]])
+            result[f"{table}.step"] = dense_rows(step, sink=None if snapshot else _step_sink(store, table))
+    return result
+
+
+def _step_sink(store: KVStoreBase, table: str) -> Callable[[torch.Tensor], None]:
+    return lambda found: store.set_step_count(table, int(found))
+
+
+@dataclass(frozen=True)
+class _Incoming:
+    """One table of a state dict: ``layout`` of its whole rows, None in the separate form."""
+
+    ids: torch.Tensor
+    weight: torch.Tensor
+    layout: RowLayout | None
+    metadata: torch.Tensor | None
+    states: dict[str, torch.Tensor]
+    step: int | None = None
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.ids.numel(), LOAD_CHUNK_ROWS):
+            yield start, min(LOAD_CHUNK_ROWS, self.ids.numel() - start)
+
+
+def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weights_only: bool) -> _Incoming:
+    target = store.layout(table)
+    missing = [name for name in (f"{table}.weight", f"{table}.weight_id") if name not in state]
+    if missing:
+        raise MissingKeyError("names are not in the state dict", got=missing, where=table)
+    weight, ids = state[f"{table}.weight"], _flat(state[f"{table}.weight_id"], table)
+    if not isinstance(weight, torch.Tensor):
+        raise UnsupportedError("not a tensor", got=type(weight).__name__, where=f"{table}.weight")
+    if torch.unique(ids).numel() != ids.numel():
+        raise CorruptionError("an id stands twice", got=f"{ids.numel()} ids", where=f"{table}.weight_id")
+    if weight.dim() != 2 or weight.shape[0] != ids.numel():
+        raise ShapeError("ids and rows differ in number", got=tuple(weight.shape), expected=ids.numel(), where=table)
+    step = None if weights_only else _step(state, table)
+    if weight.dtype is torch.uint8:
+        layout = _row_layout(store, table, weight)
+        _check_values(weight, (ids.numel(), weight.shape[1]), (torch.uint8,), f"{table}.weight")
+        check_convertible(layout, target, weights_only=weights_only, where=table)
+        return _Incoming(ids, weight, layout, None, {}, step)
+    _check_values(weight, (ids.numel(), target.embedding_dim), _FLOATS, f"{table}.weight")
+    states = {name: state[f"{table}.{name}"] for name in target.state_slots if f"{table}.{name}" in state}
+    if not weights_only and len(states) < len(target.state_slots):
+        absent = sorted(set(target.state_slots) - set(states))
+        raise MissingKeyError("optimizer states are missing; weights_only=True loads without", got=absent, where=table)
+    for name, value in states.items():
+        _check_values(value, (ids.numel(), target.state_slots[name].count), _FLOATS, f"{table}.{name}")
+    metadata = state.get(f"{table}.metadata")
+    if metadata is not None:
+        _check_values(metadata, (ids.numel(), 1), (torch.int64,), f"{table}.metadata")
+    return _Incoming(ids, weight, None, metadata, {} if weights_only else states, step)
+
+
+def _step(state: Mapping[str, Any], table: str) -> int | None:
+    """The step of a state dict, if it has one. Raises CorruptionError, ShapeError, UnsupportedError."""
+    value = state.get(f"{table}.step")
+    if value is None:
+        return None
+    plain = _flat(value, table, "step").tolist()
+    if len(plain) != 1 or plain[0] < 0:
+        raise CorruptionError("not a number of steps", got=plain[:10], expected="one, >= 0", where=f"{table}.step")
+    step: int = plain[0]
+    return step
+
+
+def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], where: str) -> None:
+    """Demand a tensor, lazy or strided any way, that converts to what the row holds. ShapeError, UnsupportedError."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError("not a tensor", got=type(value).__name__, where=where)
+    if value.dtype not in dtypes:
+        raise UnsupportedError("not a dtype of these values", got=value.dtype, expected=dtypes, where=where)
+    if tuple(value.shape) != shape:
+        raise ShapeError("another shape than expected", got=tuple(value.shape), expected=shape, where=where)
+    if value.device.type != "cpu":
+        raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
+
+
+def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayout:
+    if isinstance(weight, KVTensor):
+        return weight.source.layout(weight.table)
+    for layout in (store.options.rows[table], store.options.layouts[table]):
+        if weight.shape[1] == layout.row_bytes:
+            return layout
+    expected = store.options.rows[table].row_bytes
+    raise ConfigError("not whole rows of this table", got=weight.shape[1], expected=expected, where=f"{table}.weight")
+
+
+def _flat(ids: Any, table: str, field: str = "weight_id") -> torch.Tensor:
+    plain = ids.full_tensor() if isinstance(ids, LazyRows) else ids
+    return check_ids(plain.reshape(-1) if isinstance(plain, torch.Tensor) else plain, f"{table}.{field}")
+
+
+def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    return value.narrow(0, start, length).contiguous()
+
+
+def _check(incoming: _Incoming, table: str) -> None:
+    for start, length in incoming.chunks() if incoming.layout is not None else ():
+        check_keys(_part(incoming.weight, start, length), incoming.ids[start : start + length], table)
+
+
+def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
+    target, ids = store.layout(table), incoming.ids[start : start + length]
+    if incoming.layout is not None:
+        rows = _part(incoming.weight, start, length)
+        return convert_rows(rows, incoming.layout, target, weights_only=weights_only)
+    words = torch.full_like(ids, store._now())
+    if incoming.metadata is not None:
+        words = _part(incoming.metadata, start, length)[:, 0]
+    values = {name: _part(value, start, length) for name, value in incoming.states.items()}
+    return assemble_rows(target, ids, words, {"weight": _part(incoming.weight, start, length), **values})
+
+
+def load_state_dict(
+    store: KVStoreBase,
+    state: Mapping[str, Any],
+    *,
+    weights_only: bool = False,
+    tables: tuple[str, ...] | None = None,
+    clear: bool = False,
+) -> dict[str, int]:
+    """See ``KVStore.load_state_dict``."""
+    names = store.tables if tables is None else tables
+    found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
+    for table, incoming in found.items():
+        check_room(store, table, incoming.ids.numel())
+        _check(incoming, table)
+    for table, incoming in found.items():
+        if clear:
+            store.clear(table)
+        make_room(store, table, incoming.ids)
+        for start, length in incoming.chunks():
+            store._write_rows(
+                table,
+                incoming.ids[start : start + length],
+                _rows(store, table, incoming, start, length, weights_only),
+            )
+        if incoming.step is not None:
+            store.set_step_count(table, incoming.step)
+    return {table: incoming.ids.numel() for table, incoming in found.items()}

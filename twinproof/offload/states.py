@@ -1,0 +1,250 @@
+"""Which tensors move, how large they are before they exist, and where each lies in host memory.
+
+Prevents states that are missed because they are keyed by something else, counters that turn into a host sync on every
+step (facts/offload.md 3.15, 3.18), and pinned memory rounded up to a power of two: everything of a batch of parameters
+lies in one block of exactly its size, whole parameters next to each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from twinproof.errors import UnsupportedError
+from twinproof.offload.kinds import arithmetic_of, known_kind
+
+__all__ = [
+    "ALIGN_BYTES",
+    "Bundle",
+    "Place",
+    "check_plain",
+    "check_separate",
+    "expected_states",
+    "is_movable",
+    "lies_on_device",
+    "local_of",
+    "view_of",
+]
+
+ALIGN_BYTES = 256
+MASTER = "master"  # The name of a parameter's own place, beside those of its states.
+
+
+# Scalars of these names stay on the host, where reading them is free, unless kernels read them (torch 2.13).
+_COUNTERS = ("step", "mu_product")
+
+
+def lies_on_device(optimizer: Optimizer, group: dict[str, Any], name: str) -> bool:
+    """Whether this optimizer makes a state of that name on the device of its parameter."""
+    kernels_read_it = isinstance(optimizer, torch.optim.ASGD) or group.get("fused") or group.get("capturable")
+    return name not in _COUNTERS or bool(kernels_read_it)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor: of a DTensor, this rank's shard."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse a tensor whose values are not its memory: a quantized state, for instance, is several tensors and a rule.
+
+    Raises:
+        UnsupportedError: naming its class. A DTensor is fine, whose shard is looked at.
+    """
+    kind = type(local_of(value)) if isinstance(value, torch.Tensor) else torch.Tensor
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
+
+
+def check_separate(param: torch.Tensor, state: dict[str, Any], number: int) -> None:
+    """Refuse states that share memory with each other or with their parameter: moved one by one they would part.
+
+    Raises:
+        UnsupportedError: naming both, or a state that is not plain memory.
+    """
+    spans: list[tuple[int, int, int, str]] = []
+    for name, value in [("the parameter", param.detach()), *state.items()]:
+        if isinstance(value, torch.Tensor):
+            check_plain(value, f"state {name} of parameter {number}")
+        if is_movable(value):
+            local = local_of(value)
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            begin = int(local.storage_offset()) * local.element_size()
+            end = begin + int(extent) * local.element_size()
+            spans.append((local.untyped_storage().data_ptr(), begin, end, name))
+    for (home, begin, end, name), (other_home, other_begin, _, other) in itertools.combinations(sorted(spans), 2):
+        if home == other_home and begin <= other_begin < end:
+            raise UnsupportedError(
+                "states that share memory cannot be moved one by one",
+                got=(name, other),
+                expected="memory of its own for each",
+                where=f"parameter {number}",
+            )
+
+
+def options_on(group: dict[str, Any]) -> dict[str, bool]:
+    """What of a group decides which states there are: options that are on or off, never how large one is."""
+    return {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
+
+
+def is_movable(value: Any) -> bool:
+    """Dense tensors with at least one dimension move; scalars (``step`` and its like) stay where torch put them."""
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_dense and value.dim() > 0 and local_of(value).numel() > 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor lies: bytes from the start of its bundle, and its form."""
+
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """Of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def as_meta(self) -> torch.Tensor:
+        """A tensor of this form, without memory."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this form."""
+        return (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.shape, self.strides)
+
+
+@dataclass
+class Bundle:
+    """Everything of one parameter that moves, at ``offset_bytes`` of its block; the unit of chunks and of fractions."""
+
+    param: torch.Tensor
+    places: dict[str, Place]
+    payload_bytes: int
+    span_bytes: int
+    offset_bytes: int = 0
+
+
+def _round_up(value: int) -> int:
+    return -(-value // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    # empty_like keeps the strides of dense tensors, channels_last among them, and makes others contiguous.
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
+
+    None are foreseen for optimizers that are not torch's: they are taken over as they appear.
+
+    Raises:
+        UnsupportedError: a parameter that this optimizer cannot step; one, or a state, that is not plain memory.
+    """
+    local = local_of(param)
+    check_plain(param, "parameter")
+    for name, value in optimizer.state.get(param, {}).items():
+        check_plain(value, f"state {name}")
+    if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
+        # Its factors are means over whole rows and columns, which no rank has.
+        raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
+    kind: Any = known_kind(type(optimizer))
+    # States of a scalar are scalars, which stay where they are.
+    if kind is None or local.dim() == 0:
+        return {}
+    probe = torch.empty_like(local, device="meta").requires_grad_()
+    # These two look at values on the way to the step, which a meta tensor does not have.
+    if isinstance(optimizer, torch.optim.ASGD):
+        return {"ax": probe.detach()}
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return _adafactor_states(probe.detach())
+    probe.grad = torch.empty_like(probe)
+    options = {key: value for key, value in group.items() if key != "params"}
+    options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
+    options = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    try:
+        copy = kind([{**options, "params": [probe]}])
+        arithmetic_of(kind)(copy)
+    except Exception as error:
+        raise UnsupportedError(
+            "the states of this parameter cannot be foreseen",
+            got=f"{type(error).__name__}: {error}",
+            where=kind.__name__,
+        ) from error
+    return {key: value for key, value in copy.state[probe].items() if is_movable(value)}
+
+
+def _adafactor_states(probe: torch.Tensor) -> dict[str, torch.Tensor]:
+    # torch 2.13: factors of the last two dimensions, or the whole of a vector.
+    shape = tuple(probe.shape)
+    if len(shape) < 2:
+        return {"variance": probe} if shape else {}
+    return {"row_var": probe.new_empty((*shape[:-1], 1)), "col_var": probe.new_empty((*shape[:-2], 1, shape[-1]))}
+
+
+def make_bundle(param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Bundle:
+    """Lay the tensors of one parameter out, one behind the other, each aligned."""
+    places: dict[str, Place] = {}
+    position = payload = 0
+    for name, tensor in tensors.items():
+        places[name] = Place(position, tensor.dtype, tuple(tensor.shape), _dense_strides(tensor))
+        payload += places[name].size_bytes
+        position += _round_up(places[name].size_bytes)
+    return Bundle(param, places, payload, position)
+
+
+def chunks_of(bundles: Iterable[Bundle], chunk_bytes: int) -> list[list[Bundle]]:
+    """Consecutive bundles of at most ``chunk_bytes``, at least one each; 0: all in one."""
+    chunks: list[list[Bundle]] = []
+    size = 0
+    for bundle in bundles:
+        if not chunks or (chunk_bytes and size + bundle.span_bytes > chunk_bytes):
+            chunks.append([])
+            size = 0
+        chunks[-1].append(bundle)
+        size += bundle.span_bytes
+    return chunks
+
+
+def select(bundles: Sequence[Bundle], fraction: float) -> list[Bundle]:
+    """The first bundles, in the order of the parameters, that hold at least this share of all bytes.
+
+    Where states were not foreseen, the bytes of the parameters stand for them.
+    """
+    is_foreseen = all(bundle.payload_bytes for bundle in bundles)
+    sizes = [bundle.payload_bytes if is_foreseen else local_of(bundle.param).nbytes for bundle in bundles]
+    wanted = fraction * sum(sizes)
+    chosen: list[Bundle] = []
+    total = 0
+    for bundle, size_bytes in zip(bundles, sizes, strict=True):
+        if total >= wanted:
+            break
+        chosen.append(bundle)
+        total += size_bytes
+    return chosen
+
+
+def view_of(memory: torch.Tensor, place: Place, offset_bytes: int) -> torch.Tensor:
+    """The tensor at a place of a bundle that begins at ``offset_bytes`` of uint8 memory."""
+    begin = offset_bytes + place.offset_bytes
+    values = memory[begin : begin + place.size_bytes].view(place.dtype)
+    return values.as_strided(place.shape, place.strides, values.storage_offset())
+
+
+def bindings(optimizer: Optimizer, bundle: Bundle) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, local tensor) of everything of a bundle that exists now."""
+    for name in bundle.places:
+        if name == MASTER:
+            yield name, local_of(bundle.param)
+        elif name in optimizer.state.get(bundle.param, {}):
+            yield name, local_of(optimizer.state[bundle.param][name])

@@ -1,0 +1,89 @@
+"""The fused optimizers by name: their states, their codes in C++, their classes in torch and torchrec, hyperparameters.
+
+Prevents a name that means different states in the row, in a sharded table and in C++. The formulas are the
+implementations': ``refimpl.optimizers`` has the plain ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from twinproof.errors import ConfigError
+
+__all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "Hyper", "OptimizerKind", "StateKind"]
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """One state: one element for each row, or one for each element of the weight; ``is_float32`` where no other dtype
+    is allowed.
+    """
+
+    name: str
+    is_row_wise: bool = False
+    is_float32: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer: its code in C++, the name of its class in torch or torchrec, and its states in the row's order."""
+
+    name: str
+    code: int
+    class_name: str
+    states: tuple[StateKind, ...] = ()
+
+    def widths(self, columns: int) -> dict[str, int]:
+        """State name -> elements of a row of that many columns, by name."""
+        return {state.name: 1 if state.is_row_wise else columns for state in sorted(self.states, key=lambda s: s.name)}
+
+
+OPTIMIZERS = {
+    kind.name: kind
+    for kind in (
+        OptimizerKind("none", 0, ""),
+        OptimizerKind("sgd", 1, "SGD"),
+        OptimizerKind("adagrad", 2, "Adagrad", (StateKind("momentum1"),)),
+        OptimizerKind("rowwise_adagrad", 3, "RowWiseAdagrad", (StateKind("momentum1", True, True),)),
+        OptimizerKind("adam", 4, "Adam", (StateKind("momentum1"), StateKind("momentum2"))),
+        # FBGEMM puts the row-wise momentum2 first.
+        OptimizerKind(
+            "partial_rowwise_adam", 5, "PartialRowWiseAdam", (StateKind("momentum2", True), StateKind("momentum1"))
+        ),
+    )
+}
+FUSED_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "none")
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyperparameters of one step: ``step`` counts from 1.
+
+    Raises:
+        ConfigError: a value that is not finite, a beta outside [0, 1), a step below 1.
+    """
+
+    lr: float
+    step: int = 1
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and math.isfinite(self.eps)) or self.eps < 0:
+            raise ConfigError("not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1")
+        if type(self.step) is not int or self.step < 1:
+            raise ConfigError("not a step", got=self.step, expected="an int >= 1", where="step")
+
+    @property
+    def step_size(self) -> float:
+        """Lr / (1 - beta1 ** step), in float64."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        """sqrt(1 - beta2 ** step), in float64."""
+        return math.sqrt(1 - self.beta2**self.step)

@@ -1,0 +1,1 @@
+"""Batches, sharded embeddings and training pipelines: types, plans, state dicts and policy."""

@@ -1,0 +1,93 @@
+"""Pooled columns, as the ranks make them and as the result has them: the two directions of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from twinproof.pipeline.config import EmbeddingBagConfig
+from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.lookups import Group, is_partial
+from twinproof.pipeline.shards import Slot
+
+__all__ = ["Columns"]
+
+
+class Columns:
+    """The columns of all features but those of data-parallel tables, by table, then feature.
+
+    Args:
+        tables: all of them.
+        rank_groups: the lookups of each rank, whose columns stand in the order of their slots.
+        dense: the data-parallel tables.
+    """
+
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], rank_groups: Sequence[Sequence[Group]], dense: Sequence[int]
+    ) -> None:
+        self.slots: list[list[Slot]] = [[slot for group in groups for slot in group.slots] for groups in rank_groups]
+        feature_tables = [index for index, table in enumerate(tables) for _ in table.feature_names]
+        self._tables = [tables[index] for index in feature_tables]
+        self.begins, self.width = [], 0
+        for index, table in zip(feature_tables, self._tables, strict=True):
+            self.begins.append(self.width)
+            self.width += 0 if index in dense else table.embedding_dim
+        self.places = [self._places(rank) for rank in range(len(self.slots))]
+
+    def _places(self, rank: int) -> list[tuple[bool, slice, slice]]:
+        """(partial sums, columns of the result, columns of the rank's block); neighbours in both are one."""
+        places: list[tuple[bool, slice, slice]] = []
+        at = 0
+        for slot in self.slots[rank]:
+            begin, width = self.begins[slot.feature] + slot.shard.columns[0], slot.shard.width
+            partial, there, here = is_partial(slot.shard), slice(begin, begin + width), slice(at, at + width)
+            if places and places[-1][0] == partial and places[-1][1].stop == begin:
+                _, before, block = places.pop()
+                there, here = slice(before.start, there.stop), slice(block.start, here.stop)
+            places.append((partial, there, here))
+            at += width
+        return places
+
+    def _means(self) -> list[int]:
+        """Features whose partial sums become means here, where the whole bag is known."""
+        partial = {slot.feature for slots in self.slots for slot in slots if is_partial(slot.shard)}
+        return sorted(f for f in partial if self._tables[f].is_mean)
+
+    def _of(self, feature: int) -> slice:
+        return slice(self.begins[feature], self.begins[feature] + self._tables[feature].embedding_dim)
+
+    def assemble(self, blocks: Sequence[torch.Tensor], bags: Bags) -> torch.Tensor:
+        """Float32 [B, width] from the ranks' blocks [B, columns of the rank] for this rank's own bags.
+
+        Partial sums are added from +0 in ascending rank; then a mean is divided by the number of ids of the bag.
+        """
+        stride = (bags.offsets.numel() - 1) // len(self._tables)
+        result = torch.zeros(stride, self.width, device=bags.offsets.device)
+        for rank, block in enumerate(blocks):
+            for partial, there, here in self.places[rank]:
+                if partial:
+                    result[:, there] += block[:, here]
+                else:
+                    result[:, there] = block[:, here]
+        for feature in self._means():
+            result[:, self._of(feature)] /= bags.lengths_of(feature, len(self._tables))
+        return result
+
+    def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> list[torch.Tensor]:
+        """``assemble`` backwards: each rank's block [B, columns of the rank] of the gradient over ``divisor``."""
+        blocks = []
+        for places in self.places:
+            block = grad.new_empty(grad.shape[0], places[-1][2].stop if places else 0)
+            for _, there, here in places:
+                torch.div(grad[:, there], divisor, out=block[:, here])
+            blocks.append(block)
+        for feature in self._means():
+            lengths = bags.lengths_of(feature, len(self._tables))
+            for rank, slots in enumerate(self.slots):
+                at = 0
+                for slot in slots:
+                    if slot.feature == feature:
+                        blocks[rank][:, at : at + slot.shard.width] /= lengths
+                    at += slot.shard.width
+        return blocks
