@@ -32,7 +32,7 @@ from fastimpl.bag_ops import (
     step_bags,
 )
 from fastimpl.row_ops import KVFilling, KVHandle, file_read, register_row_fakes, row_keys, saved_rows_fit, sort_ids
-from twinproof.offload.adam import AdamHyper
+from twinproof.optimizers import AdamHyper
 
 __all__ = [
     "KVFilling",

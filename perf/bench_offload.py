@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastimpl.offload import OptimizerStateOffloader
-from fastimpl.streams import InlineEngine
+from twinproof.engine import InlineEngine
 
 
 @pytest.mark.parametrize("fraction", [None, 0.0, 1.0], ids=["plain", "attached", "offloaded"])

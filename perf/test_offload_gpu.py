@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fastimpl.offload import OptimizerStateOffloader
-from fastimpl.streams import InlineEngine
 from perf.harness.formulas import evaluate_bound
 from perf.harness.gates import Gate, read_gates
 from perf.harness.judge import Machine, Result, judge
@@ -20,6 +19,7 @@ from perf.harness.paired import Round
 from perf.harness.results import machine_of
 from perf.harness.workloads import read_workloads
 from perf.offload import JOBS, gpu, gpu_memory
+from twinproof.engine import InlineEngine
 
 WORKLOADS = read_workloads()
 GATES = [gate for gate in read_gates(WORKLOADS) if gate.hardware == ("cuda",) and gate.id.startswith("offload-")]

@@ -13,10 +13,10 @@ import pytest
 from fastimpl import ops, pipeline
 from fastimpl.pipeline.overlap import HostWait, Instruction, Record, Span, StepEnd, Work, overlap_report, replay
 from fastimpl.pipeline.recording import HostClock, Recorder
-from fastimpl.streams import InlineEngine
 from perf.harness.cli import main
 from perf.pipeline import overlap
 from perf.pipeline.seed_model import Sizes, loader_of, make_model
+from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no library was built")

@@ -1,14 +1,162 @@
-"""Optimizer state and master weights in host memory between steps; the update stays on the device.
+"""Optimizer state and master weights in host memory between steps: the meaning of ``fastimpl.offload``.
 
-The meaning of ``fastimpl.offload``, which overlaps the transfers: everything comes back, the plain step runs,
-everything leaves. What needs no second version (the step driver, which state moves, masters, checks) lives here once.
+Everything comes back, the plain step runs, everything leaves; the host waits for each copy. Which tensors move, who
+drives the step, masters and refusals are policy: ``twinproof.offload``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from refimpl.optimizers import adam_step
+from twinproof.engine import Engine, engine_for
+from twinproof.offload import offloader
+from twinproof.offload.driver import Update, narrowed, prepare_states, updates_of
 from twinproof.offload.masters import MasterWeights
-from twinproof.offload.offloader import OptimizerStateOffloader
-from twinproof.offload.reports import OffloadStats, Residency
+from twinproof.offload.offloader import Residency
+from twinproof.offload.plan import MovePlan, OffloadStats, Wanted
+from twinproof.offload.states import Bundle, Place, bindings, local_of, rebind, view_of
 
 # What the suite may ask beyond the contract.
 CAPABILITIES: frozenset[str] = frozenset()
 
 __all__ = ["MasterWeights", "OffloadStats", "OptimizerStateOffloader", "Residency"]
+
+
+class Blocking:
+    """Transfers tensor by tensor, each over when its call returns."""
+
+    def __init__(self, plan: MovePlan) -> None:
+        self.plan, self.engine = plan, plan.engine
+        # The host memory of each parameter's tensors, by parameter.
+        self._memory: dict[torch.Tensor, torch.Tensor] = {}
+
+    @staticmethod
+    def default_engine(device: torch.device) -> Engine:
+        """The device's own."""
+        return engine_for(device)
+
+    def place(self, bundles: list[Bundle]) -> None:
+        """One piece of host memory for each parameter."""
+        for bundle in bundles:
+            self._memory[bundle.param] = self.plan.host_empty(bundle.span_bytes)
+            self.plan.counts.host_bytes += bundle.span_bytes
+        self.plan.counts.chunk_count = 1
+
+    def unplace(self, bundle: Bundle) -> None:
+        """Forget one piece."""
+        self.to_device([bundle])
+        self.plan.counts.host_bytes -= self._memory.pop(bundle.param).numel()
+
+    def release(self) -> None:
+        """Let every piece go."""
+        self._memory.clear()
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """By the memory it lies in."""
+        owners = {memory.untyped_storage().data_ptr() for memory in self._memory.values()}
+        return tensor.untyped_storage().data_ptr() in owners
+
+    def to_host(
+        self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
+    ) -> None:
+        """Copy and bind, tensor by tensor."""
+        for bundle in bundles:
+            for name, tensor in bindings(self.plan.optimizer, bundle):
+                if not self.is_on_host(tensor) and (only is None or only(bundle, name)):
+                    home = view_of(self._memory[bundle.param], bundle.places[name], 0)
+                    if copies:
+                        self.engine.copy(home, tensor)
+                        self.plan.counts.d2h_bytes += bundle.places[name].size_bytes
+                    if binds:
+                        rebind(self.plan.optimizer, bundle, name, home)
+        self.settle()
+
+    def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
+        """Copy and bind, tensor by tensor; each gets memory of its own anyway."""
+        for bundle in bundles:
+            for name, tensor in bindings(self.plan.optimizer, bundle):
+                if self.is_on_host(tensor):
+                    memory = self.engine.device_empty(bundle.places[name].offset_bytes + tensor.nbytes)
+                    here = view_of(memory, bundle.places[name], 0)
+                    self.engine.copy(here, tensor)
+                    rebind(self.plan.optimizer, bundle, name, here)
+                    self.plan.counts.h2d_bytes += bundle.places[name].size_bytes
+        self.settle()
+
+    def send_planned(self) -> bool:
+        """Nothing is planned beyond each tensor's own copy."""
+        return False
+
+    def fetch(self) -> None:
+        """Nothing begins before the step."""
+
+    def settle(self) -> None:
+        """Wait for the copies."""
+        self.plan.wait_for_copy()
+
+    def settle_for_writing(self) -> None:
+        """The same: nothing else is on its way."""
+        self.settle()
+
+    def leaving_bytes(self) -> int:
+        """None: every copy was waited for."""
+        return 0
+
+    def step(self, arithmetic: Callable[[], None], step_whole: Callable[[Callable[[], None]], None]) -> bool:
+        """All of it at once; on the host, parameter by parameter."""
+        if self.plan.options.step_device == "device":
+            step_whole(arithmetic)
+            return False
+        updates = updates_of(self.plan.optimizer, self.plan.bundles, self.plan.masters)
+        self._step_the_rest(arithmetic)
+        for update in updates:
+            self._update_on_host(update)
+        return False
+
+    def _step_the_rest(self, arithmetic: Callable[[], None]) -> None:
+        """What was not selected is stepped where it is."""
+        optimizer, masters = self.plan.optimizer, self.plan.masters
+        moving = {bundle.param for bundle in self.plan.bundles}
+        rest = {param for group in optimizer.param_groups for param in group["params"]} - moving
+        if not rest:
+            return
+        own = [param for param in rest if self.plan.is_master(param)]
+        if masters is not None:
+            masters.begin(own)
+        with narrowed(optimizer, rest):
+            arithmetic()
+        if masters is not None:
+            masters.end(own)
+
+    def _update_on_host(self, update: Update) -> None:
+        """The gradient comes down, and the weight where there is no master; the new weight goes up."""
+        plan, bundle, places = self.plan, update.bundle, update.bundle.places
+        memory = self._memory[bundle.param]
+        prepare_states(plan.optimizer, update, lambda n: view_of(memory, places[n], 0) if n in places else None)
+        grad, weight = self._beside(update.grad), self._beside(update.weight)
+        self.engine.copy(grad, update.grad)
+        plan.counts.d2h_bytes += grad.nbytes
+        if not update.has_master:
+            self.engine.copy(weight, update.weight)
+            plan.counts.d2h_bytes += weight.nbytes
+        self.settle()
+        states = update.states(plan.optimizer)
+        master, rounded = (local_of(bundle.param.detach()), weight) if update.has_master else (weight, None)
+        adam_step(update.advance(plan.optimizer), grad, master, *states, rounded)
+        self.engine.copy(update.weight, weight)
+        plan.counts.h2d_bytes += weight.nbytes
+        self.settle()
+        if plan.masters is not None and update.has_master:
+            plan.masters.took(bundle.param)
+
+    def _beside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for a tensor of the device."""
+        form = Place(0, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        return view_of(self.plan.host_empty(form.size_bytes), form, 0)
+
+
+class OptimizerStateOffloader(offloader.OptimizerStateOffloader, transfers=Blocking):
+    __doc__ = offloader.OptimizerStateOffloader.__doc__

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from twinproof.errors import ConfigError
-from twinproof.optimizers import Hyper
+from twinproof.optimizers import AdamHyper, Hyper
 
-__all__ = ["FORMULAS", "Hyper", "reduce_duplicates", "row_sum", "update"]
+__all__ = ["FORMULAS", "Hyper", "adam_step", "reduce_duplicates", "row_sum", "update"]
 
 LANES = 8
 
@@ -134,3 +134,41 @@ def update(
     wide = {name: state.to(torch.float32) for name, state in states.items()}
     new_weight, new_states = FORMULAS[optimizer](weight.to(torch.float32), grad, wide, hyper)
     return new_weight.to(weight.dtype), {name: value.to(states[name].dtype) for name, value in new_states.items()}
+
+
+@torch.no_grad()
+def adam_step(
+    hyper: AdamHyper,
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    max_exp_avg_sq: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+) -> None:
+    """One step of ``torch.optim.Adam`` or ``AdamW`` on one parameter in host memory, in place.
+
+    Each operation is a single float32 operation in the order written. torch's own paths differ from each other in the
+    last bits, so agreement with them is a matter of error bounds.
+
+    Args:
+        hyper: the step's hyperparameters.
+        grad: any shape, float32, bfloat16 or float16; widened to float32.
+        master: the float32 weights. Written.
+        exp_avg: the float32 first moment. Written.
+        exp_avg_sq: the float32 second moment. Written.
+        max_exp_avg_sq: amsgrad's, or None. Written.
+        weight: gets the new master, rounded to nearest even; or None. Written.
+    """
+    slope = -grad.float() if hyper.maximize else grad.float()
+    start = master * hyper.keep
+    if hyper.coupled:
+        slope = slope + start * hyper.coupled_decay
+    exp_avg.copy_(exp_avg * hyper.beta1 + slope * hyper.one_minus_beta1)
+    exp_avg_sq.copy_(exp_avg_sq * hyper.beta2 + (slope * slope) * hyper.one_minus_beta2)
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        second = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+    master.copy_(start - (exp_avg * hyper.step_size) / (_root(second) / hyper.root_correction + hyper.eps))
+    if weight is not None:
+        weight.copy_(master)

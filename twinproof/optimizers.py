@@ -6,12 +6,14 @@ implementations': ``refimpl.optimizers`` has the plain ones.
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 from dataclasses import dataclass
 
 from twinproof.errors import ConfigError
 
-__all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "Hyper", "OptimizerKind", "StateKind"]
+__all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "AdamHyper", "Hyper", "OptimizerKind", "StateKind"]
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,65 @@ class Hyper:
     def root_correction(self) -> float:
         """sqrt(1 - beta2 ** step), in float64."""
         return math.sqrt(1 - self.beta2**self.step)
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """Hyperparameters of one step, each a float32 value.
+
+    ``keep`` is what decoupled decay leaves of a weight, 1 without it; ``coupled_decay`` is added to the gradient as so
+    many weights where ``coupled``; ``root_correction`` is sqrt(1 - beta2 ** step).
+    """
+
+    keep: float
+    coupled_decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    root_correction: float
+    eps: float
+    maximize: bool
+    coupled: bool
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)  # Thousands of parameters share a few.
+    def of(
+        cls,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step: float,
+        decoupled: bool,
+        maximize: bool = False,
+    ) -> AdamHyper:
+        """From an optimizer's options. ``step`` counts from 1; ``decoupled`` is AdamW's weight decay, else Adam's."""
+        beta1, beta2 = betas
+        return cls(
+            keep=_float32(1 - lr * weight_decay if decoupled else 1.0),
+            coupled_decay=_float32(0.0 if decoupled else weight_decay),
+            beta1=_float32(beta1),
+            one_minus_beta1=_float32(1 - beta1),
+            beta2=_float32(beta2),
+            one_minus_beta2=_float32(1 - beta2),
+            step_size=_float32(lr / (1 - beta1**step)),
+            root_correction=_float32(math.sqrt(1 - beta2**step)),
+            eps=_float32(eps),
+            maximize=maximize,
+            coupled=not decoupled and weight_decay != 0,
+        )
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The nine numbers, in their order."""
+        return (
+            self.keep, self.coupled_decay, self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2,
+            self.step_size, self.root_correction, self.eps,
+        )  # fmt: skip

@@ -24,7 +24,7 @@ PACK = ("packed_tensors",)
 @example([(5, 1, 2)] * 130)  # More than one call takes.
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9), st.sampled_from([1, 2, 4, 8])), max_size=40))
 def test_packing(offload: Any, items: list[tuple[int, int, int]]) -> None:
-    from fastimpl.offload.coalesce import pack, unpack
+    from fastimpl.offload.packing import pack, unpack
 
     kinds = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
     tensors, offsets, at = [], [], 0
@@ -49,7 +49,7 @@ def test_packing(offload: Any, items: list[tuple[int, int, int]]) -> None:
     needs=PACK,
 )
 def test_packing_misuse(offload: Any) -> None:
-    from fastimpl.offload.coalesce import pack, unpack
+    from fastimpl.offload.packing import pack, unpack
 
     some = [values((8,), 0), values((8,), 1)]
     wrong: list[tuple[list[torch.Tensor], list[int]]] = [

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
+from refimpl.optimizers import adam_step
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError
-from twinproof.offload.adam import AdamHyper, adam_step
+from twinproof.optimizers import AdamHyper
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 0.01}),

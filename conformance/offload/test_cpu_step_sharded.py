@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import values
-from twinproof.offload.adam import AdamHyper, adam_step
+from refimpl.optimizers import adam_step
+from twinproof.optimizers import AdamHyper
 
 
 def _local(value: Any) -> Any:

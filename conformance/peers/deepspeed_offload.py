@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from twinproof.offload.loading import copied
+from twinproof.offload.states import copied
 
 __all__ = ["CAPABILITIES", "NEEDS", "offload"]
 

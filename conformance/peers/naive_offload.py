@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fastimpl.streams import InlineEngine
-from twinproof.offload.loading import copied
-from twinproof.offload.reports import Residency
+from twinproof.engine import InlineEngine
+from twinproof.offload.offloader import Residency
+from twinproof.offload.states import copied
 
 __all__ = ["CAPABILITIES", "NEEDS", "offload"]
 

@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from twinproof.offload.loading import copied
-from twinproof.offload.reports import Residency
+from twinproof.offload.offloader import Residency
+from twinproof.offload.states import copied
 
 __all__ = ["CAPABILITIES", "NEEDS", "offload"]
 

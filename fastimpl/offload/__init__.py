@@ -4,10 +4,17 @@ Drop-in for Megatron's state offloader and for hand-written ``.to("cpu")`` loops
 """
 
 from fastimpl import ops
-from fastimpl.offload.offloader import OptimizerStateOffloader
-from refimpl.offload import MasterWeights, OffloadStats, Residency
+from fastimpl.offload.transfers import StreamedTransfers
+from twinproof.offload import offloader
+from twinproof.offload.masters import MasterWeights
+from twinproof.offload.offloader import Residency
+from twinproof.offload.plan import OffloadStats
 
 _BUILT = frozenset({"fused_cpu_adam", "packed_tensors"} if ops.available() else ())
 CAPABILITIES = _BUILT | {"bounded_window", "coalesced_copies", "overlapped_transfers", "prefetched_chunks"}
 
 __all__ = ["MasterWeights", "OffloadStats", "OptimizerStateOffloader", "Residency"]
+
+
+class OptimizerStateOffloader(offloader.OptimizerStateOffloader, transfers=StreamedTransfers):
+    __doc__ = offloader.OptimizerStateOffloader.__doc__

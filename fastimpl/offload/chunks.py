@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastimpl.offload.roster import Roster
+from fastimpl.offload.layout import ChunkLayout
 from twinproof.offload.states import Bundle, chunks_of
 
 __all__ = ["Chunk", "cut"]
@@ -31,23 +31,23 @@ class Chunk:
     is_leaving: bool = False
     is_arriving: bool = False
     version: int = -1
-    _roster: Roster | None = None
+    _layout: ChunkLayout | None = None
 
     @property
-    def roster(self) -> Roster:
+    def layout(self) -> ChunkLayout:
         """The plan of its bundles as they are now."""
-        if self._roster is None:
-            self._roster = Roster(self.bundles, self.host, self.begin)
-        return self._roster
+        if self._layout is None:
+            self._layout = ChunkLayout(self.bundles, self.host, self.begin)
+        return self._layout
 
-    def drop_roster(self) -> None:
+    def drop_layout(self) -> None:
         """Its bundles have changed: plan anew."""
-        self._roster = None
+        self._layout = None
 
     def forget_here(self) -> None:
         """What is on the device may no longer be one block of it."""
-        if self._roster is not None:
-            self._roster.here = None
+        if self._layout is not None:
+            self._layout.here = None
 
     @property
     def size_bytes(self) -> int:

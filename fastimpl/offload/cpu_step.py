@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastimpl import ops
 from fastimpl.offload.chunks import Chunk
-from fastimpl.offload.coalesce import Layout, pack, unpack, view_like
-from twinproof.offload.adam import AdamHyper, adam_step
-from twinproof.offload.cpu_step import Update, prepare_states, updates_of
+from fastimpl.offload.packing import SlabLayout, pack, unpack, view_like
+from refimpl.optimizers import adam_step
+from twinproof.offload.driver import Update, prepare_states, updates_of
+from twinproof.offload.plan import MovePlan
 from twinproof.offload.states import local_of, view_of
-
-if TYPE_CHECKING:
-    from fastimpl.offload.offloader import OptimizerStateOffloader
+from twinproof.optimizers import AdamHyper
 
 __all__ = ["HostStep"]
 
@@ -35,7 +34,7 @@ class _Work:
 
     chunk: Chunk
     updates: list[Update]
-    layout: Layout = field(default_factory=Layout)
+    layout: SlabLayout = field(default_factory=SlabLayout)
     up_begin: int = 0
     down_bytes: int = 0
 
@@ -63,15 +62,22 @@ class _Work:
 
 
 class HostStep:
-    """The steps of one offloader on the CPU; host slots and events are made once and kept."""
+    """The steps of one offloader on the CPU; host slots and events are made once and kept.
 
-    def __init__(self, owner: OptimizerStateOffloader) -> None:
-        self.owner, self.engine = owner, owner.engine
+    Args:
+        plan: what moves.
+        stream_in, stream_out: for copies to and from the device.
+        settle: waits until host memory holds what it is to hold.
+    """
+
+    def __init__(self, plan: MovePlan, stream_in: Any, stream_out: Any, settle: Callable[[], None]) -> None:
+        self.plan, self.engine, self._settle = plan, plan.engine, settle
+        self._in, self._out = stream_in, stream_out
         self._host: list[torch.Tensor] = []
         self._sent = self.engine.event()
-        self._packed: list[Any] = [self.engine.event() for _ in range(owner.slots)]
-        self._home: list[Any] = [self.engine.event() for _ in range(owner.slots)]
-        self._arrived: list[Any] = [self.engine.event() for _ in range(owner.slots)]
+        self._packed: list[Any] = [self.engine.event() for _ in range(plan.options.slots)]
+        self._home: list[Any] = [self.engine.event() for _ in range(plan.options.slots)]
+        self._arrived: list[Any] = [self.engine.event() for _ in range(plan.options.slots)]
 
     def run(self, chunks: Sequence[Chunk], step_rest: Callable[[], None]) -> None:
         """One logical step; ``step_rest`` steps what was not selected, on the device.
@@ -79,12 +85,12 @@ class HostStep:
         Raises:
             UnsupportedError: see ``twinproof.offload.cpu_step``; nothing has changed then.
         """
-        owner = self.owner
-        updates = [updates_of(owner.optimizer, chunk.bundles, owner.masters) for chunk in chunks]
+        plan = self.plan
+        updates = [updates_of(plan.optimizer, chunk.bundles, plan.masters) for chunk in chunks]
         works = [_Work(chunk, some) for chunk, some in zip(chunks, updates, strict=True) if some]
         step_rest()
         # A load may still be on its way to the memory that is stepped now.
-        owner.settle()
+        self._settle()
         if not self.engine.stands_for_device:
             # Gradients and weights are in host memory as they are.
             for work in works:
@@ -107,59 +113,59 @@ class HostStep:
 
     def _make_slots(self, works: Sequence[_Work]) -> list[torch.Tensor]:
         """Device slots of this step, and host slots that are large enough for it."""
-        engine, owner = self.engine, self.owner
+        engine, counts = self.engine, self.plan.counts
         size_bytes = max((work.layout.size_bytes for work in works), default=0)
-        count = min(owner.slots, len(works))
+        count = min(self.plan.options.slots, len(works))
         if len(self._host) < count or any(slot.numel() < size_bytes for slot in self._host):
             # The last step's weights may still be leaving the memory that goes now.
             engine.synchronize(self._sent)
-            owner.counts.host_bytes -= sum(slot.numel() for slot in self._host)
+            counts.host_bytes -= sum(slot.numel() for slot in self._host)
             self._host = []
-            self._host = [owner.host_empty(size_bytes) for _ in range(count)]
-            owner.counts.host_bytes += size_bytes * count
+            self._host = [self.plan.host_empty(size_bytes) for _ in range(count)]
+            counts.host_bytes += size_bytes * count
         slots = [engine.device_empty(size_bytes) for _ in range(count)]
         for slot in slots:
-            engine.keep(slot, owner._in)
-            engine.keep(slot, owner._out)
+            engine.keep(slot, self._in)
+            engine.keep(slot, self._out)
         return slots
 
     def _send_down(self, work: _Work, slot: int, device: torch.Tensor) -> None:
-        engine, owner = self.engine, self.owner
+        engine, counts = self.engine, self.plan.counts
         sources = [update.grad for update in work.updates]
         sources += [update.weight for update in work.updates if not update.has_master]
         pack(sources, device, work.layout.offsets[: len(sources)])
         engine.record(self._packed[slot], engine.current())
-        engine.wait(owner._out, self._packed[slot])
-        with engine.on(owner._out):
+        engine.wait(self._out, self._packed[slot])
+        with engine.on(self._out):
             engine.copy(self._host[slot][: work.down_bytes], device[: work.down_bytes])
-            engine.record(self._home[slot], owner._out)
-        owner.counts.d2h_bytes += work.down_bytes
+            engine.record(self._home[slot], self._out)
+        counts.d2h_bytes += work.down_bytes
 
     def _await(self, slot: int) -> None:
         self.engine.synchronize(self._home[slot])
 
     def _send_up(self, work: _Work, slot: int, device: torch.Tensor) -> None:
-        engine, owner = self.engine, self.owner
+        engine, counts = self.engine, self.plan.counts
         begin, end = work.up_begin, work.layout.size_bytes
-        engine.wait(owner._in, self._home[slot])
-        with engine.on(owner._in):
+        engine.wait(self._in, self._home[slot])
+        with engine.on(self._in):
             engine.copy(device[begin:end], self._host[slot][begin:end])
-            engine.record(self._arrived[slot], owner._in)
-            engine.record(self._sent, owner._in)
-        owner.counts.h2d_bytes += end - begin
+            engine.record(self._arrived[slot], self._in)
+            engine.record(self._sent, self._in)
+        counts.h2d_bytes += end - begin
         engine.wait(engine.current(), self._arrived[slot])
         unpack([update.weight for update in work.updates], device, work.weight_offsets)
         self._took(work)
 
     def _took(self, work: _Work) -> None:
-        if self.owner.masters is not None:
+        if self.plan.masters is not None:
             for update in work.updates:
                 if update.has_master:
-                    self.owner.masters.took(update.bundle.param)
+                    self.plan.masters.took(update.bundle.param)
 
     def _update(self, work: _Work, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The arithmetic of one chunk: one call for all parameters that share hyperparameters and dtypes."""
-        optimizer, memory = self.owner.optimizer, work.chunk.memory
+        optimizer, memory = self.plan.optimizer, work.chunk.memory
         calls: dict[Any, tuple[AdamHyper, list[tuple[torch.Tensor | None, ...]]]] = {}
         for update, (grad, weight) in zip(work.updates, pairs, strict=True):
             bundle = update.bundle

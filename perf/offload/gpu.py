@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, Rank
-from fastimpl.streams import CudaEngine
 from perf.harness.nvml import open_gpu
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.peers.torchao_offload import torchao_steps
+from twinproof.engine import CudaEngine
 
 __all__ = [
     "STATES",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, Rank, assert_within_derived
-from fastimpl.offload.coalesce import Layout, pack, unpack
-from fastimpl.streams import InlineEngine
+from fastimpl.offload.packing import SlabLayout, pack, unpack
 from perf.harness.paired import Round, interleave, seconds_of
 from perf.harness.workloads import Workload
 from perf.peers.deepspeed_adam import deepspeed_step
+from twinproof.engine import InlineEngine
 
 __all__ = ["measure_adam_bf16", "measure_adam_fp32", "measure_small"]
 
@@ -147,7 +147,7 @@ def measure_small(rank: Rank, workload: Workload, folder: str, round_count: int,
     optimizer.step()
     tensors = _random(workload, 2) + _random(workload, 3)
     homes, start = [tensor.clone() for tensor in tensors], [tensor.clone() for tensor in tensors]
-    layout = Layout()
+    layout = SlabLayout()
     offsets = [layout.add(tensor) for tensor in tensors]
     slab = torch.zeros(layout.size_bytes, dtype=torch.uint8)
     offloader = rank.component("offload").OptimizerStateOffloader(optimizer, engine=InlineEngine())

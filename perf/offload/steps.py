@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, Rank
-from fastimpl.streams import InlineEngine
 from perf.harness.paired import Round, interleave, seconds_of
 from perf.harness.workloads import Workload
+from twinproof.engine import InlineEngine
 
 __all__ = ["measure_small_steps", "measure_snapshots", "measure_steps"]
 

@@ -19,7 +19,6 @@ from conformance.harness import Mismatch, Rank
 from fastimpl import pipeline
 from fastimpl.pipeline.overlap import OverlapReport, overlap_report
 from fastimpl.pipeline.recording import CudaClock, HostClock, Recorder
-from fastimpl.streams import CudaEngine, InlineEngine
 from perf.harness.nvml import open_gpu
 from perf.harness.paired import Round, interleave
 from perf.harness.workloads import Workload
@@ -27,6 +26,7 @@ from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.meters import meter_for
 from perf.pipeline.seed_model import SeedModel, Sizes, loader_of, make_model
 from perf.pipeline.seed_table import CONTENDERS, CONTROLS, Turns, by_step
+from twinproof.engine import CudaEngine, InlineEngine
 
 __all__ = ["CONFIGS", "Config", "measure_config", "schedules"]
 

@@ -20,9 +20,9 @@ from fastimpl.pipeline.flights import tensors_in
 from fastimpl.pipeline.overlap import Instruction, OverlapReport, Timeline, overlap_report, replay
 from fastimpl.pipeline.overlap_views import to_document, to_svg, to_trace
 from fastimpl.pipeline.recording import CudaClock, Recorder
-from fastimpl.streams import CudaEngine
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.seed_model import Batch, Sizes, loader_of, make_model
+from twinproof.engine import CudaEngine
 from twinproof.errors import ConfigError
 
 __all__ = ["STAGE_MS", "measure_overlap", "stage_durations", "write_overlap"]

@@ -1,151 +1,432 @@
-"""The reference offloader: everything comes back, the plain step runs, everything leaves; the host waits each time."""
+"""``OptimizerStateOffloader``: states and masters of the user's optimizer live on the host between steps.
+
+The class exists once. An implementation binds it to its transfers::
+
+    class OptimizerStateOffloader(offloader.OptimizerStateOffloader, transfers=Blocking): ...
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
-from twinproof.offload.adam import adam_step
-from twinproof.offload.base import OffloaderBase
-from twinproof.offload.bookkeeping import Wanted
-from twinproof.offload.cpu_step import Update, narrowed, prepare_states, updates_of
-from twinproof.offload.rebind import rebind
-from twinproof.offload.states import Bundle, Place, bindings, local_of, view_of
+from twinproof.engine import Engine
+from twinproof.errors import ConfigError, OffloadConflictError
+from twinproof.offload.driver import (
+    StepDriver,
+    check_attachment,
+    check_cpu_step,
+    check_devices,
+    check_gradients,
+    unwrapped,
+)
+from twinproof.offload.masters import MasterWeights
+from twinproof.offload.plan import (
+    MovePlan,
+    OffloadOptions,
+    OffloadStats,
+    Transfers,
+    Wanted,
+    check_saved,
+    load_states,
+)
+from twinproof.offload.states import MASTER, Bundle, copied, local_of
 
-__all__ = ["OptimizerStateOffloader"]
+__all__ = ["OptimizerStateOffloader", "Residency"]
 
-
-class _Blocking:
-    """Copies that are over when they return."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def device_empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-
-    def host_empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+_Self = TypeVar("_Self", bound="OptimizerStateOffloader")
 
 
-class OptimizerStateOffloader(OffloaderBase):
-    __doc__ = OffloaderBase.__doc__
+@dataclass(frozen=True)
+class Residency:
+    """Bytes of what was selected to move: on the device, on the host, and on the way between them."""
 
-    def default_engine(self, device: torch.device) -> Any:
-        """Blocking copies."""
-        return _Blocking(device)
+    device_bytes: int
+    host_bytes: int
+    in_flight_bytes: int = 0
 
-    def place(self, bundles: list[Bundle]) -> list[Bundle]:
-        """One piece of host memory for each bundle."""
-        for bundle in bundles:
-            self._memory[bundle.param] = self.host_empty(bundle.span_bytes)
-            self.counts.host_bytes += bundle.span_bytes
-        self.counts.chunk_count = 1
-        return bundles
 
-    def unplace(self, bundle: Bundle) -> None:
-        """Forget one piece."""
-        self.to_device([bundle])
-        self.counts.host_bytes -= self._memory.pop(bundle.param).numel()
+class OptimizerStateOffloader:
+    """Optimizer state and master weights in host memory between steps; the update stays on the device.
 
-    def release(self) -> None:
-        """Let every piece go."""
-        self._memory.clear()
+    Attached to the user's own optimizer, never a wrapper: ``optimizer.step()`` drives the transfers, whatever scheduler
+    or scaler was attached, before or after. Results are those of the plain optimizer, bit for bit.
+
+    Args:
+        optimizer: one of torch's, one that derives from ``torch.optim.Optimizer``, or a wrapper with one as its
+            ``optimizer`` (Megatron's ``DistributedOptimizer``, accelerate's); its ``step`` is taken over, its class,
+            groups and hooks stay as they are. One that is none of torch's is stepped as a whole: see ``chunk_bytes``.
+        fraction: the share of the bytes that moves, by whole parameters in their order; 0: nothing does.
+        chunk_bytes: how much is on the device at a time during a step, by whole parameters; 0: all of it. All of it
+            is there too where parameters may depend on each other (``is_separable`` is False), or with ``on_request``.
+        slots: chunks that may be on the device at once.
+        master_weights: the masters that the optimizer steps; they move as its states do.
+        step_device: ``device``, or ``cpu``: Adam and AdamW are stepped in host memory, gradients come down and weights
+            go up.
+        pin_memory: host memory that copies can run to at full speed.
+        release: when memory of the device goes. ``at_offload``: as soon as its copy out is queued; a step ends with
+            that. ``on_request``: a step leaves everything on the device, ``offload()`` copies it out, and it goes with
+            ``release_gpu_memory()``, so that masters can be read in between, as Megatron's loops do. None:
+            ``on_request`` for masters that a wrapper rounds after the step, else ``at_offload``.
+        engine: streams, copies and memory, see ``twinproof.engine``; None: that of the parameters' device.
+
+    Raises:
+        OffloadConflictError: attached twice, a CPU-step optimizer, or CPU parameters without an engine that stands in
+            for a device. UnsupportedError: what is no optimizer, or one of sparse gradients. ConfigError: an option.
+    """
+
+    _transfers_of: ClassVar[type[Transfers] | None] = None
+
+    def __init_subclass__(cls, *, transfers: type[Transfers] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if transfers is not None:
+            cls._transfers_of = transfers
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        fraction: float = 1.0,
+        chunk_bytes: int = 64 << 20,
+        slots: int = 2,
+        master_weights: MasterWeights | None = None,
+        step_device: str = "device",
+        pin_memory: bool = True,
+        engine: Any = None,
+        release: str | None = None,
+    ) -> None:
+        transfers = type(self)._transfers_of
+        if transfers is None:
+            raise ConfigError("no transfers are bound", expected="fastimpl.offload or refimpl.offload", where="class")
+        optimizer, kept_masters = unwrapped(optimizer)
+        check_attachment(optimizer)
+        _check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
+        if kept_masters and (master_weights is not None or step_device == "cpu"):
+            got = f"step_device={step_device!r}, master_weights={'given' if master_weights is not None else None}"
+            raise ConfigError("the wrapper keeps and rounds its masters itself", got=got, where="optimizer")
+        chosen_release = release or ("on_request" if kept_masters else "at_offload")
+        self.optimizer, self.masters = optimizer, master_weights
+        self.options = OffloadOptions(fraction, chunk_bytes, slots, step_device, pin_memory, chosen_release)
+        self._copied_out = _CopiedOut()
+        if master_weights is not None:
+            master_weights.check_stepped_by(optimizer)
+        self.engine = _engine_of(optimizer, step_device, engine, transfers)
+        self.plan = MovePlan(
+            optimizer, masters=master_weights, kept_masters=kept_masters, options=self.options, engine=self.engine
+        )
+        self.transfers = transfers(self.plan)
+        self.plan.adopt(self.transfers)
+        self._driver = StepDriver(optimizer, self, self._run)
+        self._handles: list[Any] = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(check_saved),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
+        ]
+        self.offload()
 
     @property
-    def _memory(self) -> dict[torch.Tensor, torch.Tensor]:
-        found: dict[torch.Tensor, torch.Tensor] = self.__dict__.setdefault("_host", {})
-        return found
+    def bundles(self) -> list[Bundle]:
+        """What moves, by parameter."""
+        return self.plan.bundles
 
-    def step(self, arithmetic: Callable[[], None]) -> None:
-        """All of it at once."""
-        if self.step_device == "cpu":
-            self._step_on_host(arithmetic)
+    @property
+    def is_separable(self) -> bool:
+        """Whether whole parameters can be stepped in any partition, and their states be foreseen."""
+        return self.plan.is_separable
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Verbs.
+
+    def offload(
+        self,
+        states: bool = True,
+        masters: bool = True,
+        *,
+        offload_optimizer_states: bool | None = None,
+        offload_master_weights: bool | None = None,
+    ) -> None:
+        """Send to the host what is on the device: after a load, or before the first step.
+
+        A step ends with it, unless memory is released ``on_request``. States and masters move where they are asked
+        to; the long names are Megatron's. Raises ConfigError when a name and its long form contradict each other.
+        """
+        self._check_open()
+        states = _either("states", states, "offload_optimizer_states", offload_optimizer_states)
+        masters = _either("masters", masters, "offload_master_weights", offload_master_weights)
+        self.plan.adopt(self.transfers)
+        if states and masters and self.options.release == "at_offload":
+            if not self.transfers.send_planned():
+                self.plan.refit(self.transfers)
+                self.to_host(self.bundles)
             return
-        self.step_whole(arithmetic)
+        if states:
+            self.plan.refit(self.transfers)
 
-    def _step_on_host(self, arithmetic: Callable[[], None]) -> None:
-        """What was not selected is stepped where it is; the rest by the host, parameter by parameter."""
-        updates = updates_of(self.optimizer, self.bundles, self.masters)
-        moving = {bundle.param for bundle in self.bundles}
-        rest = {param for group in self.optimizer.param_groups for param in group["params"]} - moving
-        if rest:
-            masters = [param for param in rest if self._is_master(param)]
-            if self.masters is not None:
-                self.masters.begin(masters)
-            with narrowed(self.optimizer, rest):
-                arithmetic()
-            if self.masters is not None:
-                self.masters.end(masters)
-        for update in updates:
-            self._update_on_host(update)
+        def only(_: Bundle, name: str) -> bool:
+            return masters if name == MASTER else states
 
-    def _update_on_host(self, update: Update) -> None:
-        """The gradient comes down, and the weight where there is no master; the new weight goes up."""
-        bundle, places = update.bundle, update.bundle.places
-        memory = self._memory[bundle.param]
-        prepare_states(self.optimizer, update, lambda n: view_of(memory, places[n], 0) if n in places else None)
-        grad, weight = self._beside(update.grad), self._beside(update.weight)
-        self.engine.copy(grad, update.grad)
-        self.counts.d2h_bytes += grad.nbytes
-        if not update.has_master:
-            self.engine.copy(weight, update.weight)
-            self.counts.d2h_bytes += weight.nbytes
-        self.settle()
-        states = update.states(self.optimizer)
-        master, rounded = (local_of(bundle.param.detach()), weight) if update.has_master else (weight, None)
-        adam_step(update.advance(self.optimizer), grad, master, *states, rounded)
-        self.engine.copy(update.weight, weight)
-        self.counts.h2d_bytes += weight.nbytes
-        self.settle()
-        if self.masters is not None and update.has_master:
-            self.masters.took(bundle.param)
+        if self.options.release == "on_request":
+            self._copied_out.note(self.plan, self.transfers, only)
+        self.to_host(self.bundles, only=only, binds=self.options.release == "at_offload")
 
-    def _beside(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Host memory for a tensor of the device."""
-        form = Place(0, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        return view_of(self.host_empty(form.size_bytes), form, 0)
+    def release_gpu_memory(self) -> None:
+        """Let go, on the device, what ``offload()`` copied; with ``at_offload`` it went then already.
+
+        What was written since it was copied is copied again: nothing is lost.
+        """
+        self._check_open()
+        self._copied_out.release(self.plan, self.transfers)
+
+    def prefetch(self) -> None:
+        """Allow transfers for the next step to begin. Changes no value, and no binding with ``at_offload``.
+
+        With ``on_request`` everything is on the device afterwards, where a wrapper gives masters their gradients.
+        """
+        self._check_open()
+        if self.options.release == "on_request":
+            self._bring_all()
+        elif self.is_separable:
+            self.transfers.fetch()
+
+    def snapshot(self) -> dict[str, Any]:
+        """A state dict that no later step changes, taken from host memory."""
+        self._check_open()
+        snapshot: dict[str, Any] = copied(self.optimizer.state_dict())
+        return snapshot
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take values over without a cast of dtype or device.
+
+        Raises:
+            PlanError: other groups, parameters, states or shapes than the optimizer has; nothing has changed then.
+        """
+        self._check_open()
+        self.settle_for_writing()
+        load_states(self.plan, state_dict)
+        self.offload()
+
+    def refresh_masters(self) -> None:
+        """Make the masters follow parameters that were loaded. Raises ConfigError without masters."""
+        self._own_masters().refresh()
+
+    def load_masters(self, values: Iterable[torch.Tensor]) -> None:
+        """``MasterWeights.load``, once nothing is on its way. Raises ConfigError without masters, PlanError."""
+        self._own_masters().load(values)
+
+    def residency(self) -> Residency:
+        """Where the selected bytes are now; in flight is what the host has not yet waited for."""
+        host = device = 0
+        for bundle, name, tensor in self.plan.bound():
+            if self.transfers.is_on_host(tensor):
+                host += bundle.places[name].size_bytes
+            else:
+                device += bundle.places[name].size_bytes
+        leaving = self.transfers.leaving_bytes()
+        return Residency(device, host - leaving, leaving)
+
+    def stats(self) -> OffloadStats:
+        """A copy of the counts."""
+        counts = self.plan.counts
+        counts.payload_bytes = sum(bundle.places[name].size_bytes for bundle, name, _ in self.plan.bound())
+        return copy.copy(counts)
+
+    def close(self) -> None:
+        """Bring everything back and leave a plain optimizer. Safe to call twice."""
+        if not self._driver.attached:
+            return
+        self.settle_for_writing()
+        # What was noted to be let go stays, and must not be held twice.
+        self._copied_out.clear()
+        self.to_device(self.bundles, for_good=True)
+        self._driver.detach()
+        for handle in self._handles:
+            handle.remove()
+        self.plan.bundles = []
+        self.transfers.release()
+        if self.masters is not None:
+            self.masters.attach(self.optimizer)
+
+    # Moves and waits, for tools that look at memory between steps.
 
     def to_host(
         self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
     ) -> None:
-        """Copy and bind, tensor by tensor."""
-        for bundle in bundles:
-            for name, tensor in bindings(self.optimizer, bundle):
-                if not self.is_on_host(tensor) and (only is None or only(bundle, name)):
-                    home = view_of(self._memory[bundle.param], bundle.places[name], 0)
-                    if copies:
-                        self.engine.copy(home, tensor)
-                        self.counts.d2h_bytes += bundle.places[name].size_bytes
-                    if binds:
-                        rebind(self.optimizer, bundle, name, home)
-        self.settle()
+        """See ``Transfers.to_host``."""
+        self.transfers.to_host(bundles, only=only, copies=copies, binds=binds)
 
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
-        """Copy and bind, tensor by tensor."""
-        for bundle in bundles:
-            for name, tensor in bindings(self.optimizer, bundle):
-                if self.is_on_host(tensor):
-                    memory = self.engine.device_empty(bundle.places[name].offset_bytes + tensor.nbytes)
-                    here = view_of(memory, bundle.places[name], 0)
-                    self.engine.copy(here, tensor)
-                    rebind(self.optimizer, bundle, name, here)
-                    self.counts.h2d_bytes += bundle.places[name].size_bytes
-        self.settle()
+        """See ``Transfers.to_device``."""
+        self.transfers.to_device(bundles, for_good=for_good)
 
     def settle(self) -> None:
-        """Wait for the copies, where the engine does not."""
-        self.wait_for_copy()
+        """Wait until host memory holds what it is to hold."""
+        self.transfers.settle()
 
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """By the memory it lies in."""
-        owners = {memory.untyped_storage().data_ptr() for memory in self._memory.values()}
-        return tensor.untyped_storage().data_ptr() in owners
+    def settle_for_writing(self) -> None:
+        """Wait until the host may write to its memory: nothing reads it any more either."""
+        self.transfers.settle_for_writing()
+
+    # Megatron's verbs, for loops that call them; a step needs none of them.
+
+    def reload(self) -> None:
+        """``prefetch``."""
+        self.prefetch()
+
+    def offload_states(self) -> None:
+        """``offload``."""
+        self.offload()
+
+    def reload_offloaded_states(self) -> None:
+        """``prefetch``."""
+        self.prefetch()
+
+    def release_offloaded_gpu_states(self) -> None:
+        """``release_gpu_memory``."""
+        self.release_gpu_memory()
+
+    def sync_before_step(self) -> None:
+        """Nothing to wait for: a step orders itself."""
+        self._check_open()
+
+    def mark_optimizer_states_initialized(self) -> None:
+        """Nothing to mark: states are taken over as they appear."""
+        self._check_open()
+
+    # The step.
+
+    def _check_open(self) -> None:
+        if not self._driver.attached:
+            raise ConfigError("this offloader is closed", where=type(self).__name__)
+
+    def _own_masters(self) -> MasterWeights:
+        """The masters, once nothing is on its way to or from them."""
+        self._check_open()
+        if self.masters is None:
+            raise ConfigError("there are no masters", got=None, where="master_weights")
+        self.settle_for_writing()
+        return self.masters
+
+    def _bring_all(self) -> None:
+        self._copied_out.clear()
+        self.to_device(self.bundles)
+
+    def _check_gradients(self) -> None:
+        check_gradients(self.plan.known if self.masters is None else self.masters.pairs.values())
+
+    def _run(self, arithmetic: Callable[[], None]) -> None:
+        if self.engine.is_capturing():
+            raise OffloadConflictError(
+                "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
+            )
+        self.plan.adopt(self.transfers)
+        self._check_gradients()
+        if self.masters is not None:
+            self.masters.check(self.masters.pairs)
+        self.plan.counts.step_count += 1
+        steps_in_parts = self.is_separable and self.options.release == "at_offload"
+        if self.options.step_device == "cpu" or steps_in_parts:
+            if self.transfers.step(arithmetic, self._step_whole):
+                self.offload()
+        else:
+            self._step_whole(arithmetic)
+
+    def _step_whole(self, arithmetic: Callable[[], None]) -> None:
+        """One logical step with everything that was selected on the device, and home again unless on request."""
+        self._bring_all()
+        try:
+            masters = self.masters.pairs if self.masters is not None else {}
+            if self.masters is not None:
+                self.masters.begin(masters)
+            arithmetic()
+            if self.masters is not None:
+                self.masters.end(masters)
+        finally:
+            if self.options.release == "at_offload":
+                self.offload()
+
+
+class _CopiedOut:
+    """What was copied to the host and still lies on the device, with the versions of its tensors then.
+
+    Prevents a tensor that is written after its copy from being lost: what changed is copied again.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[torch.Tensor, str], tuple[torch.Tensor, int]] = {}
+
+    def clear(self) -> None:
+        """Nothing is to go: it is about to be used on the device."""
+        self._noted.clear()
+
+    def note(self, plan: MovePlan, transfers: Transfers, only: Wanted) -> None:
+        """What is on the device now and is about to be copied."""
+        for bundle, name, tensor in plan.bound():
+            if only(bundle, name) and not transfers.is_on_host(tensor):
+                self._noted[bundle.param, name] = (tensor, tensor._version)
+
+    def release(self, plan: MovePlan, transfers: Transfers) -> None:
+        """Bind what was copied to the host."""
+        noted, self._noted = self._noted, {}
+        changed: set[tuple[torch.Tensor, str]] = set()
+        copied_out: set[tuple[torch.Tensor, str]] = set()
+        for bundle, name, tensor in plan.bound():
+            found = noted.get((bundle.param, name))
+            if found is not None:
+                is_same = found[0].data_ptr() == tensor.data_ptr() and found[1] == tensor._version
+                (copied_out if is_same else changed).add((bundle.param, name))
+        transfers.to_host(plan.bundles, only=lambda bundle, name: (bundle.param, name) in copied_out, copies=False)
+        if changed:
+            transfers.to_host(plan.bundles, only=lambda bundle, name: (bundle.param, name) in changed)
+
+
+def _check_options(
+    optimizer: Optimizer, fraction: float, chunk_bytes: int, slots: int, step_device: str, release: str | None
+) -> None:
+    """Refuse values that mean nothing, and pairs of them that contradict each other. Raises ConfigError."""
+    if not (isinstance(fraction, (int, float)) and math.isfinite(fraction) and 0 <= fraction <= 1):
+        raise ConfigError("not a fraction", got=fraction, expected="0 to 1", where="fraction")
+    for name, value, least in (("chunk_bytes", chunk_bytes, 0), ("slots", slots, 1)):
+        if type(value) is not int or value < least:
+            raise ConfigError("not a count", got=value, expected=f"an int >= {least}", where=name)
+    if step_device not in ("device", "cpu"):
+        raise ConfigError("no place to step", got=step_device, expected="device or cpu", where="step_device")
+    if release not in (None, "at_offload", "on_request"):
+        raise ConfigError("no moment", got=release, expected="at_offload or on_request", where="release")
+    if step_device == "cpu":
+        check_cpu_step(optimizer)
+        if release == "on_request":
+            raise ConfigError(
+                "states never come to the device", got="on_request", expected="at_offload", where="step_device='cpu'"
+            )
+
+
+def _either(name: str, value: bool, other_name: str, other: bool | None) -> bool:
+    """A flag that has two names. Raises ConfigError when both are given and contradict each other."""
+    if other is None:
+        return value
+    if not value and other:
+        raise ConfigError(f"{name} and {other_name} are one flag", got=(value, other), where="offload")
+    return other
+
+
+def _engine_of(optimizer: Optimizer, step_device: str, engine: Engine | None, transfers: type[Transfers]) -> Engine:
+    devices = {local_of(p).device for group in optimizer.param_groups for p in group["params"]}
+    if engine is not None:
+        return engine
+    check_devices(devices, step_device)
+    return transfers.default_engine(devices.pop())

@@ -1,12 +1,12 @@
-"""Which tensors move, how large they are before they exist, and where each lies in host memory.
+"""Where tensors lie in host memory: places of one parameter's states, one behind the other, and what is bound to them.
 
-Prevents states that are missed because they are keyed by something else, counters that turn into a host sync on every
-step (facts/offload.md 3.15, 3.18), and pinned memory rounded up to a power of two: everything of a batch of parameters
-lies in one block of exactly its size, whole parameters next to each other.
+Prevents pinned memory rounded up to a power of two: everything of a batch of parameters lies in one block of exactly
+its size, whole parameters next to each other.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -18,33 +18,27 @@ import torch
 from torch.optim import Optimizer
 
 from twinproof.errors import UnsupportedError
-from twinproof.offload.kinds import arithmetic_of, known_kind
 
 __all__ = [
     "ALIGN_BYTES",
+    "MASTER",
     "Bundle",
     "Place",
+    "bindings",
     "check_plain",
     "check_separate",
-    "expected_states",
+    "chunks_of",
+    "copied",
     "is_movable",
-    "lies_on_device",
     "local_of",
+    "make_bundle",
+    "rebind",
+    "select",
     "view_of",
 ]
 
 ALIGN_BYTES = 256
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
-
-
-# Scalars of these names stay on the host, where reading them is free, unless kernels read them (torch 2.13).
-_COUNTERS = ("step", "mu_product")
-
-
-def lies_on_device(optimizer: Optimizer, group: dict[str, Any], name: str) -> bool:
-    """Whether this optimizer makes a state of that name on the device of its parameter."""
-    kernels_read_it = isinstance(optimizer, torch.optim.ASGD) or group.get("fused") or group.get("capturable")
-    return name not in _COUNTERS or bool(kernels_read_it)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,11 +81,6 @@ def check_separate(param: torch.Tensor, state: dict[str, Any], number: int) -> N
                 expected="memory of its own for each",
                 where=f"parameter {number}",
             )
-
-
-def options_on(group: dict[str, Any]) -> dict[str, bool]:
-    """What of a group decides which states there are: options that are on or off, never how large one is."""
-    return {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
 
 
 def is_movable(value: Any) -> bool:
@@ -141,55 +130,6 @@ def _round_up(value: int) -> int:
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     # empty_like keeps the strides of dense tensors, channels_last among them, and makes others contiguous.
     return tuple(torch.empty_like(tensor, device="meta").stride())
-
-
-def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
-
-    None are foreseen for optimizers that are not torch's: they are taken over as they appear.
-
-    Raises:
-        UnsupportedError: a parameter that this optimizer cannot step; one, or a state, that is not plain memory.
-    """
-    local = local_of(param)
-    check_plain(param, "parameter")
-    for name, value in optimizer.state.get(param, {}).items():
-        check_plain(value, f"state {name}")
-    if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
-        # Its factors are means over whole rows and columns, which no rank has.
-        raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
-    kind: Any = known_kind(type(optimizer))
-    # States of a scalar are scalars, which stay where they are.
-    if kind is None or local.dim() == 0:
-        return {}
-    probe = torch.empty_like(local, device="meta").requires_grad_()
-    # These two look at values on the way to the step, which a meta tensor does not have.
-    if isinstance(optimizer, torch.optim.ASGD):
-        return {"ax": probe.detach()}
-    if isinstance(optimizer, torch.optim.Adafactor):
-        return _adafactor_states(probe.detach())
-    probe.grad = torch.empty_like(probe)
-    options = {key: value for key, value in group.items() if key != "params"}
-    options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
-    options = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
-    try:
-        copy = kind([{**options, "params": [probe]}])
-        arithmetic_of(kind)(copy)
-    except Exception as error:
-        raise UnsupportedError(
-            "the states of this parameter cannot be foreseen",
-            got=f"{type(error).__name__}: {error}",
-            where=kind.__name__,
-        ) from error
-    return {key: value for key, value in copy.state[probe].items() if is_movable(value)}
-
-
-def _adafactor_states(probe: torch.Tensor) -> dict[str, torch.Tensor]:
-    # torch 2.13: factors of the last two dimensions, or the whole of a vector.
-    shape = tuple(probe.shape)
-    if len(shape) < 2:
-        return {"variance": probe} if shape else {}
-    return {"row_var": probe.new_empty((*shape[:-1], 1)), "col_var": probe.new_empty((*shape[:-2], 1, shape[-1]))}
 
 
 def make_bundle(param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Bundle:
@@ -248,3 +188,26 @@ def bindings(optimizer: Optimizer, bundle: Bundle) -> Iterator[tuple[str, torch.
             yield name, local_of(bundle.param)
         elif name in optimizer.state.get(bundle.param, {}):
             yield name, local_of(optimizer.state[bundle.param][name])
+
+
+def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor) -> None:
+    """Let a state, or a master, lie in ``memory``, which holds its values or soon will.
+
+    A plain state is replaced in the optimizer; a parameter, and what a DTensor wraps, keep their identity.
+    """
+    holder: Any = bundle.param if name == MASTER else optimizer.state[bundle.param][name]
+    if hasattr(holder, "_local_tensor"):
+        holder._local_tensor = memory
+    elif name == MASTER:
+        holder.data = memory
+    else:
+        optimizer.state[bundle.param][name] = memory
+
+
+def copied(value: Any) -> Any:
+    """A copy of its own memory; deepcopy would copy the whole block behind every view."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)

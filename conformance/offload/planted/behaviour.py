@@ -12,9 +12,9 @@ from conformance.harness import PlantedBug, swap, wrap
 from twinproof.errors import TwinproofError
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.base:OffloaderBase"
+BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
 STATES = "twinproof.offload.states"
-FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
+FAST = "fastimpl.offload.transfers:StreamedTransfers"
 _KEPT: list[Any] = []
 
 
@@ -68,21 +68,22 @@ def _overlapping(original: Any, param: Any, tensors: Any) -> Any:
     return bundle
 
 
-def _no_empty_params(original: Any, offloader: Any, params: Any, arithmetic: Any) -> Any:
-    return original(offloader, {param for param in params if param.numel()}, arithmetic)
+def _no_empty_params(original: Any, transfers: Any, params: Any, arithmetic: Any) -> Any:
+    return original(transfers, {param for param in params if param.numel()}, arithmetic)
 
 
-def _first_params_only(original: Any, offloader: Any) -> Any:
-    if not offloader._known:
-        original(offloader)
+def _first_params_only(original: Any, plan: Any, transfers: Any) -> Any:
+    if not plan.known:
+        original(plan, transfers)
 
 
-def _groups_left(original: Any, offloader: Any, params: Any, arithmetic: Any) -> Any:
-    groups = offloader.optimizer.param_groups
+def _groups_left(original: Any, transfers: Any, params: Any, arithmetic: Any) -> Any:
+    optimizer = transfers.plan.optimizer
+    groups = optimizer.param_groups
     try:
-        return original(offloader, params, arithmetic)
+        return original(transfers, params, arithmetic)
     except Exception:
-        offloader.optimizer.param_groups = [dict(group) for group in groups]
+        optimizer.param_groups = [dict(group) for group in groups]
         raise
 
 
@@ -142,8 +143,8 @@ def _nothing_refused() -> Iterator[None]:
             return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1), []
 
     with (
-        wrap("twinproof.offload.base:unwrapped", any_kind)(),
-        swap("twinproof.offload.base:check_attachment", lambda optimizer: None)(),
+        wrap("twinproof.offload.offloader:unwrapped", any_kind)(),
+        swap("twinproof.offload.offloader:check_attachment", lambda optimizer: None)(),
     ):
         yield
 
@@ -175,7 +176,7 @@ PLANTED = (
         "sharded_states_left",
         "The states of DTensors stay on the device (pytorch #144397).",
         ("OPT-080", "OPT-081"),
-        wrap("twinproof.offload.bookkeeping:expected_states", _none_for_shards),
+        wrap("twinproof.offload.plan:expected_states", _none_for_shards),
     ),
     _bug(
         "first_groups_options",
@@ -205,7 +206,7 @@ PLANTED = (
         "places_overlap",
         "M19: two states of a parameter share memory.",
         ("OPT-001", "OPT-020"),
-        wrap("twinproof.offload.bookkeeping:make_bundle", _overlapping),
+        wrap("twinproof.offload.plan:make_bundle", _overlapping),
     ),
     _bug(
         "empty_params_dropped",
@@ -218,7 +219,7 @@ PLANTED = (
         "new_params_unseen",
         "M17: parameters of a later group are not offloaded.",
         ("OPT-036",),
-        wrap(f"{BASE}._adopt_params", _first_params_only),
+        wrap("twinproof.offload.plan:MovePlan.adopt", _first_params_only),
     ),
     _bug(
         "groups_not_restored",
@@ -256,7 +257,7 @@ PLANTED = (
         "fraction_by_count",
         "The fraction counts parameters.",
         ("OPT-021",),
-        swap("twinproof.offload.bookkeeping:select", _by_count),
+        swap("twinproof.offload.plan:select", _by_count),
     ),
     _bug(
         "offloader_kept", "A global list keeps every offloader.", ("OPT-037",), wrap(f"{BASE}.__init__", _kept_for_ever)

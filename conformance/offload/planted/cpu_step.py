@@ -12,7 +12,7 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-SHARED = "twinproof.offload.cpu_step"
+SHARED = "twinproof.offload.driver"
 STEP = "fastimpl.offload.cpu_step"
 ADAM = "fastimpl.ops:adam_step"
 
@@ -104,7 +104,7 @@ def _takes_scale(original: Any, offloader: Any, optimizer: Any, **options: Any) 
 
 def _states_too(original: Any, offloader: Any, arithmetic: Any) -> None:
     original(offloader, arithmetic)
-    if offloader.step_device == "cpu":
+    if offloader.options.step_device == "cpu":
         offloader.to_device(offloader.bundles)
         offloader.to_host(offloader.bundles)
 
@@ -183,7 +183,7 @@ PLANTED = (
     _bug("cpu_rate_captured", "M14 on the CPU: the learning rate of the first step.", ("OPT-201",),
          wrap(f"{SHARED}:Update.advance", _first_rate), BOTH),
     _bug("cpu_bias_uncorrected", "Moments are used as if training had gone on for ever.", ("OPT-202",),
-         wrap("twinproof.offload.adam:AdamHyper.of", _uncorrected), BOTH),
+         wrap("twinproof.optimizers:AdamHyper.of", _uncorrected), BOTH),
     _bug("cpu_count_hidden", "The step count is kept beside the state, and a checkpoint holds zero.", ("OPT-206",),
          wrap(f"{SHARED}:Update.advance", _hidden_count), BOTH),
     _bug("cpu_weights_cut_off", "bfloat16 weights are the upper half of the masters.", ("OPT-201", "OPT-211"),
@@ -204,13 +204,13 @@ PLANTED = (
     _bug("cpu_gradient_remembered", "The memory of a gradient is taken once; FSDP2 makes it anew for each step.",
          ("OPT-217",), wrap(f"{SHARED}:Update", _gradient_remembered), BOTH),
     _bug("cpu_scale_promised", "Says that it unscales, as fused kernels do, and steps with scaled gradients.",
-         ("OPT-216",), wrap("twinproof.offload.base:OffloaderBase.__init__", _takes_scale), BOTH),
+         ("OPT-216",), wrap("twinproof.offload.offloader:OptimizerStateOffloader.__init__", _takes_scale), BOTH),
     _bug("cpu_states_sent", "The states go up and down with the weights.", ("OPT-203",),
-         wrap("twinproof.offload.base:OffloaderBase._run", _states_too), BOTH),
+         wrap("twinproof.offload.offloader:OptimizerStateOffloader._run", _states_too), BOTH),
     _bug("cpu_refuses_nothing", "Whatever it is, it is stepped as Adam.", ("OPT-204",),
-         swap("twinproof.offload.options:check_cpu_step", _unchecked), BOTH),
+         swap("twinproof.offload.offloader:check_cpu_step", _unchecked), BOTH),
     _bug("cpu_fraction_ignored", "Everything is stepped on the CPU.", ("OPT-208",),
-         wrap("twinproof.offload.bookkeeping:select", _all_of_it), BOTH),
+         wrap("twinproof.offload.plan:select", _all_of_it), BOTH),
     _bug("cpu_rest_forgotten", "What was not selected is not stepped.", ("OPT-208",),
          wrap(f"{STEP}:HostStep.run", _rest_forgotten)),
     _bug("cpu_weight_kept_in_slot", "A parameter that is alone in its chunk keeps its old weight.", ("OPT-201",),
@@ -226,13 +226,13 @@ PLANTED = (
     _bug("cpu_weight_taken_early", "torchao #1649: nothing waits for the weights.", ("OPT-210",),
          wrap(f"{STEP}:HostStep._send_up", _without("wait"))),
     _bug("packing_forgets_the_last", "One tensor is left out.", ("OPT-221",),
-         wrap("fastimpl.offload.coalesce:pack", _last_forgotten)),
+         wrap("fastimpl.offload.packing:pack", _last_forgotten)),
     _bug("packing_writes_behind", "A copy is one byte too long.", ("OPT-221",),
-         wrap("fastimpl.offload.coalesce:pack", _one_more_byte)),
+         wrap("fastimpl.offload.packing:pack", _one_more_byte)),
     _bug("packing_for_each", "Every tensor is a run of its own.", ("OPT-223",),
-         wrap("fastimpl.offload.moves:_runs", _single_runs)),
+         wrap("fastimpl.offload.packing:_runs", _single_runs)),
     _bug("home_by_hearsay", "What lies on the device counts as home.", ("OPT-224",),
-         swap("fastimpl.offload.roster:Roster.is_home", lambda roster, sight: True)),
+         swap("fastimpl.offload.layout:ChunkLayout.is_home", lambda layout, bound: True)),
     _bug("packing_before_checks", "A refused call has written.", ("OPT-222",),
-         wrap("fastimpl.offload.coalesce:pack", _packed_before_refusal)),
+         wrap("fastimpl.offload.packing:pack", _packed_before_refusal)),
 )  # fmt: skip

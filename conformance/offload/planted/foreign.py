@@ -9,9 +9,9 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.base:OffloaderBase"
-BOOKS = "twinproof.offload.bookkeeping"
-LEAVING = "twinproof.offload.release:Leaving"
+BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
+BOOKS = "twinproof.offload.plan"
+COPIED_OUT = "twinproof.offload.offloader:_CopiedOut"
 DRIVER = "twinproof.offload.driver"
 
 
@@ -27,10 +27,10 @@ def _everything(original: Any, offloader: Any, states: bool = True, masters: boo
 
 def _at_once(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
     original(offloader, *flags, **named)
-    offloader._leaving.release(offloader)
+    offloader._copied_out.release(offloader.plan, offloader.transfers)
 
 
-def _old_copies(original: Any, leaving: Any, offloader: Any) -> None:
+def _old_copies(original: Any, copied_out: Any, plan: Any, transfers: Any) -> None:
     class Same:
         """Equal to every version."""
 
@@ -39,8 +39,8 @@ def _old_copies(original: Any, leaving: Any, offloader: Any) -> None:
 
         __hash__ = object.__hash__
 
-    leaving._noted = {key: (tensor, Same()) for key, (tensor, _) in leaving._noted.items()}
-    original(leaving, offloader)
+    copied_out._noted = {key: (tensor, Same()) for key, (tensor, _) in copied_out._noted.items()}
+    original(copied_out, plan, transfers)
 
 
 def _in_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
@@ -53,7 +53,7 @@ def _in_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
                 arithmetic()
     finally:
         offloader.optimizer.param_groups = groups
-        if offloader.release_stage == "at_offload":
+        if offloader.options.release == "at_offload":
             offloader.offload()
 
 
@@ -70,14 +70,14 @@ def _none_known(kind: type) -> None:
     del kind
 
 
-def _shapes_of_params(original: Any, offloader: Any, param: Any, state: Any, options: Any, where: str) -> None:
-    was, offloader.is_separable = offloader.is_separable, True
+def _shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: Any, where: str) -> None:
+    was, plan.is_separable = plan.is_separable, True
     try:
-        original(offloader, param, state, options, where)
+        original(plan, param, state, options, where)
     except Exception:
         state.clear()
     finally:
-        offloader.is_separable = was
+        plan.is_separable = was
 
 
 def _masters_stay(original: Any, given: Any) -> Any:
@@ -86,7 +86,7 @@ def _masters_stay(original: Any, given: Any) -> Any:
 
 def _dulled(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
     original(offloader, *flags, **named)
-    if offloader.masters is not None and offloader.release_stage == "on_request":
+    if offloader.masters is not None and offloader.options.release == "on_request":
         with torch.no_grad():
             for master in offloader.masters.parameters():
                 master.copy_(master.bfloat16())
@@ -95,9 +95,13 @@ def _dulled(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
 PLANTED = (
     _bug("flags_ignored", "offload() ignores its flags.", "OPT-250", wrap(f"{BASE}.offload", _everything)),
     _bug("released_at_once", "offload() lets the device's memory go.", "OPT-251", wrap(f"{BASE}.offload", _at_once)),
-    _bug("written_in_between", "A write after the copy is lost.", "OPT-251", wrap(f"{LEAVING}.release", _old_copies)),
+    _bug(
+        "written_in_between", "A write after the copy is lost.", "OPT-251", wrap(f"{COPIED_OUT}.release", _old_copies)
+    ),
     _bug("masters_rounded", "Masters lose bits when they are copied.", "OPT-259", wrap(f"{BASE}.offload", _dulled)),
-    _bug("cut_into_parts", "An unknown optimizer is cut into parts.", "OPT-252", wrap(f"{BASE}.step_whole", _in_parts)),
+    _bug(
+        "cut_into_parts", "An unknown optimizer is cut into parts.", "OPT-252", wrap(f"{BASE}._step_whole", _in_parts)
+    ),
     _bug(
         "options_of_steps_lost",
         "A step gets its closure only.",
@@ -108,13 +112,13 @@ PLANTED = (
         "subclass_unknown",
         "A subclass counts as unknown.",
         "OPT-253",
-        swap("twinproof.offload.base:known_kind", _none_known),
+        swap("twinproof.offload.plan:known_kind", _none_known),
     ),
     _bug(
         "shapes_of_params",
         "States of another shape than the parameter's are dropped.",
         "OPT-258",
-        wrap("twinproof.offload.loading:_check_state", _shapes_of_params),
+        wrap("twinproof.offload.plan:_check_state", _shapes_of_params),
     ),
     _bug(
         "shared_memory_parted",
@@ -126,6 +130,6 @@ PLANTED = (
         "masters_of_wrapper_stay",
         "The masters of a wrapper stay on the device.",
         "OPT-254",
-        wrap("twinproof.offload.base:unwrapped", _masters_stay),
+        wrap("twinproof.offload.offloader:unwrapped", _masters_stay),
     ),
 )

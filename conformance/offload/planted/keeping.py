@@ -9,9 +9,9 @@ import torch
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.base:OffloaderBase"
+BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
 STATES = "twinproof.offload.states"
-FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
+FAST = "fastimpl.offload.transfers:StreamedTransfers"
 _KEPT: list[Any] = []
 
 
@@ -88,10 +88,10 @@ def _masters_only(original: Any, masters: Any, values: Any) -> None:
         masters._note(master)
 
 
-def _forgets_the_place(offloader: Any, bundle: Any) -> None:
-    for chunk in offloader._chunks:
+def _forgets_the_place(transfers: Any, bundle: Any) -> None:
+    for chunk in transfers._chunks:
         chunk.bundles = [other for other in chunk.bundles if other is not bundle]
-    offloader._chunks = [chunk for chunk in offloader._chunks if chunk.bundles]
+    transfers._chunks = [chunk for chunk in transfers._chunks if chunk.bundles]
 
 
 def _scalars_forgotten(original: Any, offloader: Any, state_dict: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ PLANTED = (
         "masters_left_in_a_forgotten_block",
         "What a bundle still has in its old block counts as moved.",
         ("OPT-049",),
-        swap("fastimpl.offload.offloader:OptimizerStateOffloader.unplace", _forgets_the_place),
+        swap("fastimpl.offload.transfers:StreamedTransfers.unplace", _forgets_the_place),
         "fastimpl",
     ),
     _bug(
@@ -140,7 +140,7 @@ PLANTED = (
         "values_quieted",
         "NaN payloads and signed zeros are lost in a load.",
         ("OPT-015",),
-        wrap("twinproof.offload.loading:copied", _quieted),
+        wrap("twinproof.offload.plan:copied", _quieted),
     ),
     _bug(
         "state_dict_brings_back",

@@ -10,8 +10,8 @@ from conformance.harness import PlantedBug, swap, wrap
 from conformance.offload.planted.ordering import altered
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.base:OffloaderBase"
-FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
+BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
+FAST = "fastimpl.offload.transfers:StreamedTransfers"
 _KEPT: list[Any] = []
 
 
@@ -44,8 +44,8 @@ def _trusts_the_last_slot(original: Any, offloader: Any) -> None:
         offloader._slots = slots
 
 
-def _host_memory_kept(original: Any, offloader: Any, size_bytes: int) -> Any:
-    memory = original(offloader, size_bytes)
+def _host_memory_kept(original: Any, plan: Any, size_bytes: int) -> Any:
+    memory = original(plan, size_bytes)
     _KEPT.append(memory)
     return memory
 
@@ -70,10 +70,11 @@ def _waits_for_the_device(original: Any, offloader: Any) -> None:
     original(offloader)
 
 
-def _looks_around(original: Any, offloader: Any) -> None:
-    for _ in offloader.bundles:
-        offloader.residency()
-    original(offloader)
+def _looks_around(original: Any, transfers: Any) -> None:
+    for _ in transfers.plan.bundles:
+        for _, _, tensor in transfers.plan.bound():
+            transfers.is_on_host(tensor)
+    original(transfers)
 
 
 def _pooled(original: Any, offloader: Any) -> None:
@@ -105,7 +106,7 @@ PLANTED = (
         "blocks_left_behind",
         "Every prefetch leaves 2 KiB on the device, between the activations of its time.",
         ("OPT-242",),
-        wrap(f"{FAST}.prefetch", _left_behind),
+        wrap(f"{FAST}.fetch", _left_behind),
         "fastimpl",
     ),
     _bug(
@@ -139,7 +140,7 @@ PLANTED = (
         "host_memory_kept",
         "Host memory stays allocated after close().",
         ("OPT-234",),
-        wrap(f"{BASE}.host_empty", _host_memory_kept),
+        wrap("twinproof.offload.plan:MovePlan.host_empty", _host_memory_kept),
     ),
     _bug(
         "gradients_of_masters_kept",
@@ -164,20 +165,20 @@ PLANTED = (
         "prefetch_looks_at_everything",
         "prefetch() looks at every tensor once for each parameter.",
         ("OPT-238",),
-        wrap(f"{FAST}.prefetch", _looks_around),
+        wrap(f"{FAST}.fetch", _looks_around),
         "fastimpl",
     ),
     _bug(
         "unlisted_kept",
         "A parameter that left its group is offloaded for ever.",
         ("OPT-243",),
-        swap(f"{BASE}._forget_unlisted", lambda offloader: None),
+        swap("twinproof.offload.plan:MovePlan._forget_unlisted", lambda plan, transfers: None),
     ),
     _bug(
         "order_remembered",
         "Where a parameter stands in its group is looked up once, and only a group of another length looked at again.",
         ("OPT-243",),
-        wrap("fastimpl.offload.listing:Listing.refresh", _once),
+        wrap("fastimpl.offload.positions:GroupPositions.refresh", _once),
         "fastimpl",
     ),
 )

@@ -7,18 +7,18 @@ from typing import Any
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.base:OffloaderBase"
-LOADING = "twinproof.offload.loading"
+BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
+LOADING = "twinproof.offload.plan"
 
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
     return PlantedBug(id, sentence, requirements, target, patch)
 
 
-def _remembers_all(original: Any, offloader: Any, param: Any, group: Any) -> Any:
-    before = dict(offloader._foreseen.get(param, {}))
-    tensors = original(offloader, param, group)
-    offloader._foreseen[param].update(before)
+def _remembers_all(original: Any, plan: Any, param: Any, group: Any) -> Any:
+    before = dict(plan._foreseen.get(param, {}))
+    tensors = original(plan, param, group)
+    plan._foreseen[param].update(before)
     return tensors
 
 
@@ -44,7 +44,7 @@ PLANTED = (
         "old_places_kept",
         "M21: places of states that a load took away are kept.",
         ("OPT-054",),
-        wrap(f"{BASE}.foresee", _remembers_all),
+        wrap(f"{LOADING}:MovePlan.foresee", _remembers_all),
     ),
     _bug(
         "buffers_in_the_state",

@@ -7,7 +7,7 @@ from typing import Any
 from conformance.harness import PlantedBug, swap, wrap
 from conformance.offload.planted.ordering import altered
 
-FAST = "fastimpl.offload.offloader:OptimizerStateOffloader"
+FAST = "fastimpl.offload.transfers:StreamedTransfers"
 
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any) -> PlantedBug:
@@ -40,12 +40,12 @@ PLANTED = (
         "prefetch_does_nothing",
         "What prefetch() should bring comes in the step.",
         ("OPT-085",),
-        swap(f"{FAST}.prefetch", lambda offloader: None),
+        swap(f"{FAST}.fetch", lambda transfers: None),
     ),
     _bug(
         "first_step_unbounded",
         "The first step makes the whole state at once (Megatron #6544).",
         ("OPT-058",),
-        wrap("fastimpl.offload.offloader:cut", _all_in_one),
+        wrap("fastimpl.offload.transfers:cut", _all_in_one),
     ),
 )

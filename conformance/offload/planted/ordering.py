@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from conformance.harness import PlantedBug, swap, wrap
 
-OFFLOADER = "fastimpl.offload.offloader:OptimizerStateOffloader"
+OFFLOADER = "fastimpl.offload.transfers:StreamedTransfers"
 
 
 class _Altered:
@@ -59,18 +60,20 @@ def _one_stream(original: Any, offloader: Any, *arguments: Any) -> Any:
     return original(offloader, *arguments)
 
 
-def _all_slots(original: Any, offloader: Any) -> Any:
-    offloader.slots = 1 << 20
-    return original(offloader)
+def _all_slots(original: Any, transfers: Any) -> Any:
+    transfers.plan.options = dataclasses.replace(transfers.plan.options, slots=1 << 20)
+    return original(transfers)
 
 
 def _waits_at_the_end(original: Any, offloader: Any, *arguments: Any) -> Any:
-    original(offloader, *arguments)
+    result = original(offloader, *arguments)
     offloader.settle()
+    return result
 
 
-def _not_moved(original: Any, offloader: Any, arithmetic: Any) -> None:
+def _not_moved(original: Any, transfers: Any, arithmetic: Any, step_whole: Any) -> bool:
     arithmetic()
+    return False
 
 
 def _one_each(original: Any, memory: Any, bundles: Any, chunk_bytes: int, engine: Any) -> Any:
@@ -101,7 +104,7 @@ PLANTED = (
         "cuda_waits_for_nothing",
         "M2 on a GPU: streams do not wait for events.",
         ("OPT-110",),
-        swap("fastimpl.streams:CudaEngine.wait", lambda engine, stream, event: None),
+        swap("twinproof.engine:CudaEngine.wait", lambda engine, stream, event: None),
     ),
     _bug(
         "a_slot_leaks_each_step",
@@ -209,7 +212,7 @@ PLANTED = (
         "a_copy_for_each_tensor",
         "Parameters are moved one by one.",
         ("OPT-078",),
-        wrap("fastimpl.offload.offloader:cut", _one_each),
+        wrap("fastimpl.offload.transfers:cut", _one_each),
     ),
     _bug(
         "prefetched_values_trusted",

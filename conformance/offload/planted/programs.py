@@ -6,16 +6,16 @@ from typing import Any
 
 from conformance.harness import PlantedBug, wrap
 
-BASE = "twinproof.offload.base"
+BASE = "twinproof.offload.offloader"
 
 
 def _fetched_before(original: Any, offloader: Any, state_dict: Any) -> None:
-    offloader._drop_fetched = lambda: None
+    offloader.transfers._drop_fetched = lambda: None
     try:
         original(offloader, state_dict)
     finally:
-        del offloader._drop_fetched
-    for chunk in offloader._chunks:
+        del offloader.transfers._drop_fetched
+    for chunk in offloader.transfers._chunks:
         chunk.version = chunk.memory._version
 
 
@@ -27,10 +27,10 @@ def _written_at_once(original: Any, offloader: Any, state_dict: Any) -> None:
         del offloader.settle_for_writing
 
 
-def _options_merged(original: Any, offloader: Any, state_dict: Any) -> None:
-    before = [dict(group) for group in offloader.optimizer.param_groups]
-    original(offloader, state_dict)
-    for group, old in zip(offloader.optimizer.param_groups, before, strict=True):
+def _options_merged(original: Any, plan: Any, state_dict: Any) -> None:
+    before = [dict(group) for group in plan.optimizer.param_groups]
+    original(plan, state_dict)
+    for group, old in zip(plan.optimizer.param_groups, before, strict=True):
         group.update({key: value for key, value in old.items() if key not in group})
 
 
@@ -40,14 +40,14 @@ PLANTED = (
         "A step uses what was prefetched before a load.",
         ("OPT-030",),
         "fastimpl",
-        wrap(f"{BASE}:OffloaderBase.load_state_dict", _fetched_before),
+        wrap(f"{BASE}:OptimizerStateOffloader.load_state_dict", _fetched_before),
     ),
     PlantedBug(
         "loaded_under_a_copy_in",
         "A load writes host memory that a prefetch still reads.",
         ("OPT-030",),
         "fastimpl",
-        wrap(f"{BASE}:OffloaderBase.load_state_dict", _written_at_once),
+        wrap(f"{BASE}:OptimizerStateOffloader.load_state_dict", _written_at_once),
     ),
     PlantedBug(
         "loaded_options_merged",

@@ -9,7 +9,7 @@ import torch
 from conformance.harness import PlantedBug, wrap
 
 BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.base:OffloaderBase"
+BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
 
 
 def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
@@ -52,10 +52,10 @@ def _smallest_first(original: Any, bundles: Any, fraction: float) -> Any:
     return original(sorted(bundles, key=lambda bundle: bundle.payload_bytes), fraction)
 
 
-def _listed_again(original: Any, offloader: Any) -> None:
-    for group in offloader.optimizer.param_groups:
+def _listed_again(original: Any, plan: Any, transfers: Any) -> None:
+    for group in plan.optimizer.param_groups:
         group["params"] = list(dict.fromkeys(group["params"]))
-    original(offloader)
+    original(plan, transfers)
 
 
 def _real_part(original: Any, optimizer: Any, bundle: Any, name: str, memory: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def _real_part(original: Any, optimizer: Any, bundle: Any, name: str, memory: to
 
 
 def _gradients_clipped_again(original: Any, offloader: Any, arithmetic: Any) -> Any:
-    for param in offloader._known:
+    for param in offloader.plan.known:
         if param.grad is not None:
             param.grad.clamp_(-0.001, 0.001)
     return original(offloader, arithmetic)
@@ -83,26 +83,26 @@ PLANTED = (
         "doubles_halved",
         "States of float64 lie in host memory as float32.",
         ("OPT-013",),
-        wrap("twinproof.offload.bookkeeping:make_bundle", _in_half),
+        wrap("twinproof.offload.plan:make_bundle", _in_half),
         "refimpl",
     ),
     _bug(
         "smallest_move_first",
         "The selection sorts by size.",
         ("OPT-022",),
-        wrap("twinproof.offload.bookkeeping:select", _smallest_first),
+        wrap("twinproof.offload.plan:select", _smallest_first),
     ),
     _bug(
         "listed_once",
         "A parameter that is listed twice is stepped once.",
         ("OPT-018",),
-        wrap(f"{BASE}._adopt_params", _listed_again),
+        wrap("twinproof.offload.plan:MovePlan.adopt", _listed_again),
     ),
     _bug(
         "real_part_only",
         "Complex states lose their imaginary part on the way.",
         ("OPT-023",),
-        wrap("twinproof.offload.offloader:rebind", _real_part),
+        wrap("refimpl.offload:rebind", _real_part),
         "refimpl",
     ),
     _bug(

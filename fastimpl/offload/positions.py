@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Listing"]
+__all__ = ["GroupPositions"]
 
 # By group: its number, and positions of parameters in it.
 Places = list[tuple[int, list[int]]]
 
 
-class Listing:
+class GroupPositions:
     """Positions of parameters, by group.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""Tensors of a chunk to and from its host memory with as few copies as their places allow.
+"""Many small tensors as one: packed into a slab, so that between host and device a single copy moves them.
 
-Prevents one copy for each tensor: small ones that lie next to each other on the host are packed into one slab of the
-device, which one copy moves. Large ones, and those of another form than their place, are copied by themselves.
+Prevents a launch and a copy for every tensor, which cost several microseconds each whatever their size. Large tensors,
+and those of another form than their place, are copied by themselves.
 """
 
 from __future__ import annotations
@@ -11,16 +11,73 @@ from typing import Any
 
 import torch
 
-from fastimpl.offload.coalesce import pack, unpack
+from fastimpl import ops
 from twinproof.offload.states import ALIGN_BYTES, Place, view_of
 
-__all__ = ["Item", "receive", "send"]
+__all__ = ["Item", "SlabLayout", "pack", "receive", "send", "unpack", "view_like"]
 
+
+# Tensors of one call. Lists of so many come from the first cache of the C library and go back to it; longer ones make
+# it merge the small blocks that were freed since, two a tensor, which takes as long as copying 1 KiB.
+_BATCH = 64
 # A copy of this size takes longer than its launch does, so that packing it would only move it once more.
 PACKED_BYTES = 1 << 18
 
 # A place, the offset of its bundle, and the tensor: what lies there, or shall.
 Item = tuple[Place, int, torch.Tensor]
+
+
+class SlabLayout:
+    """Places of tensors in a slab, aligned, in the order in which they were added.
+
+    Attributes:
+        offsets: first byte of each.
+        size_bytes: of the slab, so far.
+    """
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.size_bytes = 0
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Room for a tensor like this one; its first byte."""
+        begin = self.size_bytes
+        self.offsets.append(begin)
+        self.size_bytes = -(-(begin + tensor.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
+        return begin
+
+
+def view_like(slab: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """A tensor of the form of ``like`` at a byte of a slab, whose memory it shares."""
+    values = slab[offset : offset + like.nbytes].view(like.dtype)
+    return values.as_strided(like.shape, like.stride(), values.storage_offset())
+
+
+def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Copy tensors into a slab of their device, uint8, at ascending offsets.
+
+    See ``ops.pack``, which is called for so many tensors at a time: what it refuses among later ones comes too late.
+    """
+    if not sources:
+        return
+    if ops.available():
+        for begin in range(0, len(sources), _BATCH):
+            ops.pack(sources[begin : begin + _BATCH], slab, offsets[begin : begin + _BATCH])
+        return
+    for source, offset in zip(sources, offsets, strict=True):
+        view_like(slab, source, offset).copy_(source)
+
+
+def unpack(targets: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
+    """The inverse of ``pack``."""
+    if not targets:
+        return
+    if ops.available():
+        for begin in range(0, len(targets), _BATCH):
+            ops.unpack(targets[begin : begin + _BATCH], slab, offsets[begin : begin + _BATCH])
+        return
+    for target, offset in zip(targets, offsets, strict=True):
+        target.copy_(view_like(slab, target, offset))
 
 
 def _runs(items: Sequence[Item]) -> Iterator[list[tuple[int, torch.Tensor]]]:

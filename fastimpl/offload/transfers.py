@@ -1,8 +1,8 @@
 """Chunks through staging slots: copy in of the next, update of this, copy out of the last, all at once.
 
-Edges, each an event (facts/offload.md 7.73): a slot is written after it was allocated and after the copy out of the
-chunk that last used it; host memory is read after the copy out that wrote it; an update runs behind the copy in of its
-chunk, a copy out behind the update. State is bound to host memory except while its own chunk is being updated.
+Edges, each an event: a slot is written after it was allocated and after the copy out of the chunk that last used it;
+host memory is read after the copy out that wrote it; an update runs behind the copy in of its chunk, a copy out behind
+the update. State is bound to host memory except while its own chunk is being updated.
 """
 
 from __future__ import annotations
@@ -14,50 +14,49 @@ import torch
 
 from fastimpl.offload.chunks import Chunk, cut
 from fastimpl.offload.cpu_step import HostStep
-from fastimpl.offload.listing import Listing
-from fastimpl.offload.moves import Item, receive, send
-from fastimpl.offload.planned import PlannedMoves
-from fastimpl.streams import engine_for
-from twinproof.offload.base import OffloaderBase
-from twinproof.offload.bookkeeping import Wanted
-from twinproof.offload.rebind import rebind
-from twinproof.offload.reports import Residency
-from twinproof.offload.states import Bundle, bindings, view_of
+from fastimpl.offload.layout import BoundTensors
+from fastimpl.offload.packing import Item, receive, send
+from fastimpl.offload.positions import GroupPositions
+from twinproof.engine import Engine, engine_for
+from twinproof.offload.plan import MovePlan, Wanted
+from twinproof.offload.states import Bundle, bindings, rebind, view_of
 
-__all__ = ["OptimizerStateOffloader"]
+__all__ = ["StreamedTransfers"]
 
 
-class OptimizerStateOffloader(PlannedMoves):
-    __doc__ = OffloaderBase.__doc__
+class StreamedTransfers:
+    """Copies on streams of their own, a chunk at a time, and as few of them as the places of tensors allow."""
 
-    def default_engine(self, device: torch.device) -> Any:
-        """CUDA streams."""
+    def __init__(self, plan: MovePlan) -> None:
+        self.plan, self.engine = plan, plan.engine
+        self._chunks: list[Chunk] = []
+        self._in, self._out = self.engine.stream("offload-h2d"), self.engine.stream("offload-d2h")
+        self._edge = self.engine.event()
+        self._slots: list[torch.Tensor] = []
+        self._slots_home: Any = None
+        self._fetched = 0
+        self._last_uses: dict[int, Any] = {}
+        self._draining: list[Any] = []
+        self._positions = GroupPositions()
+        self._hosts: set[int] = set()
+        self._strangers: set[tuple[int, str]] = set()
+        self._host_step = HostStep(plan, self._in, self._out, self.settle)
+
+    @staticmethod
+    def default_engine(device: torch.device) -> Engine:
+        """CUDA streams, or everything at once on the CPU."""
         return engine_for(device)
 
-    def place(self, bundles: list[Bundle]) -> list[Bundle]:
+    def place(self, bundles: list[Bundle]) -> None:
         """One block of host memory of exactly their size, made once."""
-        if "_chunks" not in self.__dict__:
-            self._chunks: list[Chunk] = []
-            self._in, self._out = self.engine.stream("offload-h2d"), self.engine.stream("offload-d2h")
-            self._edge = self.engine.event()
-            self._slots: list[torch.Tensor] = []
-            self._slots_home: Any = None
-            self._fetched = 0
-            self._last_uses: dict[int, Any] = {}
-            self._draining: list[Any] = []
-            self._listing = Listing()
-            self._hosts: set[int] = set()
-            self._strangers: set[tuple[int, str]] = set()
-            self._host_step = HostStep(self)
         if bundles:
             self._drop_fetched()  # Slots are as large as the largest chunk was.
-            memory = self.host_empty(sum(bundle.span_bytes for bundle in bundles))
-            self._chunks += cut(memory, bundles, self.chunk_bytes, self.engine)
+            memory = self.plan.host_empty(sum(bundle.span_bytes for bundle in bundles))
+            self._chunks += cut(memory, bundles, self.plan.options.chunk_bytes, self.engine)
             if memory.numel():
                 self._hosts.add(memory.untyped_storage().data_ptr())
-            self.counts.host_bytes += memory.numel()
-            self.counts.chunk_count = len(self._chunks)
-        return bundles
+            self.plan.counts.host_bytes += memory.numel()
+            self.plan.counts.chunk_count = len(self._chunks)
 
     def unplace(self, bundle: Bundle) -> None:
         """Forget a bundle; a block of memory goes when nothing of it is left."""
@@ -65,24 +64,24 @@ class OptimizerStateOffloader(PlannedMoves):
         # What lies there and fits, a master for instance, has to leave the block with the rest.
         self.to_device([bundle], for_good=True)
         for chunk in self._chunks:
-            chunk.drop_roster()
+            chunk.drop_layout()
             chunk.bundles = [other for other in chunk.bundles if other is not bundle]
         blocks = {chunk.memory.untyped_storage().data_ptr(): chunk.memory for chunk in self._chunks}
         self._chunks = [chunk for chunk in self._chunks if chunk.bundles]
         self._hosts = {chunk.memory.untyped_storage().data_ptr() for chunk in self._chunks}
         gone = [memory.numel() for at, memory in blocks.items() if at not in self._hosts]
-        self.counts.host_bytes -= sum(gone)
-        self.counts.chunk_count = len(self._chunks)
+        self.plan.counts.host_bytes -= sum(gone)
+        self.plan.counts.chunk_count = len(self._chunks)
 
     # The step.
 
-    def step(self, arithmetic: Callable[[], None]) -> None:
+    def step(self, arithmetic: Callable[[], None], step_whole: Callable[[Callable[[], None]], None]) -> bool:
         """Chunk by chunk; what was not selected is stepped while the first chunks arrive."""
-        self._listing.refresh(self.optimizer.param_groups, [chunk.roster.params for chunk in self._chunks])
-        resident = self._listing.resident
-        if self.step_device == "cpu":
+        self._positions.refresh(self.plan.optimizer.param_groups, [chunk.layout.params for chunk in self._chunks])
+        resident = self._positions.resident
+        if self.plan.options.step_device == "cpu":
             self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
-            return
+            return False
         self._fetch_first()
         try:
             self._update(resident, arithmetic)
@@ -94,9 +93,9 @@ class OptimizerStateOffloader(PlannedMoves):
             self._drop_fetched()
             for chunk in self._chunks:
                 chunk.forget_here()
-        if self._strangers:
-            self._strangers.clear()
-            self.offload()
+        has_strangers = bool(self._strangers)
+        self._strangers.clear()
+        return has_strangers
 
     def release(self) -> None:
         """Let all host memory go."""
@@ -106,20 +105,20 @@ class OptimizerStateOffloader(PlannedMoves):
         """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups."""
         if not params:
             return
-        groups = self.optimizer.param_groups
-        masters = [] if self.masters is None else [param for param in params if self._is_master(param)]
-        if self.masters is not None:
-            self.masters.begin(masters)
+        groups = self.plan.optimizer.param_groups
+        masters = [] if self.plan.masters is None else [param for param in params if self.plan.is_master(param)]
+        if self.plan.masters is not None:
+            self.plan.masters.begin(masters)
         try:
-            self.optimizer.param_groups = [
+            self.plan.optimizer.param_groups = [
                 {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
-                for number, positions in self._listing.places(params)
+                for number, positions in self._positions.places(params)
             ]
             arithmetic()
         finally:
-            self.optimizer.param_groups = groups
-        if self.masters is not None:
-            self.masters.end(masters)
+            self.plan.optimizer.param_groups = groups
+        if self.plan.masters is not None:
+            self.plan.masters.end(masters)
 
     def _update_chunk(self, number: int, chunk: Chunk, arithmetic: Callable[[], None]) -> None:
         engine, slot = self.engine, self._slots[number % len(self._slots)]
@@ -130,11 +129,11 @@ class OptimizerStateOffloader(PlannedMoves):
             engine.keep(slot, compute)
         if not self._show_as_planned(chunk, slot):
             for bundle in chunk.bundles:
-                for name, tensor in list(bindings(self.optimizer, bundle)):
+                for name, tensor in list(bindings(self.plan.optimizer, bundle)):
                     if self.is_on_host(tensor):
                         self._bind(bundle, name, slot, -chunk.begin)
         try:
-            self._update(chunk.roster.params, arithmetic)
+            self._update(chunk.layout.params, arithmetic)
         finally:
             # Nobody looks before the copy out is queued: what lies at its place can be bound to where it goes.
             is_bound = self._hide_as_planned(chunk, slot)
@@ -148,7 +147,7 @@ class OptimizerStateOffloader(PlannedMoves):
     def _gather(self, chunk: Chunk, slot: torch.Tensor) -> None:
         """Copy states that a step made, or replaced, to their places in the slot."""
         for bundle in chunk.bundles:
-            for name, tensor in list(bindings(self.optimizer, bundle)):
+            for name, tensor in list(bindings(self.plan.optimizer, bundle)):
                 if tensor.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
                     if not bundle.places[name].fits(tensor):
                         # Of another dtype or shape than was foreseen: it stays until it has a place.
@@ -165,30 +164,28 @@ class OptimizerStateOffloader(PlannedMoves):
             engine.copy(host, slot[: chunk.size_bytes])
             engine.record(chunk.home, self._out)
         chunk.is_leaving = True
-        self.counts.d2h_bytes += chunk.size_bytes
+        self.plan.counts.d2h_bytes += chunk.size_bytes
 
     def _settle_down(self, chunk: Chunk) -> None:
         """Bind everything that has a place to host memory."""
         for bundle in chunk.bundles:
-            for name, _ in list(bindings(self.optimizer, bundle)):
+            for name, _ in list(bindings(self.plan.optimizer, bundle)):
                 if (id(bundle), name) not in self._strangers:
                     self._bind(bundle, name, chunk.memory, 0)
 
     def _bind(self, bundle: Bundle, name: str, memory: torch.Tensor, shift: int) -> None:
-        rebind(self.optimizer, bundle, name, view_of(memory, bundle.places[name], bundle.offset_bytes + shift))
+        rebind(self.plan.optimizer, bundle, name, view_of(memory, bundle.places[name], bundle.offset_bytes + shift))
 
     # Fetching.
 
-    def prefetch(self) -> None:
+    def fetch(self) -> None:
         """Start to copy the first chunks in, as many as there are slots; they hold device memory until the step."""
-        super().prefetch()
-        if self.is_separable and self.release_stage == "at_offload":
-            self._fetch_first()
+        self._fetch_first()
 
     def _fetch_first(self) -> None:
         if self._fetched and any(c.version != c.memory._version for c in self._chunks[: self._fetched]):
             self._drop_fetched()
-        if self._slots or not self._chunks or self.step_device == "cpu":
+        if self._slots or not self._chunks or self.plan.options.step_device == "cpu":
             return
         engine, compute = self.engine, self.engine.current()
         # The allocator hands slots out again once the copies from them are over. A host that is a step ahead waits for
@@ -196,7 +193,7 @@ class OptimizerStateOffloader(PlannedMoves):
         for event in self._draining:
             engine.synchronize(event)
         self._draining = []
-        count = min(self.slots, len(self._chunks))
+        count = min(self.plan.options.slots, len(self._chunks))
         # Each as large as the largest of its own chunks, so that one huge parameter counts once.
         sizes = [max(chunk.size_bytes for chunk in self._chunks[first::count]) for first in range(count)]
         self._slots = [engine.device_empty(size_bytes) for size_bytes in sizes]
@@ -219,7 +216,7 @@ class OptimizerStateOffloader(PlannedMoves):
         with engine.on(self._in):
             if self._has_values(chunk):
                 engine.copy(self._slots[number % len(self._slots)][: chunk.size_bytes], chunk.host)
-                self.counts.h2d_bytes += chunk.size_bytes
+                self.plan.counts.h2d_bytes += chunk.size_bytes
             engine.record(chunk.arrived, self._in)
         self._last_uses[number % len(self._slots)] = chunk.arrived
         chunk.is_arriving = True
@@ -227,7 +224,7 @@ class OptimizerStateOffloader(PlannedMoves):
 
     def _has_values(self, chunk: Chunk) -> bool:
         # Before the first step there is nothing to bring.
-        return any(True for bundle in chunk.bundles for _ in bindings(self.optimizer, bundle))
+        return any(True for bundle in chunk.bundles for _ in bindings(self.plan.optimizer, bundle))
 
     def _drop_fetched(self) -> None:
         self._draining += self._last_uses.values()
@@ -248,7 +245,7 @@ class OptimizerStateOffloader(PlannedMoves):
                 (bundle, name, tensor)
                 for bundle in chunk.bundles
                 if id(bundle) in wanted
-                for name, tensor in bindings(self.optimizer, bundle)
+                for name, tensor in bindings(self.plan.optimizer, bundle)
                 if not self.is_on_host(tensor) and (only is None or only(bundle, name))
             ]
             if not moving:
@@ -267,12 +264,12 @@ class OptimizerStateOffloader(PlannedMoves):
                 engine.keep(tensor, self._out)
         engine.record(chunk.home, self._out)
         chunk.is_leaving = True
-        self.counts.d2h_bytes += sum(bundle.places[name].size_bytes for bundle, name, _ in moving)
+        self.plan.counts.d2h_bytes += sum(bundle.places[name].size_bytes for bundle, name, _ in moving)
 
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """Copy in on the current stream: nothing is left to overlap with."""
         self._drop_fetched()
-        is_all = bundles is self.bundles
+        is_all = bundles is self.plan.bundles
         wanted = set() if is_all else {id(bundle) for bundle in bundles}
         for chunk in self._chunks:
             self.engine.wait(self.engine.current(), chunk.home)
@@ -281,15 +278,17 @@ class OptimizerStateOffloader(PlannedMoves):
                 continue
             items: list[Item] = []
             for bundle in chunk.bundles:
-                for name, tensor in list(bindings(self.optimizer, bundle)) if is_all or id(bundle) in wanted else []:
+                if not (is_all or id(bundle) in wanted):
+                    continue
+                for name, tensor in list(bindings(self.plan.optimizer, bundle)):
                     if self.is_on_host(tensor):
                         place = bundle.places[name]
                         here = torch.empty_strided(
                             place.shape, place.strides, dtype=place.dtype, device=self.engine.device
                         )
                         items.append((place, bundle.offset_bytes, here))
-                        rebind(self.optimizer, bundle, name, here)
-                        self.counts.h2d_bytes += place.size_bytes
+                        rebind(self.plan.optimizer, bundle, name, here)
+                        self.plan.counts.h2d_bytes += place.size_bytes
             receive(self.engine, chunk.memory, items)
         # The host memory goes with this offloader, so its copies have to be over.
         self.engine.record(self._edge, self.engine.current())
@@ -311,18 +310,76 @@ class OptimizerStateOffloader(PlannedMoves):
                 chunk.is_arriving = False
         self._drop_fetched()
 
-    def residency(self) -> Residency:
-        """Where the selected bytes are; in flight is what the host has not yet waited for."""
-        found = super().residency()
+    def leaving_bytes(self) -> int:
+        """Of chunks that are still copied out."""
         leaving = [bundle for chunk in self._chunks if chunk.is_leaving for bundle in chunk.bundles]
-        size = sum(
+        return sum(
             bundle.places[name].size_bytes
             for bundle in leaving
-            for name, tensor in bindings(self.optimizer, bundle)
+            for name, tensor in bindings(self.plan.optimizer, bundle)
             if self.is_on_host(tensor)
         )
-        return Residency(found.device_bytes, found.host_bytes - size, size)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """By the memory it lies in."""
         return tensor.untyped_storage().data_ptr() in self._hosts
+
+    # Chunks of small states that lie on the device as they lie in host memory: each goes in one copy.
+
+    def send_planned(self) -> bool:
+        """One copy for each chunk that lies on the device as it lies in host memory; the others are home."""
+        moving: list[tuple[Chunk, BoundTensors]] = []
+        for chunk in self._chunks:
+            bound = chunk.layout.look(self.plan.optimizer)
+            if bound is None or chunk.layout.has_others(bound):
+                return False
+            if chunk.layout.is_here(bound):
+                moving.append((chunk, bound))
+            elif not chunk.layout.is_home(bound):
+                return False
+        engine = self.engine
+        self._drop_fetched()
+        engine.record(self._edge, engine.current())
+        engine.wait(self._out, self._edge)
+        for chunk, bound in moving:
+            layout, block = chunk.layout, chunk.layout.here
+            assert block is not None
+            with engine.on(self._out):
+                engine.wait(self._out, chunk.arrived)
+                engine.copy(chunk.host, block)
+                engine.keep(block, self._out)
+            engine.record(chunk.home, self._out)
+            layout.bind(self.plan.optimizer, bound)
+            layout.here = None
+            chunk.is_leaving = True
+            self.plan.counts.d2h_bytes += layout.payload_bytes
+        return True
+
+    def _show_as_planned(self, chunk: Chunk, slot: torch.Tensor) -> bool:
+        """Bind a chunk to the slot that it was copied to; False, and nothing done, if not everything is home."""
+        bound = chunk.layout.look(self.plan.optimizer) if chunk.layout.is_small else None
+        if bound is None or not chunk.layout.is_home(bound):
+            return False
+        chunk.layout.bind(self.plan.optimizer, bound, chunk.layout.views(slot[: chunk.size_bytes]))
+        return True
+
+    def _hide_as_planned(self, chunk: Chunk, slot: torch.Tensor) -> bool:
+        """Bind a chunk to host memory; False, and nothing done, if not everything lies at its place in the slot."""
+        bound = chunk.layout.look(self.plan.optimizer) if chunk.layout.is_small else None
+        if bound is None or not chunk.layout.is_in(bound, slot):
+            return False
+        chunk.layout.bind(self.plan.optimizer, bound)
+        return True
+
+    def _bring_as_planned(self, chunk: Chunk) -> bool:
+        """The inverse, on the current stream; False, and nothing done, if not everything is home."""
+        layout = chunk.layout
+        bound = layout.look(self.plan.optimizer) if layout.is_small else None
+        if bound is None or not layout.is_home(bound):
+            return False
+        block = self.engine.device_empty(chunk.size_bytes)
+        self.engine.copy(block, chunk.host)
+        layout.bind(self.plan.optimizer, bound, layout.views(block))
+        layout.here = block
+        self.plan.counts.h2d_bytes += layout.payload_bytes
+        return True

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from twinproof.offload.rebind import rebind
-from twinproof.offload.states import MASTER, Bundle, is_movable, local_of
+from twinproof.offload.states import MASTER, Bundle, is_movable, local_of, rebind
 
-__all__ = ["Roster", "Sight"]
+__all__ = ["BoundTensors", "ChunkLayout"]
 
 # Larger tensors than this, on average, get memory of their own on the device: there the copies are what takes time.
 _SMALL_BYTES = 1 << 18
@@ -27,7 +26,7 @@ _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Sight:
+class BoundTensors:
     """What is bound now: the state of each parameter, and each tensor's address. ``is_wrapped``: perhaps DTensors."""
 
     states: list[dict[str, Any]]
@@ -37,7 +36,7 @@ class Sight:
 
 @dataclass
 class _Run:
-    """Places of one form that lie ``pitch_bytes`` apart, by their numbers in the roster."""
+    """Places of one form that lie ``pitch_bytes`` apart, by their numbers in the layout."""
 
     form: _Form
     begin: int
@@ -68,7 +67,7 @@ class _Run:
         return found
 
 
-class Roster:
+class ChunkLayout:
     """The places of a chunk's bundles.
 
     Args:
@@ -78,7 +77,7 @@ class Roster:
 
     Attributes:
         here: a block of the device in which everything lies as it does in ``host``; None when there is none, or when
-            it is not known to be whole. Only views of this roster's making are bound to it.
+            it is not known to be whole. Only views of this layout's making are bound to it.
         params: of the bundles.
         payload_bytes: of all tensors.
     """
@@ -115,7 +114,7 @@ class Roster:
     def views(self, block: torch.Tensor, *, counted: bool = False) -> Sequence[torch.Tensor]:
         """Each tensor in a block of the size of ``host``; see ``_Run.views``."""
         if len(self._runs) == 1:
-            # All of one form: in the order of the roster already.
+            # All of one form: in the order of the layout already.
             return self._runs[0].views(block, counted=counted)
         found: list[Any] = [None] * len(self._begins)
         for run in self._runs:
@@ -123,7 +122,7 @@ class Roster:
                 found[number] = view
         return found
 
-    def look(self, optimizer: Optimizer) -> Sight | None:
+    def look(self, optimizer: Optimizer) -> BoundTensors | None:
         """What is bound now; None when something does not exist, or is no tensor."""
         states: list[Any] = list(map(optimizer.state.get, self.params))
         try:
@@ -139,24 +138,24 @@ class Roster:
             return None
         is_wrapped = not kinds <= {torch.Tensor, torch.nn.Parameter}
         tensors = [local_of(tensor) for tensor in found] if is_wrapped else found
-        return Sight(states, list(map(torch.Tensor.data_ptr, tensors)), is_wrapped)
+        return BoundTensors(states, list(map(torch.Tensor.data_ptr, tensors)), is_wrapped)
 
-    def is_home(self, sight: Sight) -> bool:
+    def is_home(self, bound: BoundTensors) -> bool:
         """Whether everything lies at its place in host memory."""
-        return sight.addresses == self._home_addresses
+        return bound.addresses == self._home_addresses
 
-    def is_here(self, sight: Sight) -> bool:
+    def is_here(self, bound: BoundTensors) -> bool:
         """Whether everything lies at its place in ``here``; the block lives, so nothing else has these addresses."""
-        return self.here is not None and self.is_in(sight, self.here)
+        return self.here is not None and self.is_in(bound, self.here)
 
-    def is_in(self, sight: Sight, block: torch.Tensor) -> bool:
+    def is_in(self, bound: BoundTensors, block: torch.Tensor) -> bool:
         """Whether everything lies in a block of uint8 as it lies in host memory."""
         base = block.data_ptr()
-        return sight.addresses == [base + begin for begin in self._begins]
+        return bound.addresses == [base + begin for begin in self._begins]
 
-    def has_others(self, sight: Sight) -> bool:
+    def has_others(self, bound: BoundTensors) -> bool:
         """Whether there are states that would have to move and have no place."""
-        states = [state for state in sight.states if state]
+        states = [state for state in bound.states if state]
         for name in set().union(*states) - self._kinds:
             values = [state[name] for state in states if name in state]
             if set(map(type, values)) == {torch.Tensor} and not any(map(torch.Tensor.dim, values)):
@@ -165,21 +164,21 @@ class Roster:
                 return True
         return False
 
-    def bind(self, optimizer: Optimizer, sight: Sight, views: Sequence[torch.Tensor] | None = None) -> None:
+    def bind(self, optimizer: Optimizer, bound: BoundTensors, views: Sequence[torch.Tensor] | None = None) -> None:
         """Bind everything to views; None: to host memory, whose views were made once."""
         views = self._homes if views is None else views
-        if sight.is_wrapped or MASTER in self._kinds:
+        if bound.is_wrapped or MASTER in self._kinds:
             names = [(bundle, name) for bundle, some in zip(self._bundles, self._names, strict=True) for name in some]
             for (bundle, name), view in zip(names, views, strict=True):
                 rebind(optimizer, bundle, name, view)
             return
         for at, name in enumerate(self._even):
-            for state, view in zip(sight.states, views[at :: len(self._even)], strict=True):
+            for state, view in zip(bound.states, views[at :: len(self._even)], strict=True):
                 state[name] = view
         if self._even:
             return
         number = 0
-        for state, some in zip(sight.states, self._names, strict=True):
+        for state, some in zip(bound.states, self._names, strict=True):
             for name in some:
                 state[name] = views[number]
                 number += 1

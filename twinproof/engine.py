@@ -1,0 +1,225 @@
+"""Streams, events, copies and staging memory behind one small interface, so that stream programs can be proven.
+
+Prevents orders that hold by luck: whatever pipeline and offload enqueue goes through an ``Engine``, and the virtual
+device of the conformance suite is a third one, which sees every edge. ``CudaEngine`` is a thin layer over
+``torch.cuda``; ``InlineEngine`` does everything at once, on the CPU.
+
+Rules of the interface: a stream runs what was enqueued on it in order; ``wait`` orders a stream behind an event,
+``synchronize`` the host; nothing else orders anything. Memory that one stream allocated and another uses must be
+``keep``-ed for the other before the last reference goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for"]
+
+# Streams and events are opaque: only the engine that made them looks inside.
+Stream = Any
+Event = Any
+
+
+class Engine(Protocol):
+    """What a stream program may ask for.
+
+    Attributes:
+        device: where its kernels run.
+        stands_for_device: whether copies between ``host_empty`` and ``device_empty`` memory mean anything here.
+    """
+
+    device: torch.device
+    stands_for_device: bool
+
+    def stream(self, name: str) -> Stream:
+        """A new stream; make it once and keep it. ``name`` is for reports."""
+
+    def event(self) -> Event:
+        """A new event, to be recorded any number of times."""
+
+    def current(self) -> Stream:
+        """The stream that ops of this thread go to."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Send ops and copies of this thread to ``stream``."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Set the event behind what ``stream`` has been given so far."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What ``stream`` is given from now on runs behind the event; the host goes on. Never recorded: no wait."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the host until the event; other work goes on."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy on the current stream: same shape and dtype, dense, one of them host memory or both device."""
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The memory of ``tensor`` is not reused until ``stream`` has done what it has been given so far."""
+
+    def device_empty(self, size_bytes: int) -> torch.Tensor:
+        """Device memory, uint8, allocated on the current stream and not initialised."""
+
+    def host_empty(self, size_bytes: int) -> torch.Tensor:
+        """Host memory, uint8, pinned at its exact size where that is possible, and not initialised."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the device's memory."""
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Name what is enqueued inside, for reports and profiles."""
+
+
+class InlineEngine:
+    """Everything is over when the call returns: the CPU, where host and device memory are one."""
+
+    stands_for_device = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def stream(self, name: str) -> Stream:
+        """A name."""
+        return name
+
+    def event(self) -> Event:
+        """Nothing to remember."""
+        return None
+
+    def current(self) -> Stream:
+        """The only one."""
+        return "host"
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """No change."""
+        return contextlib.nullcontext()
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Everything so far is over."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Nothing is open."""
+
+    def synchronize(self, event: Event) -> None:
+        """Nothing is open."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy now."""
+        target.copy_(source)
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """References are enough."""
+
+    def device_empty(self, size_bytes: int) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def host_empty(self, size_bytes: int) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Always: host and device are one."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Never."""
+        return False
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Nobody asks."""
+        return contextlib.nullcontext()
+
+
+class CudaEngine:
+    """``torch.cuda``. Unproven: no GPU has run it."""
+
+    stands_for_device = True
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        found = torch.device(device)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+    def stream(self, name: str) -> Stream:
+        """A stream of torch's pool."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def event(self) -> Event:
+        """An event without timing, which is the cheap kind."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def current(self) -> Stream:
+        """What torch says it is."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """The stream context of torch, which also sets the device."""
+        return torch.cuda.stream(stream)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Queue the event."""
+        event.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Queue the wait."""
+        stream.wait_event(event)
+
+    def synchronize(self, event: Event) -> None:
+        """Block on this event only."""
+        event.synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``cudaMemcpyAsync`` on the current stream; host sides must be pinned to overlap."""
+        target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """``record_stream``; host memory needs none, its owner waits before it lets go."""
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+    def device_empty(self, size_bytes: int) -> torch.Tensor:
+        """The caching allocator's, on the current stream."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def host_empty(self, size_bytes: int) -> torch.Tensor:
+        """Registered in place, because torch's pinned allocator rounds up to a power of two (facts/offload.md 5.3)."""
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        if size_bytes:
+            from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+
+            pin_memory(memory.data_ptr(), size_bytes)
+            device = self.device
+
+            def release(pointer: int) -> None:
+                # Copies may still run to it; and memory freed while registered stays pinned under somebody else's data.
+                torch.cuda.synchronize(device)
+                unpin_memory(pointer)
+
+            weakref.finalize(memory.untyped_storage(), release, memory.data_ptr())
+        return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """As torch says."""
+        return tensor.is_cuda
+
+    def is_capturing(self) -> bool:
+        """As torch says."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """A range of torch's profiler, which a trace shows on the host and on the device."""
+        return torch.profiler.record_function(name)
+
+
+def engine_for(device: torch.device) -> Engine:
+    """The engine of a device kind."""
+    return CudaEngine(device) if device.type == "cuda" else InlineEngine(device)
