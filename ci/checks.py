@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINES_MAX = 600
+# What launchers share; every other header is an algorithm, on which sanitizers run without torch.
+LAUNCHER_HEADERS = ("args.h", "handles.h")
 STEMS = ("kvstore", "pipeline", "offload", "checkpoint")
 UNSTABLE = re.compile(
     r'#include\s*[<"](torch/extension|torch/all|torch/library|torch/torch|ATen/|c10/|pybind11/|Python\.h)'
@@ -34,7 +36,9 @@ def stable_includes(files: list[Path]) -> Iterator[str]:
         if path.suffix not in (".cpp", ".cu", ".h", ".cuh") or "csrc" not in path.parts:
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            in_kernel = "kernels" in path.parts and re.search(r"#include\s*<torch", line)
+            in_kernel = (
+                path.suffix == ".h" and path.name not in LAUNCHER_HEADERS and re.search(r"#include\s*<torch", line)
+            )
             if UNSTABLE.search(line) or in_kernel:
                 yield f"{path.relative_to(ROOT)}:{number}: include outside the stable ABI: {line.strip()}"
 

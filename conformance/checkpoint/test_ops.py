@@ -28,14 +28,14 @@ def test_opcheck(checkpoint: Any) -> None:
     buffer = torch.zeros(40, dtype=torch.uint8)
     operators = torch.ops.twinproof
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (operators.rect_place, (window, start, dense, words)),
-        (operators.rect_take, (window, start, dense, words)),
-        (operators.strided_gather, (strided, 3, buffer)),
-        (operators.strided_scatter, (strided, 3, buffer)),
+        (operators.checkpoint_place, (window, start, dense, words)),
+        (operators.checkpoint_take, (window, start, dense, words)),
+        (operators.checkpoint_gather, (strided, 3, buffer)),
+        (operators.checkpoint_scatter, (strided, 3, buffer)),
     ]
     with open(os.devnull, "rb") as file:
         read = (file.fileno(), torch.zeros(12, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), words)
-        calls.append((operators.rect_read, read))
+        calls.append((operators.checkpoint_read, read))
         _check(calls)
 
 

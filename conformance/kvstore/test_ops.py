@@ -35,14 +35,14 @@ def test_opcheck(kvstore: Any) -> None:
     rows, ids, ends = saved_rows()
     operators, dense = torch.ops.twinproof, torch.zeros(12, dtype=torch.uint8)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (operators.kv_sort_ids, (ids_of(KEYS), 2, 0, 0, 2)),
-        (operators.kv_keys, (rows,)),
-        (operators.kv_saved_fit, (rows, ids, ends, 0, 0)),
+        (operators.kvstore_sort_ids, (ids_of(KEYS), 2, 0, 0, 2)),
+        (operators.kvstore_keys, (rows,)),
+        (operators.kvstore_saved_fit, (rows, ids, ends, 0, 0)),
     ]
     with tempfile.TemporaryFile() as file:
         file.write(bytes(range(20)))
         file.flush()
-        calls.append((operators.file_read, (file.fileno(), 5, dense)))
+        calls.append((operators.kvstore_read_file, (file.fileno(), 5, dense)))
         for operator, arguments in calls:
             outcome = torch.library.opcheck(operator.default, arguments, raise_exception=False)
             failed = {name: str(result) for name, result in outcome.items() if result != "SUCCESS"}

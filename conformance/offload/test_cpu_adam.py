@@ -109,9 +109,9 @@ def test_opcheck(offload: Any) -> None:
     hyper = AdamHyper.of(lr=0.01, betas=(0.9, 0.999), eps=1e-8, step=2, weight_decay=0.1, decoupled=True)
     slab, some = torch.zeros(600, dtype=torch.uint8), [values((5,), 1), values((3, 4), 2)]
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (torch.ops.twinproof.adam_step, (*lists, list(hyper.values), False, False, -1)),
-        (torch.ops.twinproof.pack, (some, slab, [0, 256])),
-        (torch.ops.twinproof.unpack, (some, slab, [0, 256])),
+        (torch.ops.twinproof.offload_adam_step, (*lists, list(hyper.values), False, False, -1)),
+        (torch.ops.twinproof.offload_pack, (some, slab, [0, 256])),
+        (torch.ops.twinproof.offload_unpack, (some, slab, [0, 256])),
     ]
     for operator, arguments in calls:
         outcome = torch.library.opcheck(operator.default, arguments, raise_exception=False)

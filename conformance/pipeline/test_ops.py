@@ -47,14 +47,14 @@ def test_pipe_001_opcheck(pipeline: Any) -> None:
     # Hyper and code of Adam's step 1.
     hyper = ([0.1, 1e-8, 0.9, 0.1, 0.999, 0.001, 1.0, 0.03], -1)
     calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("pool_bags", (a.tables, *bags, a.weights, means, out, -1)),
-        ("step_bags", (a.tables, a.momentum1, a.momentum2, *bags, a.weights, means, a.grad, 4, *hyper)),
-        ("bag_weight_gradients", (a.tables, *bags, means, a.grad, -1)),
-        ("check_bag_ids", (a.indices, a.offsets, counts)),
-        ("mend_bag_ids", (a.indices, a.offsets, counts)),
-        ("gather_blocks", (torch.arange(10.0), begins, sizes, empty)),
-        ("bucketize", (a.indices, a.offsets, a.weights, blocks, None, len(counts), 2)),
-        ("advise_huge_pages", (out,)),
+        ("pipeline_pool", (a.tables, *bags, a.weights, means, out, -1)),
+        ("pipeline_step", (a.tables, a.momentum1, a.momentum2, *bags, a.weights, means, a.grad, 4, *hyper)),
+        ("pipeline_weight_gradients", (a.tables, *bags, means, a.grad, -1)),
+        ("pipeline_check_ids", (a.indices, a.offsets, counts)),
+        ("pipeline_mend_ids", (a.indices, a.offsets, counts)),
+        ("pipeline_gather_blocks", (torch.arange(10.0), begins, sizes, empty)),
+        ("pipeline_bucketize", (a.indices, a.offsets, a.weights, blocks, None, len(counts), 2)),
+        ("pipeline_advise_huge_pages", (out,)),
     ]
     for name, arguments in calls:
         operator = getattr(torch.ops.twinproof, name)

@@ -18,8 +18,8 @@ SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("TrainPipelineSemiSync", {"start_batch": 1}),
 )
 # Ops whose seconds are chosen. A step has two of each, and four dense parameters.
-LOOKUP, UPDATE, DENSE = "twinproof::pool_bags", "twinproof::step_bags", "aten::mul_"
-LINEAR, IDS = "aten::addmm", "twinproof::check_bag_ids"
+LOOKUP, UPDATE, DENSE = "twinproof::pipeline_pool", "twinproof::pipeline_step", "aten::mul_"
+LINEAR, IDS = "aten::addmm", "twinproof::pipeline_check_ids"
 ALL = {LOOKUP: 7.0, UPDATE: 5.0, DENSE: 2.0, LINEAR: 4.0, IDS: 1.0, "byte": 0.03125}
 
 

@@ -216,7 +216,7 @@ def costs_of(lookup_s: float, dense_s: float) -> Costs:
     """A lookup, and the momentum of one of the dense optimizer's parameters, take this long, all else nothing."""
 
     def op_s(name: str, size_bytes: int) -> float:
-        if name == "twinproof::pool_bags":
+        if name == "twinproof::pipeline_pool":
             return lookup_s
         return dense_s if name == "aten::mul_" else 0.0
 

@@ -24,10 +24,10 @@ def _without_alias_marks() -> Iterator[None]:
     # torch's own stubs lack types here.
     library: Any = torch.library.Library("twinproof_planted", "FRAGMENT")  # type: ignore[no-untyped-call]
     try:
-        library.define("rect_place(Tensor window, int start, Tensor dense, Tensor words) -> ()")
-        library.impl("rect_place", torch.ops.twinproof.rect_place.default, "CPU")
-        torch.library.register_fake("twinproof_planted::rect_place", lambda *arguments: None, lib=library)
-        with swap("torch:ops.twinproof.rect_place", torch.ops.twinproof_planted.rect_place):
+        library.define("checkpoint_place(Tensor window, int start, Tensor dense, Tensor words) -> ()")
+        library.impl("checkpoint_place", torch.ops.twinproof.checkpoint_place.default, "CPU")
+        torch.library.register_fake("twinproof_planted::checkpoint_place", lambda *arguments: None, lib=library)
+        with swap("torch:ops.twinproof.checkpoint_place", torch.ops.twinproof_planted.checkpoint_place):
             yield
     finally:
         library._destroy()

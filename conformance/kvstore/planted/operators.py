@@ -21,10 +21,10 @@ def _without_alias_mark() -> Iterator[None]:
     # torch's own stubs lack types here.
     library: Any = torch.library.Library("twinproof_planted_rows", "FRAGMENT")  # type: ignore[no-untyped-call]
     try:
-        library.define("file_read(int file, int begin, Tensor dense) -> Tensor")
-        library.impl("file_read", torch.ops.twinproof.file_read.default, "CPU")
-        torch.library.register_fake("twinproof_planted_rows::file_read", _one_status, lib=library)
-        with swap("torch:ops.twinproof.file_read", torch.ops.twinproof_planted_rows.file_read):
+        library.define("kvstore_read_file(int file, int begin, Tensor dense) -> Tensor")
+        library.impl("kvstore_read_file", torch.ops.twinproof.kvstore_read_file.default, "CPU")
+        torch.library.register_fake("twinproof_planted_rows::kvstore_read_file", _one_status, lib=library)
+        with swap("torch:ops.twinproof.kvstore_read_file", torch.ops.twinproof_planted_rows.kvstore_read_file):
             yield
     finally:
         library._destroy()

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/rect_read.h"
-#include "kernels/strided.h"
-#include "kv_tests.h"
+#include "checkpoint/rectangle_read.h"
+#include "checkpoint/strided.h"
+#include "kvstore_tests.h"
 #include "offload_tests.h"
 #include "pipeline_tests.h"
 
@@ -28,7 +28,9 @@ void require(bool holds, const char* what) {
 
 struct Case {
   Ints shape, offset, size;
-  fastimpl::Rect rect() const { return {static_cast<int64_t>(shape.size()), shape.data(), offset.data(), size.data()}; }
+  fastimpl::checkpoint::Rectangle rect() const {
+    return {static_cast<int64_t>(shape.size()), shape.data(), offset.data(), size.data()};
+  }
 };
 
 Case random_case() {
@@ -64,20 +66,22 @@ Ints positions(const Case& c) {
 void rect_copy_matches_its_definition() {
   for (int i = 0; i < 3000; ++i) {
     const Case c = random_case();
-    require(fastimpl::rect_is_valid(c.rect()), "a rectangle inside its tensor was refused");
+    require(fastimpl::checkpoint::is_valid(c.rect()), "a rectangle inside its tensor was refused");
     const Ints at = positions(c);
-    require(static_cast<int64_t>(at.size()) == fastimpl::rect_bytes(c.rect()), "rect_bytes");
-    const int64_t skip = uniform(0, static_cast<int64_t>(at.size()) - 1), count = uniform(0, static_cast<int64_t>(at.size()) - skip);
-    std::vector<uint8_t> window(static_cast<size_t>(product(c.shape)), 0xEE), dense(static_cast<size_t>(count)), back(dense.size());
+    require(static_cast<int64_t>(at.size()) == fastimpl::checkpoint::rectangle_bytes(c.rect()), "rect_bytes");
+    const int64_t skip = uniform(0, static_cast<int64_t>(at.size()) - 1),
+                  count = uniform(0, static_cast<int64_t>(at.size()) - skip);
+    std::vector<uint8_t> window(static_cast<size_t>(product(c.shape)), 0xEE), dense(static_cast<size_t>(count)),
+        back(dense.size());
     for (auto& byte : dense) byte = static_cast<uint8_t>(uniform(0, 200));
     std::vector<uint8_t> expected = window;
     for (int64_t p = 0; p < count; ++p) {
-      require(fastimpl::rect_locate(c.rect(), skip + p) == at[static_cast<size_t>(skip + p)], "rect_locate");
+      require(fastimpl::checkpoint::locate(c.rect(), skip + p) == at[static_cast<size_t>(skip + p)], "rect_locate");
       expected[static_cast<size_t>(at[static_cast<size_t>(skip + p)])] = dense[static_cast<size_t>(p)];
     }
-    fastimpl::rect_copy<true>(window.data(), dense.data(), c.rect(), skip, count);
+    fastimpl::checkpoint::copy_rectangle<true>(window.data(), dense.data(), c.rect(), skip, count);
     require(window == expected, "place wrote other bytes than the rectangle's");
-    fastimpl::rect_copy<false>(window.data(), back.data(), c.rect(), skip, count);
+    fastimpl::checkpoint::copy_rectangle<false>(window.data(), back.data(), c.rect(), skip, count);
     require(back == dense, "take did not return what place wrote");
   }
 }
@@ -96,33 +100,40 @@ void rect_read_matches_its_definition() {
     require(ftruncate(fileno(file), static_cast<off_t>(content.size())) == 0, "ftruncate");
     for (int64_t position = 0; position <= product(c.shape); ++position) {
       const auto before = std::lower_bound(at.begin(), at.end(), position) - at.begin();
-      require(fastimpl::rect_held_before(c.rect(), position) == before, "rect_held_before");
+      require(fastimpl::checkpoint::held_before(c.rect(), position) == before, "rect_held_before");
     }
     const int64_t skip = uniform(0, total - 1), count = uniform(0, total - skip);
     std::vector<uint8_t> dense(static_cast<size_t>(count)), window(static_cast<size_t>(uniform(1, 200)));
-    const auto counts = fastimpl::rect_read(fileno(file), base, c.rect(), skip, count, dense.data(), window.data(), static_cast<int64_t>(window.size()));
+    const auto counts = fastimpl::checkpoint::read_rectangle(fileno(file), base, c.rect(), skip, count, dense.data(),
+                                                             window.data(), static_cast<int64_t>(window.size()));
     require(counts.status == 0, "rect_read failed");
     for (int64_t p = 0; p < count; ++p) {
-      require(dense[static_cast<size_t>(p)] == content[static_cast<size_t>(base + at[static_cast<size_t>(skip + p)])], "rect_read read other bytes");
+      require(dense[static_cast<size_t>(p)] == content[static_cast<size_t>(base + at[static_cast<size_t>(skip + p)])],
+              "rect_read read other bytes");
     }
-    const auto beyond = fastimpl::rect_read(fileno(file), base + 1 + product(c.shape), c.rect(), 0, 1, window.data(), window.data(), 1);
+    const auto beyond = fastimpl::checkpoint::read_rectangle(fileno(file), base + 1 + product(c.shape), c.rect(), 0, 1,
+                                                             window.data(), window.data(), 1);
     require(beyond.status == fastimpl::kEndOfFile, "rect_read beyond the end");
   }
-  require(fastimpl::rect_read(-1, 0, Case{{4}, {0}, {4}}.rect(), 0, 4, nullptr, nullptr, 4).status == EBADF, "rect_read of a closed file");
+  require(fastimpl::checkpoint::read_rectangle(-1, 0, Case{{4}, {0}, {4}}.rect(), 0, 4, nullptr, nullptr, 4).status ==
+              EBADF,
+          "rect_read of a closed file");
   std::fclose(file);
 }
 
 void invalid_rectangles_are_refused() {
   const int64_t big = int64_t{1} << 62;
-  const Case cases[] = {{{4}, {2}, {3}}, {{4}, {-1}, {2}}, {{4}, {0}, {0}}, {{big, 4}, {0, 0}, {1, 1}}, {{4}, {big}, {1}}, {{0}, {0}, {0}}};
-  for (const Case& c : cases) require(!fastimpl::rect_is_valid(c.rect()), "a rectangle outside its tensor was accepted");
+  const Case cases[] = {{{4}, {2}, {3}},   {{4}, {-1}, {2}}, {{4}, {0}, {0}}, {{big, 4}, {0, 0}, {1, 1}},
+                        {{4}, {big}, {1}}, {{0}, {0}, {0}}};
+  for (const Case& c : cases)
+    require(!fastimpl::checkpoint::is_valid(c.rect()), "a rectangle outside its tensor was accepted");
 }
 
 // A serial grid: the functor that CUDA runs, its indices in random order.
 template <typename T>
 void strided_matches_its_definition() {
   for (int i = 0; i < 500; ++i) {
-    fastimpl::Strided s;
+    fastimpl::checkpoint::Strided s;
     s.ndim = uniform(0, 4);
     Ints order(static_cast<size_t>(s.ndim));
     std::iota(order.begin(), order.end(), 0);
@@ -139,17 +150,19 @@ void strided_matches_its_definition() {
     std::iota(memory.begin(), memory.end(), T{1});
     const int64_t start = uniform(0, total - 1), count = uniform(0, total - start);
     std::vector<T> by_row(static_cast<size_t>(count)), by_index(static_cast<size_t>(count));
-    fastimpl::strided_move<T, true>(s, memory.data(), by_row.data(), start, count);
+    fastimpl::checkpoint::strided_move<T, true>(s, memory.data(), by_row.data(), start, count);
     Ints indices(static_cast<size_t>(count));
     std::iota(indices.begin(), indices.end(), 0);
     std::shuffle(indices.begin(), indices.end(), random_bits);
-    const fastimpl::StridedMove<T, true> gather{s, memory.data(), by_index.data(), start};
+    const fastimpl::checkpoint::StridedMove<T, true> gather{s, memory.data(), by_index.data(), start};
     for (int64_t index : indices) gather(index);
     require(by_row == by_index, "row-wise and index-wise gather differ");
-    for (int64_t p = 0; p < count; ++p) require(by_row[static_cast<size_t>(p)] == memory[static_cast<size_t>(s.locate(start + p))], "gather");
+    for (int64_t p = 0; p < count; ++p)
+      require(by_row[static_cast<size_t>(p)] == memory[static_cast<size_t>(s.locate(start + p))], "gather");
     std::vector<T> other(memory.size(), T{0}), expected = other;
-    for (int64_t p = 0; p < count; ++p) expected[static_cast<size_t>(s.locate(start + p))] = by_row[static_cast<size_t>(p)];
-    fastimpl::strided_move<T, false>(s, other.data(), by_row.data(), start, count);
+    for (int64_t p = 0; p < count; ++p)
+      expected[static_cast<size_t>(s.locate(start + p))] = by_row[static_cast<size_t>(p)];
+    fastimpl::checkpoint::strided_move<T, false>(s, other.data(), by_row.data(), start, count);
     require(other == expected, "scatter");
   }
 }
@@ -163,7 +176,8 @@ void disjoint_rectangles_may_be_placed_at_once() {
     threads.emplace_back([&window, way] {
       const Case c{{rows, row_bytes}, {0, way * row_bytes / ways}, {rows, row_bytes / ways}};
       std::vector<uint8_t> dense(static_cast<size_t>(rows * row_bytes / ways), static_cast<uint8_t>(way + 1));
-      fastimpl::rect_copy<true>(window.data(), dense.data(), c.rect(), 0, static_cast<int64_t>(dense.size()));
+      fastimpl::checkpoint::copy_rectangle<true>(window.data(), dense.data(), c.rect(), 0,
+                                                 static_cast<int64_t>(dense.size()));
     });
   }
   for (auto& thread : threads) thread.join();
@@ -183,8 +197,8 @@ int main() {
   strided_matches_its_definition<uint32_t>();
   strided_matches_its_definition<uint64_t>();
   disjoint_rectangles_may_be_placed_at_once();
-  kv_algorithm_tests();
-  kv_table_tests();
+  kvstore_algorithm_tests();
+  kvstore_table_tests();
   offload_tests();
   pipeline_tests();
   std::puts("kernel_tests: all properties hold");

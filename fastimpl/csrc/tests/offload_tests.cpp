@@ -10,12 +10,13 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/off_adam.h"
-#include "kernels/off_pack.h"
+#include "offload/adam.h"
+#include "offload/pack.h"
 #include "offload_tests.h"
 
 namespace {
 
+using namespace fastimpl;
 using namespace fastimpl::offload;
 
 std::mt19937_64 random_bits(20251122);
@@ -30,8 +31,14 @@ void require(bool holds, const char* what) {
 
 // Normal values, and every kind that is not.
 float value() {
-  constexpr float kOdd[] = {0.0F, -0.0F, std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
-                            std::numeric_limits<float>::quiet_NaN(), 1e-42F, -3e-41F, 3.3e38F};
+  constexpr float kOdd[] = {0.0F,
+                            -0.0F,
+                            std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::infinity(),
+                            std::numeric_limits<float>::quiet_NaN(),
+                            1e-42F,
+                            -3e-41F,
+                            3.3e38F};
   if (uniform(0, 9) == 0) return kOdd[uniform(0, 7)];
   return std::normal_distribution<float>()(random_bits);
 }
@@ -51,7 +58,11 @@ struct Parameter {
   bool has_max, has_weight;
 
   AdamSlice slice() {
-    return {grad.data(),   master.data(), average.data(), square.data(), has_max ? square_max.data() : nullptr,
+    return {grad.data(),
+            master.data(),
+            average.data(),
+            square.data(),
+            has_max ? square_max.data() : nullptr,
             has_weight ? weight.data() : nullptr};
   }
 };
@@ -59,9 +70,17 @@ struct Parameter {
 Parameter random_parameter() {
   const int64_t count = uniform(1, 200);
   const auto grad_type = static_cast<Float>(uniform(0, 2)), weight_type = static_cast<Float>(uniform(0, 2));
-  Parameter p{count, grad_type, weight_type, std::vector<uint8_t>(static_cast<size_t>(count * fastimpl::kv::float_bytes(grad_type))),
-              std::vector<uint8_t>(static_cast<size_t>(count * fastimpl::kv::float_bytes(weight_type)), 0xEE), floats(count), floats(count), floats(count, true),
-              floats(count, true), uniform(0, 1) == 1, uniform(0, 1) == 1};
+  Parameter p{count,
+              grad_type,
+              weight_type,
+              std::vector<uint8_t>(static_cast<size_t>(count * fastimpl::float_bytes(grad_type))),
+              std::vector<uint8_t>(static_cast<size_t>(count * fastimpl::float_bytes(weight_type)), 0xEE),
+              floats(count),
+              floats(count),
+              floats(count, true),
+              floats(count, true),
+              uniform(0, 1) == 1,
+              uniform(0, 1) == 1};
   if (grad_type == Float::kFloat32) {
     const std::vector<float> values = floats(count);
     std::memcpy(p.grad.data(), values.data(), p.grad.size());
@@ -79,7 +98,7 @@ AdamHyper random_hyper() {
 // Numbers by their bits; one NaN is as good as another, for compilers may swap the operands of a sum.
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
   for (size_t i = 0; i < a.size(); ++i) {
-    if (std::isnan(a[i]) ? !std::isnan(b[i]) : fastimpl::kv::bits_of(a[i]) != fastimpl::kv::bits_of(b[i])) return false;
+    if (std::isnan(a[i]) ? !std::isnan(b[i]) : fastimpl::bits_of(a[i]) != fastimpl::bits_of(b[i])) return false;
   }
   return true;
 }
@@ -93,7 +112,8 @@ bool same_weights(const Parameter& a, const Parameter& b) {
 }
 
 void check_same(const Parameter& got, const Parameter& expected, const char* what) {
-  require(same(got.master, expected.master) && same(got.average, expected.average) && same(got.square, expected.square), what);
+  require(same(got.master, expected.master) && same(got.average, expected.average) && same(got.square, expected.square),
+          what);
   require(same(got.square_max, expected.square_max) && same_weights(got, expected), what);
   require(got.grad == expected.grad, "a gradient was written");
 }
@@ -103,7 +123,7 @@ void expect(Parameter* p, const AdamHyper& h, const AdamFlags& flags) {
   for (int64_t i = 0; i < p->count; ++i) {
     const auto at = static_cast<size_t>(i);
     float g = 0.0F;
-    fastimpl::kv::widen(p->grad_type, p->grad.data() + i * fastimpl::kv::float_bytes(p->grad_type), &g, 1);
+    fastimpl::widen(p->grad_type, p->grad.data() + i * fastimpl::float_bytes(p->grad_type), &g, 1);
     if (flags.maximize) g = -g;
     const float w = p->master[at] * h.keep;
     if (flags.coupled) g = g + h.coupled_decay * w;
@@ -118,7 +138,8 @@ void expect(Parameter* p, const AdamHyper& h, const AdamFlags& flags) {
     p->master[at] = w - (h.step_size * p->average[at]) / (std::sqrt(root) / h.root_correction + h.eps);
     // A NaN of float16 keeps its payload there; the kernel has one for all.
     const float rounded = std::isnan(p->master[at]) ? std::numeric_limits<float>::quiet_NaN() : p->master[at];
-    if (p->has_weight) fastimpl::kv::narrow(p->weight_type, &rounded, p->weight.data() + i * fastimpl::kv::float_bytes(p->weight_type), 1);
+    if (p->has_weight)
+      fastimpl::narrow(p->weight_type, &rounded, p->weight.data() + i * fastimpl::float_bytes(p->weight_type), 1);
   }
 }
 
@@ -150,7 +171,9 @@ void blocks_of_adam_may_run_at_once() {
   std::vector<std::thread> threads;
   for (int64_t part = 0; part < 4; ++part) {
     const int64_t begin = got.count * part / 4, end = got.count * (part + 1) / 4;
-    threads.emplace_back([&, begin, end] { adam_step(got.grad_type, got.weight_type, best_isa(), slice, begin, end - begin, hyper, {}); });
+    threads.emplace_back([&, begin, end] {
+      adam_step(got.grad_type, got.weight_type, best_isa(), slice, begin, end - begin, hyper, {});
+    });
   }
   for (auto& thread : threads) thread.join();
   check_same(got, expected, "parallel blocks");
@@ -175,7 +198,8 @@ void random_packing(Packing* p, int64_t count, int64_t size_max) {
   p->slab.assign(static_cast<size_t>(end + uniform(0, 40)), 0xEE);
   p->expected = p->slab;
   for (int64_t i = 0; i < count; ++i) {
-    std::copy(p->tensors[static_cast<size_t>(i)].begin(), p->tensors[static_cast<size_t>(i)].end(), p->expected.begin() + p->entries[static_cast<size_t>(i)].offset);
+    std::copy(p->tensors[static_cast<size_t>(i)].begin(), p->tensors[static_cast<size_t>(i)].end(),
+              p->expected.begin() + p->entries[static_cast<size_t>(i)].offset);
   }
 }
 
@@ -190,7 +214,8 @@ void packing_moves_its_bytes_and_no_other() {
     const auto before = p.tensors;
     const PackPlan plan = plan_pack(p.entries.data(), static_cast<int64_t>(p.entries.size()));
     std::vector<std::thread> threads;
-    for (const PackTask& task : plan.tasks) threads.emplace_back([&plan, task, &p] { run_task<true>(plan, task, p.slab.data()); });
+    for (const PackTask& task : plan.tasks)
+      threads.emplace_back([&plan, task, &p] { run_task<true>(plan, task, p.slab.data()); });
     for (auto& thread : threads) thread.join();
     require(p.slab == p.expected, "pack");
     clear(&p);

@@ -1,17 +1,18 @@
 // Properties of the pipeline's kernels against naive loops: any tables, any bags, any unit, any number of threads.
 #include "pipeline_tests.h"
 
-#include "kernels/pipe_grid.h"
-#include "kernels/pipe_ids.h"
-#include "kernels/pipe_step.h"
+#include "pipeline/grid.h"
+#include "pipeline/ids.h"
+#include "pipeline/step.h"
 
 namespace {
 
-using namespace fastimpl::pipe;
-using kv_tests::require;
-using pipe_tests::run_grid;
-using kv_tests::threads;
-using kv_tests::uniform;
+using namespace fastimpl;
+using namespace fastimpl::pipeline;
+using kvstore_tests::require;
+using kvstore_tests::threads;
+using kvstore_tests::uniform;
+using pipeline_cases::run_grid;
 using Bytes = std::vector<uint8_t>;
 using Floats = std::vector<float>;
 using Ints = std::vector<int64_t>;
@@ -24,7 +25,7 @@ Floats random_floats(int64_t count, bool positive = false) {
   return values;
 }
 
-Isa any_unit() { return static_cast<Isa>(uniform(0, static_cast<int64_t>(fastimpl::offload::best_isa()))); }
+Isa any_unit() { return static_cast<Isa>(uniform(0, static_cast<int64_t>(fastimpl::best_isa()))); }
 
 // Memory of exactly the size asked for, so that the sanitizer sees the first byte outside.
 struct World {
@@ -45,12 +46,20 @@ struct World {
       mine[t].momentum1 = momentum1[t].empty() ? nullptr : momentum1[t].data();
       mine[t].momentum2 = momentum2[t].empty() ? nullptr : momentum2[t].data();
     }
-    return {mine, features, bag_count, width, ids.data(), offsets.data(), weights.empty() ? nullptr : weights.data(), static_cast<int64_t>(ids.size())};
+    return {mine,
+            features,
+            bag_count,
+            width,
+            ids.data(),
+            offsets.data(),
+            weights.empty() ? nullptr : weights.data(),
+            static_cast<int64_t>(ids.size())};
   }
 };
 
 int64_t any_dim() {
-  static const Ints dims{1, 2, 3, 4, 7, 8, 12, 15, 16, 17, 20, 31, 32, 33, 48, 64, 65, 100, 128, 130, 255, 256, 1000, 1024};
+  static const Ints dims{1,  2,  3,  4,  7,  8,   12,  15,  16,  17,  20,   31,
+                         32, 33, 48, 64, 65, 100, 128, 130, 255, 256, 1000, 1024};
   return dims[static_cast<size_t>(uniform(0, static_cast<int64_t>(dims.size()) - 1))];
 }
 
@@ -58,8 +67,8 @@ void add_table(World* w) {
   const int64_t dim = any_dim(), row_count = uniform(1, 30);
   const auto type = static_cast<Float>(uniform(0, 2));
   const Floats values = random_floats(dim * row_count);
-  Bytes bytes(static_cast<size_t>(dim * row_count * fastimpl::kv::float_bytes(type)));
-  fastimpl::kv::narrow(type, values.data(), bytes.data(), dim * row_count);
+  Bytes bytes(static_cast<size_t>(dim * row_count * fastimpl::float_bytes(type)));
+  fastimpl::narrow(type, values.data(), bytes.data(), dim * row_count);
   w->tables.push_back({nullptr, row_count, dim, type, uniform(0, 1) == 1, nullptr, nullptr});
   w->rows.push_back(std::move(bytes));
   w->momentum1.push_back(random_floats(row_count * momentum1_width(w->optimizer, dim), true));
@@ -92,7 +101,7 @@ World random_world(int64_t longest) {
 Floats row_of(const World& w, int64_t table, int64_t row) {
   const BagTable& t = w.tables[static_cast<size_t>(table)];
   Floats values(static_cast<size_t>(t.dim));
-  fastimpl::kv::widen(t.type, w.rows[static_cast<size_t>(table)].data() + row * t.row_bytes(), values.data(), t.dim);
+  fastimpl::widen(t.type, w.rows[static_cast<size_t>(table)].data() + row * t.row_bytes(), values.data(), t.dim);
   return values;
 }
 
@@ -102,13 +111,16 @@ void for_positions(const World& w, const Visit& visit) {
   for (size_t f = 0; f < w.features.size(); ++f) {
     for (int64_t bag = 0; bag < w.bag_count; ++bag) {
       const size_t at = f * static_cast<size_t>(w.bag_count) + static_cast<size_t>(bag);
-      for (int64_t p = w.offsets[at]; p < w.offsets[at + 1]; ++p) visit(w.features[f], bag, p, w.offsets[at + 1] - w.offsets[at]);
+      for (int64_t p = w.offsets[at]; p < w.offsets[at + 1]; ++p)
+        visit(w.features[f], bag, p, w.offsets[at + 1] - w.offsets[at]);
     }
   }
 }
 
 // The same bits; NaN is none of the values here.
-bool are_same(const Floats& a, const Floats& b) { return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0); }
+bool are_same(const Floats& a, const Floats& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
 
 void pooling_is_a_sum_in_order() {
   for (int i = 0; i < 200; ++i) {
@@ -117,14 +129,16 @@ void pooling_is_a_sum_in_order() {
     for_positions(w, [&](BagFeature feature, int64_t bag, int64_t p, int64_t) {
       const Floats row = row_of(w, feature.table, w.ids[static_cast<size_t>(p)]);
       float* const sum = expected.data() + bag * w.width + feature.column;
-      for (size_t e = 0; e < row.size(); ++e) sum[e] += w.weights.empty() ? row[e] : w.weights[static_cast<size_t>(p)] * row[e];
+      for (size_t e = 0; e < row.size(); ++e)
+        sum[e] += w.weights.empty() ? row[e] : w.weights[static_cast<size_t>(p)] * row[e];
     });
     for (size_t f = 0; f < w.features.size(); ++f) {
       const BagTable& table = w.tables[static_cast<size_t>(w.features[f].table)];
       for (int64_t bag = 0; bag < w.bag_count; ++bag) {
         const size_t at = f * static_cast<size_t>(w.bag_count) + static_cast<size_t>(bag);
         const int64_t length = w.offsets[at + 1] - w.offsets[at];
-        for (int64_t e = 0; table.mean && length > 0 && e < table.dim; ++e) expected[static_cast<size_t>(bag * w.width + w.features[f].column + e)] /= static_cast<float>(length);
+        for (int64_t e = 0; table.mean && length > 0 && e < table.dim; ++e)
+          expected[static_cast<size_t>(bag * w.width + w.features[f].column + e)] /= static_cast<float>(length);
       }
     }
     if (w.bag_count > 0) pool_bags(threads(uniform(1, 4)), w.batch(), got.data(), any_unit());
@@ -135,7 +149,7 @@ void pooling_is_a_sum_in_order() {
 float eight_lane_sum(const Floats& values) {
   float lanes[8] = {};
   for (size_t e = 0; e < values.size(); ++e) lanes[e % 8] += values[e];
-  return fastimpl::kv::fold_lanes(lanes);
+  return fastimpl::fold_lanes(lanes);
 }
 
 // The gradient that a bag hands to each of its rows, before weights.
@@ -162,7 +176,7 @@ void weights_have_gradients() {
   }
 }
 
-// The row store's formulas, one element after the other.
+// The formulas once more, one element after the other.
 void step_naively(World* w, int64_t table, int64_t row, Floats* grad, const Hyper& h) {
   BagTable& t = w->tables[static_cast<size_t>(table)];
   Floats weight = row_of(*w, table, row);
@@ -170,18 +184,33 @@ void step_naively(World* w, int64_t table, int64_t row, Floats* grad, const Hype
   float none = 0;
   float* const m1 = first == 0 ? &none : w->momentum1[static_cast<size_t>(table)].data() + row * first;
   float* const m2 = second == 0 ? &none : w->momentum2[static_cast<size_t>(table)].data() + row * second;
-  const fastimpl::kv::RowValues values{grad->data(), weight.data(), m1, m2};
-  switch (w->optimizer) {
-    case Optimizer::kNone: break;
-    case Optimizer::kSgd:
-      for (size_t e = 0; e < weight.size(); ++e) weight[e] -= h.lr * (*grad)[e];
-      break;
-    case Optimizer::kAdagrad: fastimpl::kv::adagrad_step(values, t.dim, h); break;
-    case Optimizer::kRowwiseAdagrad: fastimpl::kv::rowwise_adagrad_step(values, t.dim, h); break;
-    case Optimizer::kAdam: fastimpl::kv::adam_step(values, t.dim, h); break;
-    case Optimizer::kPartialRowwiseAdam: fastimpl::kv::partial_rowwise_adam_step(values, t.dim, h); break;
+  Floats squares(grad->size());
+  for (size_t e = 0; e < squares.size(); ++e) squares[e] = (*grad)[e] * (*grad)[e];
+  const float mean_square = eight_lane_sum(squares) / static_cast<float>(t.dim);
+  if (w->optimizer == Optimizer::kRowwiseAdagrad) *m1 += mean_square;
+  if (w->optimizer == Optimizer::kPartialRowwiseAdam) *m2 = h.beta2 * *m2 + h.one_minus_beta2 * mean_square;
+  for (size_t e = 0; e < weight.size(); ++e) {
+    const float g = (*grad)[e];
+    switch (w->optimizer) {
+      case Optimizer::kNone: break;
+      case Optimizer::kSgd: weight[e] -= h.lr * g; break;
+      case Optimizer::kAdagrad:
+        m1[e] += squares[e];
+        weight[e] -= (h.lr * g) / (std::sqrt(m1[e]) + h.eps);
+        break;
+      case Optimizer::kRowwiseAdagrad: weight[e] -= (h.lr * g) / (std::sqrt(*m1) + h.eps); break;
+      case Optimizer::kAdam:
+        m1[e] = h.beta1 * m1[e] + h.one_minus_beta1 * g;
+        m2[e] = h.beta2 * m2[e] + h.one_minus_beta2 * squares[e];
+        weight[e] -= (h.step_size * m1[e]) / (std::sqrt(m2[e]) / h.root_correction + h.eps);
+        break;
+      case Optimizer::kPartialRowwiseAdam:
+        m1[e] = h.beta1 * m1[e] + h.one_minus_beta1 * g;
+        weight[e] -= (h.step_size * m1[e]) / (std::sqrt(*m2) / h.root_correction + h.eps);
+        break;
+    }
   }
-  fastimpl::kv::narrow(t.type, weight.data(), w->rows[static_cast<size_t>(table)].data() + row * t.row_bytes(), t.dim);
+  fastimpl::narrow(t.type, weight.data(), w->rows[static_cast<size_t>(table)].data() + row * t.row_bytes(), t.dim);
 }
 
 void step_all_naively(World* w, const Hyper& h) {
@@ -189,7 +218,8 @@ void step_all_naively(World* w, const Hyper& h) {
   for_positions(*w, [&](BagFeature feature, int64_t bag, int64_t p, int64_t length) {
     const Floats grad = bag_grad(*w, feature, bag, length);
     Floats& sum = sums.try_emplace({feature.table, w->ids[static_cast<size_t>(p)]}, grad.size(), 0.0F).first->second;
-    for (size_t e = 0; e < grad.size(); ++e) sum[e] += w->weights.empty() ? grad[e] : w->weights[static_cast<size_t>(p)] * grad[e];
+    for (size_t e = 0; e < grad.size(); ++e)
+      sum[e] += w->weights.empty() ? grad[e] : w->weights[static_cast<size_t>(p)] * grad[e];
   });
   for (auto& [place, sum] : sums) step_naively(w, place.first, place.second, &sum, h);
 }
@@ -201,7 +231,8 @@ void check_step(World* w, const char* what) {
   step_all_naively(&expected, kHyper);
   if (w->bag_count > 0) step_bags(threads(uniform(1, 4)), w->batch(), w->grad.data(), w->optimizer, kHyper, any_unit());
   require(w->rows == expected.rows, what);
-  for (size_t t = 0; t < w->tables.size(); ++t) require(are_same(w->momentum1[t], expected.momentum1[t]) && are_same(w->momentum2[t], expected.momentum2[t]), what);
+  for (size_t t = 0; t < w->tables.size(); ++t)
+    require(are_same(w->momentum1[t], expected.momentum1[t]) && are_same(w->momentum2[t], expected.momentum2[t]), what);
 }
 
 void steps_are_those_of_the_formulas() {
@@ -234,11 +265,19 @@ struct Grid {
     int64_t base = 0;
     for (size_t t = 0; t < w->tables.size(); ++t) {
       const BagTable& table = w->tables[t];
-      tables.push_back({w->rows[t].data(), table.row_count, table.dim, table.type, table.mean, w->momentum1[t].data(), w->momentum2[t].data(), base});
+      tables.push_back({w->rows[t].data(), table.row_count, table.dim, table.type, table.mean, w->momentum1[t].data(),
+                        w->momentum2[t].data(), base});
       base += table.row_count;
     }
     for (const BagFeature& feature : w->features) features.push_back({feature.table, feature.column});
-    batch = {tables.data(),  features.data(), static_cast<int64_t>(features.size()), w->bag_count, w->width, w->ids.data(), w->offsets.data(), w->weights.empty() ? nullptr : w->weights.data(),
+    batch = {tables.data(),
+             features.data(),
+             static_cast<int64_t>(features.size()),
+             w->bag_count,
+             w->width,
+             w->ids.data(),
+             w->offsets.data(),
+             w->weights.empty() ? nullptr : w->weights.data(),
              static_cast<int64_t>(w->ids.size())};
   }
 };
@@ -248,18 +287,18 @@ void step_on_a_grid(World* w) {
   const GridBatch<int64_t>& batch = grid.batch;
   Ints rows(w->ids.size()), bags(rows.size()), positions(rows.size());
   run_grid(batch.id_count, RowOfPosition<int64_t>{batch, rows.data(), bags.data(), positions.data()});
-  std::stable_sort(positions.begin(), positions.end(), [&](int64_t a, int64_t b) { return rows[static_cast<size_t>(a)] < rows[static_cast<size_t>(b)]; });
+  std::stable_sort(positions.begin(), positions.end(),
+                   [&](int64_t a, int64_t b) { return rows[static_cast<size_t>(a)] < rows[static_cast<size_t>(b)]; });
   Ints sorted;
   for (const int64_t p : positions) sorted.push_back(rows[static_cast<size_t>(p)]);
   const int64_t window = uniform(1, 40);
   int64_t dim_max = 1;
   for (const BagTable& table : w->tables) dim_max = std::max(dim_max, table.dim);
   Floats sums(static_cast<size_t>(window * dim_max)), shared(static_cast<size_t>(window));
-  const Rates rates{kHyper.lr, kHyper.eps, kHyper.beta1, kHyper.one_minus_beta1, kHyper.beta2, kHyper.one_minus_beta2, kHyper.step_size, kHyper.root_correction};
   for (int64_t begin = 0; begin < batch.id_count; begin += window) {
     const int64_t count = std::min(window, batch.id_count - begin);
-    const StepGrid<int64_t> step{batch,       sorted.data(), positions.data(), bags.data(), w->grad.data(), begin, dim_max, sums.data(),
-                                 shared.data(), static_cast<Rule>(w->optimizer), rates};
+    const StepGrid<int64_t> step{batch,   sorted.data(), positions.data(), bags.data(),  w->grad.data(), begin,
+                                 dim_max, sums.data(),   shared.data(),    w->optimizer, kHyper};
     run_grid(count * dim_max, [&](int64_t i) { step.sum(i); });
     run_grid(count, [&](int64_t i) { step.share(i); });
     run_grid(count * dim_max, [&](int64_t i) { step.update(i); });
@@ -290,7 +329,9 @@ void grids_have_the_bits_of_the_host() {
     step_all_naively(&expected, kHyper);
     step_on_a_grid(&w);
     require(w.rows == expected.rows, "a step on a grid");
-    for (size_t t = 0; t < w.tables.size(); ++t) require(are_same(w.momentum1[t], expected.momentum1[t]) && are_same(w.momentum2[t], expected.momentum2[t]), "states on a grid");
+    for (size_t t = 0; t < w.tables.size(); ++t)
+      require(are_same(w.momentum1[t], expected.momentum1[t]) && are_same(w.momentum2[t], expected.momentum2[t]),
+              "states on a grid");
   }
   require(quad_count >= 10, "worlds that quads fit");
 }
@@ -309,7 +350,8 @@ void grids_see_what_is_outside() {
     check_all();
     require(flags[0] == 0 && flags[1] == 0, "a right batch on a grid");
     const auto p = static_cast<size_t>(uniform(0, grid.batch.id_count - 1));
-    const int64_t before = std::exchange(w.ids[p], uniform(0, 1) == 0 ? -1 : grid.batch.table_of(grid.batch.bag_of(static_cast<int64_t>(p))).row_count);
+    const int64_t before = std::exchange(
+        w.ids[p], uniform(0, 1) == 0 ? -1 : grid.batch.table_of(grid.batch.bag_of(static_cast<int64_t>(p))).row_count);
     check_all();
     require(flags[0] == 0 && flags[1] == 1, "an id outside on a grid");
     w.ids[p] = before;
@@ -325,10 +367,11 @@ void order_is_kept_by_sorting() {
     const int64_t count = i == 0 ? 200000 : uniform(0, 3000);
     const int low = static_cast<int>(uniform(0, 20)), high = low + static_cast<int>(uniform(0, 40));
     std::vector<uint64_t> words(static_cast<size_t>(count)), spare(words.size());
-    for (uint64_t& word : words) word = kv_tests::random_bits() & kv_tests::random_bits();
+    for (uint64_t& word : words) word = kvstore_tests::random_bits() & kvstore_tests::random_bits();
     std::vector<uint64_t> expected = words;
     const uint64_t mask = (uint64_t{1} << (high - low)) - 1;
-    std::stable_sort(expected.begin(), expected.end(), [&](uint64_t a, uint64_t b) { return ((a >> low) & mask) < ((b >> low) & mask); });
+    std::stable_sort(expected.begin(), expected.end(),
+                     [&](uint64_t a, uint64_t b) { return ((a >> low) & mask) < ((b >> low) & mask); });
     const uint64_t* const sorted = sort_stably(threads(uniform(1, 4)), words.data(), spare.data(), count, low, high);
     require(std::equal(expected.begin(), expected.end(), sorted), "sort_stably");
   }
@@ -351,9 +394,11 @@ void ids_are_checked_and_mended() {
       if (bad && known.count++ == 0) known.first = static_cast<int64_t>(p);
       expected.push_back(bad ? Id{0} : ids[p]);
     }
-    const BadIds bad = find_bad_ids(threads(uniform(1, 4)), ids.data(), w.offsets.data(), row_counts.data(), feature_count, w.bag_count);
+    const BadIds bad = find_bad_ids(threads(uniform(1, 4)), ids.data(), w.offsets.data(), row_counts.data(),
+                                    feature_count, w.bag_count);
     require(bad.count == known.count && bad.first == known.first, "find_bad_ids");
-    mend_bag_ids(threads(uniform(1, 4)), ids.data(), w.offsets.data(), row_counts.data(), feature_count, w.bag_count, got.data());
+    mend_bag_ids(threads(uniform(1, 4)), ids.data(), w.offsets.data(), row_counts.data(), feature_count, w.bag_count,
+                 got.data());
     require(got == expected, "mend_bag_ids");
   }
 }
@@ -361,7 +406,8 @@ void ids_are_checked_and_mended() {
 void offsets_are_known() {
   for (int i = 0; i < 100; ++i) {
     Ints offsets{0};
-    for (int64_t bag = i == 0 ? 200000 : uniform(0, 9); bag > 0; --bag) offsets.push_back(offsets.back() + uniform(0, 3));
+    for (int64_t bag = i == 0 ? 200000 : uniform(0, 9); bag > 0; --bag)
+      offsets.push_back(offsets.back() + uniform(0, 3));
     const auto bag_count = static_cast<int64_t>(offsets.size()) - 1;
     const int64_t id_count = offsets.back();
     require(are_offsets(threads(3), offsets.data(), bag_count, id_count), "offsets");
@@ -374,7 +420,8 @@ void offsets_are_known() {
 
 void blocks_lie_one_after_the_other() {
   for (int i = 0; i < 100; ++i) {
-    const int64_t element_bytes = uniform(1, 8), data_count = uniform(0, 50), block_count = uniform(0, i % 10 == 0 ? 20000 : 20);
+    const int64_t element_bytes = uniform(1, 8), data_count = uniform(0, 50),
+                  block_count = uniform(0, i % 10 == 0 ? 20000 : 20);
     Bytes data(static_cast<size_t>(data_count * element_bytes));
     for (uint8_t& byte : data) byte = static_cast<uint8_t>(uniform(0, 255));
     Ints begins, sizes, starts(static_cast<size_t>(block_count + 1));
@@ -382,11 +429,13 @@ void blocks_lie_one_after_the_other() {
     for (int64_t k = 0; k < block_count; ++k) {
       begins.push_back(uniform(0, data_count));
       sizes.push_back(uniform(0, data_count - begins.back()));
-      expected.insert(expected.end(), data.begin() + begins.back() * element_bytes, data.begin() + (begins.back() + sizes.back()) * element_bytes);
+      expected.insert(expected.end(), data.begin() + begins.back() * element_bytes,
+                      data.begin() + (begins.back() + sizes.back()) * element_bytes);
     }
     require(place_blocks(begins.data(), sizes.data(), block_count, data_count, starts.data()) == -1, "place_blocks");
     Bytes got(expected.size());
-    gather_blocks(threads(uniform(1, 4)), data.data(), begins.data(), starts.data(), block_count, element_bytes, got.data());
+    gather_blocks(threads(uniform(1, 4)), data.data(), begins.data(), starts.data(), block_count, element_bytes,
+                  got.data());
     require(got == expected, "gather_blocks");
     if (block_count == 0) continue;
     const int64_t k = uniform(0, block_count - 1);
@@ -403,7 +452,8 @@ void buckets_keep_order() {
     const auto feature_count = static_cast<int64_t>(w.features.size()), all = feature_count * w.bag_count;
     const int64_t bucket_count = uniform(1, 6), id_count = static_cast<int64_t>(w.ids.size());
     Ints sizes, destinations(w.ids.size());
-    for (int64_t f = 0; f < feature_count; ++f) sizes.push_back(i % 7 == 0 ? INT64_MAX / uniform(1, 9) : uniform(1, i % 3 == 0 ? 1000000007 : 9));
+    for (int64_t f = 0; f < feature_count; ++f)
+      sizes.push_back(i % 7 == 0 ? INT64_MAX / uniform(1, 9) : uniform(1, i % 3 == 0 ? 1000000007 : 9));
     std::vector<std::vector<int64_t>> places(static_cast<size_t>(bucket_count * all));
     for (size_t bag = 0; bag < static_cast<size_t>(all); ++bag) {
       const int64_t size = sizes[bag / static_cast<size_t>(w.bag_count)];
@@ -416,20 +466,30 @@ void buckets_keep_order() {
       }
     }
     const bool given = uniform(0, 1) == 1;
-    const Bucketing<int64_t> job{w.ids.data(), w.offsets.data(), given ? nullptr : sizes.data(), given ? destinations.data() : nullptr,
-                                 w.weights.empty() ? nullptr : w.weights.data(), feature_count, w.bag_count, bucket_count};
+    const Bucketing<int64_t> job{w.ids.data(),
+                                 w.offsets.data(),
+                                 given ? nullptr : sizes.data(),
+                                 given ? destinations.data() : nullptr,
+                                 w.weights.empty() ? nullptr : w.weights.data(),
+                                 feature_count,
+                                 w.bag_count,
+                                 bucket_count};
     std::vector<uint32_t> buckets(w.ids.size());
     require(find_buckets(threads(uniform(1, 4)), job, buckets.data()).count == 0, "find_buckets");
     Ints lengths(places.size()), ids(w.ids.size()), positions(w.ids.size());
     Floats weights(w.weights.size());
-    bucketize(threads(uniform(1, 4)), job, buckets.data(), lengths.data(), ids.data(), w.weights.empty() ? nullptr : weights.data(), positions.data());
+    bucketize(threads(uniform(1, 4)), job, buckets.data(), lengths.data(), ids.data(),
+              w.weights.empty() ? nullptr : weights.data(), positions.data());
     size_t to = 0;
     for (size_t place = 0; place < places.size(); ++place) {
       require(lengths[place] == static_cast<int64_t>(places[place].size()), "lengths");
       for (const int64_t p : places[place]) {
         const auto from = static_cast<size_t>(p);
         const int64_t feature = static_cast<int64_t>(place) % all / w.bag_count;
-        require(positions[to] == p && ids[to] == (given ? w.ids[from] : w.ids[from] - destinations[from] * sizes[static_cast<size_t>(feature)]), "bucketize");
+        require(positions[to] == p &&
+                    ids[to] ==
+                        (given ? w.ids[from] : w.ids[from] - destinations[from] * sizes[static_cast<size_t>(feature)]),
+                "bucketize");
         require(w.weights.empty() || weights[to] == w.weights[from], "weights in buckets");
         ++to;
       }

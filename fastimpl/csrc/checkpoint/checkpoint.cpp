@@ -1,0 +1,138 @@
+// CPU launchers of the checkpoint operators: checks first, then one kernel call per descriptor.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "checkpoint/args.h"
+#include "checkpoint/rectangle_read.h"
+
+namespace {
+
+using torch::stable::Tensor;
+using namespace fastimpl;
+using namespace fastimpl::checkpoint;
+
+constexpr int64_t kFixedWords = 4;  // ndim, base, skip, count; then shape, offset and size of each dimension.
+
+void check_bytes(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(
+      t.scalar_type() == torch::headeronly::ScalarType::Byte && t.is_contiguous() && t.dim() == 1 && t.is_cpu(), name,
+      " must be a contiguous 1-D uint8 CPU tensor");
+}
+
+void check_words(const Tensor& t) {
+  STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Long && t.is_contiguous() && t.is_cpu(),
+                  "descriptors must be a contiguous int64 CPU tensor");
+}
+
+struct Move {
+  Rectangle rect;
+  int64_t base;   // File offset of the tensor's first byte.
+  int64_t skip;   // Bytes of the rectangle before the first one to move.
+  int64_t count;  // Bytes to move.
+};
+
+// Reads one descriptor and checks that every byte it moves lies inside the window. Returns its length in words.
+int64_t read_move(const int64_t* words, int64_t left, int64_t window_start, int64_t window_bytes, Move* move) {
+  STD_TORCH_CHECK(left >= kFixedWords && words[0] >= 1 && words[0] <= kDimMax && left >= kFixedWords + 3 * words[0],
+                  "descriptor cut short: got ", left, " words");
+  const int64_t ndim = words[0];
+  *move = {{ndim, words + kFixedWords, words + kFixedWords + ndim, words + kFixedWords + 2 * ndim},
+           words[1],
+           words[2],
+           words[3]};
+  STD_TORCH_CHECK(is_valid(move->rect), "descriptor: the rectangle lies outside its tensor");
+  const int64_t total = rectangle_bytes(move->rect);
+  STD_TORCH_CHECK(move->skip >= 0 && move->count >= 0 && move->skip <= total && move->count <= total - move->skip,
+                  "descriptor: bytes ", move->skip, " + ", move->count, " of a rectangle of ", total);
+  if (move->count > 0) {
+    const int64_t first = move->base + locate(move->rect, move->skip) - window_start;
+    const int64_t last = move->base + locate(move->rect, move->skip + move->count - 1) - window_start;
+    STD_TORCH_CHECK(first >= 0 && last < window_bytes, "descriptor: bytes ", first, "..", last, " of a window of ",
+                    window_bytes);
+  }
+  return kFixedWords + 3 * ndim;
+}
+
+template <bool kPlace>
+void move_rectangles(const Tensor& window, int64_t window_start, const Tensor& dense, const Tensor& descriptors) {
+  check_bytes(window, "window");
+  check_bytes(dense, "dense");
+  check_words(descriptors);
+  const auto* words = static_cast<const int64_t*>(descriptors.data_ptr());
+  const int64_t word_count = descriptors.numel(), window_bytes = window.numel();
+  int64_t dense_bytes = 0;
+  Move move{};
+  // Everything is checked before the first byte moves: a refused call changes nothing.
+  for (int64_t at = 0; at < word_count;) {
+    at += read_move(words + at, word_count - at, window_start, window_bytes, &move);
+    dense_bytes += move.count;
+  }
+  STD_TORCH_CHECK(dense_bytes == dense.numel(), "dense: got ", dense.numel(), " bytes, the descriptors move ",
+                  dense_bytes);
+  auto* out = static_cast<uint8_t*>(window.data_ptr());
+  auto* in = static_cast<uint8_t*>(dense.data_ptr());
+  for (int64_t at = 0; at < word_count;) {
+    at += read_move(words + at, word_count - at, window_start, window_bytes, &move);
+    copy_rectangle<kPlace>(out + (move.base - window_start), in, move.rect, move.skip, move.count);
+    in += move.count;
+  }
+}
+
+void checkpoint_place(Tensor window, int64_t window_start, Tensor dense, Tensor descriptors) {
+  move_rectangles<true>(window, window_start, dense, descriptors);
+}
+
+void checkpoint_take(Tensor window, int64_t window_start, Tensor dense, Tensor descriptors) {
+  move_rectangles<false>(window, window_start, dense, descriptors);
+}
+
+// Returns int64 [status, calls, bytes]; the caller, who knows the file's name, makes the error.
+Tensor checkpoint_read(int64_t file, Tensor dense, Tensor window, Tensor descriptor) {
+  check_bytes(window, "window");
+  check_bytes(dense, "dense");
+  check_words(descriptor);
+  Move move{};
+  const int64_t length =
+      read_move(static_cast<const int64_t*>(descriptor.data_ptr()), descriptor.numel(), 0, INT64_MAX, &move);
+  STD_TORCH_CHECK(length == descriptor.numel() && move.count == dense.numel() && window.numel() > 0,
+                  "descriptor: moves ", move.count, " bytes, dense has ", dense.numel(), ", window has ",
+                  window.numel());
+  const auto counts =
+      read_rectangle(static_cast<int>(file), move.base, move.rect, move.skip, move.count,
+                     static_cast<uint8_t*>(dense.data_ptr()), static_cast<uint8_t*>(window.data_ptr()), window.numel());
+  Tensor result = torch::stable::new_empty(descriptor, {3});
+  auto* out = static_cast<int64_t*>(result.data_ptr());
+  out[0] = counts.status;
+  out[1] = counts.calls;
+  out[2] = counts.bytes;
+  return result;
+}
+
+template <bool kGather>
+void strided_cpu(const Tensor& strided, int64_t start, const Tensor& dense) {
+  check_bytes(dense, "dense");
+  const auto args = strided_args(strided, start, dense);
+  dispatch_width(strided.element_size(), [&](auto zero) {
+    using T = decltype(zero);
+    strided_move<T, kGather>(args.shape, static_cast<T*>(strided.data_ptr()), static_cast<T*>(dense.data_ptr()), start,
+                             args.count);
+  });
+}
+
+void checkpoint_gather(Tensor source, int64_t start, Tensor dense) { strided_cpu<true>(source, start, dense); }
+
+void checkpoint_scatter(Tensor target, int64_t start, Tensor dense) { strided_cpu<false>(target, start, dense); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
+  m.impl("checkpoint_place", TORCH_BOX(&checkpoint_place));
+  m.impl("checkpoint_take", TORCH_BOX(&checkpoint_take));
+  m.impl("checkpoint_read", TORCH_BOX(&checkpoint_read));
+  m.impl("checkpoint_gather", TORCH_BOX(&checkpoint_gather));
+  m.impl("checkpoint_scatter", TORCH_BOX(&checkpoint_scatter));
+}

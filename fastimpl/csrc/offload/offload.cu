@@ -1,0 +1,75 @@
+// CUDA launchers of packing: many small device tensors into one slab, ready for one copy to the host, and back.
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+
+#include "offload/args.h"
+
+// A CPU-only torch lacks this symbol; weak, so that one library loads on both. It is only reached with CUDA tensors.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** ret_stream);
+
+namespace {
+
+using namespace fastimpl;
+using namespace fastimpl::offload;
+using torch::stable::Tensor;
+
+constexpr int kThreads = 256;
+// Blocks of one entry: enough for a large tensor among small ones, few enough that these pay for none.
+constexpr int64_t kBlocksMax = 64;
+
+// One row of the grid for each entry; the table travels in the launch's arguments.
+template <bool kGather>
+__global__ void for_each_word(const __grid_constant__ PackBatch<kGather> batch) {
+  const int entry = static_cast<int>(blockIdx.y);
+  const int64_t count = batch.word_count(entry), step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t word = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; word < count; word += step)
+    batch(entry, word);
+}
+
+template <bool kGather>
+void move_all(const std::vector<Tensor>& tensors, const Tensor& slab, const std::vector<int64_t>& offsets) {
+  STD_TORCH_CHECK(slab.is_cuda(), "slab: not on the device of the tensors");
+  std::vector<PackEntry> entries(tensors.size());
+  pack_entries(tensors, slab, offsets, entries.data());
+  const torch::stable::accelerator::DeviceGuard guard(slab.get_device_index());
+  void* stream = nullptr;
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(slab.get_device(), &stream) == 0,
+      "no current CUDA stream");
+  for (size_t first = 0; first < entries.size(); first += kPackBatch) {
+    const size_t count = std::min<size_t>(kPackBatch, entries.size() - first);
+    PackBatch<kGather> batch{};
+    batch.slab = static_cast<uint8_t*>(slab.data_ptr());
+    int64_t words = 1;
+    for (size_t i = 0; i < count; ++i) {
+      batch.entries[i] = entries[first + i];
+      words = std::max(words, batch.word_count(static_cast<int>(i)));
+    }
+    const int64_t blocks = std::min((words + kThreads - 1) / kThreads, kBlocksMax);
+    for_each_word<kGather><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)), kThreads, 0,
+                             static_cast<cudaStream_t>(stream)>>>(batch);
+    const cudaError_t status = cudaGetLastError();
+    STD_TORCH_CHECK(status == cudaSuccess, "launch failed: ", cudaGetErrorString(status));
+  }
+}
+
+void pack_cuda(std::vector<Tensor> sources, Tensor slab, std::vector<int64_t> offsets) {
+  move_all<true>(sources, slab, offsets);
+}
+
+void unpack_cuda(std::vector<Tensor> targets, Tensor slab, std::vector<int64_t> offsets) {
+  move_all<false>(targets, slab, offsets);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
+  m.impl("offload_pack", TORCH_BOX(&pack_cuda));
+  m.impl("offload_unpack", TORCH_BOX(&unpack_cuda));
+}

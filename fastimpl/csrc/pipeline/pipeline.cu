@@ -1,0 +1,210 @@
+// CUDA launchers of pooling and the fused step. Checks are read back before anything is written, so that each call
+// waits for the device twice. Never run on a GPU so far.
+#include <torch/csrc/stable/library.h>
+
+#include "common/device_call.cuh"
+#include "pipeline/grid.h"
+
+namespace {
+
+using namespace fastimpl;
+using namespace fastimpl::pipeline;
+using namespace fastimpl::device;
+
+constexpr int64_t kScratchFloats = int64_t{1} << 24;
+
+template <typename Id>
+struct SumStep {
+  StepGrid<Id> grid;
+  __device__ void operator()(int64_t i) const { grid.sum(i); }
+};
+template <typename Id>
+struct ShareStep {
+  StepGrid<Id> grid;
+  __device__ void operator()(int64_t i) const { grid.share(i); }
+};
+template <typename Id>
+struct UpdateStep {
+  StepGrid<Id> grid;
+  __device__ void operator()(int64_t i) const { grid.update(i); }
+};
+
+Float float_type(const Tensor& t) {
+  if (t.scalar_type() == ScalarType::Float) return Float::kFloat32;
+  if (t.scalar_type() == ScalarType::Half) return Float::kFloat16;
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::BFloat16, "tables: not float32, float16 or bfloat16");
+  return Float::kBFloat16;
+}
+
+// What the host knows of a batch.
+struct Host {
+  std::vector<GridTable> tables;
+  std::vector<GridFeature> features;
+  int64_t width = 0, bag_count = 0, row_count = 0, dim_max = 1;
+};
+
+Host describe(const Tensors& tables, const Ints& feature_tables, const Ints& means, const Tensor& indices,
+              const Tensor& offsets) {
+  Host host;
+  STD_TORCH_CHECK(means.size() == tables.size(), "means: got ", means.size(), " for ", tables.size(), " tables");
+  for (size_t t = 0; t < tables.size(); ++t) {
+    check_plain(tables[t], indices, tables[t].scalar_type(), 2, "table");
+    host.tables.push_back({static_cast<uint8_t*>(tables[t].data_ptr()), tables[t].size(0), tables[t].size(1),
+                           float_type(tables[t]), means[t] != 0, nullptr, nullptr, host.row_count});
+    host.row_count += tables[t].size(0);
+    host.dim_max = std::max(host.dim_max, tables[t].size(1));
+  }
+  for (const int64_t table : feature_tables) {
+    STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_tables: got ", table, " of ",
+                    tables.size(), " tables");
+    host.features.push_back({table, host.width});
+    host.width += host.tables[static_cast<size_t>(table)].dim;
+  }
+  check_plain(offsets, indices, ScalarType::Long, 1, "offsets");
+  const int64_t all = offsets.numel() - 1, count = static_cast<int64_t>(host.features.size());
+  STD_TORCH_CHECK(count > 0 ? all >= 0 && all % count == 0 : all == 0, "offsets: got ", offsets.numel(), " for ", count,
+                  " features");
+  host.bag_count = count > 0 ? all / count : 0;
+  return host;
+}
+
+// The batch on the device, its offsets and ids checked there.
+template <typename Id>
+GridBatch<Id> checked(Call& call, const Host& host, const Tensor& indices, const Tensor& offsets,
+                      const std::optional<Tensor>& weights) {
+  if (weights) {
+    check_plain(*weights, indices, ScalarType::Float, 1, "weights");
+    STD_TORCH_CHECK(weights->numel() == indices.numel(), "weights: got ", weights->numel(), " for ", indices.numel(),
+                    " indices");
+  }
+  const int64_t feature_count = static_cast<int64_t>(host.features.size()), all = feature_count * host.bag_count;
+  const GridBatch<Id> batch{call.upload(host.tables),
+                            call.upload(host.features),
+                            feature_count,
+                            host.bag_count,
+                            host.width,
+                            static_cast<const Id*>(indices.data_ptr()),
+                            static_cast<const int64_t*>(offsets.data_ptr()),
+                            weights ? static_cast<const float*>(weights->data_ptr()) : nullptr,
+                            indices.numel()};
+  int64_t found[2] = {0, 0};
+  auto* const flags = const_cast<int64_t*>(call.upload(Ints{0, 0}));
+  call.launch(OffsetCheck{batch.offsets, all, batch.id_count, flags}, all + 1);
+  call.read_back(flags, found, 2);
+  STD_TORCH_CHECK(found[0] == 0, "offsets: not ascending from 0 to ", batch.id_count);
+  if (all > 0) call.launch(IdCheck<Id>{batch, flags}, batch.id_count);
+  call.read_back(flags, found, 2);
+  STD_TORCH_CHECK(found[1] == 0, "indices: some outside of their tables");
+  return batch;
+}
+
+void check_pooled(const Tensor& t, const Host& host, const Tensor& indices, const char* name) {
+  check_plain(t, indices, ScalarType::Float, 2, name);
+  STD_TORCH_CHECK(t.size(1) == host.width && (host.features.empty() || t.size(0) == host.bag_count), name, ": got [",
+                  t.size(0), ", ", t.size(1), "], expected [", host.bag_count, ", ", host.width, "]");
+}
+
+void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, std::optional<Tensor> weights,
+                    Ints means, Tensor out, int64_t) {
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    const Host host = describe(tables, feature_tables, means, indices, offsets);
+    check_pooled(out, host, indices, "out");
+    Call call(indices);
+    const auto batch = checked<Id>(call, host, indices, offsets, weights);
+    auto* const pooled = static_cast<float*>(out.data_ptr());
+    const bool has_quads =
+        std::all_of(host.tables.begin(), host.tables.end(), [](const GridTable& table) { return table.has_quads(); });
+    if (has_quads && reinterpret_cast<uintptr_t>(pooled) % 16 == 0) {
+      call.launch(PoolQuad<Id>{batch, pooled}, host.bag_count * host.width / 4);
+    } else {
+      call.launch(PoolElement<Id>{batch, pooled}, host.bag_count * host.width);
+    }
+  });
+}
+
+Tensor bag_weight_gradients_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, Ints means,
+                                 Tensor grad, int64_t) {
+  Tensor out = torch::stable::new_empty(indices, {indices.numel()}, ScalarType::Float);
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    const Host host = describe(tables, feature_tables, means, indices, offsets);
+    check_pooled(grad, host, indices, "grad");
+    Call call(indices);
+    const auto batch = checked<Id>(call, host, indices, offsets, std::nullopt);
+    call.launch(
+        WeightGradient<Id>{batch, static_cast<const float*>(grad.data_ptr()), static_cast<float*>(out.data_ptr())},
+        batch.id_count);
+  });
+  return out;
+}
+
+// States of `width` floats a row: dim, or 1, or none.
+float* momentum_of(const Tensor& momentum, const GridTable& table, const Tensor& indices, int64_t width,
+                   const char* name) {
+  if (width == 0) {
+    STD_TORCH_CHECK(momentum.numel() == 0, name, ": the optimizer has none, got ", momentum.numel(), " elements");
+    return nullptr;
+  }
+  check_plain(momentum, indices, ScalarType::Float, width == 1 && momentum.dim() == 1 ? 1 : 2, name);
+  STD_TORCH_CHECK(momentum.size(0) == table.row_count && momentum.numel() == table.row_count * width, name, ": got ",
+                  momentum.numel(), " elements for ", table.row_count, " rows of ", width);
+  return static_cast<float*>(momentum.data_ptr());
+}
+
+void step_bags_cuda(Tensors tables, Tensors momentum1, Tensors momentum2, Ints feature_tables, Tensor indices,
+                    Tensor offsets, std::optional<Tensor> weights, Ints means, Tensor grad, int64_t optimizer,
+                    std::vector<double> hyper, int64_t) {
+  STD_TORCH_CHECK(optimizer >= 1 && optimizer < kOptimizerCount, "optimizer: got ", optimizer, ", expected 1 to ",
+                  kOptimizerCount - 1);
+  STD_TORCH_CHECK(hyper.size() == 8, "hyper: got ", hyper.size(), " values, expected 8");
+  STD_TORCH_CHECK(momentum1.size() == tables.size() && momentum2.size() == tables.size(),
+                  "momenta: not one for each table");
+  const auto chosen = static_cast<Optimizer>(optimizer);
+  const auto rounded = [&hyper](size_t at) { return static_cast<float>(hyper[at]); };
+  const Hyper values{rounded(0), rounded(1), rounded(2), rounded(3), rounded(4), rounded(5), rounded(6), rounded(7)};
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    Host host = describe(tables, feature_tables, means, indices, offsets);
+    check_pooled(grad, host, indices, "grad");
+    for (size_t t = 0; t < tables.size(); ++t) {
+      GridTable& table = host.tables[t];
+      table.momentum1 = momentum_of(momentum1[t], table, indices, momentum1_width(chosen, table.dim), "momentum1");
+      table.momentum2 = momentum_of(momentum2[t], table, indices, momentum2_width(chosen, table.dim), "momentum2");
+    }
+    Call call(indices);
+    const auto batch = checked<Id>(call, host, indices, offsets, weights);
+    if (batch.id_count == 0) return;
+    auto *const rows = call.scratch<int64_t>(batch.id_count, ScalarType::Long), *const bags = call.scratch<int64_t>(
+                                                                                    batch.id_count, ScalarType::Long);
+    auto* const positions = call.scratch<int64_t>(batch.id_count, ScalarType::Long);
+    call.launch(RowOfPosition<Id>{batch, rows, bags, positions}, batch.id_count);
+    const int64_t *sorted = rows, *moved = positions;
+    int end_bit = 1;
+    while (end_bit < 62 && (int64_t{1} << end_bit) < host.row_count) ++end_bit;
+    call.sort(&sorted, &moved, batch.id_count, end_bit);
+    // Windows bound the sums that are held, whatever the batch.
+    const int64_t window = std::min(batch.id_count, std::max<int64_t>(1, kScratchFloats / host.dim_max));
+    auto *const sums = call.scratch<float>(window * host.dim_max, ScalarType::Float), *const shared =
+                                                                                          call.scratch<float>(
+                                                                                              window,
+                                                                                              ScalarType::Float);
+    for (int64_t begin = 0; begin < batch.id_count; begin += window) {
+      const int64_t count = std::min(window, batch.id_count - begin);
+      const StepGrid<Id> grid{batch, sorted,       moved, bags,   static_cast<const float*>(grad.data_ptr()),
+                              begin, host.dim_max, sums,  shared, chosen,
+                              values};
+      call.launch(SumStep<Id>{grid}, count * host.dim_max);
+      call.launch(ShareStep<Id>{grid}, count);
+      call.launch(UpdateStep<Id>{grid}, count * host.dim_max);
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
+  m.impl("pipeline_pool", TORCH_BOX(&pool_bags_cuda));
+  m.impl("pipeline_step", TORCH_BOX(&step_bags_cuda));
+  m.impl("pipeline_weight_gradients", TORCH_BOX(&bag_weight_gradients_cuda));
+}

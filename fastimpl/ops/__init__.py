@@ -1,0 +1,103 @@
+"""The only module that touches ``torch.ops``: loads the library, registers fake kernels, types the operators.
+
+Each component has a module of the same name with its operators; all are offered here.
+
+Prevents callers that depend on how an operator is registered, and stale autograd views of what an operator wrote: boxed
+operators do not bump version counters, so the wrappers do.
+
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+
+from fastimpl.ops import checkpoint, kvstore, offload, pipeline
+from fastimpl.ops.checkpoint import rect_place, rect_read, rect_take, strided_gather, strided_scatter
+from fastimpl.ops.kvstore import KVFilling, KVHandle, file_read, row_keys, saved_rows_fit, sort_ids
+from fastimpl.ops.offload import adam_step, pack, unpack
+from fastimpl.ops.pipeline import (
+    advise_huge_pages,
+    bag_weight_gradients,
+    bucketize,
+    check_bag_ids,
+    gather_blocks,
+    mend_bag_ids,
+    pool_bags,
+    step_bags,
+)
+
+__all__ = [
+    "KVFilling",
+    "KVHandle",
+    "adam_step",
+    "advise_huge_pages",
+    "available",
+    "bag_weight_gradients",
+    "bucketize",
+    "check_bag_ids",
+    "cuda_operators",
+    "file_read",
+    "gather_blocks",
+    "library_path",
+    "mend_bag_ids",
+    "pack",
+    "pool_bags",
+    "rect_place",
+    "rect_read",
+    "rect_take",
+    "row_keys",
+    "saved_rows_fit",
+    "sort_ids",
+    "step_bags",
+    "strided_gather",
+    "strided_scatter",
+    "unpack",
+]
+
+_LIBRARY = "libfastimpl_ops.so"
+_TESTED = ((2, 11), (2, 13))
+
+
+def library_path() -> Path | None:
+    """The built library, or None. Wheels and editable installs put it in different entries of the package's path."""
+    import fastimpl
+
+    found = [Path(folder) / _LIBRARY for folder in fastimpl.__path__]
+    return next((path for path in found if path.exists()), None)
+
+
+def cuda_operators() -> list[str]:
+    """Names of our operators that have a CUDA kernel; none in a build without CUDA."""
+    if not available():
+        return []
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("twinproof::")]
+    with_cuda = [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
+    return sorted(name.removeprefix("twinproof::").split(".")[0] for name in with_cuda)
+
+
+def _warn_if_untested() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not _TESTED[0] <= version <= _TESTED[1]:
+        tested = " to ".join(".".join(map(str, v)) for v in _TESTED)
+        warnings.warn(f"twinproof is tested on torch {tested}; this is {torch.__version__}", stacklevel=3)
+
+
+@functools.cache
+def available() -> bool:
+    """Load the library once; False, with one warning, where it was not built."""
+    path = library_path()
+    if path is None:
+        reason = "no compiler, or FASTIMPL_BUILD=none"
+        warnings.warn(f"fastimpl has no built library ({reason}): the reference is used", stacklevel=2)
+        return False
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    _warn_if_untested()
+    checkpoint.register_fakes()
+    offload.register_fakes()
+    kvstore.register_fakes()
+    pipeline.register_fakes()
+    return True

@@ -1,0 +1,78 @@
+"""The operators of checkpoints, typed: rectangles of tensors in files, and tensors of any strides.
+
+A *descriptor* says how part of a rectangle of a row-major tensor lies in a file, in int64 words ``[ndim, base, skip,
+count, shape..., offsets..., sizes...]``. ``base`` is the file offset of the tensor, ``skip`` and ``count`` select bytes
+of the rectangle, the innermost dimension counts bytes. Several descriptors may follow each other; the dense buffer then
+holds their bytes one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["rect_place", "rect_read", "rect_take", "register_fakes", "strided_gather", "strided_scatter"]
+
+
+def register_fakes() -> None:
+    """Shapes of what the operators return, for tracing."""
+    for name in ("checkpoint_place", "checkpoint_take", "checkpoint_gather", "checkpoint_scatter"):
+        # These return nothing: under fake tensors there is nothing to make.
+        torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
+    torch.library.register_fake("twinproof::checkpoint_read", lambda file, dense, window, words: words.new_empty(3))
+
+
+def rect_place(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
+    """Copy dense bytes of rectangles to where they lie in a window of the file.
+
+    Args:
+        window: uint8 [n], CPU; file bytes ``window_start`` and on. Written.
+        window_start: file offset of ``window[0]``.
+        dense: uint8 [sum of counts].
+        descriptors: int64, see the module.
+
+    Raises:
+        RuntimeError: shapes or descriptors that do not fit; nothing is written then.
+    """
+    torch.ops.twinproof.checkpoint_place(window, window_start, dense, descriptors)
+    torch.autograd.graph.increment_version(window)
+
+
+def rect_take(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
+    """The inverse of ``rect_place``: ``dense`` is written."""
+    torch.ops.twinproof.checkpoint_take(window, window_start, dense, descriptors)
+    torch.autograd.graph.increment_version(dense)
+
+
+def rect_read(file: int, dense: torch.Tensor, window: torch.Tensor, descriptor: torch.Tensor) -> tuple[int, int, int]:
+    """Read part of a rectangle from a file, gaps between its rows included, and keep the rectangle.
+
+    Args:
+        file: open file descriptor.
+        dense: uint8 [count of the descriptor], CPU. Written.
+        window: uint8 scratch; one read fills at most this much. Written.
+        descriptor: int64, one descriptor; its base is a file offset.
+
+    Returns:
+        (status, calls, bytes): status is 0, an errno, or -1 where the file ends early.
+    """
+    status, calls, read_bytes = torch.ops.twinproof.checkpoint_read(file, dense, window, descriptor).tolist()
+    torch.autograd.graph.increment_version([dense, window])
+    return status, calls, read_bytes
+
+
+def strided_gather(source: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """Copy elements ``start`` and on, in row-major order, of a tensor of any strides into dense bytes.
+
+    Args:
+        source: any dtype of 1, 2, 4 or 8 bytes, at most 16 dimensions, CPU or CUDA.
+        start: flat index of the first element.
+        dense: uint8 [whole elements], same device. Written.
+    """
+    torch.ops.twinproof.checkpoint_gather(source, start, dense)
+    torch.autograd.graph.increment_version(dense)
+
+
+def strided_scatter(target: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """The inverse of ``strided_gather``: ``target`` is written."""
+    torch.ops.twinproof.checkpoint_scatter(target, start, dense)
+    torch.autograd.graph.increment_version(target)
