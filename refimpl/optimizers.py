@@ -1,8 +1,8 @@
 """The formulas of the fused optimizers, once, for the rows of a store and for sharded tables.
 
 Prevents two versions that round differently: every operation is a single float32 operation in the order written, with
-no fused multiply-add; hyperparameters are computed in float64 and rounded to float32 once. FBGEMM's formulas
-(facts/kvstore.md 1.5), with the bias corrections of ``torch.optim.Adam``.
+no fused multiply-add; hyperparameters are computed in float64 and rounded to float32 once. FBGEMM's formulas,
+with the bias corrections of ``torch.optim.Adam``.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class CudaEngine:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, size_bytes: int) -> torch.Tensor:
-        """Registered in place, because torch's pinned allocator rounds up to a power of two (facts/offload.md 5.3)."""
+        """Registered in place, because torch's pinned allocator rounds up to a power of two."""
         memory = torch.empty(size_bytes, dtype=torch.uint8)
         if size_bytes:
             from torch.cuda._pin_memory_utils import pin_memory, unpin_memory

@@ -28,7 +28,7 @@ def _costs(link_s: float, op_s: dict[str, float]) -> Costs:
     needs=("overlapped_transfers",),
 )
 def test_makespan(offload: Any) -> None:
-    # A third slot pays where the update is as long as a copy; on PCIe it is a thirtieth (facts/offload.md 5.4).
+    # A third slot pays where the update is as long as a copy; on PCIe it is a thirtieth.
     for link_s, update_s, slots in ((1.0, 0.5, 3), (0.3, 1.0, 3), (1.0, 0.2, 2), (0.3, 1.0, 2), (1.0, 1 / 30, 2)):
         with proven(costs=_costs(link_s, {UPDATE: update_s})) as device:
             params = [values((64, 16), i) for i in range(CHUNK_COUNT)]

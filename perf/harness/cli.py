@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order of contenders")
-    parser.add_argument("--table", action="store_true", help="pipeline: the seed's table of schedules, and no gates")
+    parser.add_argument(
+        "--table", action="store_true", help="pipeline: the table of schedules of torchrec PR 2916, and no gates"
+    )
     parser.add_argument(
         "--overlap", type=Path, metavar="STEM", help="pipeline: what schedules hide, as STEM.json, .trace.json and .svg"
     )
@@ -185,8 +187,8 @@ def _verdict(outcomes: Sequence[Outcome]) -> int:
 def _show_schedules(arguments: argparse.Namespace, folder: Path) -> None:
     """What is looked at and not judged."""
     if arguments.table:
-        seed_report = importlib.import_module("perf.pipeline.seed_report")
-        seed_report.print_table(folder=folder, seed=arguments.seed, evidence=arguments.json, say=print)
+        pr2916_report = importlib.import_module("perf.pipeline.pr2916_report")
+        pr2916_report.print_table(folder=folder, seed=arguments.seed, evidence=arguments.json, say=print)
     if arguments.overlap is not None:
         overlap = importlib.import_module("perf.pipeline.overlap")
         overlap.write_overlap(arguments.overlap, overlap.stage_durations(arguments.stage_ms), print)

@@ -1,7 +1,7 @@
 """Two runs against each other, through what both measured beside it: seconds of different runs are never compared.
 
 A machine that is slower today slows the peer as well; the ratio to the peer of the same rounds is what carries over
-(facts/style.md 5, duet benchmarking). Regression gates say which ratios matter and how much loss is too much.
+(duet benchmarking). Regression gates say which ratios matter and how much loss is too much.
 """
 
 from __future__ import annotations

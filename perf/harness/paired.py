@@ -1,6 +1,6 @@
 """Interleaved measurement, because a machine that changes between two blocks is measured instead of the code.
 
-Separate blocks err by tens of percent on a shared machine, interleaved pairs by less than one (facts/style.md 5.2). So
+Separate blocks err by tens of percent on a shared machine, interleaved pairs by less than one. So
 every contender runs once per round, rounds shuffle the order, and only ratios within one round are ever used. The
 first round is thrown away: it pays for first touches of memory, imports and connections.
 """

@@ -14,7 +14,7 @@ from enum import Enum
 
 __all__ = ["SAME_WITHIN", "Comparison", "Interval", "Verdict", "compare", "interval_of"]
 
-# A difference that a whole interval does not exceed is not worth a word (facts/style.md 5.3).
+# A difference that a whole interval does not exceed is not worth a word.
 SAME_WITHIN = 0.03
 _CONFIDENCE = 0.95
 # Two-sided 95 % points of Student's t for 2, 3 and 4 degrees of freedom.

@@ -46,7 +46,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def active_bytes(self) -> int:
-        """``memory_allocated`` falls before recorded streams are done with a block (facts/offload.md 5.2)."""
+        """``memory_allocated`` falls before recorded streams are done with a block."""
         return int(torch.cuda.memory_stats()["active_bytes.all.current"])
 
     def peak_bytes(self) -> int:
@@ -58,7 +58,7 @@ class CudaMeter:
         return int(torch.cuda.memory_reserved())
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rounded up to a power of two (facts/offload.md 5.3)."""
+        """Rounded up to a power of two."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def pinned_bytes(self) -> int:

@@ -12,8 +12,8 @@ from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.pipeline.gpu import CONFIGS, measure_config
-from perf.pipeline.seed_lines import table_lines
-from perf.pipeline.seed_table import measure_table
+from perf.pipeline.pr2916_lines import table_lines
+from perf.pipeline.pr2916_table import measure_table
 from perf.pipeline.sparse_nn import SparseJob, measure_sparse_nn
 from perf.pipeline.tables import Plan
 from perf.pipeline.training import measure_training
@@ -34,7 +34,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "sparse-nn-rowwise": partial(measure_sparse_nn, SparseJob(batch=1024, step_count=4, optimizer="rowwise_adagrad")),
     # So small that what is left is the host's own work.
     "sparse-nn-tiny": partial(measure_sparse_nn, SparseJob(batch=4, step_count=50, optimizer="adagrad")),
-    # Batch and width of the over-arch: the seed's own on a GPU.
+    # Batch and width of the over-arch: those of torchrec PR 2916 on a GPU.
     "seed-table-gpu": partial(measure_table, "cuda", 8192, 1000),
     "seed-table": partial(measure_table, "cpu", 512, 128),
     **{f"gpu-config-{name}": partial(measure_config, name) for name in CONFIGS},

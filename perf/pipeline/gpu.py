@@ -24,8 +24,8 @@ from perf.harness.paired import Round, interleave
 from perf.harness.workloads import Workload
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.meters import meter_for
-from perf.pipeline.seed_model import SeedModel, Sizes, loader_of, make_model
-from perf.pipeline.seed_table import CONTENDERS, CONTROLS, Turns, by_step
+from perf.pipeline.pr2916_model import SeedModel, Sizes, loader_of, make_model
+from perf.pipeline.pr2916_table import CONTENDERS, CONTROLS, Turns, by_step
 from twinproof.engine import CudaEngine, InlineEngine
 
 __all__ = ["CONFIGS", "Config", "measure_config", "schedules"]

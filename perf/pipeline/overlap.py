@@ -21,13 +21,13 @@ from fastimpl.pipeline.overlap import Instruction, OverlapReport, Timeline, over
 from fastimpl.pipeline.overlap_views import to_document, to_svg, to_trace
 from fastimpl.pipeline.recording import CudaClock, Recorder
 from perf.pipeline.devices import reason_against_gpu
-from perf.pipeline.seed_model import Batch, Sizes, loader_of, make_model
+from perf.pipeline.pr2916_model import Batch, Sizes, loader_of, make_model
 from twinproof.engine import CudaEngine
 from twinproof.errors import ConfigError
 
 __all__ = ["STAGE_MS", "measure_overlap", "stage_durations", "write_overlap"]
 
-# Milliseconds: the example of facts/pipeline.md 8 with a dense optimizer that is worth hiding. The lookup includes the
+# Milliseconds: an example with a dense optimizer that is worth hiding. The lookup includes the
 # exchange of what was looked up, the backward that of gradients and the update of the tables.
 STAGE_MS = {
     "batch_copy": 3.0,

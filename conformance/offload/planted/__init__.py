@@ -1,4 +1,4 @@
-"""Planted bugs of offload; those that shipped upstream carry their number (facts/offload.md 7, M1-M24)."""
+"""Planted bugs of offload; many of them shipped upstream."""
 
 from conformance.offload.planted import (
     behaviour,

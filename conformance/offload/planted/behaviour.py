@@ -204,39 +204,39 @@ PLANTED = (
     ),
     _bug(
         "places_overlap",
-        "M19: two states of a parameter share memory.",
+        "Two states of a parameter share memory.",
         ("OPT-001", "OPT-020"),
         wrap("twinproof.offload.plan:make_bundle", _overlapping),
     ),
     _bug(
         "empty_params_dropped",
-        "M18: empty parameters are in no part.",
+        "Empty parameters are in no part.",
         ("OPT-016",),
         wrap(f"{FAST}._update", _no_empty_params),
         "fastimpl",
     ),
     _bug(
         "new_params_unseen",
-        "M17: parameters of a later group are not offloaded.",
+        "Parameters of a later group are not offloaded.",
         ("OPT-036",),
         wrap("twinproof.offload.plan:MovePlan.adopt", _first_params_only),
     ),
     _bug(
         "groups_not_restored",
-        "M20: an exception leaves other groups behind.",
+        "An exception leaves other groups behind.",
         ("OPT-034",),
         wrap(f"{FAST}._update", _groups_left),
         "fastimpl",
     ),
     _bug(
         "state_made_by_attachment",
-        "M16, M22: attachment makes state.",
+        "Attachment makes state.",
         ("OPT-031",),
         wrap(f"{BASE}.__init__", _steps_on_attachment),
     ),
     _bug(
         "hooks_for_each_chunk",
-        "M11: step hooks run for each chunk.",
+        "Step hooks run for each chunk.",
         ("OPT-027",),
         swap("twinproof.offload.driver:arithmetic_of", _hooked_arithmetic),
     ),
@@ -274,9 +274,7 @@ PLANTED = (
         ("OPT-074",),
         wrap(f"{BASE}.__init__", _clamped),
     ),
-    _bug(
-        "scalars_replaced", "M8: scalar states are moved too.", ("OPT-029",), wrap(f"{BASE}._run", _FreshScalars.step)
-    ),
+    _bug("scalars_replaced", "Scalar states are moved too.", ("OPT-029",), wrap(f"{BASE}._run", _FreshScalars.step)),
     _bug(
         "capture_ignored",
         "A step is recorded into a graph.",

@@ -180,7 +180,7 @@ def _single_runs(original: Any, items: Any) -> Any:
 
 
 PLANTED = (
-    _bug("cpu_rate_captured", "M14 on the CPU: the learning rate of the first step.", ("OPT-201",),
+    _bug("cpu_rate_captured", "On the CPU the learning rate of the first step.", ("OPT-201",),
          wrap(f"{SHARED}:Update.advance", _first_rate), BOTH),
     _bug("cpu_bias_uncorrected", "Moments are used as if training had gone on for ever.", ("OPT-202",),
          wrap("twinproof.optimizers:AdamHyper.of", _uncorrected), BOTH),
@@ -219,7 +219,7 @@ PLANTED = (
          wrap(f"{STEP}:HostStep._update", _copied_weights)),
     _bug("cpu_shard_unwrapped", "States of a first step are plain tensors, which no checkpoint reshards.", ("OPT-215",),
          wrap(f"{STEP}:prepare_states", _unwrapped)),
-    _bug("cpu_gradient_read_early", "M5 on the CPU: the host steps with gradients on their way.", ("OPT-210",),
+    _bug("cpu_gradient_read_early", "On the CPU the host steps with gradients on their way.", ("OPT-210",),
          wrap(f"{STEP}:HostStep._await", _without("synchronize"))),
     _bug("cpu_gradient_sent_early", "Gradients leave before they are packed.", ("OPT-210",),
          wrap(f"{STEP}:HostStep._send_down", _without("wait"))),

@@ -120,19 +120,17 @@ PLANTED = (
         ("OPT-044",),
         wrap("twinproof.offload.masters:MasterWeights.load", _masters_only),
     ),
-    _bug(
-        "strides_lost", "M9: state comes back contiguous.", ("OPT-017",), swap(f"{STATES}:_dense_strides", _contiguous)
-    ),
+    _bug("strides_lost", "State comes back contiguous.", ("OPT-017",), swap(f"{STATES}:_dense_strides", _contiguous)),
     _bug(
         "load_casts",
-        "M10: a load goes through torch's, which casts to the parameter's dtype.",
+        "A load goes through torch's, which casts to the parameter's dtype.",
         ("OPT-014",),
         swap(f"{BASE}.load_state_dict", _through_torch),
     ),
-    _bug("snapshot_is_live", "M12: a snapshot is the live state.", ("OPT-050",), swap(f"{BASE}.snapshot", _live)),
+    _bug("snapshot_is_live", "A snapshot is the live state.", ("OPT-050",), swap(f"{BASE}.snapshot", _live)),
     _bug(
         "options_of_attachment",
-        "M14: the learning rate is that of attachment.",
+        "The learning rate is that of attachment.",
         ("OPT-003",),
         wrap(f"{BASE}._run", _options_of_attachment),
     ),
@@ -168,7 +166,7 @@ PLANTED = (
     ),
     _bug(
         "stale_masters_unnoticed",
-        "M15: a loaded model is overwritten by old masters.",
+        "A loaded model is overwritten by old masters.",
         ("OPT-041",),
         swap("twinproof.offload.masters:MasterWeights.check", lambda masters, some: None),
     ),

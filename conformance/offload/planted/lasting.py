@@ -118,7 +118,7 @@ PLANTED = (
     ),
     _bug(
         "slots_given_back_to_another_stream",
-        "M4: slots that were prefetched on one stream are not kept for the stream that steps.",
+        "Slots that were prefetched on one stream are not kept for the stream that steps.",
         ("OPT-233",),
         wrap(f"{FAST}._update_chunk", _home_of_all),
         "fastimpl",

@@ -42,13 +42,13 @@ PLANTED = (
     ),
     _bug(
         "old_places_kept",
-        "M21: places of states that a load took away are kept.",
+        "Places of states that a load took away are kept.",
         ("OPT-054",),
         wrap(f"{LOADING}:MovePlan.foresee", _remembers_all),
     ),
     _bug(
         "buffers_in_the_state",
-        "M23: host buffers are kept inside of the optimizer's state (DeepSpeed).",
+        "Host buffers are kept inside of the optimizer's state (DeepSpeed).",
         ("OPT-055",),
         wrap(f"{BASE}.snapshot", _buffers_in_state),
     ),

@@ -102,7 +102,7 @@ def _keeps_a_slot(original: Any, offloader: Any, *arguments: Any) -> None:
 PLANTED = (
     _bug(
         "cuda_waits_for_nothing",
-        "M2 on a GPU: streams do not wait for events.",
+        "On a GPU streams do not wait for events.",
         ("OPT-110",),
         swap("twinproof.engine:CudaEngine.wait", lambda engine, stream, event: None),
     ),
@@ -114,19 +114,19 @@ PLANTED = (
     ),
     _bug(
         "no_wait_for_the_copy_in",
-        "M2: the update does not wait for its chunk to arrive.",
+        "The update does not wait for its chunk to arrive.",
         ("OPT-065", "OPT-066", "OPT-001"),
         altered("_update_chunk", "wait"),
     ),
     _bug(
         "copy_out_before_the_update",
-        "M7: the copy out does not wait for the update.",
+        "The copy out does not wait for the update.",
         ("OPT-066", "OPT-020", "OPT-042"),
         altered("_send", "wait"),
     ),
     _bug(
         "event_on_the_wrong_stream",
-        "M1: the event behind the update is recorded on the copy stream.",
+        "The event behind the update is recorded on the copy stream.",
         ("OPT-066", "OPT-002"),
         altered("_send", "record", 1, lambda record, event, stream: record(event, "offload-d2h")),
     ),
@@ -144,25 +144,25 @@ PLANTED = (
     ),
     _bug(
         "slots_not_kept",
-        "M4: slots go back to the allocator while copies still use them.",
+        "Slots go back to the allocator while copies still use them.",
         ("OPT-016", "OPT-017"),
         swap("conformance.harness.virtual_device.engine:VirtualEngine.keep", lambda engine, tensor, stream: None),
     ),
     _bug(
         "slots_written_before_their_allocation",
-        "M4: a copy in does not wait for the stream that allocated its slot.",
+        "A copy in does not wait for the stream that allocated its slot.",
         ("OPT-031", "OPT-012"),
         altered("_fetch_first", "wait", 1),
     ),
     _bug(
         "state_left_without_being_kept",
-        "M3: what a load left on the device is released while it is copied out.",
+        "What a load left on the device is released while it is copied out.",
         ("OPT-048",),
         altered("to_host", "keep", 1),
     ),
     _bug(
         "host_read_too_early",
-        "M5, M6: host memory counts as filled as soon as the copy is queued.",
+        "Host memory counts as filled as soon as the copy is queued.",
         ("OPT-046", "OPT-050", "OPT-052"),
         swap(f"{OFFLOADER}.settle", lambda offloader: None),
     ),
@@ -174,7 +174,7 @@ PLANTED = (
     ),
     _bug(
         "streams_made_each_step",
-        "M13: a new pair of streams for every step.",
+        "A new pair of streams for every step.",
         ("OPT-059",),
         wrap(f"{OFFLOADER}.step", _new_streams),
     ),

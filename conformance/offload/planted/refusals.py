@@ -70,7 +70,7 @@ PLANTED = (
     ),
     _bug(
         "quantized_taken_for_bytes",
-        "facts 2, torchao low-bit: a state of several tensors is moved as if it were one.",
+        "torchao low-bit: a state of several tensors is moved as if it were one.",
         ("OPT-244",),
         swap("twinproof.offload.plan:check_plain", lambda value, where: None),
     ),

@@ -15,7 +15,7 @@ from fastimpl.pipeline.overlap import HostWait, Instruction, Record, Span, StepE
 from fastimpl.pipeline.recording import HostClock, Recorder
 from perf.harness.cli import main
 from perf.pipeline import overlap
-from perf.pipeline.seed_model import Sizes, loader_of, make_model
+from perf.pipeline.pr2916_model import Sizes, loader_of, make_model
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError
 
@@ -28,7 +28,7 @@ def test_files_say_what_fused_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     overlap.write_overlap(tmp_path / "new" / "figures", overlap.stage_durations(["lookup=10"]), said.append)
     (report,) = json.loads((tmp_path / "new" / "figures.json").read_text())["reports"]
-    # The example of facts/pipeline.md 8, with a shorter lookup: F + B + max(P, L).
+    # An example with a shorter lookup: F + B + max(P, L).
     assert report["step_s"] == pytest.approx(0.030 + 0.087 + 0.015)
     stages = {stage["stage"]: stage for stage in report["stages"]}
     assert stages["lookup"]["exposed_s"] == pytest.approx(0.0)

@@ -1,8 +1,8 @@
-"""The seed's table: every schedule, for each lookup stream, with step times and peak memory.
+"""The table of torchrec PR 2916: every schedule, for each lookup stream, with step times and peak memory.
 
 All schedules drive one model in turns, so that the tables fit once: a schedule attaches, warms up, is timed for some
 steps, and leaves. Turns are interleaved, in an order drawn for every round; steps are those of the steady state, where
-the seed's contained filling and draining. Every step's time is a sample, and is kept.
+those of the PR contained filling and draining. Every step's time is a sample, and is kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.meters import Meter, meter_for
-from perf.pipeline.seed_model import Sizes, loader_of, make_model
+from perf.pipeline.pr2916_model import Sizes, loader_of, make_model
 
 __all__ = ["CONTENDERS", "CONTROLS", "Turns", "by_step", "measure_table"]
 
 _FUSED = "TrainPipelineFusedSparseDist"
 _STREAMS = ("data_dist", "current", "new")
-# Name -> class and options. "before-optimizer" is the placement that the seed marks with an asterisk.
+# Name -> class and options. "before-optimizer" is the placement that the PR marks with an asterisk.
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "semi-sync": ("TrainPipelineSemiSync", {"start_batch": 0}),
     **{f"fused:{stream}": (_FUSED, {"emb_lookup_stream": stream}) for stream in _STREAMS},

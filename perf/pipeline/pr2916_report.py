@@ -1,4 +1,4 @@
-"""``twinproof bench pipeline --table``: measures the seed's table, prints it, and keeps every sample as evidence."""
+"""``twinproof bench pipeline --table``: measures the table of torchrec PR 2916 and keeps every sample."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from perf.harness.workloads import read_workloads
 from perf.pipeline import JOBS
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.meters import meter_for
-from perf.pipeline.seed_lines import table_lines
+from perf.pipeline.pr2916_lines import table_lines
 
 __all__ = ["print_table"]
 
-# The seed's own size needs 82 GB for tables and their optimizer's state.
+# The size of torchrec PR 2916 needs 82 GB for tables and their optimizer's state.
 _ON_GPU, _ON_CPU = "seed-table-gpu-200x100k", "seed-table-20x20k"
 _TIMEOUT_S = 600.0
 

@@ -14,7 +14,7 @@ from perf.harness.gates import Gate, read_gates
 from perf.harness.judge import Machine, Result, judge
 from perf.harness.paired import Round
 from perf.harness.workloads import read_workloads
-from perf.pipeline import JOBS, devices, gpu, seed_table
+from perf.pipeline import JOBS, devices, gpu, pr2916_table
 
 WORKLOADS = read_workloads()
 GATES = [gate for gate in read_gates(WORKLOADS) if gate.hardware == ("cuda",) and gate.id.startswith("pipe-")]
@@ -62,8 +62,8 @@ def test_without_a_gpu_nothing_is_measured() -> None:
 def test_missing_kernels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no GPU" in str(devices.reason_against_gpu())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(devices, "_NEEDED", ("advise_huge_pages",))
-    assert devices.reason_against_gpu() == "no CUDA kernel of advise_huge_pages"
+    monkeypatch.setattr(devices, "_NEEDED", ("pipeline_advise_huge_pages",))
+    assert devices.reason_against_gpu() == "no CUDA kernel of pipeline_advise_huge_pages"
     monkeypatch.setattr(devices, "_NEEDED", ())
     assert devices.reason_against_gpu() is None
 
@@ -71,8 +71,8 @@ def test_missing_kernels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not ops.available(), reason="no library was built")
 @pytest.mark.parametrize("name", sorted(gpu.CONFIGS))
 def test_jobs_run_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seed_table, "_STEPS", 2)
-    monkeypatch.setattr(seed_table, "_WARM_UP", 2)
+    monkeypatch.setattr(pr2916_table, "_STEPS", 2)
+    monkeypatch.setattr(pr2916_table, "_WARM_UP", 2)
     monkeypatch.setattr(gpu, "_RECORDED", 6)
     monkeypatch.setattr(gpu, "_WARM_UP", 1)
     workload = replace(WORKLOADS[f"gpu-config-{name}-100x100k"], shape=(16, 4), tensor_count=2)

@@ -1,4 +1,4 @@
-"""The seed's table as text."""
+"""The table of torchrec PR 2916 as text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table_lines(workload: Workload, rounds: Sequence[Round]) -> list[str]:
         f"reserved: {meter.reserved}; both of the largest rank, at their peak",
     ]
     if not on_gpu and why_not is not None:
-        lines.append(f"On the CPU, where nothing overlaps: {why_not}. ci/gpu measures the seed's own size.")
+        lines.append(f"On the CPU, where nothing overlaps: {why_not}. ci/gpu measures the size of torchrec PR 2916.")
     lines += ["", f"  {'':32}{'P50 ms':>10}{'P90 ms':>10}  {'times SparseDist':24}{'allocated':>13}{'reserved':>13}"]
     for who in workload.contenders:
         samples = [found[who] for found in rounds]

@@ -1,4 +1,4 @@
-"""The seed's table, tiny: every schedule takes its turn on one model, and its figures are what was sampled."""
+"""The table of torchrec PR 2916, tiny: every schedule takes its turn, and its figures are what was sampled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from fastimpl import ops
 from perf.harness.paired import Round
 from perf.harness.workloads import read_workloads
-from perf.pipeline import JOBS, seed_report, seed_table
+from perf.pipeline import JOBS, pr2916_report, pr2916_table
 from perf.pipeline.meters import LiveBytes
-from perf.pipeline.seed_lines import table_lines
-from perf.pipeline.seed_table import CONTENDERS, measure_table
+from perf.pipeline.pr2916_lines import table_lines
+from perf.pipeline.pr2916_table import CONTENDERS, measure_table
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no library was built")
 
@@ -28,7 +28,7 @@ ALONE: Any = SimpleNamespace(rank=0, world_size=1)
 
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seed_table, "_STEPS", 3)
+    monkeypatch.setattr(pr2916_table, "_STEPS", 3)
 
 
 def test_every_schedule_has_a_row_of_its_samples() -> None:
@@ -81,11 +81,11 @@ def test_evidence_keeps_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return [job(ALONE, *arguments)]
 
     workload = replace(SMALL, contenders=("base", "sparse-dist"))
-    monkeypatch.setattr(seed_report, "RankPool", Here)
-    monkeypatch.setattr(seed_report, "read_workloads", lambda: {"seed-table-20x20k": workload})
+    monkeypatch.setattr(pr2916_report, "RankPool", Here)
+    monkeypatch.setattr(pr2916_report, "read_workloads", lambda: {"seed-table-20x20k": workload})
     monkeypatch.setitem(JOBS, "seed-table", partial(measure_table, "cpu", 4, 4))
     said: list[str] = []
-    seed_report.print_table(folder=tmp_path, seed=0, evidence=tmp_path / "out" / "table.json", say=said.append)
+    pr2916_report.print_table(folder=tmp_path, seed=0, evidence=tmp_path / "out" / "table.json", say=said.append)
     kept = json.loads((tmp_path / "out" / "table.json").read_text())
     assert len(kept["rounds"][workload.name]) == 3
     assert "evidence:" in said[-1]

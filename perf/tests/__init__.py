@@ -1,0 +1,1 @@
+"""Tests of the benches themselves: harness, gates, counters, figures."""
