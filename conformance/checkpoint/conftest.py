@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.checkpoint import crash_programs
-from conformance.harness.faults import FaultServer, why_no_shim
+from conformance.provers.faults import FaultServer, why_no_shim
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conformance.harness import Mismatch, assert_equal
-from conformance.harness.faults import (
+from conformance.provers.faults import (
     CRASH_CALLS,
     WRITE_CALLS,
     Fault,

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from conformance.checkpoint.support import State, cut, load, random_bits, save, save_ranks, tiled
 from conformance.harness import Rank
-from conformance.harness.faults import letting_go
 from conformance.harness.implementation import component
+from conformance.provers.faults import letting_go
 
 __all__ = [
     "FILES",

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from conformance.checkpoint.crash_programs import make_state
 from conformance.checkpoint.support import INDEX, State, load, zeros_like
 from conformance.harness import Mismatch, assert_equal, assert_same_tensors
-from conformance.harness.faults import Event, Outcome, Trace
 from conformance.harness.raising import errors_inside
+from conformance.provers.faults import Event, Outcome, Trace
 
 __all__ = [
     "Torch",

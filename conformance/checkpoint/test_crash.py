@@ -14,7 +14,7 @@ from conformance.checkpoint.crash_reading import assert_state, is_shown, leftove
 from conformance.checkpoint.crash_states import NEW, NEXT, OLD, assert_stray, golden, nothing, save_again, save_seed
 from conformance.checkpoint.support import save
 from conformance.harness import Mismatch, assert_equal, requirement
-from conformance.harness.faults import CRASH_CALLS, Fault, FaultServer
+from conformance.provers.faults import CRASH_CALLS, Fault, FaultServer
 
 
 @requirement(

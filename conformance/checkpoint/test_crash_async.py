@@ -13,7 +13,7 @@ from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_reading import assert_returned, assert_state, carries_errno, leftovers, state_in
 from conformance.checkpoint.crash_states import NEW, NEXT, golden
 from conformance.harness import assert_equal, requirement
-from conformance.harness.faults import WRITE_CALLS, Fault, FaultServer
+from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer
 
 
 @requirement("CKPT-319", "An asynchronous save that fails MUST raise the cause at its future, and the next MUST work.")

@@ -27,7 +27,7 @@ from conformance.checkpoint.crash_reading import (
 )
 from conformance.checkpoint.crash_states import NEW, OLD, assert_stray, golden, nothing, save_again
 from conformance.harness import Mismatch, assert_equal, requirement
-from conformance.harness.faults import WRITE_CALLS, Fault, FaultServer, Outcome
+from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer, Outcome
 
 # What can fail before the new checkpoint is in force. Clearing away the old one afterwards is another matter.
 BUILDING = ("open", *WRITE_CALLS, "fsync", "fdatasync", "rename", "link", "mkdir", "ftruncate", "fallocate", "close")

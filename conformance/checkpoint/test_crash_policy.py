@@ -31,7 +31,7 @@ from conformance.checkpoint.crash_states import (
 )
 from conformance.checkpoint.support import INDEX, save
 from conformance.harness import assert_equal, raises, requirement
-from conformance.harness.faults import CRASH_CALLS, FaultServer, Trace
+from conformance.provers.faults import CRASH_CALLS, FaultServer, Trace
 from twinproof.errors import CheckpointExistsError
 
 

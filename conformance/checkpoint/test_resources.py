@@ -35,7 +35,7 @@ from conformance.checkpoint.support import (
     zeros_like,
 )
 from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, assert_same_tensors, requirement
-from conformance.harness.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
+from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 
 MIB = 1 << 20
 

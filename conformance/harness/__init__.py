@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from conformance.harness.planted import PlantedBug, swap, wrap
     from conformance.harness.profiles import examples, run_machine
     from conformance.harness.raising import Raised, raises
-    from conformance.harness.ranks import Rank, RankDied, RankError, RankPool, RankTimeout
     from conformance.harness.requirements import Requirement, RequirementError, collect_requirements, requirement
+    from conformance.provers.ranks.pool import Rank, RankDied, RankError, RankPool, RankTimeout
 
 __all__ = [
     "Mismatch",
@@ -62,7 +62,7 @@ _HOMES = {
     "planted": ("PlantedBug", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),
     "raising": ("Raised", "raises"),
-    "ranks": ("Rank", "RankDied", "RankError", "RankPool", "RankTimeout"),
+    "conformance.provers.ranks": ("Rank", "RankDied", "RankError", "RankPool", "RankTimeout"),
     "requirements": ("Requirement", "RequirementError", "collect_requirements", "requirement"),
 }
 
@@ -71,4 +71,4 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(home if "." in home else f"{__name__}.{home}"), name)

@@ -23,9 +23,9 @@ from conformance.harness.environment import environment_line
 from conformance.harness.failures import describe
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
 from conformance.harness.profiles import using_profile
-from conformance.harness.ranks import RankPool
 from conformance.harness.report import write_json
 from conformance.harness.suite import OPTIONS, SUITE, Suite, requirement_of_item
+from conformance.provers.ranks.pool import RankPool
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _GROUPS = pytest.StashKey[dict[str, Group]]()

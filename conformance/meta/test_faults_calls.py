@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from conformance.harness.faults import CALLS, READ_CALLS, Fault, FaultServer, run_program, why_no_shim, why_no_tracer
-from conformance.harness.faults.build import BUILD_FLAGS
+from conformance.provers.faults import CALLS, READ_CALLS, Fault, FaultServer, run_program, why_no_shim, why_no_tracer
+from conformance.provers.faults.build import BUILD_FLAGS
 
 pytestmark = pytest.mark.skipif(why_no_shim() is not None, reason=str(why_no_shim()))
 needs_tracer = pytest.mark.skipif(why_no_tracer() is not None, reason=str(why_no_tracer()))
@@ -126,7 +126,7 @@ def server() -> Iterator[FaultServer]:
 
 
 def test_the_sources_compile_without_a_warning(tmp_path: Path) -> None:
-    folder = Path(__file__).parents[1] / "harness" / "faults"
+    folder = Path(__file__).parents[1] / "provers" / "faults"
     sources = [str(path) for path in folder.glob("*.c") if path.name != "tracer.c" or why_no_tracer() is None]
     flags = [*BUILD_FLAGS, "-Wall", "-Wextra", "-Wshadow", "-Werror", "-fPIC", "-fsyntax-only"]
     done = subprocess.run(["cc", *flags, *sources], capture_output=True, text=True, timeout=60)

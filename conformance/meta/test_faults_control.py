@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from conformance.harness.faults import (
+from conformance.harness.planted import PlantedBug, activate, swap
+from conformance.provers.faults import (
     Fault,
     FaultError,
     FaultServer,
@@ -25,7 +26,6 @@ from conformance.harness.faults import (
     why_no_shim,
     why_no_tracer,
 )
-from conformance.harness.planted import PlantedBug, activate, swap
 
 pytestmark = pytest.mark.skipif(why_no_shim() is not None, reason=str(why_no_shim()))
 needs_tracer = pytest.mark.skipif(why_no_tracer() is not None, reason=str(why_no_tracer()))

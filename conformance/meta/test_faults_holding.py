@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.harness.faults import Fault, FaultError, FaultServer, letting_go, run_program, why_no_shim
+from conformance.provers.faults import Fault, FaultError, FaultServer, letting_go, run_program, why_no_shim
 
 pytestmark = pytest.mark.skipif(why_no_shim() is not None, reason=str(why_no_shim()))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conformance.harness.faults import Fault, FaultServer, why_no_shim, why_no_tracer
+from conformance.provers.faults import Fault, FaultServer, why_no_shim, why_no_tracer
 
 pytestmark = pytest.mark.skipif(why_no_shim() is not None, reason=str(why_no_shim()))
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from conformance.harness import Mismatch, RankDied, RankError, RankPool, RankTimeout, assert_same_tensor, raises, ranks
+from conformance.harness import Mismatch, RankDied, RankError, RankPool, RankTimeout, assert_same_tensor, raises
 from conformance.meta import rank_jobs
+from conformance.provers.ranks import pool as ranks
 from twinproof.errors import StorageError
 
 

@@ -25,10 +25,11 @@ _OF_AN_INTERFACE: dict[str, str] = {
     "fastimpl/pipeline/flights.py: StreamedFlight.__init__(host_batch=)": "kept alive until its copy is over",
     "fastimpl/pipeline/recording.py: HostClock.lane(name=)": "a clock of one lane",
     "fastimpl/pipeline/recording.py: HostClock.mark(stream=)": "a clock of one lane",
-    "fastimpl/streams.py: InlineEngine.on(stream=)": "an engine without streams",
-    "fastimpl/streams.py: InlineEngine.holds(tensor=)": "an engine without streams",
-    "fastimpl/streams.py: InlineEngine.stage(name=)": "stages are named for engines that record",
-    "fastimpl/streams.py: CudaEngine.stream(name=)": "streams are named for engines that record",
+    "fastimpl/offload/transfers.py: StreamedTransfers.step(step_whole=)": "the reference steps everything at once",
+    "twinproof/engine.py: InlineEngine.on(stream=)": "an engine without streams",
+    "twinproof/engine.py: InlineEngine.holds(tensor=)": "an engine without streams",
+    "twinproof/engine.py: InlineEngine.stage(name=)": "stages are named for engines that record",
+    "twinproof/engine.py: CudaEngine.stream(name=)": "streams are named for engines that record",
 }
 
 

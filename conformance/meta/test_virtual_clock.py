@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from conformance.harness.virtual_device import Costs, VirtualDevice
+from conformance.provers.virtual_device import Costs, VirtualDevice
 
 
 def test_a_backward_on_another_stream_takes_its_time_in_order() -> None:

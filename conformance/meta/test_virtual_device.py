@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import Mismatch
-from conformance.harness.virtual_device import Costs, Hazard, VirtualDevice, VirtualEngine
+from conformance.provers.virtual_device import Costs, Hazard, VirtualDevice, VirtualEngine
 
 N = 64
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.harness import Mismatch
-from conformance.harness.virtual_device import VirtualDevice
+from conformance.provers.virtual_device import VirtualDevice
 
 N = 16
 

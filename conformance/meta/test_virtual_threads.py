@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.harness.virtual_device import VirtualDevice
+from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import UnsupportedError
 
 

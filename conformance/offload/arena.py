@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from conformance.harness.virtual_device import VirtualDevice
-from conformance.harness.virtual_device.tracker import Memory
+from conformance.provers.virtual_device import VirtualDevice
+from conformance.provers.virtual_device.tracker import Memory
 
 __all__ = ["Arena"]
 

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from conformance.harness import Mismatch, assert_equal, assert_same_tensor
 from conformance.harness.implementation import component
-from conformance.harness.virtual_device import VirtualDevice
+from conformance.provers.virtual_device import VirtualDevice
 
 STEPS, SAVED_AFTER, BATCH, TOKENS = 6, 3, 8, 32
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.cuda._sanitizer import EventHandler
 
-from conformance.harness.virtual_device import VirtualDevice
-from conformance.harness.virtual_device.clocks import HOST
-from conformance.harness.virtual_device.tracker import Memory, byte_range
+from conformance.provers.virtual_device import VirtualDevice
+from conformance.provers.virtual_device.clocks import HOST
+from conformance.provers.virtual_device.tracker import Memory, byte_range
 
 __all__ = ["TorchSanitizer"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor
-from conformance.harness.virtual_device import VirtualDevice
+from conformance.provers.virtual_device import VirtualDevice
 
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 16), (64,), (4, 32), (16, 16))
 OPTIMIZERS: dict[str, dict[str, Any]] = {

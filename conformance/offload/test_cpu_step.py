@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
+from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError
 from twinproof.optimizers import AdamHyper

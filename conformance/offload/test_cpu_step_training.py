@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import SHAPES, proven, values
 from conformance.offload.test_cpu_step import Arm
+from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
 

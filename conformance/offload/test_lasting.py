@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.arena import Arena
 from conformance.offload.support import EVEN, EVEN_BYTES, SHAPES, Twins, even, proven, values
+from conformance.provers.virtual_device import VirtualDevice
 
 
 def _host_bytes(device: VirtualDevice) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.harness.virtual_device import Costs, VirtualDevice
-from conformance.harness.virtual_device.clocks import HOST
 from conformance.offload.support import EVEN, EVEN_BYTES, Twins, even, proven
+from conformance.provers.virtual_device import Costs, VirtualDevice
+from conformance.provers.virtual_device.clocks import HOST
 
 
 @requirement("OPT-066", "No two conflicting accesses MUST be unordered, in any order of the verbs.")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from conformance.harness import raises, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.offload.support import Twins, proven
+from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import UnsupportedError
 
 

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.harness import Rank
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.kvstore.real_corpus import CONTEXTS, Corpus
+from conformance.provers.virtual_device import VirtualDevice
 
 __all__ = ["Batch", "Job", "Plan", "killed_run", "resumed_run", "sequential_run"]
 

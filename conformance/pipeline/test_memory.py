@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.pipeline.models import Job, outputs_of
 from conformance.pipeline.test_interruptions import Breaking, LoaderError
 from conformance.pipeline.test_streams import on_host, virtual
+from conformance.provers.virtual_device import VirtualDevice
 
 LONGEST = ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
 

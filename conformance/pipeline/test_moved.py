@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.harness import Rank, assert_equal, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.pipeline.models import Job, assert_same_state
 from conformance.pipeline.support import assert_bits
 from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED
 from conformance.pipeline.test_interruptions import Breaking, LoaderError
 from conformance.pipeline.test_streams import on_host, virtual
+from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import DistributedError, PipelineError
 
 MOVED: tuple[tuple[str, dict[str, Any]], ...] = (

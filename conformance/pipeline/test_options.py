@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.harness.virtual_device import VirtualDevice
 from conformance.pipeline.models import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.support import assert_bits
 from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED, Context
 from conformance.pipeline.test_interruptions import Breaking, LoaderError
 from conformance.pipeline.test_streams import KINDS, VirtualBatch, on_host, virtual
+from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import ConfigError
 
 

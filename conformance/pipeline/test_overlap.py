@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.harness.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
 from conformance.pipeline.models import EXACT, Job
 from conformance.pipeline.test_schedules import FUSED
 from conformance.pipeline.test_streams import on_host, virtual
+from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
 
 SPARSE_DIST = "TrainPipelineSparseDist"
 SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_le, requirement
-from conformance.harness.virtual_device import Costs, VirtualDevice
 from conformance.pipeline.models import EXACT, Batch, Job, assert_same_state
 from conformance.pipeline.support import assert_bits
 from conformance.pipeline.test_schedules import FUSED, PLACEMENTS
+from conformance.provers.virtual_device import Costs, VirtualDevice
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in EXACT),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from conformance.harness import Rank
-from conformance.harness.faults import FaultServer, Trace, why_no_shim
+from conformance.provers.faults import FaultServer, Trace, why_no_shim
 from perf.checkpoint.model import Model, remove_folder
 from perf.checkpoint.saving import save_work
 from perf.harness.paired import Round, Sample

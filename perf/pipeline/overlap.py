@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness.virtual_device import Costs, VirtualClock, VirtualDevice
+from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice
 from fastimpl import pipeline
 from fastimpl.pipeline.flights import tensors_in
 from fastimpl.pipeline.overlap import Instruction, OverlapReport, Timeline, overlap_report, replay

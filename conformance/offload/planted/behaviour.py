@@ -279,6 +279,6 @@ PLANTED = (
         "capture_ignored",
         "A step is recorded into a graph.",
         ("OPT-045",),
-        swap("conformance.harness.virtual_device.engine:VirtualEngine.is_capturing", lambda engine: False),
+        swap("conformance.provers.virtual_device.engine:VirtualEngine.is_capturing", lambda engine: False),
     ),
 )

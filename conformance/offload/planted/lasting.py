@@ -93,7 +93,7 @@ PLANTED = (
         "unwatched_threads_pass",
         "A step in a thread that nobody watches goes through, and proves nothing.",
         ("OPT-241",),
-        swap("conformance.harness.virtual_device.engine:VirtualEngine.check_thread", lambda engine: None),
+        swap("conformance.provers.virtual_device.engine:VirtualEngine.check_thread", lambda engine: None),
     ),
     _bug(
         "slots_pooled",

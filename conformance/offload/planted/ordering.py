@@ -146,7 +146,7 @@ PLANTED = (
         "slots_not_kept",
         "Slots go back to the allocator while copies still use them.",
         ("OPT-016", "OPT-017"),
-        swap("conformance.harness.virtual_device.engine:VirtualEngine.keep", lambda engine, tensor, stream: None),
+        swap("conformance.provers.virtual_device.engine:VirtualEngine.keep", lambda engine, tensor, stream: None),
     ),
     _bug(
         "slots_written_before_their_allocation",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from conformance.harness.faults.model import FaultError
+from conformance.provers.faults.model import FaultError
 
 __all__ = ["letting_go"]
 

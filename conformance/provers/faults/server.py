@@ -23,9 +23,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from conformance.harness.faults.protocol import Answer, ForkedReport, ForkedRun
 from conformance.harness.planted import activate, find_bug
-from conformance.harness.rank_worker import Failure, Rank
+from conformance.provers.faults.protocol import Answer, ForkedReport, ForkedRun
+from conformance.provers.ranks.worker import Failure, Rank
 
 __all__ = ["main"]
 

@@ -207,8 +207,8 @@ class Trace:
         return tuple(event for event in self.events if event.fault is not None)
 
     def order_violations(self, *, index_suffix: str = ".index.json") -> tuple[Any, ...]:
-        """What a power cut could destroy, as :class:`~conformance.harness.faults.order.Violation`; empty when sound."""
-        from conformance.harness.faults.order import order_violations
+        """What a power cut could destroy, as :class:`~conformance.provers.faults.order.Violation`; empty when sound."""
+        from conformance.provers.faults.order import order_violations
 
         return order_violations(self, index_suffix=index_suffix)
 

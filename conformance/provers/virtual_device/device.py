@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.harness.compare import Mismatch
-from conformance.harness.virtual_device.clocks import HOST
-from conformance.harness.virtual_device.engine import Costs, VirtualEngine
-from conformance.harness.virtual_device.tracker import Hazard, Memory, Tracker, here
+from conformance.provers.virtual_device.clocks import HOST
+from conformance.provers.virtual_device.engine import Costs, VirtualEngine
+from conformance.provers.virtual_device.tracker import Hazard, Memory, Tracker, here
 
 __all__ = ["VirtualDevice"]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from conformance.harness.faults.build import build_shim, build_tracer
-from conformance.harness.faults.model import Fault, FaultError, Outcome, Trace
-from conformance.harness.faults.protocol import Answer, ForkedReport, ForkedRun, Via
-from conformance.harness.faults.session import Session
 from conformance.harness.planted import active_bug
+from conformance.provers.faults.build import build_shim, build_tracer
+from conformance.provers.faults.model import Fault, FaultError, Outcome, Trace
+from conformance.provers.faults.protocol import Answer, ForkedReport, ForkedRun, Via
+from conformance.provers.faults.session import Session
 
 __all__ = ["FaultServer", "RankOutcomes", "run_program"]
 
@@ -62,7 +62,7 @@ class FaultServer:
         environment = {**os.environ, "LD_PRELOAD": _preload(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
-            command = [sys.executable, "-m", "conformance.harness.faults.server", str(theirs.fileno()), shim, *preload]
+            command = [sys.executable, "-m", "conformance.provers.faults.server", str(theirs.fileno()), shim, *preload]
             self._process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
         self._connection = Connection(ours.detach())
         try:

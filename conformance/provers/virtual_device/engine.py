@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from conformance.harness.virtual_device.clocks import HOST, Clock
-from conformance.harness.virtual_device.tracker import Memory, Tracker, here
+from conformance.provers.virtual_device.clocks import HOST, Clock
+from conformance.provers.virtual_device.tracker import Memory, Tracker, here
 from twinproof.errors import UnsupportedError
 
 __all__ = ["DEFAULT", "Costs", "Event", "VirtualClock", "VirtualEngine"]

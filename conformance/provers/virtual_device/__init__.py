@@ -9,8 +9,8 @@ The proof is of the program as it was traced: another branch of host control flo
 device unless it came from ``host_empty`` or was computed from such memory alone.
 """
 
-from conformance.harness.virtual_device.device import VirtualDevice
-from conformance.harness.virtual_device.engine import Costs, VirtualClock, VirtualEngine
-from conformance.harness.virtual_device.tracker import Hazard
+from conformance.provers.virtual_device.device import VirtualDevice
+from conformance.provers.virtual_device.engine import Costs, VirtualClock, VirtualEngine
+from conformance.provers.virtual_device.tracker import Hazard
 
 __all__ = ["Costs", "Hazard", "VirtualClock", "VirtualDevice", "VirtualEngine"]

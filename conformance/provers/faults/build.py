@@ -10,8 +10,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from conformance.harness.faults.model import FaultError
 from conformance.harness.native import CompileError, compile_once
+from conformance.provers.faults.model import FaultError
 
 __all__ = ["BUILD_FLAGS", "build_shim", "build_tracer", "why_no_shim", "why_no_tracer"]
 
@@ -60,7 +60,7 @@ def why_no_tracer() -> str | None:
     """A reason why raw system calls cannot be traced here, such as a forbidden ptrace; None where they can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"the tracer needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
-    from conformance.harness.faults.session import Session
+    from conformance.provers.faults.session import Session
 
     try:
         tracer = build_tracer()

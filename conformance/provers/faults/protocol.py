@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from conformance.harness.rank_worker import Failure
+from conformance.provers.ranks.worker import Failure
 
 __all__ = ["Answer", "ForkedReport", "ForkedRun", "Via"]
 

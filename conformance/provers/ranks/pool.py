@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from conformance.harness import rank_worker
 from conformance.harness.compare import Mismatch
 from conformance.harness.planted import active_bug
-from conformance.harness.rank_errors import RankDied, RankError, RankTimeout, error_of, prefixed
-from conformance.harness.rank_worker import TIMEOUT_MARK, Job, Rank, Report
+from conformance.provers.ranks import worker as rank_process
+from conformance.provers.ranks.errors import RankDied, RankError, RankTimeout, error_of, prefixed
+from conformance.provers.ranks.worker import TIMEOUT_MARK, Job, Rank, Report
 
 __all__ = ["Rank", "RankDied", "RankError", "RankPool", "RankTimeout"]
 
@@ -44,7 +44,7 @@ class _Worker:
         context = get_context("forkserver")
         # Without effect once a server runs; workers import what it lacks.
         context.set_forkserver_preload(
-            ["torch.distributed.checkpoint", "torch.distributed.tensor", rank_worker.__name__]
+            ["torch.distributed.checkpoint", "torch.distributed.tensor", rank_process.__name__]
         )
         self.rank = rank
         self.log_path = folder / f"rank{rank}.log"
@@ -54,7 +54,7 @@ class _Worker:
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=rank_worker.main,
+            target=rank_process.main,
             args=(theirs, rank, world_size, str(folder / "store"), str(self.log_path), implementation),
             daemon=True,
             name=f"twinproof-rank-{rank}-of-{world_size}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conformance.harness.compare import Mismatch
-from conformance.harness.rank_worker import Report
+from conformance.provers.ranks.worker import Report
 
 __all__ = ["RankDied", "RankError", "RankTimeout", "error_of", "prefixed"]
 

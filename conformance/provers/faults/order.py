@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from conformance.harness.faults.model import WRITE_CALLS, Event, Trace
+from conformance.provers.faults.model import WRITE_CALLS, Event, Trace
 
 __all__ = ["Violation", "order_violations"]
 

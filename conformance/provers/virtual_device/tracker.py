@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from conformance.harness.virtual_device.clocks import HOST, Clock, Clocks
+from conformance.provers.virtual_device.clocks import HOST, Clock, Clocks
 
 __all__ = ["Access", "Hazard", "Memory", "Tracker", "here"]
 

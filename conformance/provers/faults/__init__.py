@@ -8,10 +8,10 @@ because the page cache survives it, :meth:`Trace.order_violations` reads off the
 renames.
 """
 
-from conformance.harness.faults.build import build_shim, build_tracer, why_no_shim, why_no_tracer
-from conformance.harness.faults.client import FaultServer, RankOutcomes, run_program
-from conformance.harness.faults.holding import letting_go
-from conformance.harness.faults.model import (
+from conformance.provers.faults.build import build_shim, build_tracer, why_no_shim, why_no_tracer
+from conformance.provers.faults.client import FaultServer, RankOutcomes, run_program
+from conformance.provers.faults.holding import letting_go
+from conformance.provers.faults.model import (
     CALLS,
     CRASH_CALLS,
     READ_CALLS,
@@ -22,8 +22,8 @@ from conformance.harness.faults.model import (
     Outcome,
     Trace,
 )
-from conformance.harness.faults.order import Violation, order_violations
-from conformance.harness.faults.session import Session
+from conformance.provers.faults.order import Violation, order_violations
+from conformance.provers.faults.session import Session
 
 __all__ = [
     "CALLS",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from conformance.harness.faults.model import ACTIONS, CALLS, Event, Fault, FaultError, Trace
+from conformance.provers.faults.model import ACTIONS, CALLS, Event, Fault, FaultError, Trace
 
 __all__ = ["Session"]
 
