@@ -6,16 +6,34 @@ Training waits for a slice at most, never for a round: between slices the store 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from twinproof.errors import ConfigError
-from twinproof.kvstore.config import EvictionPolicy, EvictionStats
+from twinproof.kvstore.config import EvictionPolicy, EvictionStats, StoreStats
+from twinproof.kvstore.eviction import EvictionRound
 
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
+__all__ = ["BackgroundEvictor", "EvictableStore"]
 
-__all__ = ["BackgroundEvictor"]
+
+class EvictableStore(Protocol):
+    """What the evictor asks of a store; see ``KVStore``."""
+
+    def start_eviction(self, table: str, *, policy: EvictionPolicy | None, slice_rows: int) -> EvictionRound:
+        """A round over the rows of this moment."""
+
+    def size(self, table: str) -> int:
+        """The number of rows of the table."""
+
+    def stats(self) -> StoreStats:
+        """Exact counters."""
+
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after writes, or after steps."""
+
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
+        """Undo ``add_listener``."""
 
 
 class BackgroundEvictor:
@@ -38,7 +56,7 @@ class BackgroundEvictor:
 
     def __init__(
         self,
-        store: KVStoreBase,
+        store: EvictableStore,
         table: str,
         *,
         trigger_rows: int | None = None,

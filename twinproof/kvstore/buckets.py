@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from twinproof.errors import ConfigError, ShapeError
 from twinproof.kvstore.checks import check_ids, check_plain
 
-__all__ = ["Buckets", "bucket_of", "rank_buckets", "sort_ids_by_bucket"]
+__all__ = ["BucketSort", "Buckets", "bucket_of", "check_buckets", "rank_buckets"]
 
 HASH_MODES = ("interleave", "chunk")
 
@@ -67,48 +68,59 @@ def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int
     return begin, begin + share + (rank < extra)
 
 
-def sort_ids_by_bucket(
-    ids: torch.Tensor,
-    bucket_start: int = 0,
-    bucket_end: int | None = None,
-    total_buckets: int = 1,
-    *,
-    hash_mode: str = "interleave",
-    bucket_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids in bucket order, ascending inside a bucket, and how many each bucket has.
+def check_buckets(ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> None:
+    """Demand that ids, int64 [n], are of buckets [begin, end). Raises ConfigError."""
+    found = bucket_of(ids, buckets)
+    outside = ids[(found < begin) | (found >= end)]
+    if outside.numel():
+        raise ConfigError("ids of other buckets", got=outside[:10].tolist(), expected=f"buckets {begin} to {end}")
 
-    FBGEMM's ``get_bucket_sorted_indices_and_bucket_tensor``, whose order inside a bucket is free.
+
+class BucketSort:
+    """``sort_ids_by_bucket`` of one implementation: the checks, and behind them its way to sort.
 
     Args:
-        ids: int64 or int32, [n] or [n, 1]; duplicates are kept.
-        bucket_start: first bucket of this rank.
-        bucket_end: behind its last one; None is ``total_buckets``. Equal to ``bucket_start``: ``ids`` must be empty.
-        total_buckets: over all ranks.
-        hash_mode: see ``Buckets``.
-        bucket_size: see ``Buckets``.
-
-    Returns:
-        int64 [n, 1] ids and int64 [bucket_end - bucket_start, 1] counts.
-
-    Raises:
-        ConfigError: an id outside the rank's buckets, or a range outside all buckets. ShapeError, UnsupportedError.
+        sort: see ``RowEngine.sort_ids``.
     """
-    buckets = Buckets(total_buckets, hash_mode, bucket_size)
-    end = total_buckets if bucket_end is None else bucket_end
-    if not 0 <= bucket_start <= end <= total_buckets:
-        raise ConfigError("not a range of buckets", got=(bucket_start, end), expected=f"within 0 to {total_buckets}")
-    checked = check_ids(_flat(ids))
-    found = bucket_of(checked, buckets)
-    outside = checked[(found < bucket_start) | (found >= end)]
-    if outside.numel():
-        raise ConfigError(
-            "ids of other buckets", got=outside[:10].tolist(), expected=f"buckets {bucket_start} to {end}"
-        )
-    by_id = checked.argsort(stable=True)
-    order = by_id[found[by_id].argsort(stable=True)]
-    counts = torch.bincount(found - bucket_start, minlength=end - bucket_start)
-    return checked[order].reshape(-1, 1), counts.reshape(-1, 1)
+
+    def __init__(self, sort: Callable[[torch.Tensor, Buckets, int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._sort = sort
+
+    def sort_ids_by_bucket(
+        self,
+        ids: torch.Tensor,
+        bucket_start: int = 0,
+        bucket_end: int | None = None,
+        total_buckets: int = 1,
+        *,
+        hash_mode: str = "interleave",
+        bucket_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids in bucket order, ascending inside a bucket, and how many each bucket has.
+
+        FBGEMM's ``get_bucket_sorted_indices_and_bucket_tensor``, whose order inside a bucket is free.
+
+        Args:
+            ids: int64 or int32, [n] or [n, 1]; duplicates are kept.
+            bucket_start: first bucket of this rank.
+            bucket_end: behind its last one; None is ``total_buckets``. Where it is ``bucket_start``, ``ids`` is empty.
+            total_buckets: over all ranks.
+            hash_mode: see ``Buckets``.
+            bucket_size: see ``Buckets``.
+
+        Returns:
+            int64 [n, 1] ids and int64 [bucket_end - bucket_start, 1] counts.
+
+        Raises:
+            ConfigError: an id outside the rank's buckets, or a range outside all buckets. ShapeError, UnsupportedError.
+        """
+        buckets = Buckets(total_buckets, hash_mode, bucket_size)
+        end = total_buckets if bucket_end is None else bucket_end
+        if not 0 <= bucket_start <= end <= total_buckets:
+            raise ConfigError(
+                "not a range of buckets", got=(bucket_start, end), expected=f"within 0 to {total_buckets}"
+            )
+        return self._sort(check_ids(_flat(ids)), buckets, bucket_start, end)
 
 
 def _flat(ids: Any) -> torch.Tensor:

@@ -19,12 +19,19 @@ __all__ = [
     "StoreOptions",
     "StoreStats",
     "per_table",
+    "signed64",
 ]
 
 Clock = Callable[[], int]
 Value = TypeVar("Value")
 
 POLICIES = ("ttl", "count", "ttl_count", "l2", "timestamp", "score")
+
+
+def signed64(word: int) -> int:
+    """The low 64 bits of an int as an int64."""
+    word &= 2**64 - 1
+    return word - 2**64 if word >= 2**63 else word
 
 
 def float32(value: float) -> float:

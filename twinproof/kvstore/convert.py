@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from twinproof.errors import ConfigError
-from twinproof.kvstore.layout import HEADER_BYTES, Header, RowLayout, as_bytes, from_bytes, pack_header
-from twinproof.kvstore.reading import METADATA_OFFSET
+from twinproof.kvstore.layout import HEADER_BYTES, METADATA_OFFSET, Header, RowLayout, as_bytes, from_bytes, pack_header
 
 __all__ = ["assemble_rows", "check_convertible", "convert_rows", "separate"]
 

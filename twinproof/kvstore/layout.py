@@ -27,6 +27,7 @@ from twinproof.optimizers import OPTIMIZERS
 __all__ = [
     "COUNT_MAX",
     "HEADER_BYTES",
+    "METADATA_OFFSET",
     "Header",
     "RowLayout",
     "StateSlot",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 HEADER_BYTES = 16
+METADATA_OFFSET = 8  # Where timestamp, count and the used bit begin.
 COUNT_MAX = 2**31 - 1
 TIMESTAMP_MAX = 2**32 - 1
 _USED_BIT = -(2**63)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from twinproof.errors import ConfigError, ShapeError, UnsupportedError
-from twinproof.kvstore.base import KVStoreBase
 from twinproof.kvstore.buckets import Buckets
 from twinproof.kvstore.checks import check_ids
+from twinproof.kvstore.store import KVStore
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag"]
 
@@ -52,7 +52,7 @@ class _Rows(torch.nn.Module):
 
     def __init__(
         self,
-        store: KVStoreBase,
+        store: KVStore,
         *,
         table: str | None = None,
         lr: float = 0.01,
@@ -92,7 +92,7 @@ class _Rows(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not isinstance(self.store, KVStoreBase):
+        if not isinstance(self.store, KVStore):
             raise UnsupportedError("this store gives no state dict", got=type(self.store).__name__, where=prefix)
         found = self.store.state_dict(buckets=self.buckets, process_group=self.process_group, tables=(self.table,))
         destination.update({prefix + name.removeprefix(self.table + "."): value for name, value in found.items()})
@@ -155,7 +155,7 @@ class KVEmbeddingBag(_Rows):
     ``mode``: "sum" or "mean".
     {_Rows.__doc__}"""
 
-    def __init__(self, store: KVStoreBase, *, mode: str = "mean", **options: Any) -> None:
+    def __init__(self, store: KVStore, *, mode: str = "mean", **options: Any) -> None:
         super().__init__(store, **options)
         if mode not in MODES:
             raise ConfigError("not a mode", got=mode, expected=MODES, where="mode")

@@ -12,19 +12,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from twinproof.errors import DeltaBaseError
 from twinproof.kvstore.layout import from_bytes
-from twinproof.kvstore.reading import RowSource, TrackedSource
+from twinproof.kvstore.rows import RowSource, RowStore, TrackedSource
 
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
-    from twinproof.kvstore.saved import SavedRows
-
-__all__ = ["EMPTY", "Moments", "Named", "Part", "check_base", "named", "note_load", "part_of"]
+__all__ = ["EMPTY", "DeltaStore", "Moments", "Named", "Part", "check_base", "named", "part_of"]
 
 EMPTY = "empty"
 DIGEST_BYTES, CHUNK_ROWS = 64, 65536
@@ -52,14 +47,20 @@ class Moments:
         """What the table was loaded from; None is something without a name."""
         self._loaded[table] = name
 
-    def loaded(self, store: KVStoreBase, table: str) -> str | None:
+    def loaded(self, store: RowStore, table: str) -> str | None:
         """What the table was loaded from; an empty table that never was is ``EMPTY``."""
         if table not in self._loaded and store.size(table) == 0:
             return EMPTY
         return self._loaded.get(table)
 
 
-def check_base(store: KVStoreBase, table: str, bases: tuple[str, ...], where: str) -> None:
+class DeltaStore(RowStore):
+    """A store that remembers the names of its moments, for its deltas and those that it loads."""
+
+    moments: Moments
+
+
+def check_base(store: DeltaStore, table: str, bases: tuple[str, ...], where: str) -> None:
     """Demand that the table was loaded from one of ``bases``; none is no demand. Raises DeltaBaseError."""
     found = store.moments.loaded(store, table)
     if bases and found not in bases:
@@ -113,7 +114,7 @@ Named = tuple[dict[str, str], dict[str, tuple[str, ...]], dict[str, int]]
 
 
 def part_of(
-    store: KVStoreBase,
+    store: DeltaStore,
     source: TrackedSource,
     table: str,
     ids: torch.Tensor,
@@ -130,7 +131,7 @@ def part_of(
     )
 
 
-def named(store: KVStoreBase, by_rank: list[dict[str, Part]], since: int | None) -> Named:
+def named(store: DeltaStore, by_rank: list[dict[str, Part]], since: int | None) -> Named:
     """The name of each table's moment and of its bases, the same on every rank; none where nothing is tracked.
 
     And the furthest step of each table whose rows have an optimizer.
@@ -146,19 +147,3 @@ def named(store: KVStoreBase, by_rank: list[dict[str, Part]], since: int | None)
             names[table] = moment_name(*digests, sum(part.row_count for part in parts), bases[table])
     trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
     return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
-
-
-def note_load(
-    store: KVStoreBase, saved: SavedRows, names: tuple[str, ...], counts: dict[str, int], mark: int, weights_only: bool
-) -> None:
-    """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
-    for table in names:
-        name = saved.moments.get(table)
-        store.moments.set_loaded(table, name)
-        whole = saved.saved_table(table).layout == store.layout(table) and not weights_only
-        if saved.kind == "full":
-            whole = whole and counts[table] == store.size(table)
-        else:
-            whole = whole and bool(set(store.moments.at(mark, table)) & set(saved.bases.get(table, ())))
-        if name is not None and whole:
-            store.moments.note(store.mark(), {table: name})

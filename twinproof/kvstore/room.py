@@ -5,26 +5,22 @@ Prevents half-loaded tables: a later chunk that does not fit, and chunks that ev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from twinproof.errors import CapacityError
-
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
+from twinproof.kvstore.rows import RowStore
 
 __all__ = ["check_room", "make_room"]
 
 
-def check_room(store: KVStoreBase, table: str, row_count: int) -> None:
+def check_room(store: RowStore, table: str, row_count: int) -> None:
     """Demand that the table may hold this many distinct ids. Raises CapacityError."""
     capacity = store.options.capacities[table]
     if capacity is not None and row_count > capacity:
         raise CapacityError("a load larger than the table", got=row_count, expected=f"<= {capacity}", where=table)
 
 
-def make_room(store: KVStoreBase, table: str, ids: torch.Tensor) -> None:
+def make_room(store: RowStore, table: str, ids: torch.Tensor) -> None:
     """Remove what a write of all ``ids`` (distinct int64 [n]) at once would evict: never one of them.
 
     The rows that go are those of ``KVStore``'s rule for ``capacity``.

@@ -26,11 +26,11 @@ import torch
 from twinproof.checkpoint.catalog import Catalog, read_catalog
 from twinproof.checkpoint.layout import torch_dtype
 from twinproof.checkpoint.reader import read_chunk
-from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingKeyError, VersionError
+from twinproof.errors import CorruptionError, FormatError, MissingKeyError, VersionError
 from twinproof.kvstore.buckets import Buckets, bucket_of
 from twinproof.kvstore.convert import assemble_rows
 from twinproof.kvstore.layout import RowLayout, unpack_header
-from twinproof.kvstore.reading import RowSource
+from twinproof.kvstore.rows import RowSource
 from twinproof.kvstore.views import check_keys, view_slice
 
 __all__ = ["CONTENT_KEY", "FORMAT_VERSION", "VERSION_KEY", "SavedRows", "SavedTable", "content_metadata"]
@@ -40,6 +40,8 @@ FORMAT_VERSION = 4
 KINDS, FORMS = ("full", "delta"), ("rows", "separate")
 
 ReadRange = Callable[[Catalog, str, int, int], torch.Tensor]
+# Whether rows, their ids, the ends of all buckets, the position of the first row and the bucket size fit each other.
+RowsFit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], bool]
 
 
 def content_metadata(
@@ -97,7 +99,8 @@ class SavedRows(RowSource):
 
     Args:
         path: folder or file.
-        read: how ranges of a tensor are read; the fast version has its own.
+        read: how a range of a tensor's rows is read.
+        fits: says sooner than the checks here that rows are right; what is wrong with others is said here.
 
     Raises:
         VersionError: a newer format. FormatError: no saved store. CorruptionError: tensors that contradict the
@@ -106,8 +109,10 @@ class SavedRows(RowSource):
 
     read_only = True
 
-    def __init__(self, path: str | os.PathLike[str], *, read: ReadRange = read_range) -> None:
-        self.path, self._read_range = os.fspath(path), read
+    def __init__(
+        self, path: str | os.PathLike[str], *, read: ReadRange = read_range, fits: RowsFit | None = None
+    ) -> None:
+        self.path, self._read_range, self._fits = os.fspath(path), read, fits
         self.catalog = read_catalog(self.path)
         self.version, content = _content(self.catalog, self.path)
         try:
@@ -123,7 +128,7 @@ class SavedRows(RowSource):
         if self.kind not in KINDS or self.form not in FORMS or not layouts:
             raise FormatError("not the content of a saved store", got=(self.kind, self.form), where=self.path)
         self.saved = {name: self._table_of(name, layout) for name, layout in layouts.items()}
-        self._positions: dict[str, dict[int, int]] = {}
+        super().__init__(layouts, _SavedReader(self))
 
     def _table_of(self, name: str, layout: RowLayout) -> SavedTable:
         ids = self._shape(f"{name}.ids", "I64", 1)
@@ -181,13 +186,26 @@ class SavedRows(RowSource):
         """Ids int64 [length] from position ``start``, not checked."""
         return self._read_range(self.catalog, f"{table}.ids", start, length)
 
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor."""
+        return self.catalog.tensors[name].chunks[0].file
+
     def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+        if self._fits is not None:
+            ends = self.saved_table(table).bucket_counts.cumsum(0)
+            if self._fits(rows, ids, ends, start, self.buckets.bucket_size or 0):
+                return
+        self.check_rows(table, ids, rows)
+        self.check_order(table, ids, start)
+
+    def check_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Demand that rows have these keys and are in use. Raises CorruptionError."""
         check_keys(rows, ids, table)
         if not bool(unpack_header(rows).used.all()):
             raise CorruptionError("a row is not in use", where=f"{self.path}: {table}")
-        self._check_order(table, ids, start)
 
-    def _check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
+    def check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
+        """Demand that ids from position ``start`` are in their buckets, ascending inside. Raises CorruptionError."""
         ends = self.saved_table(table).bucket_counts.cumsum(0)
         buckets = torch.searchsorted(ends, torch.arange(start, start + ids.numel()), right=True)
         wrong = bucket_of(ids, self.buckets) != buckets
@@ -207,7 +225,7 @@ class SavedRows(RowSource):
         for start in range(first, behind, chunk_rows):
             ids, rows = self.rows(table, start, min(chunk_rows, behind - start))
             # The last id of a chunk and the first of the next have an order, too.
-            self._check_order(table, torch.cat([seam, ids[:1]]), start - seam.numel())
+            self.check_order(table, torch.cat([seam, ids[:1]]), start - seam.numel())
             seam = ids[-1:]
             yield ids, rows
 
@@ -217,42 +235,40 @@ class SavedRows(RowSource):
             return torch.zeros(0, dtype=torch.int64)
         return self._read_range(self.catalog, f"{table}.deleted", 0, self._shape(f"{table}.deleted", "I64", 1)[0])
 
-    # --- as a source of views
+    def reopened(self) -> tuple[Callable[..., RowSource], tuple[Any, ...]] | None:
+        """By their path."""
+        return SavedRows, (os.path.abspath(self.path),)
 
-    @property
-    def tables(self) -> tuple[str, ...]:
-        return tuple(self.saved)
 
-    def layout(self, table: str) -> RowLayout:
-        if table not in self.saved:
-            raise ConfigError("no such table", got=table, expected=sorted(self.saved), where="table")
-        return self.saved[table].layout
+class _SavedReader:
+    """Single rows of a saved store, by id."""
 
-    def descriptor(self) -> dict[str, Any] | None:
-        return {"path": os.path.abspath(self.path)}
+    def __init__(self, saved: SavedRows) -> None:
+        self._saved = saved
+        self._positions: dict[str, dict[int, int]] = {}
 
     def _places(self, table: str) -> dict[int, int]:
         if table not in self._positions:
-            ids = self._read_range(self.catalog, f"{table}.ids", 0, self.saved[table].row_count)
+            ids = self._saved.read_ids(table, 0, self.size(table))
             self._positions[table] = {key: position for position, key in enumerate(ids.tolist())}
         return self._positions[table]
 
-    def _read(self, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         places = self._places(table)
         missing = [key for key in ids.tolist() if key not in places]
         if missing:
-            raise MissingKeyError("ids that were not saved", got=missing[:10], where=f"{self.path}: {table}")
-        found = [self.rows(table, places[key], 1)[1][:, begin:end] for key in ids.tolist()]
-        return torch.cat(found) if found else torch.zeros(0, end - begin, dtype=torch.uint8)
+            raise MissingKeyError("ids that were not saved", got=missing[:10], where=f"{self._saved.path}: {table}")
+        for position, key in enumerate(ids.tolist()):
+            out[position] = self._saved.rows(table, places[key], 1)[1][0, begin:end]
 
-    def _find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         return torch.tensor([key in self._places(table) for key in ids.tolist()], dtype=torch.bool)
 
-    def _ids(self, table: str, begin: int, last: int) -> torch.Tensor:
+    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
         return torch.tensor(sorted(k for k in self._places(table) if begin <= k <= last), dtype=torch.int64)
 
-    def _size(self, table: str) -> int:
-        return self.saved[table].row_count
+    def size(self, table: str) -> int:
+        return self._saved.saved_table(table).row_count
 
 
 def _step(count: Any) -> int:

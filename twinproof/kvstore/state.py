@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from twinproof.checkpoint.outcome import raise_first
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError, UnsupportedError
-from twinproof.kvstore.buckets import Buckets, rank_buckets, sort_ids_by_bucket
+from twinproof.kvstore.buckets import Buckets, rank_buckets
 from twinproof.kvstore.checks import check_ids
 from twinproof.kvstore.convert import assemble_rows, check_convertible, convert_rows
 from twinproof.kvstore.layout import RowLayout
 from twinproof.kvstore.lazy import LazyRows, dense_rows
-from twinproof.kvstore.reading import TrackedSource
 from twinproof.kvstore.room import check_room, make_room
+from twinproof.kvstore.rows import RowEngine, RowStore, TrackedSource
 from twinproof.kvstore.views import KVTensor, check_keys
-
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
 
 __all__ = ["gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 
@@ -63,7 +60,8 @@ def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
 
 
 def state_dict(
-    store: KVStoreBase,
+    store: RowStore,
+    engine: RowEngine,
     tables: tuple[str, ...],
     buckets: Buckets,
     process_group: Any,
@@ -75,14 +73,11 @@ def state_dict(
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
     source: TrackedSource = store.snapshot() if snapshot else store
-    layout = (buckets.total_count, buckets.hash_mode, buckets.bucket_size)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def local_counts() -> dict[str, tuple[int, int]]:
         for table in tables:
-            total, mode, size = layout
-            ids = source.ids(table)
-            sorted_ids[table] = sort_ids_by_bucket(ids, begin, end, total, hash_mode=mode, bucket_size=size)
+            sorted_ids[table] = engine.sort_ids(source.ids(table), buckets, begin, end)
         return {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
 
     by_rank = gathered(local_counts, process_group)
@@ -110,7 +105,7 @@ def state_dict(
     return result
 
 
-def _step_sink(store: KVStoreBase, table: str) -> Callable[[torch.Tensor], None]:
+def _step_sink(store: RowStore, table: str) -> Callable[[torch.Tensor], None]:
     return lambda found: store.set_step_count(table, int(found))
 
 
@@ -130,7 +125,7 @@ class _Incoming:
             yield start, min(LOAD_CHUNK_ROWS, self.ids.numel() - start)
 
 
-def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weights_only: bool) -> _Incoming:
+def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_only: bool) -> _Incoming:
     target = store.layout(table)
     missing = [name for name in (f"{table}.weight", f"{table}.weight_id") if name not in state]
     if missing:
@@ -185,7 +180,7 @@ def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype,
         raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
 
 
-def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayout:
+def _row_layout(store: RowStore, table: str, weight: torch.Tensor) -> RowLayout:
     if isinstance(weight, KVTensor):
         return weight.source.layout(weight.table)
     for layout in (store.options.rows[table], store.options.layouts[table]):
@@ -209,12 +204,12 @@ def _check(incoming: _Incoming, table: str) -> None:
         check_keys(_part(incoming.weight, start, length), incoming.ids[start : start + length], table)
 
 
-def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
+def _rows(store: RowStore, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
     target, ids = store.layout(table), incoming.ids[start : start + length]
     if incoming.layout is not None:
         rows = _part(incoming.weight, start, length)
         return convert_rows(rows, incoming.layout, target, weights_only=weights_only)
-    words = torch.full_like(ids, store._now())
+    words = torch.full_like(ids, store.now())
     if incoming.metadata is not None:
         words = _part(incoming.metadata, start, length)[:, 0]
     values = {name: _part(value, start, length) for name, value in incoming.states.items()}
@@ -222,14 +217,15 @@ def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, lengt
 
 
 def load_state_dict(
-    store: KVStoreBase,
+    store: RowStore,
+    engine: RowEngine,
     state: Mapping[str, Any],
     *,
     weights_only: bool = False,
     tables: tuple[str, ...] | None = None,
     clear: bool = False,
 ) -> dict[str, int]:
-    """See ``KVStore.load_state_dict``."""
+    """See ``KVStore.load_state_dict``; rows go to the engine, so that listeners hear nothing."""
     names = store.tables if tables is None else tables
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
@@ -240,11 +236,7 @@ def load_state_dict(
             store.clear(table)
         make_room(store, table, incoming.ids)
         for start, length in incoming.chunks():
-            store._write_rows(
-                table,
-                incoming.ids[start : start + length],
-                _rows(store, table, incoming, start, length, weights_only),
-            )
+            engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
         if incoming.step is not None:
             store.set_step_count(table, incoming.step)
     return {table: incoming.ids.numel() for table, incoming in found.items()}

@@ -6,19 +6,17 @@ list of ids, and everything it is travels with it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, UnsupportedError
 from twinproof.kvstore.checks import check_ids, check_matrix
 from twinproof.kvstore.held import HeldRows
-from twinproof.kvstore.layout import HEADER_BYTES, RowLayout, as_bytes, from_bytes, unpack_header
+from twinproof.kvstore.layout import HEADER_BYTES, METADATA_OFFSET, RowLayout, as_bytes, from_bytes, unpack_header
 from twinproof.kvstore.lazy import LazyRows
-from twinproof.kvstore.reading import METADATA_OFFSET, RowSource
-
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
+from twinproof.kvstore.rows import RowSource, RowStore
 
 __all__ = ["KVTensor", "view_slice"]
 
@@ -69,7 +67,7 @@ class KVTensor(LazyRows):
     read_only: bool
     _ids: torch.Tensor
     _source: RowSource | None
-    _description: dict[str, Any] | None
+    _description: tuple[Callable[..., RowSource], tuple[Any, ...]] | None
     _range: tuple[int, int]
 
     @staticmethod
@@ -103,7 +101,7 @@ class KVTensor(LazyRows):
         begin, end, dtype = view_slice(source.layout(name), view)
         made: KVTensor = cls._make((checked.numel(), (end - begin) // dtype.itemsize), dtype, chunk_rows)
         made.table, made.view_name, made._ids, made._range = name, view, checked, (begin, end)
-        made._source, made._description = source, source.descriptor()
+        made._source, made._description = source, source.reopened()
         made.read_only = bool(read_only) or source.read_only or view == "metadata"
         return made
 
@@ -119,9 +117,8 @@ class KVTensor(LazyRows):
     def source(self) -> RowSource:
         """Where the rows are. Raises DetachedStoreError when they are in another process."""
         if self._source is None and self._description is not None:
-            from twinproof.kvstore.saved import SavedRows
-
-            self._source = SavedRows(self._description["path"])
+            reopen, arguments = self._description
+            self._source = reopen(*arguments)
         if self._source is None:
             raise DetachedStoreError(
                 "this view came from another process and has no rows here",
@@ -181,7 +178,7 @@ class KVTensor(LazyRows):
         if self.read_only:
             return checked.numel()
         # Whatever is not read-only is a store.
-        store = cast("KVStoreBase", self.source)
+        store = cast("RowStore", self.source)
         if self.view_name == "row":
             store.set_rows(self.table, plain)
         else:
@@ -202,7 +199,7 @@ class KVTensor(LazyRows):
         if source.read_only:
             return self
         if id(source) not in memo:
-            memo[id(source)] = cast("KVStoreBase", source).snapshot()
+            memo[id(source)] = cast("RowStore", source).snapshot()
         return self._moved_to(memo[id(source)])
 
     def _moved_to(self, source: RowSource) -> KVTensor:
@@ -223,7 +220,7 @@ class KVTensor(LazyRows):
         """Write rows that a load found, as ``set_range`` does; the metadata of rows that are there, too."""
         if self.view_name == "metadata":
             ids = self._ids[start : start + rows.shape[0]]
-            cast("KVStoreBase", self.source).set_metadata(self.table, ids, rows)
+            cast("RowStore", self.source).set_metadata(self.table, ids, rows)
         else:
             self.set_range(0, start, rows.shape[0], rows)
 

@@ -7,17 +7,14 @@ is read in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 from twinproof.kvstore.checks import check_ids, check_matrix
 from twinproof.kvstore.layout import HEADER_BYTES, RowLayout, as_bytes, from_bytes
-from twinproof.kvstore.reading import RowSource
-
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
+from twinproof.kvstore.rows import RowSource, RowStore
 
 __all__ = ["KVTensorWrapper"]
 
@@ -72,9 +69,9 @@ class KVTensorWrapper:
         self.shape, self.dtype, self.read_only = tuple(shape), dtype, bool(read_only)
         self.only_load_weight = bool(only_load_weight)
         self._row_offset, self._width_offset, self._table = row_offset, width_offset, table
-        self._snapshot, self._store = snapshot_handle, cast("KVStoreBase | None", None)
+        self._snapshot, self._store = snapshot_handle, cast("RowStore | None", None)
 
-    def set_dram_db_wrapper(self, db: KVStoreBase) -> None:
+    def set_dram_db_wrapper(self, db: RowStore) -> None:
         """Give it the store. Raises ConfigError: no such table, or a range outside its rows."""
         if self._table is None and len(db.tables) > 1:
             raise ConfigError("the store has several tables", got=None, expected=db.tables, where="table")
@@ -86,7 +83,7 @@ class KVTensorWrapper:
             raise ConfigError("only_load_weight is for whole rows", got=(begin, end), expected=(0, layout.row_bytes))
         self._store = db
 
-    def set_embedding_rocks_dp_wrapper(self, db: KVStoreBase) -> None:
+    def set_embedding_rocks_dp_wrapper(self, db: RowStore) -> None:
         """The same: there is one kind of store."""
         self.set_dram_db_wrapper(db)
 
@@ -98,7 +95,7 @@ class KVTensorWrapper:
     def _is_whole(layout: RowLayout, begin: int, end: int) -> bool:
         return (begin, end) == (0, layout.row_bytes)
 
-    def _opened(self) -> tuple[KVStoreBase, str, int, int]:
+    def _opened(self) -> tuple[RowStore, str, int, int]:
         if self._store is None or self._table is None:
             raise DetachedStoreError("no store was given", expected="set_dram_db_wrapper(store)")
         return self._store, self._table, *self._range(self._store.return_whole_row)

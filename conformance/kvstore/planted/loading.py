@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.harness import PlantedBug, wrap
-from conformance.kvstore.planted.planting import exported, shared
+from conformance.kvstore.planted.planting import exported, loaded, shared
 from twinproof.kvstore.saved import SavedRows
 
 
@@ -15,7 +15,7 @@ def _nothing(original: Any, *arguments: Any) -> None:
 
 def _removed_afterwards(original: Any, store: Any, path: Any, **options: Any) -> Any:
     gone = {table: SavedRows(path).deleted(table) for table in SavedRows(path).tables}
-    with wrap("twinproof.kvstore.base:KVStoreBase.delete", _kept(gone)):
+    with wrap("twinproof.kvstore.store:KVStore.delete", _kept(gone)):
         report = original(store, path, **options)
     for table, ids in gone.items():
         store.delete(table, ids)
@@ -71,7 +71,7 @@ def _believed(original: Any, waiting: Any) -> bool:
     return True
 
 
-def _each_alone(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+def _each_alone(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
     first, behind = saved.saved_table(table).rows_of(begin, end)
     for start in range(first, behind, chunk_rows):
         yield saved.rows(table, start, min(chunk_rows, behind - start))
@@ -105,7 +105,7 @@ PLANTED = (
         "chunks_each_alone",
         "Ids are compared within a chunk only.",
         ("KV-139",),
-        wrap("twinproof.kvstore.saved:SavedRows.chunks", _each_alone),
+        loaded(_each_alone),
     ),
     shared(
         "deltas_on_any_base",

@@ -59,9 +59,9 @@ def _whole_kibibytes(original: Any, evictor: Any) -> bool:
         evictor._trigger_bytes = kept
 
 
-def _by_numpy(rows: Any) -> list[bytes]:
+def _by_numpy(rows: Any) -> list[Any]:
     importlib.import_module("numpy")
-    return [row.numpy().tobytes() for row in rows]
+    return [torch.from_numpy(row.numpy().copy()) for row in rows]
 
 
 def _local_keys(original: Any, wrapper: Any, ids: Any) -> Any:
@@ -106,7 +106,7 @@ PLANTED = (
         "rows_by_numpy",
         "The rows of the reference pass through numpy, which need not be installed.",
         ("KV-153",),
-        swap("twinproof.kvstore.store:_split", _by_numpy),
+        swap("refimpl.kvstore:each_row", _by_numpy),
     ),
     shared(
         "lazy_rows_take_any_operation",
@@ -142,7 +142,7 @@ PLANTED = (
         "module_keeps_other_rows",
         "A module that was loaded keeps rows that the state dict does not have.",
         ("KV-142",),
-        wrap("twinproof.kvstore.base:KVStoreBase.load_state_dict", _other_rows_stay),
+        wrap("twinproof.kvstore.store:KVStore.load_state_dict", _other_rows_stay),
     ),
     shared(
         "snapshot_for_each_view",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import swap, wrap
-from conformance.kvstore.planted.planting import exported, in_store, loaded, shared
+from conformance.kvstore.planted.planting import both, exported, in_store, loaded, shared
 from twinproof.errors import TwinproofError
 from twinproof.kvstore.saved import SavedRows
 
@@ -84,8 +84,8 @@ def _any_keys(original: Any, *arguments: Any) -> None:
     return None
 
 
-def _last_chunk_lost(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
-    chunks = list(original(saved, table, begin, end, chunk_rows))
+def _last_chunk_lost(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    chunks = list(original(files, saved, table, begin, end, chunk_rows))
     return iter(chunks[:-1] if len(chunks) > 1 else chunks)
 
 
@@ -97,8 +97,8 @@ def _old_parts_cut(original: Any, waiting: Any, saved: Any, parts: range) -> Non
     original(waiting, saved, range(parts.start, parts.stop - (saved.version == 1), parts.step))
 
 
-def _old_files_cut(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
-    for ids, rows in original(saved, table, begin, end, chunk_rows):
+def _old_files_cut(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    for ids, rows in original(files, saved, table, begin, end, chunk_rows):
         kept = ids.numel() - (saved.version == 1)
         yield ids[:kept], rows[:kept]
 
@@ -142,6 +142,10 @@ def _truncating(original: Any, values: torch.Tensor, dtype: torch.dtype) -> torc
 
 def _every_bucket(original: Any, saved: Any, begin: int, end: int) -> tuple[int, int]:
     return 0, int(saved.row_count)
+
+
+def _any_bucket(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    return original(files, saved, table, 0, saved.buckets.total_count, chunk_rows)
 
 
 def _no_metadata(original: Any, layout: Any, ids: Any, words: torch.Tensor, values: Any) -> Any:
@@ -282,13 +286,19 @@ PLANTED = (
         "every_rank_reads_all",
         "A rank reads the rows of all buckets.",
         ("KV-051", "KV-097"),
-        wrap("twinproof.kvstore.saved:SavedTable.rows_of", _every_bucket),
+        both(
+            wrap("twinproof.kvstore.saved:SavedTable.rows_of", _every_bucket),
+            wrap("refimpl.kvstore:WholeTensors.chunks", _any_bucket),
+        ),
     ),
     shared(
         "separate_form_loses_headers",
         "Timestamps and counts are not restored from the separate form.",
         ("KV-054", "KV-042"),
-        wrap("twinproof.kvstore.saved:assemble_rows", _no_metadata),
+        both(
+            wrap("twinproof.kvstore.saved:assemble_rows", _no_metadata),
+            wrap("refimpl.kvstore:assemble_rows", _no_metadata),
+        ),
     ),
     exported("delta_holds_everything", "A delta holds every row ever written.", ("KV-098",), "save", _everything),
     exported("path_in_the_file", "The file depends on where it is saved.", ("KV-052",), "save", _time_stamped),
