@@ -7,9 +7,8 @@ everything about checkpoints are ``twinproof.kvstore``'s.
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
@@ -17,57 +16,38 @@ from safetensors import safe_open
 from refimpl.checkpoint import HuggingFaceStorageWriter
 from refimpl.optimizers import Hyper, reduce_duplicates, row_sum, update
 from twinproof.errors import CapacityError
-from twinproof.kvstore import buckets, files, store
-from twinproof.kvstore.background import BackgroundEvictor
-from twinproof.kvstore.buckets import Buckets, bucket_of, check_buckets, rank_buckets
-from twinproof.kvstore.config import EvictionPolicy, EvictionStats, Initializer, StoreOptions, StoreStats, signed64
-from twinproof.kvstore.convert import assemble_rows, separate
-from twinproof.kvstore.files import LoadReport, SavePart, SaveReport
-from twinproof.kvstore.layout import (
+from twinproof.kvstore import disk, store
+from twinproof.kvstore.disk import LoadReport, SavedRows, SavePart, SaveReport
+from twinproof.kvstore.eviction import BackgroundEvictor
+from twinproof.kvstore.modules import KVEmbedding, KVEmbeddingBag, KVTensorWrapper
+from twinproof.kvstore.options import (
     HEADER_BYTES,
     METADATA_OFFSET,
+    EvictionPolicy,
+    EvictionStats,
     Header,
+    Initializer,
     RowLayout,
     StateSlot,
+    StoreOptions,
+    StoreStats,
     as_bytes,
     from_bytes,
     pack_header,
+    signed64,
     unpack_header,
 )
-from twinproof.kvstore.modules import KVEmbedding, KVEmbeddingBag
-from twinproof.kvstore.planners import KVLoadPlanner
-from twinproof.kvstore.rows import LockedRows, RoundPlan
-from twinproof.kvstore.saved import SavedRows
+from twinproof.kvstore.rows import Buckets, RoundPlan, assemble_rows, bucket_of, check_buckets, rank_buckets, separate
+from twinproof.kvstore.statedict import KVLoadPlanner
+from twinproof.kvstore.store import LockedRows
 from twinproof.kvstore.views import KVTensor
-from twinproof.kvstore.wrapper import KVTensorWrapper
 
 __all__ = [
-    "BackgroundEvictor",
-    "Buckets",
-    "EvictionPolicy",
-    "EvictionStats",
-    "Header",
-    "Initializer",
-    "KVEmbedding",
-    "KVEmbeddingBag",
-    "KVLoadPlanner",
-    "KVStore",
-    "KVTensor",
-    "KVTensorWrapper",
-    "LoadReport",
-    "RowLayout",
-    "SaveReport",
-    "SavedRows",
-    "StateSlot",
-    "StoreStats",
-    "bucket_of",
-    "load",
-    "pack_header",
-    "rank_buckets",
-    "save",
-    "sort_ids_by_bucket",
-    "unpack_header",
-]
+    "BackgroundEvictor", "Buckets", "EvictionPolicy", "EvictionStats", "Header", "Initializer", "KVEmbedding",
+    "KVEmbeddingBag", "KVLoadPlanner", "KVStore", "KVTensor", "KVTensorWrapper", "LoadReport", "RowLayout",
+    "SaveReport", "SavedRows", "StateSlot", "StoreStats", "bucket_of", "load", "pack_header", "rank_buckets", "save",
+    "sort_ids_by_bucket", "unpack_header",
+]  # fmt: skip
 
 # What the suite may ask beyond the contract: the reference is one lock around a dictionary.
 CAPABILITIES: frozenset[str] = frozenset()
@@ -77,8 +57,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 # Rows of ids that were never written. ``Initializer`` defines the formula; words of 64 bits wrap, as int64 does.
-
-
 def mixed(words: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64, of each word."""
     words = (words ^ shifted(words, 30)) * signed64(0xBF58476D1CE4E5B9)
@@ -113,8 +91,6 @@ def initial_rows(options: StoreOptions, table: str, ids: torch.Tensor) -> torch.
 
 
 # What an eviction round does; ``EvictionPolicy`` says it in words.
-
-
 def decayed(policy: EvictionPolicy, counts: torch.Tensor) -> torch.Tensor:
     """``floor(count * decay)`` in float64, for the policies that look at counts; else the counts as they are."""
     if policy.kind not in ("count", "ttl_count") or policy.decay == 1.0:
@@ -145,15 +121,31 @@ def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.T
     return (header.counts < score) | ((header.counts == score) & (header.ids < key))
 
 
-# Tables as dictionaries. Rows in them are never changed, only replaced.
+def as_ids(keys: Iterable[int]) -> torch.Tensor:
+    """Int64 [n]."""
+    return torch.tensor(list(keys), dtype=torch.int64)
 
-Rows = dict[int, torch.Tensor]
-Versions = dict[int, int]
+
+def occurrences(keys: Iterable[int]) -> dict[int, int]:
+    """How often each key stands there."""
+    counts: dict[int, int] = {}
+    for key in keys:
+        counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
-def each_row(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Rows, uint8 [n, row_bytes], one by one, in memory of their own."""
-    return list(rows.clone().unbind())
+# Tables of rows, and their order by bucket.
+def bucket(key: int, chosen: Buckets) -> int:
+    """The bucket of one id."""
+    return key % chosen.total_count if chosen.bucket_size is None else key // chosen.bucket_size
+
+
+def sort_ids(ids: torch.Tensor, chosen: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids by bucket, then by id, [n, 1]; how many each of the buckets [begin, end) has, [B, 1]. Raises ConfigError."""
+    check_buckets(ids, chosen, begin, end)
+    order = sorted(ids.tolist(), key=lambda key: (bucket(key, chosen), key))
+    counts = occurrences(bucket(key, chosen) for key in order)
+    return as_ids(order)[:, None], as_ids(counts.get(number, 0) for number in range(begin, end))[:, None]
 
 
 def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
@@ -165,22 +157,16 @@ def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@dataclass(eq=False)
 class DictReader:
-    """The rows of one moment.
+    """The rows of one moment: of each table a dictionary, whose rows are never changed, only replaced."""
 
-    ``changed``: the version of each row's last change; ``removed``: of each removal that no row has followed.
-    """
-
-    def __init__(
-        self,
-        options: StoreOptions,
-        tables: dict[str, Rows],
-        changed: dict[str, Versions],
-        removed: dict[str, Versions],
-        version: int,
-    ) -> None:
-        self.options, self.tables = options, tables
-        self.changed, self.removed, self.version = changed, removed, version
+    options: StoreOptions
+    tables: dict[str, dict[int, torch.Tensor]]
+    # The version of each row's last change, and of each removal that no row has followed.
+    changed: dict[str, dict[int, int]]
+    removed: dict[str, dict[int, int]]
+    version: int
 
     def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         found = [self.tables[table].get(key) for key in ids.tolist()]
@@ -200,22 +186,15 @@ class DictReader:
         return len(self.tables[table])
 
     def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        changed, removed = self.changed[table].items(), self.removed[table].items()
-        return (
-            as_ids(sorted(key for key, version in changed if version > since)),
-            as_ids(sorted(key for key, version in removed if version > since)),
-        )
+        both = (self.changed[table], self.removed[table])
+        changed, removed = (as_ids(sorted(key for key in found if found[key] > since)) for found in both)
+        return changed, removed
 
     def mark(self) -> int:
         return self.version
 
     def close(self) -> None:
         self.tables, self.changed, self.removed = {}, {}, {}
-
-
-def as_ids(keys: Iterable[int]) -> torch.Tensor:
-    """Int64 [n]."""
-    return torch.tensor(list(keys), dtype=torch.int64)
 
 
 class DictRows(DictReader):
@@ -229,7 +208,7 @@ class DictRows(DictReader):
     def put(self, table: str, rows: torch.Tensor) -> None:
         """The one place where rows are stored, by the keys in their headers; of duplicates the last wins."""
         self.version += 1
-        for key, row in zip(unpack_header(rows).ids.tolist(), each_row(rows), strict=True):
+        for key, row in zip(unpack_header(rows).ids.tolist(), rows.clone(), strict=True):
             self.tables[table][key] = row
             self.changed[table][key] = self.version
             self.removed[table].pop(key, None)
@@ -259,10 +238,10 @@ class DictRows(DictReader):
 
     def visit(self, table: str, rows: torch.Tensor, ids: torch.Tensor, now: int) -> None:
         """Stamp rows, and count how often ``ids`` names each."""
-        header, occurrences = unpack_header(rows), Counter(ids.tolist())
+        header, named = unpack_header(rows), occurrences(ids.tolist())
         policy, counts = self.options.evictions[table], header.counts
         if policy is None or policy.kind != "score":
-            counts = counts + as_ids(occurrences[key] for key in header.ids.tolist())
+            counts = counts + as_ids(named[key] for key in header.ids.tolist())
         rows[:, :HEADER_BYTES] = pack_header(Header(header.ids, torch.full_like(counts, now), counts, header.used))
 
     def write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
@@ -336,9 +315,8 @@ class DictRows(DictReader):
     def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
         # A row that was removed, or written after the round began, is no business of this round.
         changed = self.changed[plan.table]
-        rows = self.whole(
-            plan.table, as_ids(key for key in ids.tolist() if changed.get(key, plan.mark + 1) <= plan.mark)
-        )
+        stale = as_ids(key for key in ids.tolist() if changed.get(key, plan.mark + 1) <= plan.mark)
+        rows = self.whole(plan.table, stale)
         gone, header = condemned(plan, self.options.rows[plan.table], rows), unpack_header(rows)
         fewer = decayed(plan.policy, header.counts)
         rows[:, :HEADER_BYTES] = pack_header(Header(header.ids, header.timestamps, fewer, header.used))
@@ -357,35 +335,18 @@ class DictRows(DictReader):
         """A dictionary grows by itself."""
 
     def stats(self) -> StoreStats:
-        counts = {table: len(rows) for table, rows in self.tables.items()}
-        row_bytes = sum(count * self.options.rows[table].row_bytes for table, count in counts.items())
-        total = sum(counts.values())
+        total = sum(map(len, self.tables.values()))
+        row_bytes = sum(len(rows) * self.options.rows[table].row_bytes for table, rows in self.tables.items())
         return StoreStats(total, total, row_bytes, row_bytes, 0, 0, self.evicted_count)
 
-    def sort_ids(self, ids: torch.Tensor, chosen: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return sort_ids(ids, chosen, begin, end)
+    sort_ids = staticmethod(sort_ids)
 
 
 class KVStore(store.KVStore, engine=lambda options: LockedRows(DictRows(options))):
     __doc__ = store.KVStore.__doc__
 
 
-# Buckets, and rows in files: {table}.rows, {table}.ids, {table}.bucket_counts; see ``SavedRows`` for the other form.
-
-
-def bucket(key: int, chosen: Buckets) -> int:
-    """The bucket of one id."""
-    return key % chosen.total_count if chosen.bucket_size is None else key // chosen.bucket_size
-
-
-def sort_ids(ids: torch.Tensor, chosen: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids by bucket, then by id, [n, 1]; how many each of the buckets [begin, end) has, [B, 1]. Raises ConfigError."""
-    check_buckets(ids, chosen, begin, end)
-    order = sorted(ids.tolist(), key=lambda key: (bucket(key, chosen), key))
-    counts = Counter(bucket(key, chosen) for key in order)
-    return as_ids(order)[:, None], as_ids(counts[number] for number in range(begin, end))[:, None]
-
-
+# Rows in files: {table}.rows, {table}.ids, {table}.bucket_counts, or the parts of rows one by one.
 def stored(saved: SavedRows, name: str, first: int, behind: int) -> torch.Tensor:
     """Rows [first, behind) of a tensor in a file."""
     with safe_open(saved.file_of(name), framework="pt") as opened:
@@ -411,23 +372,21 @@ class WholeTensors:
         every = part.of_all_ranks(values)
         return {f"{part.table}.{name}": torch.cat([found[name] for found in every]) for name in values}
 
-    def open(self, path: str | os.PathLike[str]) -> SavedRows:
+    def open(self, path: str) -> SavedRows:
         return SavedRows(path)
 
     def chunks(
         self, saved: SavedRows, table: str, begin: int, end: int, chunk_rows: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         layout, ids = saved.layout(table), stored(saved, f"{table}.ids", 0, saved.size(table))
+        names = ("rows",) if saved.form == "rows" else ("weight", "metadata", *layout.state_slots)
         saved.check_order(table, ids, 0)
         mine = [place for place, key in enumerate(ids.tolist()) if begin <= bucket(key, saved.buckets) < end]
         for start in range(0, len(mine), chunk_rows):
             first, behind = mine[start], mine[start : start + chunk_rows][-1] + 1
-            if saved.form == "rows":
-                rows = stored(saved, f"{table}.rows", first, behind)
-            else:
-                names = ("weight", "metadata", *layout.state_slots)
-                values = {name: stored(saved, f"{table}.{name}", first, behind) for name in names}
-                rows = assemble_rows(layout, ids[first:behind], values["metadata"], values)
+            values = {name: stored(saved, f"{table}.{name}", first, behind) for name in names}
+            whole = saved.form == "rows"
+            rows = values["rows"] if whole else assemble_rows(layout, ids[first:behind], values["metadata"], values)
             saved.check_rows(table, ids[first:behind], rows)
             yield ids[first:behind], rows
 
@@ -437,5 +396,5 @@ class WholeTensors:
         """Rows are read twice: to be checked, and to be written."""
 
 
-save, load = files.StoreFiles(WholeTensors()).save, files.StoreFiles(WholeTensors()).load
-sort_ids_by_bucket = buckets.BucketSort(sort_ids).sort_ids_by_bucket
+save, load = disk.StoreFiles(WholeTensors()).save, disk.StoreFiles(WholeTensors()).load
+sort_ids_by_bucket = store.BucketSort(sort_ids).sort_ids_by_bucket

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from fastimpl import ops
-from twinproof.kvstore.buckets import Buckets, BucketSort, check_buckets
+from twinproof.kvstore.rows import Buckets, check_buckets
+from twinproof.kvstore.store import BucketSort
 
 __all__ = ["sort_ids", "sort_ids_by_bucket"]
 

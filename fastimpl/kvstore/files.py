@@ -19,11 +19,10 @@ from fastimpl.kvstore.filling import WaitingRows, fill
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.checkpoint.layout import torch_dtype
 from twinproof.checkpoint.memory import buffer_of
-from twinproof.kvstore.files import LOAD_CHUNK_ROWS, LoadReport, SavePart, SaveReport, StoreFiles
-from twinproof.kvstore.lazy import LazyRows, dense_rows
-from twinproof.kvstore.saved import SavedRows
+from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles
+from twinproof.kvstore.statedict import rank_and_world
 from twinproof.kvstore.store import KVStore
-from twinproof.kvstore.views import KVTensor
+from twinproof.kvstore.views import KVTensor, LazyRows, dense_rows
 
 __all__ = ["StreamedFiles", "load", "save"]
 
@@ -65,7 +64,7 @@ class StreamedFiles:
 
     def tensors(self, part: SavePart) -> dict[str, torch.Tensor]:
         """Lazy tensors that know where this rank's rows stand among those of all ranks."""
-        rank = part.process_rank
+        rank = rank_and_world(part.process_group)[0]
         names = {"rows": "row"}
         if part.form == "separate":
             names = {view: view for view in ("weight", "metadata", *part.source.layout(part.table).state_slots)}
@@ -83,7 +82,7 @@ class StreamedFiles:
             rows["deleted"].place(sum(part.deleted_counts), sum(part.deleted_counts[:rank]))
         return {f"{part.table}.{name}": value for name, value in rows.items()}
 
-    def open(self, path: str | os.PathLike[str]) -> SavedRows:
+    def open(self, path: str) -> SavedRows:
         """Ranges are read by all threads, and checked in one pass. Bytes are valid until the next are read."""
         return SavedRows(path, read=_Ranges().read, fits=ops.saved_rows_fit)
 

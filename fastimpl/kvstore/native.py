@@ -7,7 +7,7 @@ import struct
 import torch
 
 from twinproof.errors import CapacityError, TwinproofError
-from twinproof.kvstore.config import POLICIES, StoreOptions, signed64
+from twinproof.kvstore.options import POLICIES, StoreOptions, signed64
 from twinproof.kvstore.rows import RoundPlan
 from twinproof.optimizers import OPTIMIZERS, Hyper
 

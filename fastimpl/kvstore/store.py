@@ -16,9 +16,8 @@ from fastimpl.kvstore.native import check_status, format_words, hyper_values, pl
 from fastimpl.ops import KVFilling, KVHandle
 from twinproof.errors import ConfigError, StoreClosedError
 from twinproof.kvstore import store
-from twinproof.kvstore.buckets import Buckets
-from twinproof.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
-from twinproof.kvstore.rows import RoundPlan
+from twinproof.kvstore.options import EvictionPolicy, StoreOptions, StoreStats
+from twinproof.kvstore.rows import Buckets, RoundPlan
 from twinproof.optimizers import Hyper
 
 __all__ = ["KVStore", "NativeReader", "NativeRows"]

@@ -1,18 +1,22 @@
 """Eviction rounds: a plan made at one moment, carried out in slices, by hand or by a background thread.
 
-Prevents rounds that evict by stale statistics: a row that was written after its round began stays.
+Prevents rounds that evict by stale statistics: a row that was written after its round began stays. Training waits for a
+slice at most, never for a round: between slices the store is free.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
+from typing import Protocol
 
 from twinproof.errors import ConfigError
-from twinproof.kvstore.config import EvictionStats
+from twinproof.kvstore.options import EvictionPolicy, EvictionStats, StoreStats
 from twinproof.kvstore.rows import RoundPlan, RowEngine
 
-__all__ = ["EvictionRound"]
+__all__ = ["BackgroundEvictor", "EvictableStore", "EvictionRound"]
 
 
 class EvictionRound:
@@ -73,3 +77,141 @@ class EvictionRound:
         while self.step():
             pass
         return self.stats
+
+
+class EvictableStore(Protocol):
+    """What the evictor asks of a store; see ``KVStore``."""
+
+    def start_eviction(self, table: str, *, policy: EvictionPolicy | None, slice_rows: int) -> EvictionRound:
+        """A round over the rows of this moment."""
+
+    def size(self, table: str) -> int:
+        """The number of rows of the table."""
+
+    def stats(self) -> StoreStats:
+        """Exact counters."""
+
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after writes, or after steps."""
+
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
+        """Undo ``add_listener``."""
+
+
+class BackgroundEvictor:
+    """Runs an eviction round over a table when one of the triggers given says so; a context manager.
+
+    A round that cannot bring the table below a threshold is not repeated before the next write.
+
+    Args:
+        store: the store.
+        table: the table that is watched.
+        trigger_rows: after a write that left the table with more rows than this.
+        trigger_bytes: after a write to the table that left the store with more bytes of rows, of all tables, than this.
+        trigger_steps: after every so many calls of ``apply_gradients`` on the table.
+        policy: instead of the table's own.
+        slice_rows: rows looked at while the store is held.
+
+    Raises:
+        ConfigError: no policy, or numbers out of range.
+    """
+
+    def __init__(
+        self,
+        store: EvictableStore,
+        table: str,
+        *,
+        trigger_rows: int | None = None,
+        trigger_bytes: int | None = None,
+        trigger_steps: int | None = None,
+        policy: EvictionPolicy | None = None,
+        slice_rows: int = 1024,
+    ) -> None:
+        triggers = {"trigger_rows": trigger_rows, "trigger_bytes": trigger_bytes, "trigger_steps": trigger_steps}
+        for name, value in triggers.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError("not a threshold", got=value, expected="an int >= 1", where=name)
+        if all(value is None for value in triggers.values()):
+            raise ConfigError("nothing would ever run a round", got=None, expected=sorted(triggers), where="triggers")
+        # A round that is thrown away checks the policy and the slice here, not in the thread.
+        store.start_eviction(table, policy=policy, slice_rows=slice_rows)
+        self._store, self._table, self._step_count = store, table, 0
+        self._trigger_rows, self._trigger_bytes, self._trigger_steps = trigger_rows, trigger_bytes, trigger_steps
+        self._policy, self._slice_rows = policy, slice_rows
+        self._condition = threading.Condition()
+        self._due = self._busy = self._closed = False
+        self._failure: Exception | None = None
+        self.rounds: list[EvictionStats] = []
+        self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
+        self._thread.start()
+        if trigger_rows is not None or trigger_bytes is not None:
+            store.add_listener(self._written)
+        if trigger_steps is not None:
+            store.add_listener(self._stepped, steps=True)
+
+    def _written(self, table: str) -> None:
+        if table == self._table and (self._has_many_rows() or self._has_many_bytes()):
+            self._make_due()
+
+    def _has_many_rows(self) -> bool:
+        return self._trigger_rows is not None and self._store.size(self._table) > self._trigger_rows
+
+    def _has_many_bytes(self) -> bool:
+        return self._trigger_bytes is not None and self._store.stats().row_bytes > self._trigger_bytes
+
+    def _stepped(self, table: str) -> None:
+        if table != self._table or self._trigger_steps is None:
+            return
+        self._step_count += 1
+        if self._step_count % self._trigger_steps == 0:
+            self._make_due()
+
+    def _make_due(self) -> None:
+        with self._condition:
+            self._due = True
+            self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._due or self._closed)
+                if self._closed:
+                    return
+                self._due, self._busy = False, True
+            try:
+                self._round()
+            except Exception as error:
+                self._failure = error
+
+    def _round(self) -> None:
+        found = self._store.start_eviction(self._table, policy=self._policy, slice_rows=self._slice_rows)
+        while not self._closed and found.step():
+            pass
+        self.rounds.append(found.stats)
+
+    def wait(self) -> list[EvictionStats]:
+        """Wait until nothing is due; the rounds so far. Raises what a round raised."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or not (self._due or self._busy))
+        if self._failure is not None:
+            raise self._failure
+        return list(self.rounds)
+
+    def close(self) -> None:
+        """End after the slice that is running; twice is harmless."""
+        self._store.remove_listener(self._written)
+        self._store.remove_listener(self._stepped)
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> BackgroundEvictor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,32 +1,42 @@
 """Rows behind one small interface: what an engine of rows does, and the reading verbs that every source of rows has.
 
 Prevents a second version of checks and errors: an engine gets checked arguments and moves bytes. The verbs, their
-checks and everything that is made of several calls exist once, above it.
+checks and everything that is made of several calls exist once, above it. Buckets cut ids among ranks and order them in
+files; rows of one layout become rows of another, and state is dropped only where the caller said ``weights_only``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
-from twinproof.errors import ConfigError, MissingKeyError, ShapeError, StoreClosedError
-from twinproof.kvstore.buckets import Buckets
-from twinproof.kvstore.checks import check_count, check_ids, check_matrix
-from twinproof.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
-from twinproof.kvstore.layout import COUNT_MAX, HEADER_BYTES, METADATA_OFFSET, RowLayout, StateSlot, from_bytes
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError
+from twinproof.kvstore.options import (
+    COUNT_MAX,
+    HEADER_BYTES,
+    METADATA_OFFSET,
+    EvictionPolicy,
+    Header,
+    RowLayout,
+    StateSlot,
+    StoreOptions,
+    StoreStats,
+    as_bytes,
+    check_count,
+    check_ids,
+    check_matrix,
+    from_bytes,
+    pack_header,
+)
 from twinproof.optimizers import Hyper
 
 __all__ = [
-    "LockedRows",
+    "Buckets",
     "RoundPlan",
     "RowEngine",
     "RowReader",
@@ -35,7 +45,78 @@ __all__ = [
     "Snapshot",
     "TrackedReader",
     "TrackedSource",
+    "assemble_rows",
+    "bucket_of",
+    "check_buckets",
+    "check_convertible",
+    "convert_rows",
+    "rank_buckets",
+    "separate",
 ]
+
+
+HASH_MODES = ("interleave", "chunk")
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How ids fall into buckets.
+
+    Args:
+        total_count: buckets 0 to total_count - 1.
+        hash_mode: "interleave": ``id mod total_count``, never negative; "chunk": ``id // bucket_size``, floored.
+        bucket_size: ids of a bucket, for "chunk" only.
+
+    Raises:
+        ConfigError: a value outside these.
+    """
+
+    total_count: int = 1
+    hash_mode: str = "interleave"
+    bucket_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.total_count) is not int or not 1 <= self.total_count < 2**31:
+            raise ConfigError("not a bucket count", got=self.total_count, expected="an int >= 1", where="total_count")
+        if self.hash_mode not in HASH_MODES:
+            raise ConfigError("not a hash mode", got=self.hash_mode, expected=HASH_MODES, where="hash_mode")
+        size = self.bucket_size
+        if (self.hash_mode == "chunk") != (type(size) is int and 1 <= size < 2**63):
+            raise ConfigError("bucket_size goes with chunk", got=size, expected="an int >= 1", where="bucket_size")
+
+
+def bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+    """The bucket of each id, int64 [n]. Raises ConfigError for an id that "chunk" puts outside all buckets."""
+    if buckets.hash_mode == "interleave":
+        return ids.remainder(buckets.total_count)
+    assert buckets.bucket_size is not None
+    found = ids.div(buckets.bucket_size, rounding_mode="floor")
+    outside = ids[(found < 0) | (found >= buckets.total_count)]
+    if outside.numel():
+        limit = buckets.total_count * buckets.bucket_size
+        raise ConfigError("an id outside all buckets", got=outside[:10].tolist(), expected=f"0 to {limit - 1}")
+    return found
+
+
+def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The buckets [begin, end) of a rank: contiguous, and the first ``total_count % world_size`` ranks have one more.
+
+    Source of the rule: torchrec's sharding of virtual tables. Raises ConfigError.
+    """
+    if total_count < 0 or world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError("not a rank of a world", got=(total_count, world_size, rank))
+    share, extra = divmod(total_count, world_size)
+    begin = rank * share + min(rank, extra)
+    return begin, begin + share + (rank < extra)
+
+
+def check_buckets(ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> None:
+    """Demand that ids, int64 [n], are of buckets [begin, end). Raises ConfigError."""
+    found = bucket_of(ids, buckets)
+    outside = ids[(found < begin) | (found >= end)]
+    if outside.numel():
+        raise ConfigError("ids of other buckets", got=outside[:10].tolist(), expected=f"buckets {begin} to {end}")
+
 
 ID_MIN, ID_MAX = -(2**63), 2**63 - 1
 
@@ -145,113 +226,6 @@ class RowEngine(TrackedReader, Protocol):
 
         Raises ConfigError for ids of other buckets, see ``check_buckets``.
         """
-
-
-Rows = TypeVar("Rows", bound=TrackedReader)
-
-
-class _LockedReader(Generic[Rows]):
-    """Rows that know neither threads nor closing, behind one lock and one flag."""
-
-    def __init__(self, options: StoreOptions, rows: Rows) -> None:
-        self.options, self._rows = options, rows
-        self._lock = threading.RLock()
-        self.closed = False
-
-    @contextmanager
-    def _held(self, table: str | None = None) -> Iterator[Rows]:
-        with self._lock:
-            if self.closed:
-                raise StoreClosedError("the store or snapshot was closed", where=table or next(iter(self.options.rows)))
-            yield self._rows
-
-    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
-        with self._held(table) as rows:
-            rows.read(table, ids, begin, end, out)
-
-    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        with self._held(table) as rows:
-            return rows.find(table, ids)
-
-    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
-        with self._held(table) as rows:
-            return rows.ids(table, begin, last)
-
-    def size(self, table: str) -> int:
-        with self._held(table) as rows:
-            return rows.size(table)
-
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._held(table) as rows:
-            return rows.changes(table, since)
-
-    def mark(self) -> int:
-        with self._held() as rows:
-            return rows.mark()
-
-    def close(self) -> None:
-        with self._lock:
-            if not self.closed:
-                self.closed = True
-                self._rows.close()
-
-
-class LockedRows(_LockedReader[RowEngine]):
-    """An engine of one thread, made safe for many: one call at a time, and snapshots that are counted."""
-
-    def __init__(self, rows: RowEngine) -> None:
-        super().__init__(rows.options, rows)
-        self._snapshots: weakref.WeakSet[_LockedReader[TrackedReader]] = weakref.WeakSet()
-
-    def write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
-        with self._held(table) as rows:
-            rows.write(table, ids, values, begin, now, visit=visit)
-
-    def write_rows(self, table: str, rows: torch.Tensor) -> None:
-        with self._held(table) as engine:
-            engine.write_rows(table, rows)
-
-    def write_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
-        with self._held(table) as rows:
-            rows.write_metadata(table, ids, words, mask)
-
-    def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
-        with self._held(table) as rows:
-            rows.update(table, ids, grads, hyper, now)
-
-    def delete(self, table: str, ids: torch.Tensor) -> int:
-        with self._held(table) as rows:
-            return rows.delete(table, ids)
-
-    def clear(self, table: str) -> None:
-        with self._held(table) as rows:
-            rows.clear(table)
-
-    def begin_round(self, table: str, policy: EvictionPolicy, now: int) -> RoundPlan:
-        with self._held(table) as rows:
-            return rows.begin_round(table, policy, now)
-
-    def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
-        with self._held(plan.table) as rows:
-            return rows.evict_some(plan, ids)
-
-    def snapshot(self) -> _LockedReader[TrackedReader]:
-        with self._held() as rows:
-            taken = _LockedReader(self.options, rows.snapshot())
-            self._snapshots.add(taken)
-            return taken
-
-    def reserve(self, table: str, row_count: int) -> None:
-        with self._held(table) as rows:
-            rows.reserve(table, row_count)
-
-    def stats(self) -> StoreStats:
-        with self._held() as rows:
-            alive = sum(not taken.closed for taken in self._snapshots)
-            return dataclasses.replace(rows.stats(), snapshot_count=alive)
-
-    def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rows.sort_ids(ids, buckets, begin, end)
 
 
 class RowSource:
@@ -489,3 +463,59 @@ class RowStore(TrackedSource, ABC):
     @abstractmethod
     def snapshot(self) -> Snapshot:
         """A point in time that later writes do not change."""
+
+
+def check_convertible(source: RowLayout, target: RowLayout, *, weights_only: bool, where: str) -> None:
+    """Demand that rows of ``source`` can be stored as ``target``; dtypes may differ. Raises ConfigError."""
+    if source.embedding_dim != target.embedding_dim:
+        raise ConfigError("another width", got=source.embedding_dim, expected=target.embedding_dim, where=where)
+    same = set(source.state_slots) == set(target.state_slots)
+    same = same and (not source.state_slots or source.optimizer == target.optimizer)
+    if not same and not weights_only:
+        raise ConfigError(
+            "other optimizer state than the store's rows; weights_only=True loads weights alone",
+            got=source.optimizer,
+            expected=target.optimizer,
+            where=where,
+        )
+
+
+def separate(layout: RowLayout, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Weight and states of whole rows, each [n, count] in its dtype."""
+    ranges = {"weight": (HEADER_BYTES, HEADER_BYTES + layout.weight_bytes, layout.weight_dtype)}
+    ranges |= {name: (slot.offset_bytes, slot.end_bytes, slot.dtype) for name, slot in layout.state_slots.items()}
+    return {name: from_bytes(rows[:, begin:end], dtype) for name, (begin, end, dtype) in ranges.items()}
+
+
+def assemble_rows(
+    layout: RowLayout, ids: torch.Tensor, words: torch.Tensor, values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Whole rows from ids [n], header words [n] (bytes 8-15), weight and states.
+
+    Values of another dtype are rounded to nearest even; a state that is not given is zero.
+    """
+    rows = torch.zeros(ids.numel(), layout.row_bytes, dtype=torch.uint8)
+    nothing = torch.zeros_like(ids)
+    rows[:, :HEADER_BYTES] = pack_header(Header(ids, nothing, nothing, nothing == 0))
+    used = from_bytes(rows[:, METADATA_OFFSET:HEADER_BYTES], torch.int64)
+    rows[:, METADATA_OFFSET:HEADER_BYTES] = as_bytes(used | words.reshape(-1, 1))
+    rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes] = _raw(values["weight"], layout.weight_dtype)
+    for name, slot in layout.state_slots.items():
+        if name in values:
+            rows[:, slot.offset_bytes : slot.end_bytes] = _raw(values[name], slot.dtype)
+    return rows
+
+
+def _raw(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return as_bytes(values.to(dtype))
+
+
+def convert_rows(rows: torch.Tensor, source: RowLayout, target: RowLayout, *, weights_only: bool) -> torch.Tensor:
+    """Whole rows of ``source`` as ``target``; with ``weights_only`` every state of the result is zero."""
+    if source == target and not (weights_only and target.state_slots):
+        return rows
+    values = separate(source, rows)
+    if weights_only:
+        values = {"weight": values["weight"]}
+    words = from_bytes(rows[:, :HEADER_BYTES], torch.int64)
+    return assemble_rows(target, words[:, 0], words[:, 1], values)

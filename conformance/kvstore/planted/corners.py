@@ -95,7 +95,7 @@ PLANTED = (
         "weight_padded_to_eight",
         "The weight is padded to eight elements instead of four.",
         ("KV-004", "KV-005"),
-        swap("twinproof.kvstore.layout:_PAD_ELEMENTS", 8),
+        swap("twinproof.kvstore.options:_PAD_ELEMENTS", 8),
     ),
     in_engine(
         "first_duplicate_row_wins",
@@ -134,7 +134,7 @@ PLANTED = (
         "saved_ids_are_local",
         "Saved rows list ids that count from the first one (FBGEMM 4739).",
         ("KV-035",),
-        wrap("twinproof.kvstore.saved:_SavedReader.ids", _local),
+        wrap("twinproof.kvstore.disk:_SavedReader.ids", _local),
     ),
     shared(
         "timestamps_in_minutes",
@@ -153,7 +153,7 @@ PLANTED = (
         "impossible_layouts_accepted",
         "A layout that cannot be honoured is taken.",
         ("KV-080",),
-        wrap("twinproof.kvstore.layout:RowLayout.__post_init__", _tolerant),
+        wrap("twinproof.kvstore.options:RowLayout.__post_init__", _tolerant),
     ),
     shared(
         "first_of_several_tables",
@@ -180,12 +180,12 @@ PLANTED = (
         "only_the_first_chunk_committed",
         "Torch's load writes the first chunk of each view alone.",
         ("KV-103",),
-        wrap("twinproof.kvstore.planners:KVLoadPlanner.commit_tensor", _place_forgotten),
+        wrap("twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor", _place_forgotten),
     ),
     shared(
         "background_threshold_ignored",
         "The background evictor starts a round after every write.",
         ("KV-104",),
-        wrap("twinproof.kvstore.background:BackgroundEvictor._written", _always_due),
+        wrap("twinproof.kvstore.eviction:BackgroundEvictor._written", _always_due),
     ),
 )

@@ -157,7 +157,7 @@ def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, 
 
 _HIDDEN = 2**62
 VIEW_CHECK = "twinproof.kvstore.views:check_matrix"
-STATE_KEYS, FILE_KEYS = "twinproof.kvstore.state:check_keys", "twinproof.kvstore.saved:check_keys"
+STATE_KEYS, FILE_KEYS = "twinproof.kvstore.statedict:check_keys", "twinproof.kvstore.disk:check_keys"
 
 
 def _believed(original: Any, *arguments: Any) -> None:
@@ -270,7 +270,7 @@ PLANTED = (
         "A threshold is truncated to a coarser unit (hazard 14).",
         ("KV-056",),
         wrap(
-            "twinproof.kvstore.config:EvictionPolicy.ttl",
+            "twinproof.kvstore.options:EvictionPolicy.ttl",
             lambda original, cls, seconds: original(cls, seconds // 60 * 60),
         ),
     ),

@@ -34,7 +34,7 @@ def everywhere(attribute: str, around: Callable[..., Any]) -> Callable[[], Abstr
 
 
 # The engines of rows, as the stores are bound to them.
-ENGINES = {"refimpl": "twinproof.kvstore.rows:LockedRows", "fastimpl": "fastimpl.kvstore.store:NativeRows"}
+ENGINES = {"refimpl": "twinproof.kvstore.store:LockedRows", "fastimpl": "fastimpl.kvstore.store:NativeRows"}
 
 
 def in_engines(method: str, around: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:

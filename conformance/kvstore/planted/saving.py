@@ -11,7 +11,7 @@ import torch
 from conformance.harness import swap, wrap
 from conformance.kvstore.planted.planting import both, exported, in_store, loaded, shared
 from twinproof.errors import TwinproofError
-from twinproof.kvstore.saved import SavedRows
+from twinproof.kvstore.disk import SavedRows
 
 
 def _one_bucket_ahead(original: Any, cls: Any, *arguments: Any, **options: Any) -> Any:
@@ -177,7 +177,7 @@ def _extra_tables(original: Any, store: Any, path: Any, **options: Any) -> Any:
 
 
 VIEW = "twinproof.kvstore.views:KVTensor"
-WRITE_ITEMS = "twinproof.kvstore.lazy:LazyRows.__create_write_items__"
+WRITE_ITEMS = "twinproof.kvstore.views:LazyRows.__create_write_items__"
 
 PLANTED = (
     shared(
@@ -215,7 +215,7 @@ PLANTED = (
         "narrow_one_row_on",
         "A range of two rows begins one row late.",
         ("KV-039",),
-        wrap("twinproof.kvstore.lazy:LazyRows.narrow", _one_row_on),
+        wrap("twinproof.kvstore.views:LazyRows.narrow", _one_row_on),
     ),
     shared(
         "local_keys_in_views",
@@ -268,26 +268,26 @@ PLANTED = (
         "newer_version_accepted",
         "Files of a newer version are read as if they were of this one.",
         ("KV-048",),
-        swap("twinproof.kvstore.saved:FORMAT_VERSION", 99),
+        swap("twinproof.kvstore.deltas:FORMAT_VERSION", 99),
     ),
     shared(
         "weights_only_keeps_state",
         "Optimizer state comes along with weights_only.",
         ("KV-049",),
-        wrap("twinproof.kvstore.files:convert_rows", _states_loaded),
+        wrap("twinproof.kvstore.disk:convert_rows", _states_loaded),
     ),
     shared(
         "conversion_truncates",
         "float32 becomes bfloat16 by cutting.",
         ("KV-050",),
-        wrap("twinproof.kvstore.convert:_raw", _truncating),
+        wrap("twinproof.kvstore.rows:_raw", _truncating),
     ),
     shared(
         "every_rank_reads_all",
         "A rank reads the rows of all buckets.",
         ("KV-051", "KV-097"),
         both(
-            wrap("twinproof.kvstore.saved:SavedTable.rows_of", _every_bucket),
+            wrap("twinproof.kvstore.disk:SavedTable.rows_of", _every_bucket),
             wrap("refimpl.kvstore:WholeTensors.chunks", _any_bucket),
         ),
     ),
@@ -296,7 +296,7 @@ PLANTED = (
         "Timestamps and counts are not restored from the separate form.",
         ("KV-054", "KV-042"),
         both(
-            wrap("twinproof.kvstore.saved:assemble_rows", _no_metadata),
+            wrap("twinproof.kvstore.disk:assemble_rows", _no_metadata),
             wrap("refimpl.kvstore:assemble_rows", _no_metadata),
         ),
     ),

@@ -17,7 +17,7 @@ from conformance.kvstore.planted.planting import (
     reference,
     shared,
 )
-from twinproof.kvstore import buckets
+from twinproof.kvstore import rows as shared_rows
 from twinproof.optimizers import OPTIMIZERS
 
 
@@ -147,7 +147,7 @@ def _insertion_order(original: Any, ids: Any, *arguments: Any, **options: Any) -
 def _truncated(ids: torch.Tensor, kinds: Any) -> torch.Tensor:
     if kinds.hash_mode == "interleave":
         return ids.abs().remainder(kinds.total_count)
-    return buckets.bucket_of(ids, kinds)
+    return shared_rows.bucket_of(ids, kinds)
 
 
 def _clamped(original: Any, ids: torch.Tensor, kinds: Any) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _stays_open(original: Any, store: Any) -> None:
     return None
 
 
-MAKE = "twinproof.kvstore.config:StoreOptions.make"
+MAKE = "twinproof.kvstore.options:StoreOptions.make"
 
 PLANTED = (
     exported(
@@ -196,14 +196,14 @@ PLANTED = (
         "momentum1_before_momentum2",
         "Partial row-wise Adam stores its states in the order of their names.",
         ("KV-005",),
-        swap("twinproof.kvstore.layout:OPTIMIZERS", _swapped_states()),
+        swap("twinproof.kvstore.options:OPTIMIZERS", _swapped_states()),
     ),
     shared(
         "states_packed_without_alignment",
         "A float32 state begins at an odd multiple of two bytes.",
         ("KV-006",),
         wrap(
-            "twinproof.kvstore.layout:_round_up",
+            "twinproof.kvstore.options:_round_up",
             lambda original, value, multiple: (
                 value
                 if multiple == 2
@@ -229,7 +229,7 @@ PLANTED = (
         "json_forgets_state_dtypes",
         "A layout's JSON loses the dtypes of the states.",
         ("KV-079",),
-        wrap("twinproof.kvstore.layout:RowLayout.from_json", _state_dtypes_lost),
+        wrap("twinproof.kvstore.options:RowLayout.from_json", _state_dtypes_lost),
     ),
     in_engine("reading_inserts", "A read of a missing id inserts it.", ("KV-010",), "read", _inserting_read),
     in_store("denormals_flushed", "Small weights are flushed to zero.", ("KV-008",), "set", _denormals_flushed),
@@ -295,13 +295,13 @@ PLANTED = (
         "negative_ids_mirrored",
         "The bucket of a negative id is that of its absolute value.",
         ("KV-033",),
-        swap("twinproof.kvstore.buckets:bucket_of", _truncated),
+        swap("twinproof.kvstore.rows:bucket_of", _truncated),
     ),
     shared(
         "outside_ids_clamped",
         "Ids outside all chunks fall into the nearest.",
         ("KV-033",),
-        wrap("twinproof.kvstore.buckets:bucket_of", _clamped),
+        wrap("twinproof.kvstore.rows:bucket_of", _clamped),
     ),
     exported(
         "remainder_on_the_last_rank",

@@ -1,7 +1,18 @@
 """``save`` and ``load``: whole rows through the checkpoint component, re-cut by bucket, all or nothing.
 
 Prevents half-loaded stores: a load reads and checks every row that it is going to write before it writes the first.
-The second reading comes from the page cache; memory stays at one chunk.
+The second reading comes from the page cache; memory stays at one chunk. On disk, for each table, rows in bucket order
+and ids ascending inside a bucket::
+
+    {table}.rows           U8  [N, row_bytes]     form "rows"
+    {table}.weight         ..  [N, D]             form "separate", with {table}.metadata I64 [N, 1] and one
+    {table}.{state}        ..  [N, count]           tensor for each optimizer state
+    {table}.ids            I64 [N]
+    {table}.bucket_counts  I64 [B]                from version 2
+    {table}.deleted        I64 [M]                deltas only
+
+``__metadata__`` has ``kvstore.version`` and ``kvstore.content`` (JSON). Version 3 told no steps of optimizers, version
+2 named no moments and no bases; version 1 had one bucket, no deltas and only the form "rows".
 """
 
 from __future__ import annotations
@@ -9,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -17,21 +28,236 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 
-from twinproof.errors import ConfigError
-from twinproof.kvstore.buckets import Buckets, bucket_of, rank_buckets
-from twinproof.kvstore.convert import check_convertible, convert_rows
-from twinproof.kvstore.moments import Named, Part, check_base, named, part_of
-from twinproof.kvstore.room import check_room, make_room
-from twinproof.kvstore.rows import TrackedSource
-from twinproof.kvstore.saved import FORMS, SavedRows, content_metadata
-from twinproof.kvstore.state import gathered, rank_and_world
+from twinproof.checkpoint.catalog import Catalog, read_catalog
+from twinproof.checkpoint.layout import torch_dtype
+from twinproof.checkpoint.reader import read_chunk
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
+from twinproof.kvstore.deltas import (
+    FORMS,
+    Named,
+    Part,
+    SavedContent,
+    check_base,
+    check_room,
+    make_room,
+    named,
+    note_load,
+    part_of,
+    read_content,
+)
+from twinproof.kvstore.options import RowLayout, unpack_header
+from twinproof.kvstore.rows import (
+    Buckets,
+    RowSource,
+    TrackedSource,
+    assemble_rows,
+    bucket_of,
+    check_convertible,
+    convert_rows,
+    rank_buckets,
+)
+from twinproof.kvstore.statedict import gathered, rank_and_world
 from twinproof.kvstore.store import KVStore
+from twinproof.kvstore.views import check_keys, view_slice
 
-__all__ = ["LoadReport", "PendingRows", "RowFiles", "SavePart", "SaveReport", "StoreFiles"]
+__all__ = ["LoadReport", "PendingRows", "RowFiles", "SavePart", "SaveReport", "SavedRows", "SavedTable", "StoreFiles"]
+
 
 LOAD_CHUNK_ROWS = 65536
 
 Value = TypeVar("Value")
+ReadRange = Callable[[Catalog, str, int, int], torch.Tensor]
+# Whether rows, their ids, the ends of all buckets, the position of the first row and the bucket size fit each other.
+RowsFit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], bool]
+
+
+def read_range(catalog: Catalog, name: str, start: int, length: int) -> torch.Tensor:
+    """Rows [start, start + length) of a stored tensor; reads exactly these bytes."""
+    record = catalog.tensors[name]
+    dtype = torch_dtype(record.dtype)
+    assert dtype is not None
+    return read_chunk(record.chunks[0], dtype, start, length)
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """One table on disk: its rows' layout, how many there are, how many each bucket has."""
+
+    name: str
+    layout: RowLayout
+    row_count: int
+    bucket_counts: torch.Tensor
+
+    def rows_of(self, begin: int, end: int) -> tuple[int, int]:
+        """The rows [first, behind last) of buckets [begin, end)."""
+        return int(self.bucket_counts[:begin].sum()), int(self.bucket_counts[:end].sum())
+
+
+class SavedRows(RowSource):
+    """A saved store, read-only; a source for views, which find it again by its path in any process.
+
+    Args:
+        path: folder or file.
+        read: how a range of a tensor's rows is read.
+        fits: says sooner than the checks here that rows are right; what is wrong with others is said here.
+
+    Raises:
+        VersionError: a newer format. FormatError: no saved store. CorruptionError: tensors that contradict the
+            content. MissingKeyError: tensors that are not there. FileNotFoundError.
+    """
+
+    read_only = True
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, read: ReadRange = read_range, fits: RowsFit | None = None
+    ) -> None:
+        self.path, self._read_range, self._fits = os.fspath(path), read, fits
+        self.catalog = read_catalog(self.path)
+        self.content = content = read_content(self.catalog.metadata, self.path)
+        self.version, self.buckets, self.kind, self.form = content.version, content.buckets, content.kind, content.form
+        self.moments, self.bases, self.steps = content.moments, content.bases, content.steps
+        self.saved = {name: self._table_of(name, layout) for name, layout in content.layouts.items()}
+        super().__init__(content.layouts, _SavedReader(self))
+
+    def _table_of(self, name: str, layout: RowLayout) -> SavedTable:
+        ids = self._shape(f"{name}.ids", "I64", 1)
+        names = {f"{name}.rows": "row"}
+        if self.form == "separate":
+            names = {f"{name}.{view}": view for view in ("weight", "metadata", *layout.state_slots)}
+        for tensor, view in names.items():
+            begin, end, dtype = view_slice(layout, view)
+            shape = self._shape(tensor, None, 2)
+            stored = torch_dtype(self.catalog.tensors[tensor].dtype)
+            if (stored, shape) != (dtype, (ids[0], (end - begin) // dtype.itemsize)):
+                expected = (dtype, (ids[0], (end - begin) // dtype.itemsize))
+                raise CorruptionError(
+                    "not the rows of this layout", got=(stored, shape), expected=expected, where=tensor
+                )
+        counts = torch.tensor(list(ids))
+        if self.version > 1:
+            total = self._shape(f"{name}.bucket_counts", "I64", 1)[0]
+            counts = self._read_range(self.catalog, f"{name}.bucket_counts", 0, total)
+        if counts.numel() != self.buckets.total_count or int(counts.sum()) != ids[0] or bool((counts < 0).any()):
+            raise CorruptionError("the bucket counts do not add up", got=int(counts.sum()), expected=ids[0], where=name)
+        return SavedTable(name, layout, ids[0], counts)
+
+    def _shape(self, name: str, dtype: str | None, rank: int) -> tuple[int, ...]:
+        if name not in self.catalog.tensors:
+            raise MissingKeyError("a tensor of the saved store is not there", got=name, where=self.path)
+        record = self.catalog.tensors[name]
+        if (dtype is not None and record.dtype != dtype) or len(record.shape) != rank or len(record.chunks) != 1:
+            raise CorruptionError("not a tensor of this kind", got=(record.dtype, record.shape), where=name)
+        return record.shape
+
+    def saved_table(self, name: str) -> SavedTable:
+        """One table. Raises MissingKeyError."""
+        if name not in self.saved:
+            raise MissingKeyError("the saved store has no such table", got=name, expected=sorted(self.saved))
+        return self.saved[name]
+
+    def rows(self, table: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [length] and whole rows [length, row_bytes] from position ``start``, whatever the form.
+
+        Raises:
+            CorruptionError: keys and ids disagree, a row is unused, or an id stands in a wrong place.
+        """
+        layout, ids = self.saved_table(table).layout, self.read_ids(table, start, length)
+        if self.form == "rows":
+            rows = self._read_range(self.catalog, f"{table}.rows", start, length)
+        else:
+            names = ("weight", "metadata", *layout.state_slots)
+            parts = {n: self._read_range(self.catalog, f"{table}.{n}", start, length) for n in names}
+            rows = assemble_rows(layout, ids, parts["metadata"][:, 0], parts)
+        self._check(table, ids, rows, start)
+        return ids, rows
+
+    def read_ids(self, table: str, start: int, length: int) -> torch.Tensor:
+        """Ids int64 [length] from position ``start``, not checked."""
+        return self._read_range(self.catalog, f"{table}.ids", start, length)
+
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor."""
+        return self.catalog.tensors[name].chunks[0].file
+
+    def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+        if self._fits is not None:
+            ends = self.saved_table(table).bucket_counts.cumsum(0)
+            if self._fits(rows, ids, ends, start, self.buckets.bucket_size or 0):
+                return
+        self.check_rows(table, ids, rows)
+        self.check_order(table, ids, start)
+
+    def check_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Demand that rows have these keys and are in use. Raises CorruptionError."""
+        check_keys(rows, ids, table)
+        if not bool(unpack_header(rows).used.all()):
+            raise CorruptionError("a row is not in use", where=f"{self.path}: {table}")
+
+    def check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
+        """Demand that ids from position ``start`` are in their buckets, ascending inside. Raises CorruptionError."""
+        ends = self.saved_table(table).bucket_counts.cumsum(0)
+        buckets = torch.searchsorted(ends, torch.arange(start, start + ids.numel()), right=True)
+        wrong = bucket_of(ids, self.buckets) != buckets
+        unsorted = (ids[1:] <= ids[:-1]) & (buckets[1:] == buckets[:-1])
+        if bool(wrong.any()) or bool(unsorted.any()):
+            raise CorruptionError("ids that do not stand in bucket order", where=f"{self.path}: {table}.ids")
+
+    def chunks(self, table: str, begin: int, end: int, chunk_rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and whole rows of buckets [begin, end), at most ``chunk_rows`` at once; no other rows are read."""
+        return self.between(table, *self.saved_table(table).rows_of(begin, end), chunk_rows)
+
+    def between(
+        self, table: str, first: int, behind: int, chunk_rows: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same of positions [first, behind)."""
+        seam = torch.zeros(0, dtype=torch.int64)
+        for start in range(first, behind, chunk_rows):
+            ids, rows = self.rows(table, start, min(chunk_rows, behind - start))
+            # The last id of a chunk and the first of the next have an order, too.
+            self.check_order(table, torch.cat([seam, ids[:1]]), start - seam.numel())
+            seam = ids[-1:]
+            yield ids, rows
+
+    def deleted(self, table: str) -> torch.Tensor:
+        """The ids that a delta removes, int64 [M]; of a full save none."""
+        if self.kind == "full":
+            return torch.zeros(0, dtype=torch.int64)
+        return self._read_range(self.catalog, f"{table}.deleted", 0, self._shape(f"{table}.deleted", "I64", 1)[0])
+
+    def reopened(self) -> tuple[Callable[..., RowSource], tuple[Any, ...]] | None:
+        """By their path."""
+        return SavedRows, (os.path.abspath(self.path),)
+
+
+class _SavedReader:
+    """Single rows of a saved store, by id."""
+
+    def __init__(self, saved: SavedRows) -> None:
+        self._saved = saved
+        self._positions: dict[str, dict[int, int]] = {}
+
+    def _places(self, table: str) -> dict[int, int]:
+        if table not in self._positions:
+            ids = self._saved.read_ids(table, 0, self.size(table))
+            self._positions[table] = {key: position for position, key in enumerate(ids.tolist())}
+        return self._positions[table]
+
+    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        places = self._places(table)
+        missing = [key for key in ids.tolist() if key not in places]
+        if missing:
+            raise MissingKeyError("ids that were not saved", got=missing[:10], where=f"{self._saved.path}: {table}")
+        for position, key in enumerate(ids.tolist()):
+            out[position] = self._saved.rows(table, places[key], 1)[1][0, begin:end]
+
+    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([key in self._places(table) for key in ids.tolist()], dtype=torch.bool)
+
+    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
+        return torch.tensor(sorted(k for k in self._places(table) if begin <= k <= last), dtype=torch.int64)
+
+    def size(self, table: str) -> int:
+        return self._saved.saved_table(table).row_count
 
 
 @dataclass(frozen=True)
@@ -76,11 +302,6 @@ class SavePart:
     chunk_rows: int | None
     process_group: Any
 
-    @property
-    def process_rank(self) -> int:
-        """This rank."""
-        return rank_and_world(self.process_group)[0]
-
     def of_all_ranks(self, value: Value) -> list[Value]:
         """Every rank's ``value``, by rank; every rank calls this."""
         return gathered(lambda: value, self.process_group)
@@ -114,7 +335,7 @@ class RowFiles(Protocol):
         delta. Every rank calls this, for the same tables in the same order.
         """
 
-    def open(self, path: str | os.PathLike[str]) -> SavedRows:
+    def open(self, path: str) -> SavedRows:
         """The saved store at a path."""
 
     def chunks(
@@ -186,12 +407,10 @@ class StoreFiles:
                 state |= self._files.tensors(part)
             planned = time.perf_counter()
             kind = "full" if since is None else "delta"
-            metadata = content_metadata(store.options.rows, chosen, kind, form, moments, bases, steps)
-            metadata |= writer_options.pop("metadata", None) or {}
-            with (
-                self._files.writer_class(path, metadata=metadata, **writer_options) as writer,
-                warnings.catch_warnings(),
-            ):
+            content = SavedContent(store.options.rows, chosen, kind, form, moments, bases, steps)
+            metadata = content.metadata() | (writer_options.pop("metadata", None) or {})
+            writer = self._files.writer_class(path, metadata=metadata, **writer_options)
+            with writer, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 alone = rank_and_world(process_group)[1] == 1
                 dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
@@ -237,7 +456,7 @@ class StoreFiles:
         """
         _check_chunk(chunk_rows)
         started = time.perf_counter()
-        saved = self._files.open(path)
+        saved = self._files.open(os.fspath(path))
         if tables is None and set(saved.tables) != set(store.tables):
             raise ConfigError("other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables))
         names = store.tables if tables is None else tables
@@ -263,7 +482,7 @@ class StoreFiles:
             for table, ids in listed.items():
                 make_room(store, table, ids)
             counts = {table: job.write(table, waiting.get(table)) for table in names}
-            _note_load(store, saved, names, counts, mark, weights_only)
+            note_load(store, saved.content, names, counts, mark, weights_only)
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
@@ -349,8 +568,8 @@ class _Load:
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
             filled = None
             if self.saved.kind == "full" and self.store.size(table) == 0:
-                rows = range(first, behind)
-                filled = self.files.fill(self.store, self.saved, table, rows, self.weights_only, len(waiting))
+                rows, ahead = range(first, behind), len(waiting)
+                filled = self.files.fill(self.store, self.saved, table, rows, self.weights_only, ahead)
             if filled is not None:
                 waiting[table] = opened.enter_context(closing(filled))
                 continue
@@ -378,19 +597,3 @@ class _Load:
 
     def _chunks(self, table: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self.files.chunks(self.saved, table, self.begin, self.end, self.chunk_rows)
-
-
-def _note_load(
-    store: KVStore, saved: SavedRows, names: tuple[str, ...], counts: dict[str, int], mark: int, weights_only: bool
-) -> None:
-    """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
-    for table in names:
-        name = saved.moments.get(table)
-        store.moments.set_loaded(table, name)
-        whole = saved.saved_table(table).layout == store.layout(table) and not weights_only
-        if saved.kind == "full":
-            whole = whole and counts[table] == store.size(table)
-        else:
-            whole = whole and bool(set(store.moments.at(mark, table)) & set(saved.bases.get(table, ())))
-        if name is not None and whole:
-            store.moments.note(store.mark(), {table: name})
