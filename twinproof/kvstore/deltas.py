@@ -1,9 +1,10 @@
-"""What a saved store says of itself, so that a delta finds the rows it was taken from, and room in a full table.
+"""What a saved store says of itself, and names of its contents, so that a delta finds the rows it was taken from.
 
-Prevents deltas on rows of another run, and deltas that were left out: a save of a store that tracks its changes names
-each table's moment, and a delta names its own moment and the one that it changes. The name of a full save is a digest
-of its rows' ids, headers and first values; a delta's is one of the same of its rows, its removed ids, and its base.
-Equal contents have equal names, in any order and over any number of ranks.
+Prevents deltas on rows of another run, and deltas that were left out. A save of a store that tracks its changes names
+the contents of each table by a fingerprint; a delta has its own, and that of the contents it changes: its base. The
+fingerprint of a full save is a digest of its rows' ids, headers and first values; that of a delta, one of the same of
+its rows, its removed ids, and its base. Equal contents have equal fingerprints, in any order and over any number of
+ranks. Files call them ``moments``.
 
 A load counts as one batch, whatever its chunks are: no later chunk fails to fit, and none evicts rows of earlier ones.
 """
@@ -28,16 +29,16 @@ __all__ = [
     "FORMAT_VERSION",
     "VERSION_KEY",
     "DeltaStore",
-    "Moments",
-    "Named",
-    "Part",
+    "Fingerprints",
+    "SaveNames",
     "SavedContent",
+    "TableSummary",
     "check_base",
-    "check_room",
-    "make_room",
+    "check_load_fits",
+    "evict_for_load",
     "named",
-    "part_of",
     "read_content",
+    "summary_of",
 ]
 
 
@@ -50,7 +51,7 @@ KINDS, FORMS = ("full", "delta"), ("rows", "separate")
 class SavedContent:
     """What a saved store says of itself, in ``__metadata__``: everything but its tensors.
 
-    ``moments`` and ``bases``: names by table, without those that have none. ``steps``: the last step of each table
+    ``fingerprints`` and ``bases``: by table, without those that have none. ``steps``: the last step of each table
     whose rows have an optimizer.
     """
 
@@ -58,7 +59,7 @@ class SavedContent:
     buckets: Buckets
     kind: str
     form: str
-    moments: dict[str, str]
+    fingerprints: dict[str, str]
     bases: dict[str, tuple[str, ...]]
     steps: dict[str, int]
     version: int = FORMAT_VERSION
@@ -71,7 +72,7 @@ class SavedContent:
             "form": self.form,
             "kind": self.kind,
             "layouts": {table: json.loads(layout.to_json()) for table, layout in self.layouts.items()},
-            "moments": self.moments,
+            "moments": self.fingerprints,
             "steps": self.steps,
         }
         return {
@@ -101,7 +102,7 @@ def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
             buckets=Buckets(*found.get("buckets", [1, "interleave", None])),
             kind=found.get("kind", "full"),
             form=found.get("form", "rows"),
-            moments={str(table): str(name) for table, name in found.get("moments", {}).items()},
+            fingerprints={str(table): str(name) for table, name in found.get("moments", {}).items()},
             bases={str(table): tuple(map(str, names)) for table, names in found.get("bases", {}).items()},
             steps={str(table): _step(count) for table, count in found.get("steps", {}).items()},
             version=int(text),
@@ -124,25 +125,25 @@ DIGEST_BYTES, CHUNK_ROWS = 64, 65536
 _FACTOR = -0x61C8864680B583EB
 
 
-class Moments:
-    """The names of one store's past: of its marks, and of what each table was last loaded from."""
+class Fingerprints:
+    """What one store held at its marks, and what each table was last loaded from, by fingerprint."""
 
     def __init__(self) -> None:
         self._at: dict[int, dict[str, set[str]]] = {}
         self._loaded: dict[str, str | None] = {}
 
     def note(self, mark: int, names: dict[str, str]) -> None:
-        """The tables hold at ``mark`` what was named so; a moment may have several names."""
+        """The tables hold at ``mark`` what these fingerprints name; the same contents may have several."""
         known = self._at.setdefault(mark, {})
         for table, name in names.items():
             known.setdefault(table, set()).add(name)
 
     def at(self, mark: int, table: str) -> tuple[str, ...]:
-        """The names of the table's rows at a mark; none where nobody named it."""
+        """The fingerprints of the table at a mark; none where it was neither saved nor loaded."""
         return tuple(sorted(self._at.get(mark, {}).get(table, set()) | ({EMPTY} if mark == 0 else set())))
 
     def set_loaded(self, table: str, name: str | None) -> None:
-        """What the table was loaded from; None is something without a name."""
+        """Remember what the table was loaded from; None is something without a fingerprint."""
         self._loaded[table] = name
 
     def loaded(self, store: RowStore, table: str) -> str | None:
@@ -153,14 +154,14 @@ class Moments:
 
 
 class DeltaStore(RowStore):
-    """A store that remembers the names of its moments, for its deltas and those that it loads."""
+    """A store that remembers fingerprints, for its deltas and those that it loads."""
 
-    moments: Moments
+    fingerprints: Fingerprints
 
 
 def check_base(store: DeltaStore, table: str, bases: tuple[str, ...], where: str) -> None:
     """Demand that the table was loaded from one of ``bases``; none is no demand. Raises DeltaBaseError."""
-    found = store.moments.loaded(store, table)
+    found = store.fingerprints.loaded(store, table)
     if bases and found not in bases:
         raise DeltaBaseError("a delta on another base than the table's", got=found, expected=bases, where=where)
 
@@ -189,15 +190,15 @@ def digest_rows(source: RowSource, table: str, ids: torch.Tensor) -> int:
     return total % 2**64
 
 
-def moment_name(rows: Iterable[int], removed: Iterable[int], row_count: int, bases: tuple[str, ...]) -> str:
-    """A name of 32 hexadecimal digits, from the digests of all ranks."""
+def fingerprint_of(rows: Iterable[int], removed: Iterable[int], row_count: int, bases: tuple[str, ...]) -> str:
+    """32 hexadecimal digits, from the digests of all ranks."""
     text = f"{sum(rows) % 2**64} {sum(removed) % 2**64} {row_count} {' '.join(bases)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank saves of a table: counts, and what makes the moment's name (see ``moments``)."""
+class TableSummary:
+    """What one rank saves of a table: counts, digests for the fingerprint, and the optimizer's step."""
 
     row_count: int
     deleted_count: int
@@ -207,30 +208,30 @@ class Part:
     step: int = 0
 
 
-# Names of moments and of bases, and optimizers' steps, by table.
-Named = tuple[dict[str, str], dict[str, tuple[str, ...]], dict[str, int]]
+# Fingerprints, those of the bases, and optimizers' steps, by table.
+SaveNames = tuple[dict[str, str], dict[str, tuple[str, ...]], dict[str, int]]
 
 
-def part_of(
+def summary_of(
     store: DeltaStore,
     source: TrackedSource,
     table: str,
     ids: torch.Tensor,
     deleted: torch.Tensor | None,
     since: int | None,
-) -> Part:
+) -> TableSummary:
     """This rank's part of a table in a save of ``source``; digests only where changes are tracked."""
     gone = torch.zeros(0, dtype=torch.int64) if deleted is None else deleted
     if not store.options.track_changes:
-        return Part(ids.numel(), gone.numel(), step=source.step_count(table))
-    bases = () if since is None else store.moments.at(since, table)
-    return Part(
+        return TableSummary(ids.numel(), gone.numel(), step=source.step_count(table))
+    bases = () if since is None else store.fingerprints.at(since, table)
+    return TableSummary(
         ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases, source.step_count(table)
     )
 
 
-def named(store: DeltaStore, by_rank: list[dict[str, Part]], since: int | None) -> Named:
-    """The name of each table's moment and of its bases, the same on every rank; none where nothing is tracked.
+def named(store: DeltaStore, by_rank: list[dict[str, TableSummary]], since: int | None) -> SaveNames:
+    """Each table's fingerprint and those of its bases, the same on every rank; none where nothing is tracked.
 
     And the furthest step of each table whose rows have an optimizer.
     """
@@ -239,22 +240,22 @@ def named(store: DeltaStore, by_rank: list[dict[str, Part]], since: int | None) 
     for table in store.tables if store.options.track_changes else ():
         parts = [found[table] for found in by_rank]
         bases[table] = tuple(sorted(set(parts[0].bases).intersection(*(part.bases for part in parts))))
-        # A delta on a base without a name leads nowhere that a later delta could name.
+        # A delta on a base without a fingerprint leads nowhere that a later delta could name.
         if since is None or bases[table]:
             digests = [part.rows_digest for part in parts], [part.deleted_digest for part in parts]
-            names[table] = moment_name(*digests, sum(part.row_count for part in parts), bases[table])
+            names[table] = fingerprint_of(*digests, sum(part.row_count for part in parts), bases[table])
     trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
     return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
 
 
-def check_room(store: RowStore, table: str, row_count: int) -> None:
+def check_load_fits(store: RowStore, table: str, row_count: int) -> None:
     """Demand that the table may hold this many distinct ids. Raises CapacityError."""
     capacity = store.options.capacities[table]
     if capacity is not None and row_count > capacity:
         raise CapacityError("a load larger than the table", got=row_count, expected=f"<= {capacity}", where=table)
 
 
-def make_room(store: RowStore, table: str, ids: torch.Tensor) -> None:
+def evict_for_load(store: RowStore, table: str, ids: torch.Tensor) -> None:
     """Remove what a write of all ``ids`` (distinct int64 [n]) at once would evict: never one of them.
 
     The rows that go are those of ``KVStore``'s rule for ``capacity``.
@@ -285,12 +286,12 @@ def note_load(
 ) -> None:
     """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
     for table in names:
-        name = saved.moments.get(table)
-        store.moments.set_loaded(table, name)
+        name = saved.fingerprints.get(table)
+        store.fingerprints.set_loaded(table, name)
         whole = saved.layouts[table] == store.layout(table) and not weights_only
         if saved.kind == "full":
             whole = whole and counts[table] == store.size(table)
         else:
-            whole = whole and bool(set(store.moments.at(mark, table)) & set(saved.bases.get(table, ())))
+            whole = whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))
         if name is not None and whole:
-            store.moments.note(store.mark(), {table: name})
+            store.fingerprints.note(store.mark(), {table: name})

@@ -34,16 +34,16 @@ from twinproof.checkpoint.reader import read_chunk
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
 from twinproof.kvstore.deltas import (
     FORMS,
-    Named,
-    Part,
     SavedContent,
+    SaveNames,
+    TableSummary,
     check_base,
-    check_room,
-    make_room,
+    check_load_fits,
+    evict_for_load,
     named,
     note_load,
-    part_of,
     read_content,
+    summary_of,
 )
 from twinproof.kvstore.options import RowLayout, unpack_header
 from twinproof.kvstore.rows import (
@@ -115,7 +115,7 @@ class SavedRows(RowSource):
         self.catalog = read_catalog(self.path)
         self.content = content = read_content(self.catalog.metadata, self.path)
         self.version, self.buckets, self.kind, self.form = content.version, content.buckets, content.kind, content.form
-        self.moments, self.bases, self.steps = content.moments, content.bases, content.steps
+        self.fingerprints, self.bases, self.steps = content.fingerprints, content.bases, content.steps
         self.saved = {name: self._table_of(name, layout) for name, layout in content.layouts.items()}
         super().__init__(content.layouts, _SavedReader(self))
 
@@ -401,20 +401,20 @@ class StoreFiles:
         started = time.perf_counter()
         with store.snapshot() as source:
             mark = source.mark()
-            parts, (moments, bases, steps) = _parts(store, source, chosen, since, form, process_group, chunk_rows)
+            parts, (fingerprints, bases, steps) = _parts(store, source, chosen, since, form, process_group, chunk_rows)
             state: dict[str, torch.Tensor] = {}
             for part in parts:
                 state |= self._files.tensors(part)
             planned = time.perf_counter()
             kind = "full" if since is None else "delta"
-            content = SavedContent(store.options.rows, chosen, kind, form, moments, bases, steps)
+            content = SavedContent(store.options.rows, chosen, kind, form, fingerprints, bases, steps)
             metadata = content.metadata() | (writer_options.pop("metadata", None) or {})
             writer = self._files.writer_class(path, metadata=metadata, **writer_options)
             with writer, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 alone = rank_and_world(process_group)[1] == 1
                 dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
-        store.moments.note(mark, moments)
+        store.fingerprints.note(mark, fingerprints)
         counts = {part.table: part.ids.numel() for part in parts}
         deleted = {part.table: 0 if part.deleted is None else part.deleted.numel() for part in parts}
         phases = {"plan": planned - started, "write": time.perf_counter() - planned}
@@ -476,11 +476,11 @@ class StoreFiles:
             waiting, listed = job.read(opened)
             checked, mark = time.perf_counter(), store.mark()
             for table in names:
-                store.moments.set_loaded(table, None)
+                store.fingerprints.set_loaded(table, None)
             # What a delta removes goes first: it may be what makes room.
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
             for table, ids in listed.items():
-                make_room(store, table, ids)
+                evict_for_load(store, table, ids)
             counts = {table: job.write(table, waiting.get(table)) for table in names}
             note_load(store, saved.content, names, counts, mark, weights_only)
             for table in names if not weights_only else ():
@@ -501,20 +501,20 @@ def _parts(
     form: str,
     process_group: Any,
     chunk_rows: int | None,
-) -> tuple[list[SavePart], Named]:
+) -> tuple[list[SavePart], SaveNames]:
     """This rank's part of every table, with names and steps that all ranks agreed on in one exchange."""
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     deleted: dict[str, torch.Tensor] = {}
 
-    def local_parts() -> dict[str, Part]:
+    def local_parts() -> dict[str, TableSummary]:
         for table in store.tables:
             ids, gone = (source.ids(table), None) if since is None else source.changes(table, since)
             sorted_ids[table] = store.sort_ids(ids, buckets, begin, end)
             if gone is not None:
                 deleted[table] = gone
-        return {t: part_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()}
+        return {t: summary_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()}
 
     by_rank = gathered(local_parts, process_group)
     parts = [
@@ -544,7 +544,7 @@ def _check_table(
     check_convertible(found.layout, store.layout(table), weights_only=weights_only, where=where)
     check_base(store, table, saved.bases.get(table, ()), where)
     first, behind = found.rows_of(begin, end)
-    check_room(store, table, behind - first)
+    check_load_fits(store, table, behind - first)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from twinproof.checkpoint.outcome import raise_first
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
-from twinproof.kvstore.deltas import check_room, make_room
+from twinproof.kvstore.deltas import check_load_fits, evict_for_load
 from twinproof.kvstore.options import RowLayout, check_ids
 from twinproof.kvstore.rows import (
     Buckets,
@@ -240,12 +240,12 @@ def load_state_dict(
     names = store.tables if tables is None else tables
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
-        check_room(store, table, incoming.ids.numel())
+        check_load_fits(store, table, incoming.ids.numel())
         _check(incoming, table)
     for table, incoming in found.items():
         if clear:
             store.clear(table)
-        make_room(store, table, incoming.ids)
+        evict_for_load(store, table, incoming.ids)
         for start, length in incoming.chunks():
             engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
         if incoming.step is not None:

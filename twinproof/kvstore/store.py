@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from twinproof.errors import ConfigError, ShapeError, StoreClosedError, UnsupportedError
-from twinproof.kvstore.deltas import DeltaStore, Moments
+from twinproof.kvstore.deltas import DeltaStore, Fingerprints
 from twinproof.kvstore.eviction import EvictionRound
 from twinproof.kvstore.options import (
     HEADER_BYTES,
@@ -275,7 +275,7 @@ class KVStore(DeltaStore):
         self._engine = type(self)._make_engine(options)
         super().__init__(options, self._engine, {})
         self.return_whole_row = bool(return_whole_row)
-        self.moments = Moments()
+        self.fingerprints = Fingerprints()
         self._listeners: tuple[Callable[[str], None], ...] = ()
         self._step_listeners: tuple[Callable[[str], None], ...] = ()
 

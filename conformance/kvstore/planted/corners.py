@@ -120,7 +120,7 @@ PLANTED = (
     ),
     shared(
         "state_in_the_weights_dtype",
-        "An optimizer state is shown in the dtype of the weights (facts 1.7).",
+        "An optimizer state is shown in the dtype of the weights.",
         ("KV-026",),
         wrap("twinproof.kvstore.rows:RowSource.get_state", _in_the_weights_dtype),
     ),

@@ -1,4 +1,4 @@
-"""The hazards of FBGEMM's store at the commit that was read (facts/kvstore.md 1.12), as far as results show them."""
+"""Hazards that FBGEMM's store had, as far as results show them."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ PLANTED = (
     in_engine("capacity_evicts_the_newest", "A full table loses its newest rows.", ("KV-090",), "write", _newest_go),
     in_engine(
         "snapshot_shows_live_rows",
-        "A snapshot lists ids of its moment and reads the live table (facts 1.8).",
+        "A snapshot lists ids of its moment and reads the live table.",
         ("KV-064", "KV-061"),
         "snapshot",
         _live,

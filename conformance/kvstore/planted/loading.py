@@ -41,7 +41,7 @@ def _rows_alone(original: Any, value: Any, shape: Any, dtypes: Any, where: str) 
 
 
 def _any_base_of_the_kind(original: Any, store: Any, table: str, bases: Any, where: str) -> None:
-    if store.moments.loaded(store, table) == "empty":
+    if store.fingerprints.loaded(store, table) == "empty":
         original(store, table, bases, where)
 
 
@@ -130,7 +130,7 @@ PLANTED = (
         "names_of_histories",
         "The name of a moment depends on what was saved before.",
         ("KV-127",),
-        wrap("twinproof.kvstore.deltas:moment_name", _with_the_mark),
+        wrap("twinproof.kvstore.deltas:fingerprint_of", _with_the_mark),
     ),
     shared(
         "old_deltas_keep_what_they_remove",
@@ -154,13 +154,13 @@ PLANTED = (
         "capacity_met_on_the_way",
         "A load looks at the capacity chunk by chunk.",
         ("KV-112",),
-        wrap("twinproof.kvstore.disk:check_room", _nothing),
+        wrap("twinproof.kvstore.disk:check_load_fits", _nothing),
     ),
     shared(
         "chunks_evict_each_other",
         "A later chunk of a load evicts the rows of an earlier one.",
         ("KV-113",),
-        wrap("twinproof.kvstore.disk:make_room", _nothing),
+        wrap("twinproof.kvstore.disk:evict_for_load", _nothing),
     ),
     exported(
         "removals_after_writes",

@@ -207,7 +207,7 @@ PLANTED = (
     ),
     shared(
         "read_only_lost_in_pickle",
-        "Pickling loses the read-only flag (facts 1.7).",
+        "Pickling loses the read-only flag.",
         ("KV-038",),
         wrap(f"{VIEW}.__reduce_ex__", _flag_lost),
     ),

@@ -260,7 +260,7 @@ PLANTED = (
         ("KV-111",),
         wrap("twinproof.kvstore.rows:RowSource._read", _out_beside),
     ),
-    shared("seed_not_used", "The seed is stored and never used (facts 1.6).", ("KV-012",), wrap(MAKE, _fixed_seed)),
+    shared("seed_not_used", "The seed is stored and never used.", ("KV-012",), wrap(MAKE, _fixed_seed)),
     shared(
         "initializer_of_the_first_table",
         "Every table has the first table's initializer.",
