@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from conformance.harness import Mismatch
-from twinproof.kvstore.initial import GOLDEN, mix
+from twinproof.kvstore.options import GOLDEN, mix
 
 __all__ = ["CONTEXTS", "Corpus", "standard_library"]
 

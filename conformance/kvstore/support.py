@@ -63,7 +63,7 @@ def weights_of(store: Any, count: int, seed: int, table: str = "t") -> torch.Ten
 
 
 def header(key: int, timestamp: int, count: int, used: bool = True) -> bytes:
-    """A metaheader, by the text of facts/kvstore.md 1.2."""
+    """A metaheader, by the documented layout."""
     return struct.pack("<qII", key, timestamp, count | (0x80000000 if used else 0))
 
 

@@ -95,7 +95,7 @@ def test_header_takes_sixteen_bytes(kvstore: Any) -> None:
         assert_same_bytes(row[16:], weights.view(torch.uint8).numpy().tobytes(), where=f"weight of {dtype}")
 
 
-# facts/kvstore.md 1.5: D -> bytes of (fp32 row-wise Adagrad, partial row-wise Adam, Adam; the same three in fp16).
+# FBGEMM: D -> bytes of (fp32 row-wise Adagrad, partial row-wise Adam, Adam; the same three in fp16).
 ROW_BYTES = {
     32: (160, 288, 400, 88, 216, 336),
     64: (288, 544, 784, 152, 408, 656),

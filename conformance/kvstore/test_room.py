@@ -30,7 +30,7 @@ def aged(kvstore: Any, ages: dict[int, int], **options: Any) -> Any:
     "state dict, whatever the chunks are.",
 )
 def test_load_that_cannot_fit(kvstore: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("twinproof.kvstore.state.LOAD_CHUNK_ROWS", 2)
+    monkeypatch.setattr("twinproof.kvstore.statedict.LOAD_CHUNK_ROWS", 2)
     source = store_of(kvstore)
     source.set_rows("t", random_rows(source, range(100, 109), 1))
     full = aged(kvstore, {key: 10 + key for key in range(5)}, capacity=5)
@@ -64,7 +64,7 @@ def test_load_makes_room(kvstore: Any, tmp_path: Path, monkeypatch: Any, by: str
     expected.set("t", ids_of([6, 5]), torch.zeros(2, 6))
     expected.set_rows("t", source.get_rows("t", source.ids("t")))
     for chunk in (1, 2, 3, 4, 9):
-        monkeypatch.setattr("twinproof.kvstore.state.LOAD_CHUNK_ROWS", chunk)
+        monkeypatch.setattr("twinproof.kvstore.statedict.LOAD_CHUNK_ROWS", chunk)
         for way in ("load", "load_state_dict"):
             store = aged(kvstore, there, **options)
             store.set("t", ids_of([6, 5]), torch.zeros(2, 6))

@@ -1,10 +1,13 @@
-"""``save`` and ``load`` through the fast checkpoint. Meaning: ``twinproof.kvstore.files``."""
+"""``save`` and ``load`` through the fast checkpoint: rows are streamed, and read once where a table is empty.
+
+Meaning: ``refimpl.kvstore.WholeTensors``.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,17 +15,16 @@ import torch
 from fastimpl import ops
 from fastimpl.checkpoint import HuggingFaceStorageWriter
 from fastimpl.checkpoint.readio import read_exactly
-from fastimpl.kvstore.buckets import sort_ids_by_bucket
-from fastimpl.kvstore.filling import fill
+from fastimpl.kvstore.filling import WaitingRows, fill
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.checkpoint.layout import torch_dtype
 from twinproof.checkpoint.memory import buffer_of
-from twinproof.kvstore import files as reference
-from twinproof.kvstore.base import KVStoreBase
-from twinproof.kvstore.files import LoadReport, SaveReport
-from twinproof.kvstore.saved import SavedRows
+from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles
+from twinproof.kvstore.statedict import rank_and_world
+from twinproof.kvstore.store import KVStore
+from twinproof.kvstore.views import KVTensor, LazyRows, dense_rows
 
-__all__ = ["load", "save"]
+__all__ = ["StreamedFiles", "load", "save"]
 
 BLOCK_BYTES = 4 << 20
 CHUNK_BYTES = 8 << 20
@@ -30,33 +32,69 @@ CHUNK_BYTES = 8 << 20
 FILL_ROWS = 1 << 20
 
 
-def save(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> SaveReport:
+def save(store: KVStore, path: str | os.PathLike[str], **options: Any) -> SaveReport:
     # One thread gathers rows while another writes; blocks bound what is in flight.
     options.setdefault("block_bytes", BLOCK_BYTES)
     options.setdefault("thread_count", min(2, torch.get_num_threads()))
-    return reference.save_with(HuggingFaceStorageWriter, store, path, sort_ids=sort_ids_by_bucket, **options)
+    return StoreFiles(StreamedFiles()).save(store, path, **options)
 
 
-def load(store: KVStoreBase, path: str | os.PathLike[str], **options: Any) -> LoadReport:
+def load(store: KVStore, path: str | os.PathLike[str], **options: Any) -> LoadReport:
     # A chunk is small enough to be in a cache still when it is checked or written.
     widest = max(layout.row_bytes for layout in store.options.rows.values())
-    fill_rows = options.get("chunk_rows", FILL_ROWS)
-    options.setdefault("chunk_rows", max(1, min(reference.LOAD_CHUNK_ROWS, CHUNK_BYTES // widest)))
-    return reference.load_with(
-        lambda found: FastSavedRows(found, read=_Ranges().read), store, path, fill=partial(fill, fill_rows), **options
-    )
+    files = StreamedFiles(options.get("chunk_rows", FILL_ROWS))
+    options.setdefault("chunk_rows", max(1, min(LOAD_CHUNK_ROWS, CHUNK_BYTES // widest)))
+    return StoreFiles(files).load(store, path, **options)
 
 
-class FastSavedRows(SavedRows):
-    """Saved rows, read by all threads and checked in one pass. Matrices of bytes are valid until the next is read.
+save.__doc__, load.__doc__ = StoreFiles.save.__doc__, StoreFiles.load.__doc__
 
-    What is wrong, and how it is said, is the reference's.
+
+class StreamedFiles:
+    """Rows are read when they are due, and forgotten.
+
+    Args:
+        fill_rows: rows of an empty table that are read in one call.
     """
 
-    def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
-        ends = self.saved_table(table).bucket_counts.cumsum(0)
-        if not ops.saved_rows_fit(rows, ids, ends, start, self.buckets.bucket_size or 0):
-            super()._check(table, ids, rows, start)
+    writer_class = HuggingFaceStorageWriter
+
+    def __init__(self, fill_rows: int = FILL_ROWS) -> None:
+        self._fill_rows = fill_rows
+
+    def tensors(self, part: SavePart) -> dict[str, torch.Tensor]:
+        """Lazy tensors that know where this rank's rows stand among those of all ranks."""
+        rank = rank_and_world(part.process_group)[0]
+        names = {"rows": "row"}
+        if part.form == "separate":
+            names = {view: view for view in ("weight", "metadata", *part.source.layout(part.table).state_slots)}
+        rows: dict[str, LazyRows] = {
+            name: KVTensor.over(part.source, part.ids, view, table=part.table, chunk_rows=part.chunk_rows)
+            for name, view in names.items()
+        }
+        rows["ids"] = dense_rows(part.ids)
+        for lazy in rows.values():
+            lazy.place(sum(part.row_counts), sum(part.row_counts[:rank]))
+        rows["bucket_counts"] = dense_rows(part.bucket_counts)
+        rows["bucket_counts"].place(part.bucket_total, part.first_bucket)
+        if part.deleted is not None:
+            rows["deleted"] = dense_rows(part.deleted)
+            rows["deleted"].place(sum(part.deleted_counts), sum(part.deleted_counts[:rank]))
+        return {f"{part.table}.{name}": value for name, value in rows.items()}
+
+    def open(self, path: str) -> SavedRows:
+        """Ranges are read by all threads, and checked in one pass. Bytes are valid until the next are read."""
+        return SavedRows(path, read=_Ranges().read, fits=ops.saved_rows_fit)
+
+    def chunks(
+        self, saved: SavedRows, table: str, begin: int, end: int, chunk_rows: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return saved.chunks(table, begin, end, chunk_rows)
+
+    def fill(
+        self, store: KVStore, saved: SavedRows, table: str, rows: range, weights_only: bool, ahead: int
+    ) -> WaitingRows | None:
+        return fill(self._fill_rows, store, saved, table, rows, weights_only, ahead)
 
 
 class _Ranges:
@@ -86,6 +124,3 @@ class _Ranges:
         finally:
             os.close(descriptor)
         return result
-
-
-save.__doc__, load.__doc__ = reference.save.__doc__, reference.load.__doc__

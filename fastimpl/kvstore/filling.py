@@ -12,8 +12,8 @@ from fastimpl.kvstore.native import AllocationError, check_status
 from fastimpl.kvstore.store import KVStore
 from fastimpl.ops import KVFilling
 from twinproof.errors import CorruptionError
-from twinproof.kvstore.base import KVStoreBase
-from twinproof.kvstore.saved import SavedRows
+from twinproof.kvstore import store as shared
+from twinproof.kvstore.disk import SavedRows
 
 __all__ = ["WaitingRows", "fill"]
 
@@ -22,7 +22,7 @@ _SPOKEN_ROWS = 4096  # In memory at once where something is wrong.
 
 
 class WaitingRows:
-    """See ``twinproof.kvstore.files.Waiting``."""
+    """See ``twinproof.kvstore.disk.PendingRows``."""
 
     def __init__(self, store: KVStore, table: str, filling: KVFilling) -> None:
         self._store, self._table, self._filling = store, table, filling
@@ -32,7 +32,7 @@ class WaitingRows:
         if status == _REFUSED:
             return False
         check_status(status, self._table)
-        self._store._written(self._table)
+        self._store.tell_written(self._table)
         return True
 
     def close(self) -> None:
@@ -60,9 +60,9 @@ class WaitingRows:
 
 
 def fill(
-    part_rows: int, store: KVStoreBase, saved: SavedRows, table: str, rows: range, weights_only: bool, ahead: int
+    part_rows: int, store: shared.KVStore, saved: SavedRows, table: str, rows: range, weights_only: bool, ahead: int
 ) -> WaitingRows | None:
-    """See ``twinproof.kvstore.files.Fill``; ``part_rows``: how many are read in one call."""
+    """See ``twinproof.kvstore.disk.RowFiles.fill``; ``part_rows``: how many are read in one call."""
     layout = store.layout(table)
     is_converted = saved.saved_table(table).layout != layout or (weights_only and layout.state_slots)
     if not isinstance(store, KVStore) or saved.form != "rows" or is_converted:

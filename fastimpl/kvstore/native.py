@@ -7,9 +7,8 @@ import struct
 import torch
 
 from twinproof.errors import CapacityError, TwinproofError
-from twinproof.kvstore.config import POLICIES, StoreOptions
-from twinproof.kvstore.eviction import RoundPlan
-from twinproof.kvstore.initial import _signed
+from twinproof.kvstore.options import POLICIES, StoreOptions, signed64
+from twinproof.kvstore.rows import RoundPlan
 from twinproof.optimizers import OPTIMIZERS, Hyper
 
 __all__ = ["AllocationError", "check_status", "format_words", "hyper_values", "plan_words"]
@@ -55,7 +54,7 @@ def format_words(options: StoreOptions) -> torch.Tensor:
             *slots,
         ]
         row += [initializer.kind == "uniform", _word("<f", initializer.low), _word("<f", initializer.span)]
-        row += [_signed(options.seed), index, kind != "score", options.track_changes]
+        row += [signed64(options.seed), index, kind != "score", options.track_changes]
         row += [-1 if capacity is None else capacity, kind in ("score", "count", "ttl_count")]
         rows.append([int(word) for word in row])
     return torch.tensor(rows, dtype=torch.int64)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fastimpl import ops
 from fastimpl.pipeline.route import Route
-from twinproof.kvstore.state import gathered
+from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.awaitables import Awaitable
 from twinproof.pipeline.jagged import Bags, offsets_of
 

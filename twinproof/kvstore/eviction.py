@@ -1,89 +1,39 @@
 """Eviction rounds: a plan made at one moment, carried out in slices, by hand or by a background thread.
 
-Prevents rounds that evict by stale statistics: a row that was written after its round began stays.
+Prevents rounds that evict by stale statistics: a row that was written after its round began stays. Training waits for a
+slice at most, never for a round: between slices the store is free.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol
 
-import torch
-
-from refimpl.optimizers import row_sum
 from twinproof.errors import ConfigError
-from twinproof.kvstore.config import EvictionPolicy, EvictionStats
-from twinproof.kvstore.layout import HEADER_BYTES, RowLayout, from_bytes, unpack_header
+from twinproof.kvstore.options import EvictionPolicy, EvictionStats, StoreStats
+from twinproof.kvstore.rows import RoundPlan, RowEngine
 
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
-
-__all__ = ["EvictionRound", "RoundPlan", "condemned", "decayed"]
-
-
-@dataclass(frozen=True)
-class RoundPlan:
-    """One round over one table.
-
-    ``ids``: int64 [n], the rows of the moment it began, ascending. ``now``: the clock then. ``mark``: rows written
-    after it stay. ``cutoff``: for the score policy, the lowest (score bits, id) that is kept, None when all are.
-    """
-
-    table: str
-    policy: EvictionPolicy
-    now: int
-    mark: int
-    ids: torch.Tensor
-    cutoff: tuple[int, int] | None = None
-
-
-def decayed(policy: EvictionPolicy, counts: torch.Tensor) -> torch.Tensor:
-    """``floor(count * decay)`` in float64, for the policies that look at counts; else the counts as they are."""
-    if policy.kind not in ("count", "ttl_count") or policy.decay == 1.0:
-        return counts
-    return (counts.to(torch.float64) * policy.decay).floor().to(torch.int64)
-
-
-def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
-    """Bool [n]: which rows, uint8 [n, row_bytes], the policy evicts. The predicates of ``EvictionPolicy``."""
-    policy, header = plan.policy, unpack_header(rows)
-    nothing = torch.zeros(rows.shape[0], dtype=torch.bool)
-    old = (plan.now - header.timestamps > policy.ttl_seconds) if policy.ttl_seconds else nothing
-    rare = decayed(policy, header.counts) < policy.count_threshold
-    if policy.kind == "ttl":
-        return old
-    if policy.kind == "count":
-        return rare
-    if policy.kind == "ttl_count":
-        return old & rare
-    if policy.kind == "timestamp":
-        return header.timestamps < policy.timestamp_threshold
-    if policy.kind == "l2":
-        raw = rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes]
-        wide = from_bytes(raw, layout.weight_dtype).to(torch.float64)
-        return row_sum(wide * wide)[:, 0] < policy.l2_threshold * policy.l2_threshold
-    if plan.cutoff is None:
-        return nothing
-    score, key = plan.cutoff
-    return (header.counts < score) | ((header.counts == score) & (header.ids < key))
+__all__ = ["BackgroundEvictor", "EvictableStore", "EvictionRound"]
 
 
 class EvictionRound:
     """One round: ``step`` looks at the next slice, ``run`` at all that is left; between steps the store is free.
 
     Args:
-        store: the store.
-        plan: from the store.
+        engine: the rows.
+        plan: what the engine began.
         slice_rows: rows looked at in a step, at least 1.
 
     ``pause`` makes ``step`` do nothing until ``resume``; both in any order and number. ``cancel`` ends the round.
     """
 
-    def __init__(self, store: KVStoreBase, plan: RoundPlan, slice_rows: int = 4096) -> None:
+    def __init__(self, engine: RowEngine, plan: RoundPlan, slice_rows: int = 4096) -> None:
         if type(slice_rows) is not int or slice_rows < 1:
             raise ConfigError("not a slice", got=slice_rows, expected="rows >= 1", where="slice_rows")
-        self._store, self._plan, self._slice_rows = store, plan, slice_rows
+        self._engine, self._plan, self._slice_rows = engine, plan, slice_rows
         self._lock = threading.Lock()
         self._paused = False
         self._processed_count = self._evicted_count = 0
@@ -109,8 +59,7 @@ class EvictionRound:
     def cancel(self) -> None:
         """End the round; rows not yet looked at stay."""
         with self._lock:
-            kept = self._plan.ids[: self._processed_count]
-            self._plan = RoundPlan(**{**vars(self._plan), "ids": kept})
+            self._plan = replace(self._plan, ids=self._plan.ids[: self._processed_count])
 
     def step(self) -> bool:
         """Look at the next slice; whether there is more to do. A paused round does nothing and has more to do."""
@@ -118,7 +67,7 @@ class EvictionRound:
             if self._paused or self.done:
                 return not self.done
             ids = self._plan.ids[self._processed_count : self._processed_count + self._slice_rows]
-            self._evicted_count += self._store._evict_some(self._plan, ids)
+            self._evicted_count += self._engine.evict_some(self._plan, ids)
             self._processed_count += ids.numel()
             return not self.done
 
@@ -128,3 +77,141 @@ class EvictionRound:
         while self.step():
             pass
         return self.stats
+
+
+class EvictableStore(Protocol):
+    """What the evictor asks of a store; see ``KVStore``."""
+
+    def start_eviction(self, table: str, *, policy: EvictionPolicy | None, slice_rows: int) -> EvictionRound:
+        """A round over the rows of this moment."""
+
+    def size(self, table: str) -> int:
+        """The number of rows of the table."""
+
+    def stats(self) -> StoreStats:
+        """Exact counters."""
+
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after writes, or after steps."""
+
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
+        """Undo ``add_listener``."""
+
+
+class BackgroundEvictor:
+    """Runs an eviction round over a table when one of the triggers given says so; a context manager.
+
+    A round that cannot bring the table below a threshold is not repeated before the next write.
+
+    Args:
+        store: the store.
+        table: the table that is watched.
+        trigger_rows: after a write that left the table with more rows than this.
+        trigger_bytes: after a write to the table that left the store with more bytes of rows, of all tables, than this.
+        trigger_steps: after every so many calls of ``apply_gradients`` on the table.
+        policy: instead of the table's own.
+        slice_rows: rows looked at while the store is held.
+
+    Raises:
+        ConfigError: no policy, or numbers out of range.
+    """
+
+    def __init__(
+        self,
+        store: EvictableStore,
+        table: str,
+        *,
+        trigger_rows: int | None = None,
+        trigger_bytes: int | None = None,
+        trigger_steps: int | None = None,
+        policy: EvictionPolicy | None = None,
+        slice_rows: int = 1024,
+    ) -> None:
+        triggers = {"trigger_rows": trigger_rows, "trigger_bytes": trigger_bytes, "trigger_steps": trigger_steps}
+        for name, value in triggers.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError("not a threshold", got=value, expected="an int >= 1", where=name)
+        if all(value is None for value in triggers.values()):
+            raise ConfigError("nothing would ever run a round", got=None, expected=sorted(triggers), where="triggers")
+        # A round that is thrown away checks the policy and the slice here, not in the thread.
+        store.start_eviction(table, policy=policy, slice_rows=slice_rows)
+        self._store, self._table, self._step_count = store, table, 0
+        self._trigger_rows, self._trigger_bytes, self._trigger_steps = trigger_rows, trigger_bytes, trigger_steps
+        self._policy, self._slice_rows = policy, slice_rows
+        self._condition = threading.Condition()
+        self._due = self._busy = self._closed = False
+        self._failure: Exception | None = None
+        self.rounds: list[EvictionStats] = []
+        self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
+        self._thread.start()
+        if trigger_rows is not None or trigger_bytes is not None:
+            store.add_listener(self._written)
+        if trigger_steps is not None:
+            store.add_listener(self._stepped, steps=True)
+
+    def _written(self, table: str) -> None:
+        if table == self._table and (self._has_many_rows() or self._has_many_bytes()):
+            self._make_due()
+
+    def _has_many_rows(self) -> bool:
+        return self._trigger_rows is not None and self._store.size(self._table) > self._trigger_rows
+
+    def _has_many_bytes(self) -> bool:
+        return self._trigger_bytes is not None and self._store.stats().row_bytes > self._trigger_bytes
+
+    def _stepped(self, table: str) -> None:
+        if table != self._table or self._trigger_steps is None:
+            return
+        self._step_count += 1
+        if self._step_count % self._trigger_steps == 0:
+            self._make_due()
+
+    def _make_due(self) -> None:
+        with self._condition:
+            self._due = True
+            self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._due or self._closed)
+                if self._closed:
+                    return
+                self._due, self._busy = False, True
+            try:
+                self._round()
+            except Exception as error:
+                self._failure = error
+
+    def _round(self) -> None:
+        found = self._store.start_eviction(self._table, policy=self._policy, slice_rows=self._slice_rows)
+        while not self._closed and found.step():
+            pass
+        self.rounds.append(found.stats)
+
+    def wait(self) -> list[EvictionStats]:
+        """Wait until nothing is due; the rounds so far. Raises what a round raised."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or not (self._due or self._busy))
+        if self._failure is not None:
+            raise self._failure
+        return list(self.rounds)
+
+    def close(self) -> None:
+        """End after the slice that is running; twice is harmless."""
+        self._store.remove_listener(self._written)
+        self._store.remove_listener(self._stepped)
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> BackgroundEvictor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

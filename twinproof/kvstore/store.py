@@ -1,285 +1,545 @@
-"""The reference store: one dictionary of rows for each table, each row an immutable ``bytes``.
-
-A snapshot is a shallow copy of the dictionaries: what the store writes later are other bytes.
-"""
+"""``KVStore``: verbs, checks and errors, over an engine of rows that each implementation brings."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 import weakref
-from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from refimpl.optimizers import Hyper, reduce_duplicates, update
-from twinproof.checkpoint.memory import buffer_of
-from twinproof.errors import CapacityError, ConfigError, StoreClosedError
-from twinproof.kvstore.base import KVStoreBase
-from twinproof.kvstore.config import EvictionPolicy, StoreOptions, StoreStats
-from twinproof.kvstore.eviction import RoundPlan, condemned, decayed
-from twinproof.kvstore.initial import initial_rows
-from twinproof.kvstore.layout import HEADER_BYTES, Header, RowLayout, as_bytes, from_bytes, pack_header, unpack_header
-from twinproof.kvstore.reading import METADATA_OFFSET, SnapshotBase, TrackedSource
+from twinproof.errors import ConfigError, ShapeError, StoreClosedError, UnsupportedError
+from twinproof.kvstore.deltas import DeltaStore, Fingerprints
+from twinproof.kvstore.eviction import EvictionRound
+from twinproof.kvstore.options import (
+    HEADER_BYTES,
+    TIMESTAMP_MAX,
+    Clock,
+    EvictionPolicy,
+    EvictionStats,
+    Initializer,
+    RowLayout,
+    StoreOptions,
+    StoreStats,
+    as_bytes,
+    check_count,
+    check_ids,
+    check_matrix,
+    check_plain,
+    check_rows,
+)
+from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine, Snapshot, TrackedReader
+from twinproof.kvstore.statedict import load_state_dict, state_dict
+from twinproof.optimizers import Hyper
 
-__all__ = ["KVStore", "Snapshot"]
-
-Rows = dict[int, bytes]
-_USED = -(2**63)
-
-
-def _matrix(rows: list[bytes], width: int) -> torch.Tensor:
-    if not rows or not width:
-        return torch.zeros(len(rows), width, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).reshape(len(rows), width)
-
-
-def _split(rows: torch.Tensor) -> list[bytes]:
-    dense = rows.contiguous()
-    # Memory is read as it lies: numpy need not be installed.
-    raw, width = bytes(buffer_of(dense)), dense.shape[1]
-    return [raw[begin : begin + width] for begin in range(0, len(raw), width)] if width else [b""] * len(dense)
+__all__ = ["BucketSort", "KVStore", "LockedRows", "wall_clock"]
 
 
-def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of whole rows as a store keeps them: used, with zero padding."""
-    result = torch.zeros_like(rows)
-    for begin, end in layout.value_ranges:
-        result[:, begin:end] = rows[:, begin:end]
-    result[:, HEADER_BYTES - 1] |= 0x80
-    return result
+class BucketSort:
+    """``sort_ids_by_bucket`` of one implementation: the checks, and behind them its way to sort.
+
+    Args:
+        sort: see ``RowEngine.sort_ids``.
+    """
+
+    def __init__(self, sort: Callable[[torch.Tensor, Buckets, int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._sort = sort
+
+    def sort_ids_by_bucket(
+        self,
+        ids: torch.Tensor,
+        bucket_start: int = 0,
+        bucket_end: int | None = None,
+        total_buckets: int = 1,
+        *,
+        hash_mode: str = "interleave",
+        bucket_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids in bucket order, ascending inside a bucket, and how many each bucket has.
+
+        FBGEMM's ``get_bucket_sorted_indices_and_bucket_tensor``, whose order inside a bucket is free.
+
+        Args:
+            ids: int64 or int32, [n] or [n, 1]; duplicates are kept.
+            bucket_start: first bucket of this rank.
+            bucket_end: behind its last one; None is ``total_buckets``. Where it is ``bucket_start``, ``ids`` is empty.
+            total_buckets: over all ranks.
+            hash_mode: see ``Buckets``.
+            bucket_size: see ``Buckets``.
+
+        Returns:
+            int64 [n, 1] ids and int64 [bucket_end - bucket_start, 1] counts.
+
+        Raises:
+            ConfigError: an id outside the rank's buckets, or a range outside all buckets. ShapeError, UnsupportedError.
+        """
+        buckets = Buckets(total_buckets, hash_mode, bucket_size)
+        end = total_buckets if bucket_end is None else bucket_end
+        if not 0 <= bucket_start <= end <= total_buckets:
+            raise ConfigError(
+                "not a range of buckets", got=(bucket_start, end), expected=f"within 0 to {total_buckets}"
+            )
+        return self._sort(check_ids(_flat(ids)), buckets, bucket_start, end)
 
 
-class _DictSource(TrackedSource):
-    """Reading from dictionaries of rows."""
+def _flat(ids: Any) -> torch.Tensor:
+    plain = check_plain(ids, "ids")
+    if plain.dim() == 2 and plain.shape[1] == 1:
+        return plain.reshape(-1)
+    if plain.dim() != 1:
+        raise ShapeError("ids are [n] or [n, 1]", got=tuple(plain.shape), where="ids")
+    return plain
 
-    def _hold(self, options: StoreOptions, rows: dict[str, Rows]) -> None:
+
+Rows = TypeVar("Rows", bound=TrackedReader)
+
+
+class _LockedReader(Generic[Rows]):
+    """Rows that know neither threads nor closing, behind one lock and one flag."""
+
+    def __init__(self, options: StoreOptions, rows: Rows) -> None:
         self.options, self._rows = options, rows
-        self._version = 0
-        # The version of each row's last change, and of each removal that no row has followed.
-        self._changed: dict[str, dict[int, int]] = {table: {} for table in rows}
-        self._removed: dict[str, dict[int, int]] = {table: {} for table in rows}
         self._lock = threading.RLock()
-        self._closed = False
+        self.closed = False
 
-    def _table(self, table: str) -> Rows:
-        if self._closed:
-            raise StoreClosedError("the store or snapshot was closed", where=table)
-        return self._rows[table]
-
-    def _read(self, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    @contextmanager
+    def _held(self, table: str | None = None) -> Iterator[Rows]:
         with self._lock:
-            found = [self._table(table).get(key) for key in ids.tolist()]
-        missing = [position for position, row in enumerate(found) if row is None]
-        for position, row in zip(missing, _split(initial_rows(self.options, table, ids[missing])), strict=True):
-            found[position] = row
-        return _matrix([row[begin:end] for row in found if row is not None], end - begin)
+            if self.closed:
+                raise StoreClosedError("the store or snapshot was closed", where=table or next(iter(self.options.rows)))
+            yield self._rows
 
-    def _find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        with self._lock:
-            rows = self._table(table)
-            return torch.tensor([key in rows for key in ids.tolist()], dtype=torch.bool)
+    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        with self._held(table) as rows:
+            rows.read(table, ids, begin, end, out)
 
-    def _ids(self, table: str, begin: int, last: int) -> torch.Tensor:
-        with self._lock:
-            return torch.tensor(sorted(k for k in self._table(table) if begin <= k <= last), dtype=torch.int64)
+    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        with self._held(table) as rows:
+            return rows.find(table, ids)
 
-    def _size(self, table: str) -> int:
-        with self._lock:
-            return len(self._table(table))
+    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
+        with self._held(table) as rows:
+            return rows.ids(table, begin, last)
 
-    def _changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._lock:
-            self._table(table)
-            pair = [sorted(k for k, v in d[table].items() if v > since) for d in (self._changed, self._removed)]
-            return torch.tensor(pair[0], dtype=torch.int64), torch.tensor(pair[1], dtype=torch.int64)
+    def size(self, table: str) -> int:
+        with self._held(table) as rows:
+            return rows.size(table)
+
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._held(table) as rows:
+            return rows.changes(table, since)
 
     def mark(self) -> int:
-        return self._version
-
-
-class Snapshot(_DictSource, SnapshotBase):
-    """Shallow copies of the dictionaries."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._hold(store.options, {table: dict(rows) for table, rows in store._rows.items()})
-        self._version = store._version
-        self._changed = {table: dict(versions) for table, versions in store._changed.items()}
-        self._removed = {table: dict(versions) for table, versions in store._removed.items()}
+        with self._held() as rows:
+            return rows.mark()
 
     def close(self) -> None:
-        self._closed = True
-        self._rows, self._changed, self._removed = {}, {}, {}
-
-
-class KVStore(_DictSource, KVStoreBase):
-    __doc__ = KVStoreBase.__doc__
-
-    def _open(self) -> None:
-        self._hold(self.options, {table: {} for table in self.tables})
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-        self._evicted_count = 0
-
-    def _put(self, table: str, ids: list[int], rows: torch.Tensor) -> None:
-        """The one place where rows are stored; of duplicates the last wins."""
-        self._version += 1
-        for key, row in zip(ids, _split(rows), strict=True):
-            self._table(table)[key] = row
-            self._changed[table][key] = self._version
-            self._removed[table].pop(key, None)
-
-    def _remove(self, table: str, ids: list[int]) -> int:
-        """The one place where rows go."""
-        self._version += 1
-        present = [key for key in dict.fromkeys(ids) if self._table(table).pop(key, None) is not None]
-        for key in present:
-            del self._changed[table][key]
-            if self.options.track_changes:
-                self._removed[table][key] = self._version
-        return len(present)
-
-    def _write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
         with self._lock:
-            self._check_capacity(table, ids)
-            last = {key: position for position, key in enumerate(ids.tolist())}
-            unique = torch.tensor(list(last), dtype=torch.int64)
-            rows = self._opened(table, unique, now)
-            rows[:, begin : begin + values.shape[1]] = values[list(last.values())]
-            if visit:
-                self._visit(table, rows, Counter(ids.tolist()), now)
-            self._put(table, unique.tolist(), rows)
-            self._shrink(table, set(last))
+            if not self.closed:
+                self.closed = True
+                self._rows.close()
 
-    def _opened(self, table: str, ids: torch.Tensor, now: int) -> torch.Tensor:
-        """The rows of distinct ids; missing ones as they begin: initial, used, stamped, count 0."""
-        rows = self._read(table, ids, 0, self.options.rows[table].row_bytes)
-        new = ~self._find(table, ids)
-        zeros = torch.zeros_like(ids)
-        rows[new, :HEADER_BYTES] = pack_header(Header(ids, zeros + now, zeros, zeros == 0))[new]
-        return rows
 
-    def _visit(self, table: str, rows: torch.Tensor, occurrences: Counter[int], now: int) -> None:
-        header = unpack_header(rows)
-        policy = self.options.evictions[table]
-        counts = header.counts
-        if policy is None or policy.kind != "score":
-            counts = counts + torch.tensor([occurrences[key] for key in header.ids.tolist()], dtype=torch.int64)
-        stamped = Header(header.ids, torch.full_like(header.ids, now), counts, header.used)
-        rows[:, :HEADER_BYTES] = pack_header(stamped)
+class LockedRows(_LockedReader[RowEngine]):
+    """An engine of one thread, made safe for many: one call at a time, and snapshots that are counted."""
 
-    def _write_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        with self._lock:
-            self._check_capacity(table, ids)
-            self._put(table, ids.tolist(), canonical(self.options.rows[table], rows))
-            self._shrink(table, set(ids.tolist()))
+    def __init__(self, rows: RowEngine) -> None:
+        super().__init__(rows.options, rows)
+        self._snapshots: weakref.WeakSet[_LockedReader[TrackedReader]] = weakref.WeakSet()
 
-    def _write_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
-        with self._lock:
-            last = dict(zip(ids.tolist(), words.tolist(), strict=True))
-            present = torch.tensor([key for key in last if key in self._table(table)], dtype=torch.int64)
-            rows = self._read(table, present, 0, self.options.rows[table].row_bytes)
-            old = from_bytes(rows[:, METADATA_OFFSET:HEADER_BYTES], torch.int64)[:, 0]
-            new = torch.tensor([last[key] for key in present.tolist()], dtype=torch.int64)
-            merged = (old & ~mask) | (new & mask) | _USED
-            rows[:, METADATA_OFFSET:HEADER_BYTES] = as_bytes(merged.reshape(-1, 1))
-            self._put(table, present.tolist(), rows)
+    def write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
+        with self._held(table) as rows:
+            rows.write(table, ids, values, begin, now, visit=visit)
 
-    def _update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
-        layout = self.options.rows[table]
-        unique, sums = reduce_duplicates(ids, grads)
-        with self._lock:
-            self._check_capacity(table, ids)
-            rows = self._opened(table, unique, now)
-            ranges = {name: (slot.offset_bytes, slot.end_bytes) for name, slot in layout.state_slots.items()}
-            states = {name: from_bytes(rows[:, a:b], layout.state_slots[name].dtype) for name, (a, b) in ranges.items()}
-            weight_end = HEADER_BYTES + layout.weight_bytes
-            weight = from_bytes(rows[:, HEADER_BYTES:weight_end], layout.weight_dtype)
-            weight, states = update(layout.optimizer, weight, sums, states, hyper)
-            rows[:, HEADER_BYTES:weight_end] = as_bytes(weight)
-            for name, (begin, end) in ranges.items():
-                rows[:, begin:end] = as_bytes(states[name])
-            self._visit(table, rows, Counter(ids.tolist()), now)
-            self._put(table, unique.tolist(), rows)
-            self._shrink(table, set(unique.tolist()))
+    def write_rows(self, table: str, rows: torch.Tensor) -> None:
+        with self._held(table) as engine:
+            engine.write_rows(table, rows)
 
-    def _delete(self, table: str, ids: torch.Tensor) -> int:
-        with self._lock:
-            return self._remove(table, ids.tolist())
+    def write_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
+        with self._held(table) as rows:
+            rows.write_metadata(table, ids, words, mask)
+
+    def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
+        with self._held(table) as rows:
+            rows.update(table, ids, grads, hyper, now)
+
+    def delete(self, table: str, ids: torch.Tensor) -> int:
+        with self._held(table) as rows:
+            return rows.delete(table, ids)
 
     def clear(self, table: str) -> None:
-        self.layout(table)
-        with self._lock:
-            self._remove(table, list(self._table(table)))
+        with self._held(table) as rows:
+            rows.clear(table)
 
-    def _check_capacity(self, table: str, ids: torch.Tensor) -> None:
-        self._table(table)
-        capacity, distinct = self.options.capacities[table], int(torch.unique(ids).numel())
-        if capacity is not None and distinct > capacity:
-            raise CapacityError("a batch larger than the table", got=distinct, expected=f"<= {capacity}", where=table)
+    def begin_round(self, table: str, policy: EvictionPolicy, now: int) -> RoundPlan:
+        with self._held(table) as rows:
+            return rows.begin_round(table, policy, now)
 
-    def _shrink(self, table: str, batch: set[int]) -> None:
-        """Evict what a write put beyond the capacity, never a row of its batch."""
-        capacity, rows = self.options.capacities[table], self._table(table)
-        excess = 0 if capacity is None else len(rows) - capacity
-        if excess <= 0:
-            return
-        keys = [key for key in rows if key not in batch]
-        header = unpack_header(_matrix([rows[key][:HEADER_BYTES] for key in keys], HEADER_BYTES))
-        policy = self.options.evictions[table]
-        by_count = policy is not None and policy.kind in ("score", "count", "ttl_count")
-        ranks = (header.counts if by_count else header.timestamps).tolist()
-        order = sorted(zip(ranks, keys, strict=True))
-        self._evicted_count += self._remove(table, [key for _, key in order[:excess]])
+    def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
+        with self._held(plan.table) as rows:
+            return rows.evict_some(plan, ids)
 
-    def _begin_round(self, table: str, policy: EvictionPolicy, now: int) -> RoundPlan:
-        with self._lock:
-            ids = self._ids(table, -(2**63), 2**63 - 1)
-            cutoff = None
-            if policy.kind == "score" and 0 < policy.keep_count < ids.numel():
-                scores = unpack_header(self._read(table, ids, 0, HEADER_BYTES)).counts.tolist()
-                cutoff = sorted(zip(scores, ids.tolist(), strict=True))[-policy.keep_count]
-            return RoundPlan(table, policy, now, self._version, ids, cutoff)
-
-    def _evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
-        with self._lock:
-            changed = self._changed[plan.table]
-            # A row that was removed, or written after the round began, is no business of this round.
-            stale = torch.tensor([key for key in ids.tolist() if changed.get(key, plan.mark + 1) <= plan.mark])
-            stale = stale.to(torch.int64)
-            layout = self.layout(plan.table)
-            rows = self._read(plan.table, stale, 0, layout.row_bytes)
-            gone = condemned(plan, layout, rows)
-            header = unpack_header(rows)
-            fewer = decayed(plan.policy, header.counts)
-            rows[:, :HEADER_BYTES] = pack_header(Header(header.ids, header.timestamps, fewer, header.used))
-            kept = ~gone & (fewer != header.counts)
-            self._put(plan.table, stale[kept].tolist(), rows[kept])
-            evicted_count = self._remove(plan.table, stale[gone].tolist())
-            self._evicted_count += evicted_count
-            return evicted_count
-
-    def snapshot(self) -> Snapshot:
-        with self._lock:
-            self._table(self.tables[0])
-            taken = Snapshot(self)
-            taken._steps = dict(self._steps)
+    def snapshot(self) -> _LockedReader[TrackedReader]:
+        with self._held() as rows:
+            taken = _LockedReader(self.options, rows.snapshot())
             self._snapshots.add(taken)
             return taken
 
     def reserve(self, table: str, row_count: int) -> None:
+        with self._held(table) as rows:
+            rows.reserve(table, row_count)
+
+    def stats(self) -> StoreStats:
+        with self._held() as rows:
+            alive = sum(not taken.closed for taken in self._snapshots)
+            return dataclasses.replace(rows.stats(), snapshot_count=alive)
+
+    def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rows.sort_ids(ids, buckets, begin, end)
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def wall_clock() -> int:
+    """Unix seconds."""
+    return int(time.time())
+
+
+class KVStore(DeltaStore):
+    """Key -> whole row, for several tables.
+
+    Args:
+        layouts: table name -> layout; the order fixes the table index of the initializer.
+        optimizer_in_row: rows hold the optimizer state; else header and weight only.
+        return_whole_row: state dicts and checkpoints carry whole rows (needs ``optimizer_in_row``).
+        num_shards: parts of the map, for concurrency; never changes a result.
+        seed: of the initializer.
+        initializer: weights of missing ids; one, or one per table.
+        eviction: the policy of ``evict()``; one, or one per table; None evicts nothing.
+        clock: seconds for the timestamps of written rows; taken mod 2**32.
+        capacity: rows at most, for each table or per table. A write beyond it evicts rows that are not in its batch:
+            the lowest score under the score policy, the lowest count under count and ttl_count, else the oldest
+            timestamp; ties by ascending id.
+        track_changes: remember which rows change and which go, for delta checkpoints.
+        device: "cpu".
+
+    Every verb is atomic for each table, checks all arguments first and leaves the store as it was when it raises.
+    Inputs are never changed and never kept. Ids are any int64.
+
+    Raises:
+        ConfigError: see ``StoreOptions``; ``return_whole_row`` without ``optimizer_in_row``.
+    """
+
+    # An implementation binds its engine with ``class KVStore(store.KVStore, engine=Rows)``; ``Rows(options)`` makes the
+    # rows of one store.
+    _make_engine: ClassVar[Callable[[StoreOptions], RowEngine]]
+
+    def __init_subclass__(cls, *, engine: Callable[[StoreOptions], RowEngine] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if engine is not None:
+            cls._make_engine = staticmethod(engine)
+
+    def __init__(
+        self,
+        layouts: Mapping[str, RowLayout],
+        *,
+        optimizer_in_row: bool = False,
+        return_whole_row: bool = False,
+        num_shards: int = 8,
+        seed: int = 0,
+        initializer: Initializer | Mapping[str, Initializer] | None = None,
+        eviction: EvictionPolicy | Mapping[str, EvictionPolicy | None] | None = None,
+        clock: Clock = wall_clock,
+        capacity: int | Mapping[str, int | None] | None = None,
+        track_changes: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        options = StoreOptions.make(
+            layouts,
+            optimizer_in_row=optimizer_in_row,
+            num_shards=num_shards,
+            seed=seed,
+            initializer=Initializer() if initializer is None else initializer,
+            eviction=eviction,
+            clock=clock,
+            capacity=capacity,
+            track_changes=track_changes,
+            device=device,
+        )
+        _check_whole_row(options, return_whole_row)
+        self._engine = type(self)._make_engine(options)
+        super().__init__(options, self._engine, {})
+        self.return_whole_row = bool(return_whole_row)
+        self.fingerprints = Fingerprints()
+        self._listeners: tuple[Callable[[str], None], ...] = ()
+        self._step_listeners: tuple[Callable[[str], None], ...] = ()
+
+    def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
+        """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
+
+        With ``steps`` after every ``apply_gradients`` instead.
+        """
+        if steps:
+            self._step_listeners = (*self._step_listeners, listener)
+        else:
+            self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
+        """Undo ``add_listener``; one that is not there is passed over."""
+        self._listeners = tuple(known for known in self._listeners if known != listener)
+        self._step_listeners = tuple(known for known in self._step_listeners if known != listener)
+
+    def tell_written(self, table: str) -> None:
+        """Call the listeners; every verb that may have inserted rows does."""
+        for listener in self._listeners:
+            listener(table)
+
+    def now(self) -> int:
+        """The clock's seconds, mod 2**32."""
+        return int(self.options.clock()) & TIMESTAMP_MAX
+
+    def set_return_whole_row(self, enabled: bool) -> None:
+        """Switch what state dicts carry, as for a warm start. Raises ConfigError without ``optimizer_in_row``."""
+        _check_whole_row(self.options, enabled)
+        self.return_whole_row = bool(enabled)
+
+    def set(self, table: str, ids: torch.Tensor, weights: torch.Tensor, *, count: int | None = None) -> None:
+        """Write weights [n, D] of the first ``count`` ids (None: all); optimizer state stays, of a new row it is zero.
+
+        Of duplicates the last wins, and the header's count grows by occurrences. The timestamp becomes now.
+
+        Raises:
+            CapacityError: more distinct ids than the table may hold. ConfigError, ShapeError, UnsupportedError.
+        """
+        layout, checked = self.layout(table), check_ids(ids)
+        values = check_matrix(weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights")
+        used = check_count(count, checked.numel())
+        self._engine.write(table, checked[:used], as_bytes(values[:used]), HEADER_BYTES, self.now(), visit=True)
+        self.tell_written(table)
+
+    def set_rows(self, table: str, rows: torch.Tensor) -> None:
+        """Write whole rows, uint8 [n, row_bytes]. The id is the key in each row's header.
+
+        Timestamps and counts are taken from the rows; ``used`` is set in the store; padding is stored as zero.
+
+        Raises:
+            CapacityError, ConfigError, ShapeError, UnsupportedError.
+        """
+        checked = check_rows(rows, self.layout(table).row_bytes)
+        self._engine.write_rows(table, checked)
+        self.tell_written(table)
+
+    def set_state(self, table: str, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one optimizer state, [n, count] in its dtype. Headers of rows that exist stay; of duplicates the last
+        wins; a missing id gets a row with its initial weight.
+
+        Raises:
+            ConfigError: the stored row has no such state. CapacityError, ShapeError, UnsupportedError.
+        """
+        slot, checked = self.slot(table, name), check_ids(ids)
+        raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
+        self._engine.write(table, checked, raw, slot.offset_bytes, self.now(), visit=False)
+        self.tell_written(table)
+
+    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
+        """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
+        checked, raw = check_ids(ids), as_bytes(values)
+        if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
+            raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
+        self._engine.write(table, checked, raw, begin, self.now(), visit=False)
+        self.tell_written(table)
+
+    def set_scores(self, table: str, ids: torch.Tensor, scores: torch.Tensor) -> None:
+        """Set the scores of rows that exist, float32 [n]; signs are dropped, missing ids are passed over.
+
+        Of duplicates the last wins. Scores share their bits with the count: see ``EvictionPolicy.score``.
+        """
+        checked = check_ids(ids)
+        if not isinstance(scores, torch.Tensor) or scores.shape != checked.shape:
+            raise ShapeError("one score per id", got=getattr(scores, "shape", scores), expected=tuple(checked.shape))
+        bits = check_matrix(scores.reshape(-1, 1), checked.numel(), 1, torch.float32, "scores").view(torch.int32)[:, 0]
+        self.layout(table)
+        self._engine.write_metadata(table, checked, (bits.to(torch.int64) & (2**31 - 1)) << 32, (2**31 - 1) << 32)
+
+    def set_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor) -> None:
+        """Set timestamps and counts of rows that exist, int64 [n, 1] as ``metadata`` gives them; used stays set."""
+        checked = check_ids(ids)
+        self.layout(table)
+        values = check_matrix(words, checked.numel(), 1, torch.int64, "words")[:, 0]
+        self._engine.write_metadata(table, checked, values, 2**63 - 1)
+
+    def apply_gradients(
+        self,
+        table: str,
+        ids: torch.Tensor,
+        grads: torch.Tensor,
+        lr: float,
+        step: int = 1,
+        *,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+    ) -> None:
+        """One optimizer step on the rows of ids [n] with gradients [n, D] (float32, or the weight dtype).
+
+        Duplicates are reduced first, in float32 and ascending position. Missing ids get rows: initial weight, zero
+        state. Headers are visited as by ``set``. ``step`` counts from 1.
+
+        Raises:
+            ConfigError: the table has no optimizer, or its state is not in the row. CapacityError, ShapeError,
+                UnsupportedError.
+        """
+        layout, checked = self.layout(table), check_ids(ids)
+        if layout.optimizer == "none":
+            raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
+        values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads")
+        hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
+        self._engine.update(table, checked, values.to(torch.float32), hyper, self.now())
+        self._steps[table] = step
+        self.tell_written(table)
+        for listener in self._step_listeners:
+            listener(table)
+
+    def set_step_count(self, table: str, step: int) -> None:
+        """Say which step the table's last one was, as when training is resumed. Raises ConfigError."""
+        self.layout(table)
+        if type(step) is not int or step < 0:
+            raise ConfigError("not a number of steps", got=step, expected="an int >= 0", where=table)
+        self._steps[table] = step
+
+    def delete(self, table: str, ids: torch.Tensor) -> int:
+        """Remove rows; returns how many there were. Missing ids are passed over."""
+        self.layout(table)
+        return self._engine.delete(table, check_ids(ids))
+
+    def clear(self, table: str) -> None:
+        """Remove every row of the table."""
+        self.layout(table)
+        self._engine.clear(table)
+
+    def reserve(self, table: str, row_count: int) -> None:
+        """Make room, so that the table grows to ``row_count`` rows without allocating."""
         self.layout(table)
         if type(row_count) is not int or row_count < 0:
             raise ConfigError("not a number of rows", got=row_count, expected="an int >= 0", where="row_count")
-        self._table(table)
+        self._engine.reserve(table, row_count)
 
     def stats(self) -> StoreStats:
-        with self._lock:
-            counts = {table: len(self._table(table)) for table in self.tables}
-            row_bytes = sum(counts[table] * self.options.rows[table].row_bytes for table in counts)
-            total = sum(counts.values())
-            alive = sum(not taken._closed for taken in self._snapshots)
-            return StoreStats(total, total, row_bytes, row_bytes, 0, alive, self._evicted_count)
+        """Exact counters."""
+        return self._engine.stats()
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._rows = {}
+    def snapshot(self) -> Snapshot:
+        """A point in time: a context manager and a read-only ``TrackedSource`` that later writes do not change.
+
+        Several may be alive; each holds its memory until it is closed.
+        """
+        return Snapshot(self.options, self._engine.snapshot(), dict(self._steps))
+
+    def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``sort_ids_by_bucket`` of checked ids, int64 [n]."""
+        return self._engine.sort_ids(ids, buckets, begin, end)
+
+    def start_eviction(
+        self, table: str, *, policy: EvictionPolicy | None = None, slice_rows: int = 4096
+    ) -> EvictionRound:
+        """A round over the rows of this moment, in slices: see ``EvictionRound``. Raises ConfigError."""
+        self.layout(table)
+        chosen = policy if policy is not None else self.options.evictions[table]
+        if not isinstance(chosen, EvictionPolicy):
+            raise ConfigError("no eviction policy", got=chosen, expected="EvictionPolicy", where=table)
+        return EvictionRound(self._engine, self._engine.begin_round(table, chosen, self.now()), slice_rows)
+
+    def evict(self, table: str | None = None, *, policy: EvictionPolicy | None = None) -> dict[str, EvictionStats]:
+        """One whole round, of one table or of every table that has a policy; what happened, by table.
+
+        Args:
+            table: None is all.
+            policy: instead of the store's own.
+
+        Raises:
+            ConfigError: no policy for the table that was named.
+        """
+        names = [table] if table is not None else [t for t in self.tables if policy or self.options.evictions[t]]
+        return {name: self.start_eviction(name, policy=policy).run() for name in names}
+
+    def state_dict(
+        self,
+        *,
+        buckets: Buckets | None = None,
+        process_group: Any = None,
+        snapshot: bool = True,
+        chunk_rows: int | None = None,
+        tables: tuple[str, ...] | None = None,
+    ) -> dict[str, Any]:
+        """Lazy tensors for torch's distributed checkpoint, of one moment; their ids in bucket order, then ascending.
+
+        Per table: ``{table}.weight`` (whole rows uint8 [N, row_bytes] with ``return_whole_row``, else [N, D]),
+        ``{table}.weight_id`` int64 [N, 1], ``{table}.bucket`` int64 [B, 1] row counts, ``{table}.metadata`` int64
+        [N, 1], and a view per optimizer state in the row, read-only with ``return_whole_row``; where rows have an
+        optimizer, ``{table}.step`` int64 [1], a plain tensor. Global sizes and offsets over all ranks, and the furthest
+        step, are exchanged here, once, before any save plan is made.
+
+        Args:
+            buckets: how ids fall into buckets; None is one bucket. Ranks own contiguous ranges (``rank_buckets``).
+            process_group: None is the default group, or this process alone.
+            snapshot: views of a snapshot, which lives as long as they do; else of the store itself, writable.
+            chunk_rows: rows of a chunk handed to the checkpoint, at most; None is 16 MiB worth.
+            tables: only these; None is all of this store.
+
+        Raises:
+            ConfigError: an id outside this rank's buckets, on every rank.
+        """
+        chosen = Buckets() if buckets is None else buckets
+        names = self.tables if tables is None else tables
+        return state_dict(self, self._engine, names, chosen, process_group, snapshot=snapshot, chunk_rows=chunk_rows)
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        *,
+        weights_only: bool = False,
+        tables: tuple[str, ...] | None = None,
+        clear: bool = False,
+    ) -> dict[str, int]:
+        """Replace the listed ids' rows by those of a state dict, in either form; other rows stay.
+
+        Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
+        weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
+        nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
+        first row is written.
+
+        Args:
+            state: as from ``state_dict``, lazy or plain tensors, on the CPU.
+            weights_only: leave every optimizer state at zero; needed when the state dict's optimizer is another.
+            tables: only these; None is all of this store.
+            clear: other rows of these tables go.
+
+        Returns:
+            Rows loaded, by table.
+
+        Raises:
+            MissingKeyError: names that are not there. CorruptionError: keys and ids disagree, or an id stands twice.
+            ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
+            states or metadata. CapacityError: more rows than a table may hold.
+        """
+        return load_state_dict(self, self._engine, state, weights_only=weights_only, tables=tables, clear=clear)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()"
+        )
+
+    def __enter__(self) -> KVStore:
+        return self
+
+
+def _check_whole_row(options: StoreOptions, enabled: bool) -> None:
+    if enabled and not options.optimizer_in_row:
+        raise ConfigError(
+            "whole rows need the optimizer in the row", got="optimizer_in_row=False", where="return_whole_row"
+        )

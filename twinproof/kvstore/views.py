@@ -1,26 +1,341 @@
-"""Views of a store's rows as two-dimensional tensors: whole rows, weights, metadata or one optimizer state.
+"""Rows as two-dimensional tensors that are read when asked: whole rows, weights, metadata or one optimizer state.
 
-Prevents views whose rows belong to other ids, and flags that get lost on the way to another process: a view is its
-list of ids, and everything it is travels with it.
+Torch plans a save from shapes alone and asks for data chunk by chunk (``torch.distributed._checkpointable``); a tensor
+that implements that protocol never has to be whole, on any rank. A view is its list of ids, and all that it is travels
+with it: no rows of other ids, no flag that is lost on the way to another process.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as TorchHuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_map_only
 
-from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, UnsupportedError
-from twinproof.kvstore.checks import check_ids, check_matrix
-from twinproof.kvstore.held import HeldRows
-from twinproof.kvstore.layout import HEADER_BYTES, RowLayout, as_bytes, from_bytes, unpack_header
-from twinproof.kvstore.lazy import LazyRows
-from twinproof.kvstore.reading import METADATA_OFFSET, RowSource
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    DetachedStoreError,
+    MissingKeyError,
+    ShapeError,
+    UnsupportedError,
+)
+from twinproof.kvstore.options import (
+    HEADER_BYTES,
+    METADATA_OFFSET,
+    RowLayout,
+    as_bytes,
+    check_ids,
+    check_matrix,
+    from_bytes,
+    unpack_header,
+)
+from twinproof.kvstore.rows import RowSource, RowStore
 
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
+__all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
-__all__ = ["KVTensor", "view_slice"]
+
+CHUNK_BYTES = 16 << 20
+
+_ATEN = torch.ops.aten
+_SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
+_COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
+# What these give is not the rows, and torch's stagers take it for them.
+_UNFILLED = (_ATEN.new_empty.default, _ATEN.new_empty_strided.default, _ATEN.empty_like.default)
+
+
+class LazyRows(torch.Tensor):
+    """This rank's rows of a global tensor. Its shape is the local one.
+
+    A subclass has ``read_rows(start, length)``. A torch operation works on the rows as read at that moment, but for
+    these: ``detach`` is the tensor itself; ``clone``, ``copy.deepcopy`` and ``to`` another dtype give the rows of this
+    moment in memory, in the same place of the global tensor; what writes in place, asks for unfilled memory of the same
+    kind (``new_empty``), goes to another device, or copies one rank's rows of several into plain memory is refused.
+
+    Attributes:
+        global_row_count: rows of the global tensor, over all ranks.
+        row_offset: where this rank's rows begin in it.
+        chunk_rows: rows of a chunk handed to torch's checkpoint, at most.
+    """
+
+    global_row_count: int
+    row_offset: int
+    chunk_rows: int
+
+    @classmethod
+    def _make(cls, shape: tuple[int, ...], dtype: torch.dtype, chunk_rows: int | None) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made.global_row_count, made.row_offset = shape[0], 0
+        row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+        made.chunk_rows = max(1, CHUNK_BYTES // row_bytes) if chunk_rows is None else chunk_rows
+        if type(made.chunk_rows) is not int or made.chunk_rows < 1:
+            raise ConfigError("not a chunk", got=chunk_rows, expected="rows >= 1", where="chunk_rows")
+        return made
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        """Rows [start, start + length) of this rank, as fresh memory."""
+        raise NotImplementedError
+
+    def place(self, global_row_count: int, row_offset: int) -> None:
+        """Make these the rows from ``row_offset`` of a global tensor. Raises ConfigError when they do not fit."""
+        if not 0 <= row_offset <= global_row_count - self.shape[0]:
+            raise ConfigError("rows outside the tensor", got=(row_offset, self.shape[0]), expected=global_row_count)
+        self.global_row_count, self.row_offset = global_row_count, row_offset
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:  # type: ignore[override]
+        """Rows [start, start + length) as a plain tensor. Raises ShapeError for another dim or a range outside."""
+        self._check_range(dim, start, length)
+        return self.read_rows(start, length)
+
+    def _check_range(self, dim: int, start: int, length: int) -> None:
+        if dim != 0:
+            raise ShapeError("only rows can be narrowed", got=dim, expected=0, where="dim")
+        if start < 0 or length < 0 or start + length > self.shape[0]:
+            raise ShapeError("a range outside the rows", got=(start, length), expected=f"within {self.shape[0]} rows")
+
+    def full_tensor(self) -> torch.Tensor:
+        """All rows of this rank as a plain tensor."""
+        return self.read_rows(0, self.shape[0])
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(start, rows) with at most ``chunk_rows`` rows each."""
+        for start in range(0, self.shape[0], self.chunk_rows):
+            yield start, self.read_rows(start, min(self.chunk_rows, self.shape[0] - start))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func in _SAME:
+            return args[0]
+        _check_operation(func, args, options)
+        if func in _COPIES:
+            return args[0].in_memory(options.get("dtype"))
+        read = tree_map_only(LazyRows, lambda lazy: lazy.full_tensor(), (args, options))
+        return func(*read[0], **read[1])
+
+    def in_memory(self, dtype: torch.dtype | None = None) -> LazyRows:
+        """The rows of this moment, as plain memory in the same place of the global tensor; None keeps the dtype."""
+        rows = self.full_tensor()
+        made = dense_rows(rows if dtype is None else rows.to(dtype), self.chunk_rows)
+        made.place(self.global_row_count, self.row_offset)
+        return made
+
+    def staged(self, memo: dict[int, Any]) -> torch.Tensor:
+        """What an asynchronous save may read while training goes on; ``memo`` is shared by one state dict."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyRows:
+        made = self.in_memory()
+        memo[id(self)] = made
+        return made
+
+    def untyped_storage(self) -> Any:
+        """Refused: there is none."""
+        raise UnsupportedError("lazy rows have no storage", got=repr(self), expected="full_tensor()")
+
+    def storage(self) -> Any:
+        """Refused: there is none."""
+        return self.untyped_storage()
+
+    def share_memory_(self) -> Any:
+        """Refused: there is none to share."""
+        return self.untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refused: there is no memory to hand out."""
+        return self.untyped_storage()
+
+    def check_target(self) -> None:
+        """Demand that a checkpoint can be loaded into these rows. Raises UnsupportedError."""
+        raise UnsupportedError("rows in memory of their own cannot be loaded into", got=repr(self))
+
+    def accept(self, start: int, rows: torch.Tensor) -> None:
+        """Rows that a load found for the place from ``start`` on; see ``KVLoadPlanner``. Raises CorruptionError."""
+        raise NotImplementedError
+
+    def global_chunks(self) -> list[ChunkStorageMetadata]:
+        """This rank's rows in pieces of at most ``chunk_rows``, where they stand in the global tensor."""
+        tail, zeros = tuple(self.shape[1:]), (0,) * (self.dim() - 1)
+        starts = list(range(0, self.shape[0], self.chunk_rows))
+        if self.global_row_count == 0:
+            # An empty tensor is still a tensor; every rank names the same chunk and torch drops the repetitions.
+            starts = [0]
+        return [
+            ChunkStorageMetadata(
+                torch.Size((self.row_offset + start, *zeros)),
+                torch.Size((min(self.chunk_rows, self.shape[0] - start), *tail)),
+            )
+            for start in starts
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        if self.shape[0] > self.chunk_rows:
+            _check_writer(fqn)
+        properties, size = TensorProperties(dtype=self.dtype), torch.Size((self.global_row_count, *self.shape[1:]))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in self.global_chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Torch asks for this when it plans a load, fills what __get_tensor_shard__ gives, and calls that the end.
+        raise UnsupportedError(
+            "torch's planner would fill memory that these rows do not have",
+            got=repr(self),
+            expected="dcp.load(..., planner=KVLoadPlanner())",
+        )
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        start = int((index.offset or (0,))[0]) - self.row_offset
+        return self.read_rows(start, min(self.chunk_rows, self.shape[0] - start))
+
+
+def _check_operation(func: Any, args: Any, options: dict[str, Any]) -> None:
+    """Refuse what would be answered with other bytes than the rows'. Raises UnsupportedError."""
+    if func in _UNFILLED:
+        raise UnsupportedError("lazy rows give no unfilled memory of their kind", got=str(func), expected=_ADVICE)
+    device = options.get("device")
+    if func in _COPIES and device is not None and torch.device(device).type != "cpu":
+        raise UnsupportedError("lazy rows are read on the CPU", got=device, expected="full_tensor().to(device)")
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else options.get(argument.name)
+        if not isinstance(value, LazyRows):
+            continue
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            raise UnsupportedError("lazy rows have no memory to write to", got=str(func), expected="set_range")
+        if func is _ATEN.copy_.default and value.global_row_count != value.shape[0]:
+            got = f"{value.shape[0]} of {value.global_row_count} rows"
+            raise UnsupportedError("plain memory would lose where these rows stand", got=got, expected=_ADVICE)
+
+
+def _check_writer(fqn: str) -> None:
+    """Refuse several chunks to torch's HF writer, which keeps the last one in silence. Raises UnsupportedError."""
+    # A plan is made without its writer; the only place that names it is the call of torch's that wants the plan.
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("storage_writer"), TorchHuggingFaceStorageWriter):
+            raise UnsupportedError(
+                "torch's HuggingFaceStorageWriter keeps one chunk of a tensor and drops the others",
+                got=fqn,
+                expected="the HuggingFaceStorageWriter of this package, or chunk_rows of all rows",
+            )
+
+
+_ADVICE = "full_tensor() for this rank's rows; HuggingFaceStorageWriter, which stages them itself, for async_save"
+
+
+class _Dense(LazyRows):
+    _rows: torch.Tensor
+    _sink: Callable[[torch.Tensor], None] | None
+
+    def read_rows_into(self, start: int, length: int, out: torch.Tensor) -> None:
+        """The same as bytes, into ``out``, uint8 [length, bytes of a row]."""
+        rows = self._rows[start : start + length].contiguous()
+        out.copy_(rows.view(length, -1).view(torch.uint8))
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        return self._rows[start : start + length].clone()
+
+    def accept(self, start: int, rows: torch.Tensor) -> None:
+        if self._sink is not None:
+            self._sink(rows)
+            return
+        # Ids and bucket counts say what the views are views of; a checkpoint of other ids fits none of them.
+        held = self._rows[start : start + rows.shape[0]].reshape(rows.shape)
+        if not torch.equal(held, rows):
+            raise CorruptionError("a checkpoint of other ids than the views'", got=repr(self))
+
+    def check_target(self) -> None:
+        """Comparing is what loading means here, unless somebody wants the values."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild_dense, (self._rows, self.chunk_rows, self.global_row_count, self.row_offset)
+
+
+def _rebuild_dense(rows: torch.Tensor, chunk_rows: int, global_row_count: int, row_offset: int) -> LazyRows:
+    made = dense_rows(rows, chunk_rows)
+    made.place(global_row_count, row_offset)
+    return made
+
+
+def dense_rows(
+    rows: torch.Tensor, chunk_rows: int | None = None, *, sink: Callable[[torch.Tensor], None] | None = None
+) -> LazyRows:
+    """A tensor in memory as ``LazyRows``; ``sink`` is given what is loaded, which else must be equal."""
+    made: _Dense = _Dense._make(tuple(rows.shape), rows.dtype, chunk_rows)
+    made._rows, made._sink = rows, sink
+    return made
+
+
+class HeldRows(RowSource):
+    """Some bytes of the rows of some ids of one table, in memory, read-only.
+
+    Args:
+        table: the table's name.
+        layout: of its whole rows.
+        ids: int64 [n].
+        begin: first byte of a row that is held.
+        rows: uint8 [n, w], the bytes [begin, begin + w) of the ids' rows.
+    """
+
+    read_only = True
+
+    def __init__(self, table: str, layout: RowLayout, ids: torch.Tensor, begin: int, rows: torch.Tensor) -> None:
+        super().__init__({table: layout}, _HeldReader(ids, begin, rows))
+        self._arguments = (table, layout, ids, begin, rows)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return HeldRows, self._arguments
+
+
+class _HeldReader:
+    """Bytes [begin, begin + w) of the rows of ids [n], found by the order of the ids."""
+
+    def __init__(self, ids: torch.Tensor, begin: int, rows: torch.Tensor) -> None:
+        self._begin, self._rows = begin, rows
+        self._sorted, self._order = ids.sort(stable=True)
+        self._unique: torch.Tensor = torch.unique_consecutive(self._sorted)
+
+    def _places(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each id would stand among the sorted ones, and whether it does."""
+        places = torch.searchsorted(self._sorted, ids).clamp(max=max(0, self._sorted.numel() - 1))
+        found = self._sorted[places] == ids if self._sorted.numel() else torch.zeros_like(ids, dtype=torch.bool)
+        return places, found
+
+    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        first, behind = self._begin, self._begin + self._rows.shape[1]
+        if not first <= begin <= end <= behind:
+            raise UnsupportedError("bytes of the rows were left behind", got=(begin, end), expected=(first, behind))
+        places, found = self._places(ids)
+        if not bool(found.all()):
+            raise MissingKeyError("ids whose rows were left behind", got=ids[~found][:10].tolist(), where=table)
+        out.copy_(self._rows[self._order[places], begin - first : end - first])
+
+    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        return self._places(ids)[1]
+
+    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
+        return self._unique[(self._unique >= begin) & (self._unique <= last)]
+
+    def size(self, table: str) -> int:
+        return int(self._unique.numel())
+
 
 # Torch writes files with this protocol of pickle, which nothing else has used since Python 3.0.
 TORCH_SAVE_PROTOCOL = 2
@@ -69,7 +384,7 @@ class KVTensor(LazyRows):
     read_only: bool
     _ids: torch.Tensor
     _source: RowSource | None
-    _description: dict[str, Any] | None
+    _description: tuple[Callable[..., RowSource], tuple[Any, ...]] | None
     _range: tuple[int, int]
 
     @staticmethod
@@ -103,7 +418,7 @@ class KVTensor(LazyRows):
         begin, end, dtype = view_slice(source.layout(name), view)
         made: KVTensor = cls._make((checked.numel(), (end - begin) // dtype.itemsize), dtype, chunk_rows)
         made.table, made.view_name, made._ids, made._range = name, view, checked, (begin, end)
-        made._source, made._description = source, source.descriptor()
+        made._source, made._description = source, source.reopened()
         made.read_only = bool(read_only) or source.read_only or view == "metadata"
         return made
 
@@ -119,9 +434,8 @@ class KVTensor(LazyRows):
     def source(self) -> RowSource:
         """Where the rows are. Raises DetachedStoreError when they are in another process."""
         if self._source is None and self._description is not None:
-            from twinproof.kvstore.saved import SavedRows
-
-            self._source = SavedRows(self._description["path"])
+            reopen, arguments = self._description
+            self._source = reopen(*arguments)
         if self._source is None:
             raise DetachedStoreError(
                 "this view came from another process and has no rows here",
@@ -181,7 +495,7 @@ class KVTensor(LazyRows):
         if self.read_only:
             return checked.numel()
         # Whatever is not read-only is a store.
-        store = cast("KVStoreBase", self.source)
+        store = cast("RowStore", self.source)
         if self.view_name == "row":
             store.set_rows(self.table, plain)
         else:
@@ -202,7 +516,7 @@ class KVTensor(LazyRows):
         if source.read_only:
             return self
         if id(source) not in memo:
-            memo[id(source)] = cast("KVStoreBase", source).snapshot()
+            memo[id(source)] = cast("RowStore", source).snapshot()
         return self._moved_to(memo[id(source)])
 
     def _moved_to(self, source: RowSource) -> KVTensor:
@@ -223,7 +537,7 @@ class KVTensor(LazyRows):
         """Write rows that a load found, as ``set_range`` does; the metadata of rows that are there, too."""
         if self.view_name == "metadata":
             ids = self._ids[start : start + rows.shape[0]]
-            cast("KVStoreBase", self.source).set_metadata(self.table, ids, rows)
+            cast("RowStore", self.source).set_metadata(self.table, ids, rows)
         else:
             self.set_range(0, start, rows.shape[0], rows)
 

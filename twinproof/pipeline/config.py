@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinproof.errors import ConfigError
-from twinproof.kvstore.buckets import Buckets
+from twinproof.kvstore.rows import Buckets
 from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, Hyper
 from twinproof.pipeline.tables import (
     DataType,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from twinproof.errors import ConfigError, DistributedError, PipelineError
-from twinproof.kvstore.state import rank_and_world
+from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.rewrite import Attachment, Call, FromBatch, find_calls
 from twinproof.pipeline.schedules_flights import QueueView, looked_up
 from twinproof.pipeline.schedules_options import Options, check_overrides

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from twinproof.kvstore.state import gathered
+from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.awaitables import Awaitable, Ready
 from twinproof.pipeline.bags import TableBatchedEmbeddingBags
 from twinproof.pipeline.data import KeyedJaggedTensor

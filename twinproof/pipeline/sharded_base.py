@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from twinproof.errors import ConfigError, UnsupportedError
-from twinproof.kvstore.buckets import bucket_of, rank_buckets
-from twinproof.kvstore.state import rank_and_world
+from twinproof.kvstore.rows import bucket_of, rank_buckets
+from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.awaitables import Awaitable, Ready
 from twinproof.pipeline.bags import InBackwardOptimizer, check_bounds, lookup
 from twinproof.pipeline.columns import Columns

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from twinproof.kvstore.config import Initializer
-from twinproof.kvstore.initial import initial_weights
+from twinproof.kvstore.options import Initializer, initial_weights
 from twinproof.pipeline.config import EmbeddingBagConfig, TableSharding, check_plan
 from twinproof.pipeline.tables import UniformInit, initial_weight
 

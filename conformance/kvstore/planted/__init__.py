@@ -1,4 +1,4 @@
-"""Planted bugs of the row store: the hazards of FBGEMM's first (facts/kvstore.md 1.12)."""
+"""Planted bugs of the row store: the hazards of FBGEMM's first."""
 
 from conformance.kvstore.planted import (
     bounds,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import PlantedBug, wrap
-from conformance.kvstore.planted.planting import in_store, shared
+from conformance.kvstore.planted.planting import in_engine, keys_of, loaded, shared
 
 _WRAP_BYTES = 2**32
 
@@ -33,16 +33,15 @@ def _wrapped_write(
         original(store, table, ids[fits:], values[: ids.numel() - fits], begin, now, visit=visit)
 
 
-def _wrapped_read(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int, out: Any) -> Any:
+def _wrapped_read(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int, out: Any) -> None:
     fits = max(1, _WRAP_BYTES // max(1, end - begin))
     original(store, table, ids[:fits], begin, end, out[:fits])
     if ids.numel() > fits:
         original(store, table, ids[fits:], begin, end, out[: ids.numel() - fits])
-    return out
 
 
-def _one_piece(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
-    return original(saved, table, begin, end, 1 << 30)
+def _one_piece(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    return original(files, saved, table, begin, end, 1 << 30)
 
 
 def _in_two_batches(
@@ -53,14 +52,13 @@ def _in_two_batches(
     original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
 
 
-def _zeroed_by_failure(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+def _zeroed_by_failure(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
     try:
-        original(store, table, ids, rows)
+        original(store, table, rows)
     except MemoryError:
-        known = ids[store._find(table, ids)][:1]
-        blank = torch.zeros(known.numel(), rows.shape[1], dtype=torch.uint8)
-        blank[:, :8] = known.reshape(-1, 1).view(torch.uint8)
-        original(store, table, known, blank)
+        known = rows[store.find(table, keys_of(rows))][:1].clone()
+        known[:, 8:] = 0
+        original(store, table, known)
         raise
 
 
@@ -77,27 +75,27 @@ PLANTED = (
         "What was written before an allocation failed stays.",
         ("KV-121",),
         "fastimpl",
-        wrap("fastimpl.kvstore.store:KVStore._write", _in_two_batches),
+        wrap("fastimpl.kvstore.store:NativeRows.write", _in_two_batches),
     ),
     PlantedBug(
         "row_cleared_before_memory_ran_out",
         "A row that a failing load was about to replace is left blank.",
         ("KV-122",),
         "fastimpl",
-        wrap("fastimpl.kvstore.store:KVStore._write_rows", _zeroed_by_failure),
+        wrap("fastimpl.kvstore.store:NativeRows.write_rows", _zeroed_by_failure),
     ),
-    in_store(
+    in_engine(
         "probes_end_early",
         "Of ids that share their low bits only so many are found.",
         ("KV-117",),
-        "_read",
+        "read",
         _short_probes,
     ),
-    in_store(
+    in_engine(
         "write_offset_of_32_bits",
         "The place of a row in the batch that is written is cut to 32 bits (hazard 10).",
         ("KV-118",),
-        "_write",
+        "write",
         _wrapped_write,
     ),
     PlantedBug(
@@ -105,13 +103,13 @@ PLANTED = (
         "The place of a row in the batch that is read is cut to 32 bits (hazard 10).",
         ("KV-119",),
         "fastimpl",
-        wrap("fastimpl.kvstore.store:KVStore._read_into", _wrapped_read),
+        wrap("fastimpl.kvstore.store:NativeReader.read", _wrapped_read),
     ),
     shared(
         "load_in_one_piece",
         "A load takes a whole table in hand at once (the double memory of torchrec 3148).",
         ("KV-120",),
-        wrap("twinproof.kvstore.saved:SavedRows.chunks", _one_piece),
+        loaded(_one_piece),
     ),
     PlantedBug(
         "rows_before_the_first_write",

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from conformance.harness import swap, wrap
-from conformance.kvstore.planted.planting import in_store, shared
+from conformance.kvstore.planted.planting import both, in_engine, in_store, shared
 from twinproof.errors import ConfigError, ShapeError
 
 
-def _first_row_wins(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    original(store, table, ids.flip(0), rows.flip(0))
+def _first_row_wins(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    original(store, table, rows.flip(0))
 
 
 def _untyped_when_empty(original: Any, store: Any, table: str, begin: int, last: int) -> torch.Tensor:
@@ -73,6 +73,10 @@ def _as_columns(original: Any, rows: torch.Tensor, *chunk_rows: Any) -> Any:
     return original(rows.reshape(-1, 1), *chunk_rows)
 
 
+def _saved_as_columns(original: Any, files: Any, part: Any) -> Any:
+    return {name: value.reshape(value.shape[0], -1) for name, value in original(files, part).items()}
+
+
 def _place_forgotten(original: Any, planner: Any, read_item: Any, tensor: torch.Tensor) -> None:
     if int((read_item.dest_index.offset or (0,))[0]) == 0:
         original(planner, read_item, tensor)
@@ -91,52 +95,52 @@ PLANTED = (
         "weight_padded_to_eight",
         "The weight is padded to eight elements instead of four.",
         ("KV-004", "KV-005"),
-        swap("twinproof.kvstore.layout:_PAD_ELEMENTS", 8),
+        swap("twinproof.kvstore.options:_PAD_ELEMENTS", 8),
     ),
-    in_store(
+    in_engine(
         "first_duplicate_row_wins",
         "Of whole rows with one key in a batch the first is kept.",
         ("KV-016",),
-        "_write_rows",
+        "write_rows",
         _first_row_wins,
     ),
-    in_store(
+    in_engine(
         "ids_of_an_empty_table_are_floats",
         "The id list of an empty table has another dtype.",
         ("KV-018",),
-        "_ids",
+        "ids",
         _untyped_when_empty,
     ),
-    in_store(
+    in_engine(
         "first_id_of_a_batch_counted_twice",
         "The place in the batch reaches the row.",
         ("KV-019",),
-        "_write",
+        "write",
         _first_id_counted_again,
     ),
     shared(
         "state_in_the_weights_dtype",
-        "An optimizer state is shown in the dtype of the weights (facts 1.7).",
+        "An optimizer state is shown in the dtype of the weights.",
         ("KV-026",),
-        wrap("twinproof.kvstore.reading:RowSource.get_state", _in_the_weights_dtype),
+        wrap("twinproof.kvstore.rows:RowSource.get_state", _in_the_weights_dtype),
     ),
     shared(
         "narrow_ids_without_sign",
         "Negative int32 ids are widened without their sign.",
         ("KV-027",),
-        wrap("twinproof.kvstore.base:check_ids", _unsigned),
+        wrap("twinproof.kvstore.store:check_ids", _unsigned),
     ),
     shared(
         "saved_ids_are_local",
         "Saved rows list ids that count from the first one (FBGEMM 4739).",
         ("KV-035",),
-        wrap("twinproof.kvstore.saved:SavedRows._ids", _local),
+        wrap("twinproof.kvstore.disk:_SavedReader.ids", _local),
     ),
     shared(
         "timestamps_in_minutes",
         "Timestamps are stored in another unit than seconds.",
         ("KV-055",),
-        wrap("twinproof.kvstore.base:KVStoreBase._now", lambda original, store: original(store) // 60),
+        wrap("twinproof.kvstore.store:KVStore.now", lambda original, store: original(store) // 60),
     ),
     in_store(
         "state_dict_of_live_rows",
@@ -149,7 +153,7 @@ PLANTED = (
         "impossible_layouts_accepted",
         "A layout that cannot be honoured is taken.",
         ("KV-080",),
-        wrap("twinproof.kvstore.layout:RowLayout.__post_init__", _tolerant),
+        wrap("twinproof.kvstore.options:RowLayout.__post_init__", _tolerant),
     ),
     shared(
         "first_of_several_tables",
@@ -167,18 +171,21 @@ PLANTED = (
         "ids_saved_as_a_column",
         "Ids are saved as [N, 1] instead of [N].",
         ("KV-100",),
-        wrap("twinproof.kvstore.files:dense_rows", _as_columns),
+        both(
+            wrap("fastimpl.kvstore.files:dense_rows", _as_columns),
+            wrap("refimpl.kvstore:WholeTensors.tensors", _saved_as_columns),
+        ),
     ),
     shared(
         "only_the_first_chunk_committed",
         "Torch's load writes the first chunk of each view alone.",
         ("KV-103",),
-        wrap("twinproof.kvstore.planners:KVLoadPlanner.commit_tensor", _place_forgotten),
+        wrap("twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor", _place_forgotten),
     ),
     shared(
         "background_threshold_ignored",
         "The background evictor starts a round after every write.",
         ("KV-104",),
-        wrap("twinproof.kvstore.background:BackgroundEvictor._written", _always_due),
+        wrap("twinproof.kvstore.eviction:BackgroundEvictor._written", _always_due),
     ),
 )

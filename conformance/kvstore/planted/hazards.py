@@ -1,4 +1,4 @@
-"""The hazards of FBGEMM's store at the commit that was read (facts/kvstore.md 1.12), as far as results show them."""
+"""Hazards that FBGEMM's store had, as far as results show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import wrap
-from conformance.kvstore.planted.planting import everywhere, in_store, missing, shared
+from conformance.kvstore.planted.planting import bytes_of, in_engine, in_engines, in_store, keys_of, missing, shared
 from twinproof.errors import ShapeError
 
 
@@ -20,12 +20,19 @@ def _uninitialised_tail(original: Any, store: Any, table: str, ids: torch.Tensor
 
 
 def _offset_forgotten(
-    original: Any, source: Any, table: str, ids: Any, *, offset_bytes: int = 0, width_bytes: int | None = None
+    original: Any,
+    source: Any,
+    table: str,
+    ids: Any,
+    *,
+    offset_bytes: int = 0,
+    width_bytes: int | None = None,
+    **out: Any,
 ) -> torch.Tensor:
     row_bytes = source.layout(table).row_bytes
     if width_bytes is not None and 0 <= width_bytes <= row_bytes and offset_bytes >= 0:
         offset_bytes = min(offset_bytes, row_bytes - width_bytes)
-    result: torch.Tensor = original(source, table, ids, offset_bytes=offset_bytes, width_bytes=width_bytes)
+    result: torch.Tensor = original(source, table, ids, offset_bytes=offset_bytes, width_bytes=width_bytes, **out)
     return result
 
 
@@ -44,15 +51,15 @@ def _old_tenant(
 ) -> None:
     new = ids[missing(store, table, ids)]
     original(store, table, ids, values, begin, now, visit=visit)
-    layout = store.layout(table)
+    layout = store.options.rows[table]
     if visit and new.numel() and layout.state_slots:
         stale = torch.full((new.numel(), layout.row_bytes - layout.state_begin_bytes), 0x3F, dtype=torch.uint8)
         original(store, table, new, stale, layout.state_begin_bytes, now, visit=False)
 
 
-def _used_in_place(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+def _used_in_place(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
     rows[:, 15] |= 0x80
-    original(store, table, ids, rows)
+    original(store, table, rows)
 
 
 def _first_wins(
@@ -80,7 +87,7 @@ def _twins_hidden(original: Any, store: Any, table: str, begin: int, last: int) 
 
 @contextmanager
 def _leak() -> Iterator[None]:
-    with everywhere("KVStore._write", _twins)(), everywhere("KVStore._ids", _twins_hidden)():
+    with in_engines("write", _twins)(), in_engines("ids", _twins_hidden)():
         yield
 
 
@@ -89,9 +96,8 @@ def _second_position(original: Any, store: Any, layouts: Any, *positional: Any, 
     original(store, layouts, **dict(zip(names, positional, strict=False)), **options)
 
 
-def _negative_dropped(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    kept = ids >= 0
-    original(store, table, ids[kept], rows[kept].contiguous())
+def _negative_dropped(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    original(store, table, rows[keys_of(rows) >= 0].contiguous())
 
 
 def _negative_unread(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -109,7 +115,7 @@ def _narrow_keys(
 def _other_each_time(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     rows: torch.Tensor = original(store, table, ids, begin, end)
     turn = store.__dict__["_planted_turn"] = store.__dict__.get("_planted_turn", 0) + 1
-    weight = store.layout(table).header_bytes
+    weight = store.options.rows[table].header_bytes
     if begin <= weight < end:
         rows[missing(store, table, ids), weight - begin] ^= turn & 0x7F
     return rows
@@ -125,24 +131,25 @@ def _written_then_checked(original: Any, store: Any, table: str, ids: Any, weigh
         raise
 
 
-def _old_statistics(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    known = store._find(table, ids)
-    words = store._read(table, ids, 8, 16)[known].contiguous().view(torch.int64)[:, 0]
-    original(store, table, ids, rows)
-    store._write_metadata(table, ids[known], words, 2**63 - 1)
+def _old_statistics(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    ids = keys_of(rows)
+    known = store.find(table, ids)
+    words = bytes_of(store, table, ids, 8, 16)[known].contiguous().view(torch.int64)[:, 0]
+    original(store, table, rows)
+    store.write_metadata(table, ids[known], words, 2**63 - 1)
 
 
 def _zeros_are_missing(original: Any, store: Any, table: str, ids: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = original(store, table, ids)
-    layout = store.layout(table)
-    weights = store._read(table, ids, layout.header_bytes, layout.header_bytes + layout.weight_bytes)
+    layout = store.options.rows[table]
+    weights = bytes_of(store, table, ids, layout.header_bytes, layout.header_bytes + layout.weight_bytes)
     found &= (weights != 0).any(dim=1)
     return found
 
 
 def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     rows: torch.Tensor = original(store, table, ids, begin, end)
-    first = store._ids(table, -(2**63), 2**63 - 1)[:1]
+    first = store.ids(table, -(2**63), 2**63 - 1)[:1]
     if first.numel() and begin >= 8:
         rows[missing(store, table, ids)] = original(store, table, first, begin, end)
     return rows
@@ -150,7 +157,7 @@ def _first_of_the_map(original: Any, store: Any, table: str, ids: torch.Tensor, 
 
 _HIDDEN = 2**62
 VIEW_CHECK = "twinproof.kvstore.views:check_matrix"
-STATE_KEYS, FILE_KEYS = "twinproof.kvstore.state:check_keys", "twinproof.kvstore.saved:check_keys"
+STATE_KEYS, FILE_KEYS = "twinproof.kvstore.statedict:check_keys", "twinproof.kvstore.disk:check_keys"
 
 
 def _believed(original: Any, *arguments: Any) -> None:
@@ -158,18 +165,18 @@ def _believed(original: Any, *arguments: Any) -> None:
 
 
 PLANTED = (
-    in_store(
+    in_engine(
         "missing_row_partly_cleared",
         "Reading a missing id clears width bytes instead of width elements (hazard 1).",
         ("KV-011",),
-        "_read",
+        "read",
         _uninitialised_tail,
     ),
     shared(
         "offset_left_out_of_bounds_check",
         "The bounds check of a partial read ignores the offset (hazard 2).",
         ("KV-025",),
-        wrap("twinproof.kvstore.reading:RowSource.get_rows", _offset_forgotten),
+        wrap("twinproof.kvstore.rows:RowSource.get_rows", _offset_forgotten),
     ),
     shared(
         "view_writes_any_width",
@@ -177,18 +184,18 @@ PLANTED = (
         ("KV-024",),
         wrap(VIEW_CHECK, _cut_to_fit),
     ),
-    in_store(
+    in_engine(
         "old_tenant_in_recycled_row",
         "A new row shows the optimizer state of the row whose block it got (hazard 4).",
         ("KV-057",),
-        "_write",
+        "write",
         _old_tenant,
     ),
-    in_store(
+    in_engine(
         "used_bit_set_in_callers_tensor",
         "Loading whole rows changes the caller's tensor (hazard 6).",
         ("KV-022",),
-        "_write_rows",
+        "write_rows",
         _used_in_place,
     ),
     shared(
@@ -203,11 +210,11 @@ PLANTED = (
         ("KV-044", "KV-048"),
         wrap(FILE_KEYS, _believed),
     ),
-    in_store(
+    in_engine(
         "first_duplicate_wins",
         "Of duplicates in a batch the first is kept (hazard 8).",
         ("KV-014",),
-        "_write",
+        "write",
         _first_wins,
     ),
     shared(
@@ -216,32 +223,32 @@ PLANTED = (
         ("KV-058",),
         _leak,
     ),
-    in_store(
+    in_engine(
         "negative_ids_dropped_on_load",
         "Whole rows of negative ids are silently dropped (hazard 9).",
         ("KV-020",),
-        "_write_rows",
+        "write_rows",
         _negative_dropped,
     ),
-    in_store(
+    in_engine(
         "negative_ids_not_read",
         "The output rows of negative ids are left as they were (hazard 9).",
         ("KV-008", "KV-020"),
-        "_read",
+        "read",
         _negative_unread,
     ),
-    in_store(
+    in_engine(
         "ids_cut_to_32_bits",
         "Ids pass through a 32-bit variable (hazard 10, FBGEMM 5876).",
         ("KV-021", "KV-020"),
-        "_write",
+        "write",
         _narrow_keys,
     ),
-    in_store(
+    in_engine(
         "initial_weight_differs_each_time",
         "Two reads of one missing id differ (hazard 11).",
         ("KV-012", "KV-015"),
-        "_read",
+        "read",
         _other_each_time,
     ),
     in_store(
@@ -251,11 +258,11 @@ PLANTED = (
         "set",
         _written_then_checked,
     ),
-    in_store(
+    in_engine(
         "statistics_kept_on_load",
         "A whole-row load over a row keeps the old timestamp and count (hazard 13).",
         ("KV-047",),
-        "_write_rows",
+        "write_rows",
         _old_statistics,
     ),
     shared(
@@ -263,22 +270,22 @@ PLANTED = (
         "A threshold is truncated to a coarser unit (hazard 14).",
         ("KV-056",),
         wrap(
-            "twinproof.kvstore.config:EvictionPolicy.ttl",
+            "twinproof.kvstore.options:EvictionPolicy.ttl",
             lambda original, cls, seconds: original(cls, seconds // 60 * 60),
         ),
     ),
-    in_store(
+    in_engine(
         "row_of_zeros_is_a_miss",
         "A stored row of zeros counts as missing (hazard 16).",
         ("KV-102",),
-        "_find",
+        "find",
         _zeros_are_missing,
     ),
-    in_store(
+    in_engine(
         "missing_id_reads_first_row",
         "A missing id shows the weight of some other id (FBGEMM 5048).",
         ("KV-011",),
-        "_read",
+        "read",
         _first_of_the_map,
     ),
     in_store(

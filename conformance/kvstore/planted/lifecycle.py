@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import PlantedBug, wrap
-from conformance.kvstore.planted.planting import in_store, reference, shared
+from conformance.kvstore.planted.planting import bytes_of, in_engine, keys_of, reference, shared
 
 
 def _pause() -> None:
@@ -78,7 +78,7 @@ def _newest_go(
 
 def _live(original: Any, store: Any) -> Any:
     taken = original(store)
-    for name in ("_read", "_find"):
+    for name in ("read", "find"):
         setattr(taken, name, getattr(store, name))
     return taken
 
@@ -103,24 +103,23 @@ def _in_halves(
     original(store, table, ids, values[:, half:].contiguous(), begin + half, now, visit=False)
 
 
-def _row_halves(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    layout = store.layout(table)
-    mixed = store._read(table, ids, 0, layout.row_bytes)
-    mixed[:, : layout.row_bytes // 2] = rows[:, : layout.row_bytes // 2]
-    original(store, table, ids, mixed)
+def _row_halves(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    mixed, half = bytes_of(store, table, keys_of(rows)), rows.shape[1] // 2
+    mixed[:, :half] = rows[:, :half]
+    original(store, table, mixed)
     _pause()
-    original(store, table, ids, rows)
+    original(store, table, rows)
 
 
 def _lost_update(
     original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
 ) -> None:
-    words = store._read(table, ids, 8, 16).contiguous().view(torch.int64)[:, 0]
+    words = bytes_of(store, table, ids, 8, 16).contiguous().view(torch.int64)[:, 0]
     _pause()
     original(store, table, ids, values, begin, now, visit=visit)
     if visit:
         one = torch.ones_like(words) << 32
-        store._write_metadata(table, ids, (words & ~(2**32 - 1)) + one, (2**31 - 1) << 32)
+        store.write_metadata(table, ids, (words & ~(2**32 - 1)) + one, (2**31 - 1) << 32)
 
 
 def _batch_halves(
@@ -134,7 +133,7 @@ def _batch_halves(
 
 def _moved_by_growth(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     rows: torch.Tensor = original(store, table, ids, begin, end)
-    if store._size(table) > 500:
+    if store.size(table) > 500:
         rows[ids == 2**62] = 0
     return rows
 
@@ -178,28 +177,28 @@ PLANTED = (
         "ttl_not_strict",
         "A row of exactly the time to live goes.",
         ("KV-056",),
-        wrap("twinproof.kvstore.store:condemned", _not_strict),
+        wrap("refimpl.kvstore:condemned", _not_strict),
     ),
     reference(
         "decay_rounds_up",
         "A decayed count is rounded up.",
         ("KV-056",),
-        wrap("twinproof.kvstore.store:decayed", _rounded_up),
+        wrap("refimpl.kvstore:decayed", _rounded_up),
     ),
     reference(
         "norm_against_plain_threshold",
         "The sum of squares is compared with the threshold itself.",
         ("KV-088",),
-        wrap("twinproof.kvstore.store:condemned", _padded_norm),
+        wrap("refimpl.kvstore:condemned", _padded_norm),
     ),
-    in_store(
-        "ties_all_stay", "All rows that tie with the last kept score stay.", ("KV-089",), "_begin_round", _lowest_kept
+    in_engine(
+        "ties_all_stay", "All rows that tie with the last kept score stay.", ("KV-089",), "begin_round", _lowest_kept
     ),
-    in_store(
+    in_engine(
         "evicted_by_stale_statistics",
         "Rows written after the round began are evicted.",
         ("KV-059", "KV-096"),
-        "_begin_round",
+        "begin_round",
         _stale,
     ),
     shared(
@@ -219,62 +218,62 @@ PLANTED = (
         "Rows that were deleted are kept, and new ones take more memory.",
         ("KV-062",),
         "fastimpl",
-        wrap("fastimpl.kvstore.store:KVStore._delete", _kept_rows),
+        wrap("fastimpl.kvstore.store:NativeRows.delete", _kept_rows),
     ),
-    in_store(
-        "last_row_of_a_slice_stays", "A slice leaves its last row out.", ("KV-063",), "_evict_some", _last_one_stays
+    in_engine(
+        "last_row_of_a_slice_stays", "A slice leaves its last row out.", ("KV-063",), "evict_some", _last_one_stays
     ),
-    in_store("capacity_evicts_the_newest", "A full table loses its newest rows.", ("KV-090",), "_write", _newest_go),
-    in_store(
+    in_engine("capacity_evicts_the_newest", "A full table loses its newest rows.", ("KV-090",), "write", _newest_go),
+    in_engine(
         "snapshot_shows_live_rows",
-        "A snapshot lists ids of its moment and reads the live table (facts 1.8).",
+        "A snapshot lists ids of its moment and reads the live table.",
         ("KV-064", "KV-061"),
         "snapshot",
         _live,
     ),
-    in_store(
+    in_engine(
         "snapshot_never_released", "A state dict's snapshot outlives it.", ("KV-061",), "snapshot", _never_released
     ),
-    in_store(
-        "removals_not_tracked", "Removed ids are not among the changes.", ("KV-091",), "_changes", _removals_forgotten
+    in_engine(
+        "removals_not_tracked", "Removed ids are not among the changes.", ("KV-091",), "changes", _removals_forgotten
     ),
-    in_store(
-        "rows_written_in_halves", "A row is written in two steps without a lock.", ("KV-065",), "_write", _in_halves
+    in_engine(
+        "rows_written_in_halves", "A row is written in two steps without a lock.", ("KV-065",), "write", _in_halves
     ),
-    in_store(
+    in_engine(
         "loaded_rows_in_halves",
         "A loaded row is written in two steps without a lock.",
         ("KV-067",),
-        "_write_rows",
+        "write_rows",
         _row_halves,
     ),
-    in_store(
+    in_engine(
         "racing_writers_lose_counts",
         "A count is read, then written, without a lock (hazard 8).",
         ("KV-066",),
-        "_write",
+        "write",
         _lost_update,
     ),
-    in_store("snapshot_inside_a_batch", "A snapshot sees half of a batch.", ("KV-095",), "_write", _batch_halves),
-    in_store(
-        "row_lost_by_growth", "A row is not found after the table has grown.", ("KV-071",), "_read", _moved_by_growth
+    in_engine("snapshot_inside_a_batch", "A snapshot sees half of a batch.", ("KV-095",), "write", _batch_halves),
+    in_engine(
+        "row_lost_by_growth", "A row is not found after the table has grown.", ("KV-071",), "read", _moved_by_growth
     ),
     PlantedBug(
         "reserve_half_the_room",
         "A reserved table allocates before it is full.",
         ("KV-072",),
         "fastimpl",
-        wrap("fastimpl.kvstore.store:KVStore.reserve", _half_the_room),
+        wrap("fastimpl.kvstore.store:NativeRows.reserve", _half_the_room),
     ),
-    in_store(
+    in_engine(
         "duplicate_gradients_overwrite",
         "Of duplicate gradients the last one counts.",
         ("KV-092", "KV-093"),
-        "_update",
+        "update",
         _last_gradient,
     ),
-    in_store(
-        "bias_correction_of_step_one", "Adam corrects every step like the first.", ("KV-076",), "_update", _first_step
+    in_engine(
+        "bias_correction_of_step_one", "Adam corrects every step like the first.", ("KV-076",), "update", _first_step
     ),
     reference(
         "row_sum_left_to_right",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from conformance.harness import PlantedBug, wrap
-from conformance.kvstore.planted.planting import exported, shared
-from twinproof.kvstore.saved import SavedRows
+from conformance.kvstore.planted.planting import exported, loaded, shared
+from twinproof.kvstore.disk import SavedRows
 
 
 def _nothing(original: Any, *arguments: Any) -> None:
@@ -15,7 +16,7 @@ def _nothing(original: Any, *arguments: Any) -> None:
 
 def _removed_afterwards(original: Any, store: Any, path: Any, **options: Any) -> Any:
     gone = {table: SavedRows(path).deleted(table) for table in SavedRows(path).tables}
-    with wrap("twinproof.kvstore.base:KVStoreBase.delete", _kept(gone)):
+    with wrap("twinproof.kvstore.store:KVStore.delete", _kept(gone)):
         report = original(store, path, **options)
     for table, ids in gone.items():
         store.delete(table, ids)
@@ -40,7 +41,7 @@ def _rows_alone(original: Any, value: Any, shape: Any, dtypes: Any, where: str) 
 
 
 def _any_base_of_the_kind(original: Any, store: Any, table: str, bases: Any, where: str) -> None:
-    if store.moments.loaded(store, table) == "empty":
+    if store.fingerprints.loaded(store, table) == "empty":
         original(store, table, bases, where)
 
 
@@ -71,7 +72,7 @@ def _believed(original: Any, waiting: Any) -> bool:
     return True
 
 
-def _each_alone(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+def _each_alone(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
     first, behind = saved.saved_table(table).rows_of(begin, end)
     for start in range(first, behind, chunk_rows):
         yield saved.rows(table, start, min(chunk_rows, behind - start))
@@ -81,9 +82,9 @@ class _Calls:
     count = 0
 
 
-def _old_keys_needed(original: Any, catalog: Any, path: str) -> Any:
-    version, content = original(catalog, path)
-    return version, content | ({"layouts": dict(content["layouts"]), "kind": "full"} if version == 2 else {})
+def _old_keys_needed(original: Any, metadata: Any, path: str) -> Any:
+    content = original(metadata, path)
+    return dataclasses.replace(content, kind="full") if content.version == 2 else content
 
 
 PLANTED = (
@@ -105,61 +106,61 @@ PLANTED = (
         "chunks_each_alone",
         "Ids are compared within a chunk only.",
         ("KV-139",),
-        wrap("twinproof.kvstore.saved:SavedRows.chunks", _each_alone),
+        loaded(_each_alone),
     ),
     shared(
         "deltas_on_any_base",
         "Once anything was loaded, any delta is taken.",
         ("KV-125",),
-        wrap("twinproof.kvstore.files:check_base", _any_base_of_the_kind),
+        wrap("twinproof.kvstore.disk:check_base", _any_base_of_the_kind),
     ),
     shared(
         "moments_of_ids",
         "A moment is named by its ids, so that another run's delta passes.",
         ("KV-126",),
-        wrap("twinproof.kvstore.moments:digest_rows", _by_ids_alone),
+        wrap("twinproof.kvstore.deltas:digest_rows", _by_ids_alone),
     ),
     shared(
         "bases_of_ranks_lost",
         "A save by several ranks does not name its base, because their marks differ.",
         ("KV-130",),
-        wrap("twinproof.kvstore.files:named", _own_bases),
+        wrap("twinproof.kvstore.disk:named", _own_bases),
     ),
     shared(
         "names_of_histories",
         "The name of a moment depends on what was saved before.",
         ("KV-127",),
-        wrap("twinproof.kvstore.moments:moment_name", _with_the_mark),
+        wrap("twinproof.kvstore.deltas:fingerprint_of", _with_the_mark),
     ),
     shared(
         "old_deltas_keep_what_they_remove",
         "Removed ids of a version 2 delta stay.",
         ("KV-128",),
-        wrap("twinproof.kvstore.saved:_content", _old_keys_needed),
+        wrap("twinproof.kvstore.disk:read_content", _old_keys_needed),
     ),
     shared(
         "integers_taken_for_states",
         "Values of any dtype are converted to the row's.",
         ("KV-115",),
-        wrap("twinproof.kvstore.state:_check_values", _any_dtype),
+        wrap("twinproof.kvstore.statedict:_check_values", _any_dtype),
     ),
     shared(
         "only_rows_are_counted",
         "Values of another width than the row's are found when they are written.",
         ("KV-116",),
-        wrap("twinproof.kvstore.state:_check_values", _rows_alone),
+        wrap("twinproof.kvstore.statedict:_check_values", _rows_alone),
     ),
     shared(
         "capacity_met_on_the_way",
         "A load looks at the capacity chunk by chunk.",
         ("KV-112",),
-        wrap("twinproof.kvstore.files:check_room", _nothing),
+        wrap("twinproof.kvstore.disk:check_load_fits", _nothing),
     ),
     shared(
         "chunks_evict_each_other",
         "A later chunk of a load evicts the rows of an earlier one.",
         ("KV-113",),
-        wrap("twinproof.kvstore.files:make_room", _nothing),
+        wrap("twinproof.kvstore.disk:evict_for_load", _nothing),
     ),
     exported(
         "removals_after_writes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -24,8 +25,8 @@ def _but_metadata(original: Any, view: Any, start: int, rows: Any) -> None:
         original(view, start, rows)
 
 
-def _no_steps(original: Any, *arguments: Any) -> Any:
-    return original(*arguments[:-1], {})
+def _no_steps(original: Any, content: Any) -> Any:
+    return original(dataclasses.replace(content, steps={}))
 
 
 def _zero_steps(original: Any, saved: Any, *arguments: Any, **options: Any) -> None:
@@ -59,9 +60,9 @@ def _whole_kibibytes(original: Any, evictor: Any) -> bool:
         evictor._trigger_bytes = kept
 
 
-def _by_numpy(rows: Any) -> list[bytes]:
+def _by_numpy(original: Any, engine: Any, table: str, rows: Any) -> None:
     importlib.import_module("numpy")
-    return [row.numpy().tobytes() for row in rows]
+    original(engine, table, torch.from_numpy(rows.numpy()))
 
 
 def _local_keys(original: Any, wrapper: Any, ids: Any) -> Any:
@@ -82,37 +83,37 @@ PLANTED = (
         "wrapper_shows_local_keys",
         "Whole rows that a wrapper reads keep the store's own key, as upstream's did until resharding broke.",
         ("KV-156",),
-        wrap("twinproof.kvstore.wrapper:KVTensorWrapper.get_weights_by_ids", _local_keys),
+        wrap("twinproof.kvstore.modules:KVTensorWrapper.get_weights_by_ids", _local_keys),
     ),
     shared(
         "wrapper_replaces_keys",
         "A wrapper replaces the keys of rows that are written by the ids, as upstream's does.",
         ("KV-157",),
-        wrap("twinproof.kvstore.wrapper:KVTensorWrapper.set_weights_and_ids", _unchecked_keys),
+        wrap("twinproof.kvstore.modules:KVTensorWrapper.set_weights_and_ids", _unchecked_keys),
     ),
     shared(
         "round_after_every_step",
         "The background evictor runs a round after every step of training.",
         ("KV-154",),
-        wrap("twinproof.kvstore.background:BackgroundEvictor._stepped", _any_step),
+        wrap("twinproof.kvstore.eviction:BackgroundEvictor._stepped", _any_step),
     ),
     shared(
         "memory_in_whole_units",
         "The memory that triggers a round is rounded down to whole units.",
         ("KV-155",),
-        wrap("twinproof.kvstore.background:BackgroundEvictor._has_many_bytes", _whole_kibibytes),
+        wrap("twinproof.kvstore.eviction:BackgroundEvictor._has_many_bytes", _whole_kibibytes),
     ),
     reference(
         "rows_by_numpy",
         "The rows of the reference pass through numpy, which need not be installed.",
         ("KV-153",),
-        swap("twinproof.kvstore.store:_split", _by_numpy),
+        wrap("refimpl.kvstore:DictRows.put", _by_numpy),
     ),
     shared(
         "lazy_rows_take_any_operation",
         "Unfilled memory and writes in place are granted by rows that have no memory, as torch's stager was.",
         ("KV-150", "CKPT-420"),
-        swap("twinproof.kvstore.lazy:_check_operation", _allowed),
+        swap("twinproof.kvstore.views:_check_operation", _allowed),
     ),
     shared(
         "copy_is_the_store",
@@ -130,19 +131,19 @@ PLANTED = (
         "step_in_no_file",
         "The optimizer's step is in no file, and Adam begins again.",
         ("KV-140",),
-        wrap("twinproof.kvstore.files:content_metadata", _no_steps),
+        wrap("twinproof.kvstore.deltas:SavedContent.metadata", _no_steps),
     ),
     shared(
         "old_files_reset_the_step",
         "A file that tells no step sets it to zero.",
         ("KV-141",),
-        wrap("twinproof.kvstore.saved:SavedRows.__init__", _zero_steps),
+        wrap("twinproof.kvstore.disk:SavedRows.__init__", _zero_steps),
     ),
     shared(
         "module_keeps_other_rows",
         "A module that was loaded keeps rows that the state dict does not have.",
         ("KV-142",),
-        wrap("twinproof.kvstore.base:KVStoreBase.load_state_dict", _other_rows_stay),
+        wrap("twinproof.kvstore.store:KVStore.load_state_dict", _other_rows_stay),
     ),
     shared(
         "snapshot_for_each_view",

@@ -70,6 +70,6 @@ PLANTED = (
         "A batch makes room for as many rows as it has ids, duplicates and rows that are there included.",
         ("KV-135",),
         "fastimpl",
-        wrap("fastimpl.kvstore.store:KVStore._write", _room_for_all),
+        wrap("fastimpl.kvstore.store:NativeRows.write", _room_for_all),
     ),
 )

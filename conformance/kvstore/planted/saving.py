@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from conformance.harness import swap, wrap
-from conformance.kvstore.planted.planting import exported, in_store, loaded, shared
+from conformance.kvstore.planted.planting import both, exported, in_store, loaded, shared
 from twinproof.errors import TwinproofError
-from twinproof.kvstore.saved import SavedRows
+from twinproof.kvstore.disk import SavedRows
 
 
 def _one_bucket_ahead(original: Any, cls: Any, *arguments: Any, **options: Any) -> Any:
@@ -84,8 +84,8 @@ def _any_keys(original: Any, *arguments: Any) -> None:
     return None
 
 
-def _last_chunk_lost(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
-    chunks = list(original(saved, table, begin, end, chunk_rows))
+def _last_chunk_lost(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    chunks = list(original(files, saved, table, begin, end, chunk_rows))
     return iter(chunks[:-1] if len(chunks) > 1 else chunks)
 
 
@@ -97,8 +97,8 @@ def _old_parts_cut(original: Any, waiting: Any, saved: Any, parts: range) -> Non
     original(waiting, saved, range(parts.start, parts.stop - (saved.version == 1), parts.step))
 
 
-def _old_files_cut(original: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
-    for ids, rows in original(saved, table, begin, end, chunk_rows):
+def _old_files_cut(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    for ids, rows in original(files, saved, table, begin, end, chunk_rows):
         kept = ids.numel() - (saved.version == 1)
         yield ids[:kept], rows[:kept]
 
@@ -144,6 +144,10 @@ def _every_bucket(original: Any, saved: Any, begin: int, end: int) -> tuple[int,
     return 0, int(saved.row_count)
 
 
+def _any_bucket(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    return original(files, saved, table, 0, saved.buckets.total_count, chunk_rows)
+
+
 def _no_metadata(original: Any, layout: Any, ids: Any, words: torch.Tensor, values: Any) -> Any:
     return original(layout, ids, torch.zeros_like(words), values)
 
@@ -173,7 +177,7 @@ def _extra_tables(original: Any, store: Any, path: Any, **options: Any) -> Any:
 
 
 VIEW = "twinproof.kvstore.views:KVTensor"
-WRITE_ITEMS = "twinproof.kvstore.lazy:LazyRows.__create_write_items__"
+WRITE_ITEMS = "twinproof.kvstore.views:LazyRows.__create_write_items__"
 
 PLANTED = (
     shared(
@@ -203,7 +207,7 @@ PLANTED = (
     ),
     shared(
         "read_only_lost_in_pickle",
-        "Pickling loses the read-only flag (facts 1.7).",
+        "Pickling loses the read-only flag.",
         ("KV-038",),
         wrap(f"{VIEW}.__reduce_ex__", _flag_lost),
     ),
@@ -211,7 +215,7 @@ PLANTED = (
         "narrow_one_row_on",
         "A range of two rows begins one row late.",
         ("KV-039",),
-        wrap("twinproof.kvstore.lazy:LazyRows.narrow", _one_row_on),
+        wrap("twinproof.kvstore.views:LazyRows.narrow", _one_row_on),
     ),
     shared(
         "local_keys_in_views",
@@ -264,31 +268,37 @@ PLANTED = (
         "newer_version_accepted",
         "Files of a newer version are read as if they were of this one.",
         ("KV-048",),
-        swap("twinproof.kvstore.saved:FORMAT_VERSION", 99),
+        swap("twinproof.kvstore.deltas:FORMAT_VERSION", 99),
     ),
     shared(
         "weights_only_keeps_state",
         "Optimizer state comes along with weights_only.",
         ("KV-049",),
-        wrap("twinproof.kvstore.files:convert_rows", _states_loaded),
+        wrap("twinproof.kvstore.disk:convert_rows", _states_loaded),
     ),
     shared(
         "conversion_truncates",
         "float32 becomes bfloat16 by cutting.",
         ("KV-050",),
-        wrap("twinproof.kvstore.convert:_raw", _truncating),
+        wrap("twinproof.kvstore.rows:_raw", _truncating),
     ),
     shared(
         "every_rank_reads_all",
         "A rank reads the rows of all buckets.",
         ("KV-051", "KV-097"),
-        wrap("twinproof.kvstore.saved:SavedTable.rows_of", _every_bucket),
+        both(
+            wrap("twinproof.kvstore.disk:SavedTable.rows_of", _every_bucket),
+            wrap("refimpl.kvstore:WholeTensors.chunks", _any_bucket),
+        ),
     ),
     shared(
         "separate_form_loses_headers",
         "Timestamps and counts are not restored from the separate form.",
         ("KV-054", "KV-042"),
-        wrap("twinproof.kvstore.saved:assemble_rows", _no_metadata),
+        both(
+            wrap("twinproof.kvstore.disk:assemble_rows", _no_metadata),
+            wrap("refimpl.kvstore:assemble_rows", _no_metadata),
+        ),
     ),
     exported("delta_holds_everything", "A delta holds every row ever written.", ("KV-098",), "save", _everything),
     exported("path_in_the_file", "The file depends on where it is saved.", ("KV-052",), "save", _time_stamped),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from conformance.harness import PlantedBug, wrap
-from conformance.kvstore.planted.planting import everywhere, shared
+from conformance.kvstore.planted.planting import in_engines, shared
 
 
 @contextmanager
@@ -19,8 +19,7 @@ def _exclusive_readers() -> Iterator[None]:
         with lock:
             return original(*arguments)
 
-    source = "fastimpl.kvstore.store:_NativeSource"
-    with wrap(f"{source}._read", around), wrap(f"{source}._read_into", around):
+    with wrap("fastimpl.kvstore.store:NativeReader.read", around):
         yield
 
 
@@ -41,7 +40,7 @@ def _either_order() -> Iterator[None]:
     def taking(original: Any, *arguments: Any, **options: Any) -> Any:
         return meet(second, first, original, arguments, options)
 
-    with everywhere("KVStore._write", writing)(), everywhere("KVStore.snapshot", taking)():
+    with in_engines("write", writing)(), in_engines("snapshot", taking)():
         yield
 
 

@@ -8,8 +8,16 @@ from typing import Any
 import torch
 
 from conformance.harness import swap, wrap
-from conformance.kvstore.planted.planting import exported, in_store, missing, reference, shared
-from twinproof.kvstore import buckets
+from conformance.kvstore.planted.planting import (
+    exported,
+    in_engine,
+    in_store,
+    keys_of,
+    missing,
+    reference,
+    shared,
+)
+from twinproof.kvstore import rows as shared_rows
 from twinproof.optimizers import OPTIMIZERS
 
 
@@ -57,7 +65,7 @@ def _inserting_read(original: Any, store: Any, table: str, ids: torch.Tensor, be
     rows: torch.Tensor = original(store, table, ids, begin, end)
     new = ids[missing(store, table, ids)]
     if new.numel():
-        store._write_rows(table, new, original(store, table, new, 0, store.layout(table).row_bytes))
+        store.write_rows(table, original(store, table, new, 0, store.options.rows[table].row_bytes))
     return rows
 
 
@@ -78,24 +86,25 @@ def _state_cleared(
     original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
 ) -> None:
     original(store, table, ids, values, begin, now, visit=visit)
-    row = store.layout(table)
+    row = store.options.rows[table]
     if visit and row.state_slots:
         zeros = torch.zeros(ids.numel(), row.row_bytes - row.state_begin_bytes, dtype=torch.uint8)
         original(store, table, ids, zeros, row.state_begin_bytes, now, visit=False)
 
 
-def _header_from_clock(original: Any, store: Any, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    original(store, table, ids, rows)
-    words = torch.full_like(ids, store._now()) | (torch.ones_like(ids) << 32)
-    store._write_metadata(table, ids, words, 2**32 - 1)
+def _header_from_clock(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    original(store, table, rows)
+    ids = keys_of(rows)
+    words = torch.full_like(ids, int(store.options.clock())) | (torch.ones_like(ids) << 32)
+    store.write_metadata(table, ids, words, 2**32 - 1)
 
 
 def _past_count(original: Any, source: Any, table: str, ids: Any, *, out: Any = None, count: Any = None) -> Any:
     return original(source, table, ids, out=out, count=None if out is not None else count)
 
 
-def _out_beside(original: Any, source: Any, table: str, ids: Any, begin: int, end: int, out: Any) -> Any:
-    return original(source, table, ids, begin, end, out.clone())
+def _out_beside(original: Any, source: Any, table: str, ids: Any, begin: int, end: int, out: Any = None) -> Any:
+    return original(source, table, ids, begin, end, None if out is None else out.clone())
 
 
 def _fixed_seed(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
@@ -116,14 +125,14 @@ def _reads_the_batch_order(original: Any, store: Any, table: str, begin: int, la
 
 def _all_tables(original: Any, store: Any, table: str, ids: torch.Tensor) -> int:
     removed = int(original(store, table, ids))
-    for other in store.tables:
+    for other in store.options.rows:
         if other != table:
             original(store, other, ids)
     return removed
 
 
 def _counts_repeats(original: Any, store: Any, table: str, ids: torch.Tensor) -> int:
-    there = int(store._find(table, ids).sum())
+    there = int(store.find(table, ids).sum())
     original(store, table, ids)
     return there
 
@@ -138,7 +147,7 @@ def _insertion_order(original: Any, ids: Any, *arguments: Any, **options: Any) -
 def _truncated(ids: torch.Tensor, kinds: Any) -> torch.Tensor:
     if kinds.hash_mode == "interleave":
         return ids.abs().remainder(kinds.total_count)
-    return buckets.bucket_of(ids, kinds)
+    return shared_rows.bucket_of(ids, kinds)
 
 
 def _clamped(original: Any, ids: torch.Tensor, kinds: Any) -> torch.Tensor:
@@ -165,7 +174,7 @@ def _stays_open(original: Any, store: Any) -> None:
     return None
 
 
-MAKE = "twinproof.kvstore.config:StoreOptions.make"
+MAKE = "twinproof.kvstore.options:StoreOptions.make"
 
 PLANTED = (
     exported(
@@ -182,19 +191,19 @@ PLANTED = (
         "pack_header",
         _time_in_count,
     ),
-    in_store("score_loses_its_last_bit", "Scores are rounded.", ("KV-003",), "_write_metadata", _sign_kept),
+    in_engine("score_loses_its_last_bit", "Scores are rounded.", ("KV-003",), "write_metadata", _sign_kept),
     shared(
         "momentum1_before_momentum2",
         "Partial row-wise Adam stores its states in the order of their names.",
         ("KV-005",),
-        swap("twinproof.kvstore.layout:OPTIMIZERS", _swapped_states()),
+        swap("twinproof.kvstore.options:OPTIMIZERS", _swapped_states()),
     ),
     shared(
         "states_packed_without_alignment",
         "A float32 state begins at an odd multiple of two bytes.",
         ("KV-006",),
         wrap(
-            "twinproof.kvstore.layout:_round_up",
+            "twinproof.kvstore.options:_round_up",
             lambda original, value, multiple: (
                 value
                 if multiple == 2
@@ -208,45 +217,50 @@ PLANTED = (
         "padding_of_the_caller_kept",
         "Padding bytes of whole rows are stored as they come.",
         ("KV-007",),
-        wrap("twinproof.kvstore.store:canonical", _padding_kept),
+        wrap("refimpl.kvstore:canonical", _padding_kept),
     ),
     shared(
         "offsets_of_the_widest_table",
         "State offsets are computed for the widest table of the store.",
         ("KV-078",),
-        wrap("twinproof.kvstore.reading:RowSource.slot", _first_tables_layout),
+        wrap("twinproof.kvstore.rows:RowSource.slot", _first_tables_layout),
     ),
     shared(
         "json_forgets_state_dtypes",
         "A layout's JSON loses the dtypes of the states.",
         ("KV-079",),
-        wrap("twinproof.kvstore.layout:RowLayout.from_json", _state_dtypes_lost),
+        wrap("twinproof.kvstore.options:RowLayout.from_json", _state_dtypes_lost),
     ),
-    in_store("reading_inserts", "A read of a missing id inserts it.", ("KV-010",), "_read", _inserting_read),
+    in_engine("reading_inserts", "A read of a missing id inserts it.", ("KV-010",), "read", _inserting_read),
     in_store("denormals_flushed", "Small weights are flushed to zero.", ("KV-008",), "set", _denormals_flushed),
-    in_store("duplicates_counted_once", "A batch counts each id once.", ("KV-014",), "_write", _count_once),
-    in_store(
+    in_engine("duplicates_counted_once", "A batch counts each id once.", ("KV-014",), "write", _count_once),
+    in_engine(
         "set_clears_optimizer_state",
         "Setting weights of a row that exists resets its state.",
         ("KV-028",),
-        "_write",
+        "write",
         _state_cleared,
     ),
-    in_store(
+    in_engine(
         "whole_rows_get_a_new_timestamp",
         "Whole-row writes stamp the rows anew.",
         ("KV-009", "KV-054"),
-        "_write_rows",
+        "write_rows",
         _header_from_clock,
     ),
     shared(
         "count_ignored_with_out",
         "Entries past count are read into out.",
         ("KV-017",),
-        wrap("twinproof.kvstore.reading:RowSource.get", _past_count),
+        wrap("twinproof.kvstore.rows:RowSource.get", _past_count),
     ),
-    in_store("rows_beside_out", "Rows are read into a copy of out.", ("KV-111",), "_read_into", _out_beside),
-    shared("seed_not_used", "The seed is stored and never used (facts 1.6).", ("KV-012",), wrap(MAKE, _fixed_seed)),
+    shared(
+        "rows_beside_out",
+        "Rows are read into a copy of out.",
+        ("KV-111",),
+        wrap("twinproof.kvstore.rows:RowSource._read", _out_beside),
+    ),
+    shared("seed_not_used", "The seed is stored and never used.", ("KV-012",), wrap(MAKE, _fixed_seed)),
     shared(
         "initializer_of_the_first_table",
         "Every table has the first table's initializer.",
@@ -259,15 +273,15 @@ PLANTED = (
         ("KV-029",),
         wrap(MAKE, _seed_by_shards),
     ),
-    in_store(
-        "range_without_its_end", "A range of ids leaves out its last one.", ("KV-031",), "_ids", _reads_the_batch_order
+    in_engine(
+        "range_without_its_end", "A range of ids leaves out its last one.", ("KV-031",), "ids", _reads_the_batch_order
     ),
-    in_store("delete_in_every_table", "Deleting removes the id from every table.", ("KV-036",), "_delete", _all_tables),
-    in_store(
+    in_engine("delete_in_every_table", "Deleting removes the id from every table.", ("KV-036",), "delete", _all_tables),
+    in_engine(
         "delete_counts_repeats",
         "Deleting counts an id as often as it is named.",
         ("KV-081",),
-        "_delete",
+        "delete",
         _counts_repeats,
     ),
     exported(
@@ -281,13 +295,13 @@ PLANTED = (
         "negative_ids_mirrored",
         "The bucket of a negative id is that of its absolute value.",
         ("KV-033",),
-        swap("twinproof.kvstore.buckets:bucket_of", _truncated),
+        swap("twinproof.kvstore.rows:bucket_of", _truncated),
     ),
     shared(
         "outside_ids_clamped",
         "Ids outside all chunks fall into the nearest.",
         ("KV-033",),
-        wrap("twinproof.kvstore.buckets:bucket_of", _clamped),
+        wrap("twinproof.kvstore.rows:bucket_of", _clamped),
     ),
     exported(
         "remainder_on_the_last_rank",
@@ -303,5 +317,5 @@ PLANTED = (
         "set_return_whole_row",
         _unchecked_flag,
     ),
-    in_store("closed_store_answers", "A closed store goes on answering.", ("KV-082",), "close", _stays_open),
+    in_engine("closed_store_answers", "A closed store goes on answering.", ("KV-082",), "close", _stays_open),
 )

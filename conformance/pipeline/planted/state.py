@@ -37,8 +37,7 @@ def _any_shape(original: Any, target: Any, value: Any, where: str) -> None:
 
 
 def _local_rows(table: Any, index: int, shard: Shard, seed: int) -> torch.Tensor:
-    from twinproof.kvstore.config import Initializer
-    from twinproof.kvstore.initial import initial_weights
+    from twinproof.kvstore.options import Initializer, initial_weights
 
     bound = table.num_embeddings**-0.5
     ids = torch.arange(min(INIT_ROWS, shard.rows[1] - shard.rows[0]))

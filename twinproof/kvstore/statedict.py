@@ -1,33 +1,41 @@
-"""State dicts: what a checkpoint sees of a store, and the way back.
+"""State dicts: what a checkpoint sees of a store, and the way back, also through torch's ``dcp.load``.
 
-Prevents tensors of one table that come from different moments or list different ids (DeepRec 1023: weight and states
-saved at three moments): every view of a state dict reads one snapshot and carries one list of ids.
+Prevents tensors of one table that come from different moments or list different ids: every view of a state dict reads
+one snapshot and carries one list of ids. Torch's planner fills tensors in place; a view of a store has no memory to
+fill, so rows that were read are written to the store, chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from twinproof.checkpoint.outcome import raise_first
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError, UnsupportedError
-from twinproof.kvstore.buckets import Buckets, rank_buckets, sort_ids_by_bucket
-from twinproof.kvstore.checks import check_ids
-from twinproof.kvstore.convert import assemble_rows, check_convertible, convert_rows
-from twinproof.kvstore.layout import RowLayout
-from twinproof.kvstore.lazy import LazyRows, dense_rows
-from twinproof.kvstore.reading import TrackedSource
-from twinproof.kvstore.room import check_room, make_room
-from twinproof.kvstore.views import KVTensor, check_keys
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
+from twinproof.kvstore.deltas import check_load_fits, evict_for_load
+from twinproof.kvstore.options import RowLayout, check_ids
+from twinproof.kvstore.rows import (
+    Buckets,
+    RowEngine,
+    RowStore,
+    TrackedSource,
+    assemble_rows,
+    check_convertible,
+    convert_rows,
+    rank_buckets,
+)
+from twinproof.kvstore.views import KVTensor, LazyRows, check_keys, dense_rows
 
-if TYPE_CHECKING:
-    from twinproof.kvstore.base import KVStoreBase
+__all__ = ["KVLoadPlanner", "gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 
-__all__ = ["gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 
 LOAD_CHUNK_ROWS = 65536
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,7 +71,8 @@ def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
 
 
 def state_dict(
-    store: KVStoreBase,
+    store: RowStore,
+    engine: RowEngine,
     tables: tuple[str, ...],
     buckets: Buckets,
     process_group: Any,
@@ -75,14 +84,11 @@ def state_dict(
     rank, world_size = rank_and_world(process_group)
     begin, end = rank_buckets(buckets.total_count, world_size, rank)
     source: TrackedSource = store.snapshot() if snapshot else store
-    layout = (buckets.total_count, buckets.hash_mode, buckets.bucket_size)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def local_counts() -> dict[str, tuple[int, int]]:
         for table in tables:
-            total, mode, size = layout
-            ids = source.ids(table)
-            sorted_ids[table] = sort_ids_by_bucket(ids, begin, end, total, hash_mode=mode, bucket_size=size)
+            sorted_ids[table] = engine.sort_ids(source.ids(table), buckets, begin, end)
         return {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
 
     by_rank = gathered(local_counts, process_group)
@@ -110,7 +116,7 @@ def state_dict(
     return result
 
 
-def _step_sink(store: KVStoreBase, table: str) -> Callable[[torch.Tensor], None]:
+def _step_sink(store: RowStore, table: str) -> Callable[[torch.Tensor], None]:
     return lambda found: store.set_step_count(table, int(found))
 
 
@@ -130,7 +136,7 @@ class _Incoming:
             yield start, min(LOAD_CHUNK_ROWS, self.ids.numel() - start)
 
 
-def _incoming(store: KVStoreBase, table: str, state: Mapping[str, Any], *, weights_only: bool) -> _Incoming:
+def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_only: bool) -> _Incoming:
     target = store.layout(table)
     missing = [name for name in (f"{table}.weight", f"{table}.weight_id") if name not in state]
     if missing:
@@ -185,7 +191,7 @@ def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype,
         raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
 
 
-def _row_layout(store: KVStoreBase, table: str, weight: torch.Tensor) -> RowLayout:
+def _row_layout(store: RowStore, table: str, weight: torch.Tensor) -> RowLayout:
     if isinstance(weight, KVTensor):
         return weight.source.layout(weight.table)
     for layout in (store.options.rows[table], store.options.layouts[table]):
@@ -209,12 +215,12 @@ def _check(incoming: _Incoming, table: str) -> None:
         check_keys(_part(incoming.weight, start, length), incoming.ids[start : start + length], table)
 
 
-def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
+def _rows(store: RowStore, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
     target, ids = store.layout(table), incoming.ids[start : start + length]
     if incoming.layout is not None:
         rows = _part(incoming.weight, start, length)
         return convert_rows(rows, incoming.layout, target, weights_only=weights_only)
-    words = torch.full_like(ids, store._now())
+    words = torch.full_like(ids, store.now())
     if incoming.metadata is not None:
         words = _part(incoming.metadata, start, length)[:, 0]
     values = {name: _part(value, start, length) for name, value in incoming.states.items()}
@@ -222,29 +228,94 @@ def _rows(store: KVStoreBase, table: str, incoming: _Incoming, start: int, lengt
 
 
 def load_state_dict(
-    store: KVStoreBase,
+    store: RowStore,
+    engine: RowEngine,
     state: Mapping[str, Any],
     *,
     weights_only: bool = False,
     tables: tuple[str, ...] | None = None,
     clear: bool = False,
 ) -> dict[str, int]:
-    """See ``KVStore.load_state_dict``."""
+    """See ``KVStore.load_state_dict``; rows go to the engine, so that listeners hear nothing."""
     names = store.tables if tables is None else tables
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
-        check_room(store, table, incoming.ids.numel())
+        check_load_fits(store, table, incoming.ids.numel())
         _check(incoming, table)
     for table, incoming in found.items():
         if clear:
             store.clear(table)
-        make_room(store, table, incoming.ids)
+        evict_for_load(store, table, incoming.ids)
         for start, length in incoming.chunks():
-            store._write_rows(
-                table,
-                incoming.ids[start : start + length],
-                _rows(store, table, incoming, start, length, weights_only),
-            )
+            engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
         if incoming.step is not None:
             store.set_step_count(table, incoming.step)
     return {table: incoming.ids.numel() for table, incoming in found.items()}
+
+
+class KVLoadPlanner(DefaultLoadPlanner):
+    """``DefaultLoadPlanner`` that also loads into ``KVTensor``s of a store.
+
+    Load ``{table}.weight_id`` first, as a plain tensor; views of these ids are then the targets for all else. Where the
+    store has the very rows of the checkpoint, ``store.state_dict(snapshot=False)`` is the target as it is: its ids and
+    bucket counts are compared. Timestamps and counts are set last, on the rows that are there by then. Memory is that
+    of all rows, once more: readers resolve every target before they read. ``load`` is bounded by a chunk.
+
+    Raises:
+        UnsupportedError: views of a moment, which nothing can be loaded into. PlanError: other numbers of rows or
+            widths than the checkpoint's. MissingKeyError: names that the checkpoint lacks.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Read items for this rank's rows, and for everything else as torch plans it."""
+        lazy = {fqn: value for fqn, value in self.state_dict.items() if isinstance(value, LazyRows)}
+        if not lazy:
+            return super().create_local_plan()
+        for value in lazy.values():
+            value.check_target()
+        assert self.metadata is not None
+        saved: dict[str, Any] = self.metadata.state_dict_metadata
+        missing = sorted(lazy.keys() - saved.keys())
+        if missing and not self.allow_partial_load:
+            raise MissingKeyError("names are not in the checkpoint", got=missing, where="state_dict")
+        rest = {fqn: value for fqn, value in self.state_dict.items() if fqn not in lazy}
+        plan = create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load)
+        for fqn, value in lazy.items():
+            if fqn in saved:
+                plan.items += _read_items(fqn, value, saved[fqn])
+        return plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Note what is to come."""
+        self._left = sum(item.type is LoadItemType.TENSOR for item in new_plan.items)
+        self._waiting: list[tuple[KVTensor, int, torch.Tensor]] = []
+        return super().finish_plan(new_plan)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Write rows that were read to the store.
+
+        Raises:
+            PlanError: a checkpoint that cut rows apart. CorruptionError: whole rows whose keys are not the view's ids,
+                or other ids than the views'.
+        """
+        view = self.state_dict[read_item.dest_index.fqn]
+        self._left -= 1
+        if isinstance(view, LazyRows):
+            if tensor.shape[1:] != view.shape[1:]:
+                raise PlanError("rows that were cut apart", got=tuple(tensor.shape), expected=tuple(view.shape[1:]))
+            first = int((read_item.dest_index.offset or (0,))[0]) - view.row_offset + int(read_item.dest_offsets[0])
+            if isinstance(view, KVTensor) and view.view_name == "metadata":
+                self._waiting.append((view, first, tensor))
+            else:
+                view.accept(first, tensor.contiguous())
+        if self._left == 0:
+            for waiting, first, words in self._waiting:
+                waiting.accept(first, words.contiguous())
+
+
+def _read_items(fqn: str, value: LazyRows, saved: Any) -> list[ReadItem]:
+    size = (value.global_row_count, *value.shape[1:])
+    if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != size:
+        got = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else type(saved).__name__
+        raise PlanError("other rows than the checkpoint's", got=size, expected=got, where=fqn)
+    return create_read_items_for_chunk_list(fqn, saved, value.global_chunks())

@@ -1,0 +1,297 @@
+"""What a saved store says of itself, and names of its contents, so that a delta finds the rows it was taken from.
+
+Prevents deltas on rows of another run, and deltas that were left out. A save of a store that tracks its changes names
+the contents of each table by a fingerprint; a delta has its own, and that of the contents it changes: its base. The
+fingerprint of a full save is a digest of its rows' ids, headers and first values; that of a delta, one of the same of
+its rows, its removed ids, and its base. Equal contents have equal fingerprints, in any order and over any number of
+ranks. Files call them ``moments``.
+
+A load counts as one batch, whatever its chunks are: no later chunk fails to fit, and none evicts rows of earlier ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from twinproof.errors import CapacityError, DeltaBaseError, FormatError, VersionError
+from twinproof.kvstore.options import RowLayout, from_bytes
+from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
+
+__all__ = [
+    "CONTENT_KEY",
+    "EMPTY",
+    "FORMAT_VERSION",
+    "VERSION_KEY",
+    "DeltaStore",
+    "Fingerprints",
+    "SaveNames",
+    "SavedContent",
+    "TableSummary",
+    "check_base",
+    "check_load_fits",
+    "evict_for_load",
+    "named",
+    "read_content",
+    "summary_of",
+]
+
+
+VERSION_KEY, CONTENT_KEY = "kvstore.version", "kvstore.content"
+FORMAT_VERSION = 4
+KINDS, FORMS = ("full", "delta"), ("rows", "separate")
+
+
+@dataclass(frozen=True)
+class SavedContent:
+    """What a saved store says of itself, in ``__metadata__``: everything but its tensors.
+
+    ``fingerprints`` and ``bases``: by table, without those that have none. ``steps``: the last step of each table
+    whose rows have an optimizer.
+    """
+
+    layouts: dict[str, RowLayout]
+    buckets: Buckets
+    kind: str
+    form: str
+    fingerprints: dict[str, str]
+    bases: dict[str, tuple[str, ...]]
+    steps: dict[str, int]
+    version: int = FORMAT_VERSION
+
+    def metadata(self) -> dict[str, str]:
+        """The two entries of ``__metadata__``, as the newest version has them."""
+        content = {
+            "bases": {table: list(names) for table, names in self.bases.items() if names},
+            "buckets": [self.buckets.total_count, self.buckets.hash_mode, self.buckets.bucket_size],
+            "form": self.form,
+            "kind": self.kind,
+            "layouts": {table: json.loads(layout.to_json()) for table, layout in self.layouts.items()},
+            "moments": self.fingerprints,
+            "steps": self.steps,
+        }
+        return {
+            VERSION_KEY: str(FORMAT_VERSION),
+            CONTENT_KEY: json.dumps(content, sort_keys=True, separators=(",", ":")),
+        }
+
+
+def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
+    """Parse the metadata of any version, of the store at ``path``. Raises FormatError, VersionError, ConfigError."""
+    text = metadata.get(VERSION_KEY)
+    if text is None or not text.isdecimal() or not int(text) >= 1:
+        raise FormatError("not a saved store", got=text, expected=f"{VERSION_KEY} in __metadata__", where=path)
+    if int(text) > FORMAT_VERSION:
+        raise VersionError(
+            "saved by a newer version", got=int(text), expected=f"1 to {FORMAT_VERSION}", where=f"{path}: {VERSION_KEY}"
+        )
+    try:
+        found = json.loads(metadata[CONTENT_KEY])
+    except (KeyError, ValueError) as error:
+        raise FormatError("not the content of a saved store", got=str(error), where=path) from None
+    if not isinstance(found, dict):
+        raise FormatError("not the content of a saved store", got=type(found).__name__, where=path)
+    try:
+        content = SavedContent(
+            layouts={name: RowLayout.from_json(json.dumps(value)) for name, value in found["layouts"].items()},
+            buckets=Buckets(*found.get("buckets", [1, "interleave", None])),
+            kind=found.get("kind", "full"),
+            form=found.get("form", "rows"),
+            fingerprints={str(table): str(name) for table, name in found.get("moments", {}).items()},
+            bases={str(table): tuple(map(str, names)) for table, names in found.get("bases", {}).items()},
+            steps={str(table): _step(count) for table, count in found.get("steps", {}).items()},
+            version=int(text),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError("not the content of a saved store", got=str(error)[:200], where=path) from None
+    if content.kind not in KINDS or content.form not in FORMS or not content.layouts:
+        raise FormatError("not the content of a saved store", got=(content.kind, content.form), where=path)
+    return content
+
+
+def _step(count: Any) -> int:
+    if type(count) is not int or count < 0:
+        raise ValueError(f"not a number of steps: {count!r}")
+    return count
+
+
+EMPTY = "empty"
+DIGEST_BYTES, CHUNK_ROWS = 64, 65536
+_FACTOR = -0x61C8864680B583EB
+
+
+class Fingerprints:
+    """What one store held at its marks, and what each table was last loaded from, by fingerprint."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, dict[str, set[str]]] = {}
+        self._loaded: dict[str, str | None] = {}
+
+    def note(self, mark: int, names: dict[str, str]) -> None:
+        """The tables hold at ``mark`` what these fingerprints name; the same contents may have several."""
+        known = self._at.setdefault(mark, {})
+        for table, name in names.items():
+            known.setdefault(table, set()).add(name)
+
+    def at(self, mark: int, table: str) -> tuple[str, ...]:
+        """The fingerprints of the table at a mark; none where it was neither saved nor loaded."""
+        return tuple(sorted(self._at.get(mark, {}).get(table, set()) | ({EMPTY} if mark == 0 else set())))
+
+    def set_loaded(self, table: str, name: str | None) -> None:
+        """Remember what the table was loaded from; None is something without a fingerprint."""
+        self._loaded[table] = name
+
+    def loaded(self, store: RowStore, table: str) -> str | None:
+        """What the table was loaded from; an empty table that never was is ``EMPTY``."""
+        if table not in self._loaded and store.size(table) == 0:
+            return EMPTY
+        return self._loaded.get(table)
+
+
+class DeltaStore(RowStore):
+    """A store that remembers fingerprints, for its deltas and those that it loads."""
+
+    fingerprints: Fingerprints
+
+
+def check_base(store: DeltaStore, table: str, bases: tuple[str, ...], where: str) -> None:
+    """Demand that the table was loaded from one of ``bases``; none is no demand. Raises DeltaBaseError."""
+    found = store.fingerprints.loaded(store, table)
+    if bases and found not in bases:
+        raise DeltaBaseError("a delta on another base than the table's", got=found, expected=bases, where=where)
+
+
+def _digest(words: torch.Tensor) -> int:
+    """Of int64 [n, w], whatever the order of the n; additive mod 2**64."""
+    found = torch.zeros(words.shape[0], dtype=torch.int64)
+    for column in words.unbind(dim=1):
+        found = (found ^ column) * _FACTOR
+        found ^= found >> 29
+    return int((found * _FACTOR).sum()) % 2**64
+
+
+def digest_ids(ids: torch.Tensor) -> int:
+    """Of ids int64 [n]."""
+    return _digest(ids.reshape(-1, 1))
+
+
+def digest_rows(source: RowSource, table: str, ids: torch.Tensor) -> int:
+    """Of the first bytes of the rows of ids int64 [n], header and first values: one cache line of each."""
+    width = min(DIGEST_BYTES, source.layout(table).row_bytes) // 8 * 8
+    total = 0
+    for part in torch.split(ids, CHUNK_ROWS):
+        rows = source.get_rows(table, part.contiguous(), width_bytes=width)
+        total += _digest(from_bytes(rows, torch.int64))
+    return total % 2**64
+
+
+def fingerprint_of(rows: Iterable[int], removed: Iterable[int], row_count: int, bases: tuple[str, ...]) -> str:
+    """32 hexadecimal digits, from the digests of all ranks."""
+    text = f"{sum(rows) % 2**64} {sum(removed) % 2**64} {row_count} {' '.join(bases)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class TableSummary:
+    """What one rank saves of a table: counts, digests for the fingerprint, and the optimizer's step."""
+
+    row_count: int
+    deleted_count: int
+    rows_digest: int = 0
+    deleted_digest: int = 0
+    bases: tuple[str, ...] = ()
+    step: int = 0
+
+
+# Fingerprints, those of the bases, and optimizers' steps, by table.
+SaveNames = tuple[dict[str, str], dict[str, tuple[str, ...]], dict[str, int]]
+
+
+def summary_of(
+    store: DeltaStore,
+    source: TrackedSource,
+    table: str,
+    ids: torch.Tensor,
+    deleted: torch.Tensor | None,
+    since: int | None,
+) -> TableSummary:
+    """This rank's part of a table in a save of ``source``; digests only where changes are tracked."""
+    gone = torch.zeros(0, dtype=torch.int64) if deleted is None else deleted
+    if not store.options.track_changes:
+        return TableSummary(ids.numel(), gone.numel(), step=source.step_count(table))
+    bases = () if since is None else store.fingerprints.at(since, table)
+    return TableSummary(
+        ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases, source.step_count(table)
+    )
+
+
+def named(store: DeltaStore, by_rank: list[dict[str, TableSummary]], since: int | None) -> SaveNames:
+    """Each table's fingerprint and those of its bases, the same on every rank; none where nothing is tracked.
+
+    And the furthest step of each table whose rows have an optimizer.
+    """
+    names: dict[str, str] = {}
+    bases: dict[str, tuple[str, ...]] = {}
+    for table in store.tables if store.options.track_changes else ():
+        parts = [found[table] for found in by_rank]
+        bases[table] = tuple(sorted(set(parts[0].bases).intersection(*(part.bases for part in parts))))
+        # A delta on a base without a fingerprint leads nowhere that a later delta could name.
+        if since is None or bases[table]:
+            digests = [part.rows_digest for part in parts], [part.deleted_digest for part in parts]
+            names[table] = fingerprint_of(*digests, sum(part.row_count for part in parts), bases[table])
+    trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
+    return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
+
+
+def check_load_fits(store: RowStore, table: str, row_count: int) -> None:
+    """Demand that the table may hold this many distinct ids. Raises CapacityError."""
+    capacity = store.options.capacities[table]
+    if capacity is not None and row_count > capacity:
+        raise CapacityError("a load larger than the table", got=row_count, expected=f"<= {capacity}", where=table)
+
+
+def evict_for_load(store: RowStore, table: str, ids: torch.Tensor) -> None:
+    """Remove what a write of all ``ids`` (distinct int64 [n]) at once would evict: never one of them.
+
+    The rows that go are those of ``KVStore``'s rule for ``capacity``.
+    """
+    capacity = store.options.capacities[table]
+    if capacity is None:
+        return
+    excess = store.size(table) + int((~store.contains(table, ids)).sum()) - capacity
+    if excess <= 0:
+        return
+    present = store.ids(table)
+    others = present[~torch.isin(present, ids)]
+    words = store.metadata(table, others)[:, 0]
+    policy = store.options.evictions[table]
+    by_count = policy is not None and policy.kind in ("score", "count", "ttl_count")
+    # Ids ascend already, so that a stable sort leaves ties in their order.
+    ranks = (words >> 32) & (2**31 - 1) if by_count else words & (2**32 - 1)
+    store.delete(table, others[ranks.argsort(stable=True)[:excess]].contiguous())
+
+
+def note_load(
+    store: DeltaStore,
+    saved: SavedContent,
+    names: tuple[str, ...],
+    counts: dict[str, int],
+    mark: int,
+    weights_only: bool,
+) -> None:
+    """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
+    for table in names:
+        name = saved.fingerprints.get(table)
+        store.fingerprints.set_loaded(table, name)
+        whole = saved.layouts[table] == store.layout(table) and not weights_only
+        if saved.kind == "full":
+            whole = whole and counts[table] == store.size(table)
+        else:
+            whole = whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))
+        if name is not None and whole:
+            store.fingerprints.note(store.mark(), {table: name})

@@ -1,0 +1,599 @@
+"""``save`` and ``load``: whole rows through the checkpoint component, re-cut by bucket, all or nothing.
+
+Prevents half-loaded stores: a load reads and checks every row that it is going to write before it writes the first.
+The second reading comes from the page cache; memory stays at one chunk. On disk, for each table, rows in bucket order
+and ids ascending inside a bucket::
+
+    {table}.rows           U8  [N, row_bytes]     form "rows"
+    {table}.weight         ..  [N, D]             form "separate", with {table}.metadata I64 [N, 1] and one
+    {table}.{state}        ..  [N, count]           tensor for each optimizer state
+    {table}.ids            I64 [N]
+    {table}.bucket_counts  I64 [B]                from version 2
+    {table}.deleted        I64 [M]                deltas only
+
+``__metadata__`` has ``kvstore.version`` and ``kvstore.content`` (JSON). Version 3 told no steps of optimizers, version
+2 named no moments and no bases; version 1 had one bucket, no deltas and only the form "rows".
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from twinproof.checkpoint.catalog import Catalog, read_catalog
+from twinproof.checkpoint.layout import torch_dtype
+from twinproof.checkpoint.reader import read_chunk
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
+from twinproof.kvstore.deltas import (
+    FORMS,
+    SavedContent,
+    SaveNames,
+    TableSummary,
+    check_base,
+    check_load_fits,
+    evict_for_load,
+    named,
+    note_load,
+    read_content,
+    summary_of,
+)
+from twinproof.kvstore.options import RowLayout, unpack_header
+from twinproof.kvstore.rows import (
+    Buckets,
+    RowSource,
+    TrackedSource,
+    assemble_rows,
+    bucket_of,
+    check_convertible,
+    convert_rows,
+    rank_buckets,
+)
+from twinproof.kvstore.statedict import gathered, rank_and_world
+from twinproof.kvstore.store import KVStore
+from twinproof.kvstore.views import check_keys, view_slice
+
+__all__ = ["LoadReport", "PendingRows", "RowFiles", "SavePart", "SaveReport", "SavedRows", "SavedTable", "StoreFiles"]
+
+
+LOAD_CHUNK_ROWS = 65536
+
+Value = TypeVar("Value")
+ReadRange = Callable[[Catalog, str, int, int], torch.Tensor]
+# Whether rows, their ids, the ends of all buckets, the position of the first row and the bucket size fit each other.
+RowsFit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], bool]
+
+
+def read_range(catalog: Catalog, name: str, start: int, length: int) -> torch.Tensor:
+    """Rows [start, start + length) of a stored tensor; reads exactly these bytes."""
+    record = catalog.tensors[name]
+    dtype = torch_dtype(record.dtype)
+    assert dtype is not None
+    return read_chunk(record.chunks[0], dtype, start, length)
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """One table on disk: its rows' layout, how many there are, how many each bucket has."""
+
+    name: str
+    layout: RowLayout
+    row_count: int
+    bucket_counts: torch.Tensor
+
+    def rows_of(self, begin: int, end: int) -> tuple[int, int]:
+        """The rows [first, behind last) of buckets [begin, end)."""
+        return int(self.bucket_counts[:begin].sum()), int(self.bucket_counts[:end].sum())
+
+
+class SavedRows(RowSource):
+    """A saved store, read-only; a source for views, which find it again by its path in any process.
+
+    Args:
+        path: folder or file.
+        read: how a range of a tensor's rows is read.
+        fits: says sooner than the checks here that rows are right; what is wrong with others is said here.
+
+    Raises:
+        VersionError: a newer format. FormatError: no saved store. CorruptionError: tensors that contradict the
+            content. MissingKeyError: tensors that are not there. FileNotFoundError.
+    """
+
+    read_only = True
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, read: ReadRange = read_range, fits: RowsFit | None = None
+    ) -> None:
+        self.path, self._read_range, self._fits = os.fspath(path), read, fits
+        self.catalog = read_catalog(self.path)
+        self.content = content = read_content(self.catalog.metadata, self.path)
+        self.version, self.buckets, self.kind, self.form = content.version, content.buckets, content.kind, content.form
+        self.fingerprints, self.bases, self.steps = content.fingerprints, content.bases, content.steps
+        self.saved = {name: self._table_of(name, layout) for name, layout in content.layouts.items()}
+        super().__init__(content.layouts, _SavedReader(self))
+
+    def _table_of(self, name: str, layout: RowLayout) -> SavedTable:
+        ids = self._shape(f"{name}.ids", "I64", 1)
+        names = {f"{name}.rows": "row"}
+        if self.form == "separate":
+            names = {f"{name}.{view}": view for view in ("weight", "metadata", *layout.state_slots)}
+        for tensor, view in names.items():
+            begin, end, dtype = view_slice(layout, view)
+            shape = self._shape(tensor, None, 2)
+            stored = torch_dtype(self.catalog.tensors[tensor].dtype)
+            if (stored, shape) != (dtype, (ids[0], (end - begin) // dtype.itemsize)):
+                expected = (dtype, (ids[0], (end - begin) // dtype.itemsize))
+                raise CorruptionError(
+                    "not the rows of this layout", got=(stored, shape), expected=expected, where=tensor
+                )
+        counts = torch.tensor(list(ids))
+        if self.version > 1:
+            total = self._shape(f"{name}.bucket_counts", "I64", 1)[0]
+            counts = self._read_range(self.catalog, f"{name}.bucket_counts", 0, total)
+        if counts.numel() != self.buckets.total_count or int(counts.sum()) != ids[0] or bool((counts < 0).any()):
+            raise CorruptionError("the bucket counts do not add up", got=int(counts.sum()), expected=ids[0], where=name)
+        return SavedTable(name, layout, ids[0], counts)
+
+    def _shape(self, name: str, dtype: str | None, rank: int) -> tuple[int, ...]:
+        if name not in self.catalog.tensors:
+            raise MissingKeyError("a tensor of the saved store is not there", got=name, where=self.path)
+        record = self.catalog.tensors[name]
+        if (dtype is not None and record.dtype != dtype) or len(record.shape) != rank or len(record.chunks) != 1:
+            raise CorruptionError("not a tensor of this kind", got=(record.dtype, record.shape), where=name)
+        return record.shape
+
+    def saved_table(self, name: str) -> SavedTable:
+        """One table. Raises MissingKeyError."""
+        if name not in self.saved:
+            raise MissingKeyError("the saved store has no such table", got=name, expected=sorted(self.saved))
+        return self.saved[name]
+
+    def rows(self, table: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [length] and whole rows [length, row_bytes] from position ``start``, whatever the form.
+
+        Raises:
+            CorruptionError: keys and ids disagree, a row is unused, or an id stands in a wrong place.
+        """
+        layout, ids = self.saved_table(table).layout, self.read_ids(table, start, length)
+        if self.form == "rows":
+            rows = self._read_range(self.catalog, f"{table}.rows", start, length)
+        else:
+            names = ("weight", "metadata", *layout.state_slots)
+            parts = {n: self._read_range(self.catalog, f"{table}.{n}", start, length) for n in names}
+            rows = assemble_rows(layout, ids, parts["metadata"][:, 0], parts)
+        self._check(table, ids, rows, start)
+        return ids, rows
+
+    def read_ids(self, table: str, start: int, length: int) -> torch.Tensor:
+        """Ids int64 [length] from position ``start``, not checked."""
+        return self._read_range(self.catalog, f"{table}.ids", start, length)
+
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor."""
+        return self.catalog.tensors[name].chunks[0].file
+
+    def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+        if self._fits is not None:
+            ends = self.saved_table(table).bucket_counts.cumsum(0)
+            if self._fits(rows, ids, ends, start, self.buckets.bucket_size or 0):
+                return
+        self.check_rows(table, ids, rows)
+        self.check_order(table, ids, start)
+
+    def check_rows(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Demand that rows have these keys and are in use. Raises CorruptionError."""
+        check_keys(rows, ids, table)
+        if not bool(unpack_header(rows).used.all()):
+            raise CorruptionError("a row is not in use", where=f"{self.path}: {table}")
+
+    def check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
+        """Demand that ids from position ``start`` are in their buckets, ascending inside. Raises CorruptionError."""
+        ends = self.saved_table(table).bucket_counts.cumsum(0)
+        buckets = torch.searchsorted(ends, torch.arange(start, start + ids.numel()), right=True)
+        wrong = bucket_of(ids, self.buckets) != buckets
+        unsorted = (ids[1:] <= ids[:-1]) & (buckets[1:] == buckets[:-1])
+        if bool(wrong.any()) or bool(unsorted.any()):
+            raise CorruptionError("ids that do not stand in bucket order", where=f"{self.path}: {table}.ids")
+
+    def chunks(self, table: str, begin: int, end: int, chunk_rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and whole rows of buckets [begin, end), at most ``chunk_rows`` at once; no other rows are read."""
+        return self.between(table, *self.saved_table(table).rows_of(begin, end), chunk_rows)
+
+    def between(
+        self, table: str, first: int, behind: int, chunk_rows: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same of positions [first, behind)."""
+        seam = torch.zeros(0, dtype=torch.int64)
+        for start in range(first, behind, chunk_rows):
+            ids, rows = self.rows(table, start, min(chunk_rows, behind - start))
+            # The last id of a chunk and the first of the next have an order, too.
+            self.check_order(table, torch.cat([seam, ids[:1]]), start - seam.numel())
+            seam = ids[-1:]
+            yield ids, rows
+
+    def deleted(self, table: str) -> torch.Tensor:
+        """The ids that a delta removes, int64 [M]; of a full save none."""
+        if self.kind == "full":
+            return torch.zeros(0, dtype=torch.int64)
+        return self._read_range(self.catalog, f"{table}.deleted", 0, self._shape(f"{table}.deleted", "I64", 1)[0])
+
+    def reopened(self) -> tuple[Callable[..., RowSource], tuple[Any, ...]] | None:
+        """By their path."""
+        return SavedRows, (os.path.abspath(self.path),)
+
+
+class _SavedReader:
+    """Single rows of a saved store, by id."""
+
+    def __init__(self, saved: SavedRows) -> None:
+        self._saved = saved
+        self._positions: dict[str, dict[int, int]] = {}
+
+    def _places(self, table: str) -> dict[int, int]:
+        if table not in self._positions:
+            ids = self._saved.read_ids(table, 0, self.size(table))
+            self._positions[table] = {key: position for position, key in enumerate(ids.tolist())}
+        return self._positions[table]
+
+    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        places = self._places(table)
+        missing = [key for key in ids.tolist() if key not in places]
+        if missing:
+            raise MissingKeyError("ids that were not saved", got=missing[:10], where=f"{self._saved.path}: {table}")
+        for position, key in enumerate(ids.tolist()):
+            out[position] = self._saved.rows(table, places[key], 1)[1][0, begin:end]
+
+    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([key in self._places(table) for key in ids.tolist()], dtype=torch.bool)
+
+    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
+        return torch.tensor(sorted(k for k in self._places(table) if begin <= k <= last), dtype=torch.int64)
+
+    def size(self, table: str) -> int:
+        return self._saved.saved_table(table).row_count
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save wrote from this rank: rows and removed ids by table, the mark for the next delta, phase times."""
+
+    row_counts: dict[str, int]
+    deleted_counts: dict[str, int]
+    mark: int
+    phase_seconds: dict[str, float] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load brought to this rank: rows and removed ids by table, phase times."""
+
+    row_counts: dict[str, int]
+    deleted_counts: dict[str, int]
+    phase_seconds: dict[str, float] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class SavePart:
+    """What one rank saves of one table, and where it stands among all ranks.
+
+    ``ids``: int64 [n], in bucket order. ``bucket_counts``: int64 [B], of this rank's buckets, which begin at
+    ``first_bucket`` of ``bucket_total``. ``deleted``: int64 [m], or None in a full save. ``form``: "rows" or
+    "separate". ``row_counts`` and ``deleted_counts``: of every rank, by rank. ``chunk_rows``: rows read at once, at
+    most; None is the implementation's choice.
+    """
+
+    source: TrackedSource
+    table: str
+    ids: torch.Tensor
+    bucket_counts: torch.Tensor
+    first_bucket: int
+    bucket_total: int
+    deleted: torch.Tensor | None
+    form: str
+    row_counts: list[int]
+    deleted_counts: list[int]
+    chunk_rows: int | None
+    process_group: Any
+
+    def of_all_ranks(self, value: Value) -> list[Value]:
+        """Every rank's ``value``, by rank; every rank calls this."""
+        return gathered(lambda: value, self.process_group)
+
+
+class PendingRows(Protocol):
+    """Checked rows beside an empty table, which nobody sees."""
+
+    def publish(self) -> bool:
+        """Make them the table's, in one step; False, and nothing done, if the table is not empty any more."""
+
+    def close(self) -> None:
+        """Let go of what the table did not take."""
+
+
+class RowFiles(Protocol):
+    """The way of rows into files and back: all that two implementations of ``save`` and ``load`` do differently.
+
+    What is saved, by which rank, under which names, and when it is seen; what may be loaded, and that all of it is or
+    nothing: that exists once, in ``StoreFiles``. An implementation may gather everything and slice it, or stream.
+    """
+
+    @property
+    def writer_class(self) -> Any:
+        """The implementation's ``HuggingFaceStorageWriter``."""
+
+    def tensors(self, part: SavePart) -> dict[str, torch.Tensor]:
+        """What a save writes of one table, by name, for ``torch.distributed.checkpoint.save``.
+
+        ``{table}.rows``, or ``weight``, ``metadata`` and each state; ``ids``, ``bucket_counts``, and ``deleted`` of a
+        delta. Every rank calls this, for the same tables in the same order.
+        """
+
+    def open(self, path: str) -> SavedRows:
+        """The saved store at a path."""
+
+    def chunks(
+        self, saved: SavedRows, table: str, begin: int, end: int, chunk_rows: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and whole rows of buckets [begin, end), checked, at most ``chunk_rows`` at once; no others are read."""
+
+    def fill(
+        self, store: KVStore, saved: SavedRows, table: str, rows: range, weights_only: bool, ahead: int
+    ) -> PendingRows | None:
+        """Read and check the rows of an empty table, positions ``rows``, beside it, so that they are read once.
+
+        None: they have to be converted first, or the implementation knows no such way. ``ahead``: how many tables wait
+        before this one. Raises what reading raises, and AllocationError.
+        """
+
+
+class StoreFiles:
+    """``save`` and ``load`` of one implementation, over its way of rows into files.
+
+    Args:
+        files: see ``RowFiles``.
+    """
+
+    def __init__(self, files: RowFiles) -> None:
+        self._files = files
+
+    def save(
+        self,
+        store: KVStore,
+        path: str | os.PathLike[str],
+        *,
+        buckets: Buckets | None = None,
+        since: int | None = None,
+        form: str = "rows",
+        process_group: Any = None,
+        chunk_rows: int | None = None,
+        **writer_options: Any,
+    ) -> SaveReport:
+        """Save one moment of the store as HF safetensors, rows in bucket order, ids ascending inside a bucket.
+
+        Equal contents give equal bytes. Called by every rank; each saves its own buckets (``rank_buckets``).
+
+        Args:
+            store: the store.
+            path: folder; replaced at one instant.
+            buckets: how ids fall into buckets; the same on every rank. None is one bucket.
+            since: save only rows that changed after this mark, and which went (needs ``track_changes``).
+            form: "rows", or "separate" for weight, metadata and each state as tensors of their own.
+            process_group: None is the default group, or this process alone.
+            chunk_rows: rows handed over at once, at most; None is 16 MiB worth.
+            writer_options: further options of ``HuggingFaceStorageWriter``.
+
+        Raises:
+            ConfigError: an id outside this rank's buckets, changes that are not tracked; on every rank.
+            CheckpointExistsError, StorageError, DistributedError.
+        """
+        if form not in FORMS:
+            raise ConfigError("not a form", got=form, expected=FORMS, where="form")
+        if chunk_rows is not None:
+            _check_chunk(chunk_rows)
+        chosen = Buckets() if buckets is None else buckets
+        started = time.perf_counter()
+        with store.snapshot() as source:
+            mark = source.mark()
+            parts, (fingerprints, bases, steps) = _parts(store, source, chosen, since, form, process_group, chunk_rows)
+            state: dict[str, torch.Tensor] = {}
+            for part in parts:
+                state |= self._files.tensors(part)
+            planned = time.perf_counter()
+            kind = "full" if since is None else "delta"
+            content = SavedContent(store.options.rows, chosen, kind, form, fingerprints, bases, steps)
+            metadata = content.metadata() | (writer_options.pop("metadata", None) or {})
+            writer = self._files.writer_class(path, metadata=metadata, **writer_options)
+            with writer, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                alone = rank_and_world(process_group)[1] == 1
+                dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
+        store.fingerprints.note(mark, fingerprints)
+        counts = {part.table: part.ids.numel() for part in parts}
+        deleted = {part.table: 0 if part.deleted is None else part.deleted.numel() for part in parts}
+        phases = {"plan": planned - started, "write": time.perf_counter() - planned}
+        return SaveReport(counts, deleted, mark, phases)
+
+    def load(
+        self,
+        store: KVStore,
+        path: str | os.PathLike[str],
+        *,
+        weights_only: bool = False,
+        tables: tuple[str, ...] | None = None,
+        process_group: Any = None,
+        owned: tuple[int, int] | None = None,
+        chunk_rows: int = LOAD_CHUNK_ROWS,
+    ) -> LoadReport:
+        """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay.
+
+        A delta replaces its rows and removes its deleted ids. It loads only into tables whose last load was its base:
+        the full save or delta whose mark it was given as ``since``. One that names no base (its store was at that mark
+        neither saved nor loaded, or the format is older) loads anywhere: apply such deltas in the order in which they
+        were saved. Timestamps, counts and the optimizer's step come from the file. The world may have another size than
+        the one that saved. Every row is checked before the first is written; values of other dtypes are rounded to
+        nearest even. In a table with a capacity the load is one batch: rows that it does not list make room for it.
+
+        Args:
+            store: the store; it must have the same tables, or a part of them named by ``tables``.
+            path: folder or file.
+            weights_only: optimizer states become zero; needed when the saved optimizer is another.
+            tables: only these; None demands that store and file have the same tables.
+            process_group: None is the default group, or this process alone.
+            owned: buckets [begin, end) of this rank; None is ``rank_buckets``.
+            chunk_rows: rows in memory at once, at most.
+
+        Raises:
+            FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting
+                itself. MissingKeyError: a table that is not there. ConfigError: other layouts. CapacityError: more rows
+                than a table may hold. DeltaBaseError: a delta on another base. FileNotFoundError.
+        """
+        _check_chunk(chunk_rows)
+        started = time.perf_counter()
+        saved = self._files.open(os.fspath(path))
+        if tables is None and set(saved.tables) != set(store.tables):
+            raise ConfigError("other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables))
+        names = store.tables if tables is None else tables
+        rank, world_size = rank_and_world(process_group)
+        total = saved.buckets.total_count
+        begin, end = rank_buckets(total, world_size, rank) if owned is None else owned
+        if not 0 <= begin <= end <= total:
+            raise ConfigError("not a range of buckets", got=(begin, end), expected=total, where="owned")
+        gone = {}
+        for table in names:
+            _check_table(store, saved, table, begin, end, weights_only=weights_only, where=f"{path}: {table}")
+            removed = saved.deleted(table)
+            found = bucket_of(removed, saved.buckets)
+            gone[table] = removed[(found >= begin) & (found < end)]
+        job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only)
+        with ExitStack() as opened:
+            waiting, listed = job.read(opened)
+            checked, mark = time.perf_counter(), store.mark()
+            for table in names:
+                store.fingerprints.set_loaded(table, None)
+            # What a delta removes goes first: it may be what makes room.
+            deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
+            for table, ids in listed.items():
+                evict_for_load(store, table, ids)
+            counts = {table: job.write(table, waiting.get(table)) for table in names}
+            note_load(store, saved.content, names, counts, mark, weights_only)
+            for table in names if not weights_only else ():
+                store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
+        return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
+
+
+def _check_chunk(chunk_rows: Any) -> None:
+    if type(chunk_rows) is not int or chunk_rows < 1:
+        raise ConfigError("not a chunk", got=chunk_rows, expected="rows >= 1", where="chunk_rows")
+
+
+def _parts(
+    store: KVStore,
+    source: TrackedSource,
+    buckets: Buckets,
+    since: int | None,
+    form: str,
+    process_group: Any,
+    chunk_rows: int | None,
+) -> tuple[list[SavePart], SaveNames]:
+    """This rank's part of every table, with names and steps that all ranks agreed on in one exchange."""
+    rank, world_size = rank_and_world(process_group)
+    begin, end = rank_buckets(buckets.total_count, world_size, rank)
+    sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    deleted: dict[str, torch.Tensor] = {}
+
+    def local_parts() -> dict[str, TableSummary]:
+        for table in store.tables:
+            ids, gone = (source.ids(table), None) if since is None else source.changes(table, since)
+            sorted_ids[table] = store.sort_ids(ids, buckets, begin, end)
+            if gone is not None:
+                deleted[table] = gone
+        return {t: summary_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()}
+
+    by_rank = gathered(local_parts, process_group)
+    parts = [
+        SavePart(
+            source=source,
+            table=table,
+            ids=ids[:, 0],
+            bucket_counts=counts[:, 0],
+            first_bucket=begin,
+            bucket_total=buckets.total_count,
+            deleted=deleted.get(table),
+            form=form,
+            row_counts=[found[table].row_count for found in by_rank],
+            deleted_counts=[found[table].deleted_count for found in by_rank],
+            chunk_rows=chunk_rows,
+            process_group=process_group,
+        )
+        for table, (ids, counts) in sorted_ids.items()
+    ]
+    return parts, named(store, by_rank, since)
+
+
+def _check_table(
+    store: KVStore, saved: SavedRows, table: str, begin: int, end: int, *, weights_only: bool, where: str
+) -> None:
+    found = saved.saved_table(table)
+    check_convertible(found.layout, store.layout(table), weights_only=weights_only, where=where)
+    check_base(store, table, saved.bases.get(table, ()), where)
+    first, behind = found.rows_of(begin, end)
+    check_load_fits(store, table, behind - first)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One load: ``read`` sees and checks every row before ``write`` writes the first."""
+
+    files: RowFiles
+    store: KVStore
+    saved: SavedRows
+    names: tuple[str, ...]
+    begin: int
+    end: int
+    chunk_rows: int
+    weights_only: bool
+
+    def read(self, opened: ExitStack) -> tuple[dict[str, PendingRows], dict[str, torch.Tensor]]:
+        """Rows that wait beside empty tables; and of all other tables the ids, where a capacity limits them."""
+        waiting: dict[str, PendingRows] = {}
+        listed: dict[str, torch.Tensor] = {}
+        for table in self.names:
+            first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
+            filled = None
+            if self.saved.kind == "full" and self.store.size(table) == 0:
+                rows, ahead = range(first, behind), len(waiting)
+                filled = self.files.fill(self.store, self.saved, table, rows, self.weights_only, ahead)
+            if filled is not None:
+                waiting[table] = opened.enter_context(closing(filled))
+                continue
+            limited = self.store.options.capacities[table] is not None
+            ids = [ids for ids, _ in self._chunks(table) if limited]
+            listed[table] = torch.cat([torch.zeros(0, dtype=torch.int64), *ids])
+        for table in listed:
+            first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
+            if self.store.size(table) == 0:
+                self.store.reserve(table, behind - first)
+        return waiting, listed
+
+    def write(self, table: str, waiting: PendingRows | None) -> int:
+        """Write one table's rows; how many."""
+        if waiting is not None and waiting.publish():
+            first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
+            return behind - first
+        source, target = self.saved.saved_table(table).layout, self.store.layout(table)
+        row_count = 0
+        for ids, rows in self._chunks(table):
+            found = convert_rows(rows, source, target, weights_only=self.weights_only)
+            self.store.set_rows(table, found.contiguous())
+            row_count += ids.numel()
+        return row_count
+
+    def _chunks(self, table: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self.files.chunks(self.saved, table, self.begin, self.end, self.chunk_rows)

@@ -1,0 +1,571 @@
+"""What a store is told: row layouts, initial values, eviction policies, capacities; and the checks of every argument.
+
+Prevents rows that only their own writer can read, and half-applied batches. Sizes and offsets of a row are closed forms
+of four numbers, the same bytes as in FBGEMM's DRAM store; width, dtype, device, stride and length of every argument are
+checked here, before anything is touched.
+
+One row::
+
+    byte 0   8    key, int64
+         8   4    timestamp, uint32, seconds
+        12   4    bits 0-30 count (or the low 31 bits of a non-negative float32 score), bit 31 used
+        16   ..   weight: D elements, padded with zeros to a multiple of 4 elements
+         ..  ..   optimizer state, in the order of ``state_slots``; padded with zeros to 4 elements of the weight dtype
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from twinproof.errors import ConfigError, FormatError, ShapeError, UnsupportedError
+from twinproof.optimizers import OPTIMIZERS
+
+__all__ = [
+    "COUNT_MAX",
+    "GOLDEN",
+    "HEADER_BYTES",
+    "METADATA_OFFSET",
+    "Clock",
+    "EvictionPolicy",
+    "EvictionStats",
+    "Header",
+    "Initializer",
+    "RowLayout",
+    "StateSlot",
+    "StoreOptions",
+    "StoreStats",
+    "as_bytes",
+    "check_count",
+    "check_ids",
+    "check_matrix",
+    "check_rows",
+    "column",
+    "from_bytes",
+    "initial_weights",
+    "mix",
+    "pack_header",
+    "per_table",
+    "signed64",
+    "unpack_header",
+]
+
+
+HEADER_BYTES = 16
+METADATA_OFFSET = 8  # Where timestamp, count and the used bit begin.
+COUNT_MAX = 2**31 - 1
+TIMESTAMP_MAX = 2**32 - 1
+_USED_BIT = -(2**63)
+_PAD_ELEMENTS = 4
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _name(dtype: torch.dtype, where: str) -> str:
+    for name, known in _DTYPES.items():
+        if known is dtype:
+            return name
+    raise ConfigError("not a dtype of weights or states", got=dtype, expected=sorted(_DTYPES), where=where)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """Where one optimizer state lies: ``offset_bytes`` from the start of the row, ``count`` elements of ``dtype``."""
+
+    offset_bytes: int
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def end_bytes(self) -> int:
+        """The first byte behind it."""
+        return self.offset_bytes + self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Sizes and offsets of one table's rows.
+
+    Args:
+        embedding_dim: D, elements of a weight, at least 1. FBGEMM has multiples of 4 only.
+        weight_dtype: float32, float16 or bfloat16.
+        optimizer: one of ``OPTIMIZERS``.
+        state_dtypes: state name -> dtype, float32 where not named; row-wise Adagrad's is always float32.
+
+    Raises:
+        ConfigError: a value outside these.
+    """
+
+    embedding_dim: int
+    weight_dtype: torch.dtype = torch.float32
+    optimizer: str = "none"
+    state_dtypes: Mapping[str, torch.dtype] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if type(self.embedding_dim) is not int or self.embedding_dim < 1:
+            raise ConfigError("not a width", got=self.embedding_dim, expected="an int >= 1", where="embedding_dim")
+        _name(self.weight_dtype, "weight_dtype")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError("not an optimizer", got=self.optimizer, expected=sorted(OPTIMIZERS), where="optimizer")
+        states = {state.name: state for state in OPTIMIZERS[self.optimizer].states}
+        given = dict(self.state_dtypes or {})
+        for name, dtype in given.items():
+            if name not in states:
+                raise ConfigError(
+                    "this optimizer has no such state", got=name, expected=[*states], where="state_dtypes"
+                )
+            _name(dtype, f"state_dtypes[{name!r}]")
+            if states[name].is_float32 and dtype is not torch.float32:
+                raise ConfigError("the state of row-wise Adagrad is float32", got=dtype, where="state_dtypes")
+        object.__setattr__(self, "state_dtypes", {name: given.get(name, torch.float32) for name in states})
+
+    @property
+    def header_bytes(self) -> int:
+        """16."""
+        return HEADER_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the D weight elements, which begin at ``header_bytes``; padding is not counted."""
+        return self.embedding_dim * self.weight_dtype.itemsize
+
+    @property
+    def state_begin_bytes(self) -> int:
+        """Where the optimizer state begins: behind the weight and its padding to 4 elements."""
+        return HEADER_BYTES + _round_up(self.embedding_dim, _PAD_ELEMENTS) * self.weight_dtype.itemsize
+
+    @property
+    def state_slots(self) -> dict[str, StateSlot]:
+        """State name -> slot, in row order."""
+        slots: dict[str, StateSlot] = {}
+        end = self.state_begin_bytes
+        for state in OPTIMIZERS[self.optimizer].states:
+            name, row_wise = state.name, state.is_row_wise
+            dtype = (self.state_dtypes or {})[name]
+            # Nothing to round up when D is a multiple of 4, as FBGEMM demands; other widths must not misalign a state.
+            begin = _round_up(end, dtype.itemsize)
+            slots[name] = StateSlot(begin, 1 if row_wise else self.embedding_dim, dtype)
+            end = slots[name].end_bytes
+            if self.optimizer == "partial_rowwise_adam" and row_wise:
+                end = _round_up(end, 4)
+        return slots
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a whole row."""
+        slots = self.state_slots.values()
+        state_bytes = max((slot.end_bytes for slot in slots), default=self.state_begin_bytes) - self.state_begin_bytes
+        itemsize = self.weight_dtype.itemsize
+        return self.state_begin_bytes + _round_up(-(-state_bytes // itemsize), _PAD_ELEMENTS) * itemsize
+
+    @property
+    def value_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The byte ranges of a row that carry values: header, weight, states. All other bytes are padding: zero."""
+        ranges = [(0, HEADER_BYTES), (HEADER_BYTES, HEADER_BYTES + self.weight_bytes)]
+        return (*ranges, *((slot.offset_bytes, slot.end_bytes) for slot in self.state_slots.values()))
+
+    def without_optimizer(self) -> RowLayout:
+        """The same weight, no state."""
+        return RowLayout(self.embedding_dim, self.weight_dtype)
+
+    def to_json(self) -> str:
+        """Canonical text; ``from_json`` is its inverse."""
+        states = {name: _name(dtype, name) for name, dtype in (self.state_dtypes or {}).items()}
+        content = {
+            "embedding_dim": self.embedding_dim,
+            "optimizer": self.optimizer,
+            "state_dtypes": states,
+            "weight_dtype": _name(self.weight_dtype, "weight_dtype"),
+        }
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> RowLayout:
+        """Parse what ``to_json`` wrote. Raises FormatError."""
+        try:
+            content: dict[str, Any] = json.loads(text)
+            states = {name: _DTYPES[dtype] for name, dtype in content.pop("state_dtypes").items()}
+            weight = _DTYPES[content.pop("weight_dtype")]
+            layout = cls(content.pop("embedding_dim"), weight, content.pop("optimizer"), states)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError("not a row layout", got=text[:200], where=f"{type(error).__name__}: {error}") from None
+        if content:
+            raise FormatError("a row layout with unknown fields", got=sorted(content))
+        return layout
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields of n metaheaders: int64 [n] ``ids``, ``timestamps`` and ``counts``, bool [n] ``used``."""
+
+    ids: torch.Tensor
+    timestamps: torch.Tensor
+    counts: torch.Tensor
+    used: torch.Tensor
+
+
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """[n, w] of any dtype as uint8 [n, w * itemsize]; the same memory where it is dense."""
+    # Empty and one-element tensors may carry strides that a two-dimensional view refuses.
+    flat = values.contiguous().reshape(-1).view(torch.uint8)
+    return flat.reshape(values.shape[0], values.shape[1] * values.element_size())
+
+
+def from_bytes(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of ``as_bytes``."""
+    return raw.contiguous().reshape(-1).view(dtype).reshape(raw.shape[0], raw.shape[1] // dtype.itemsize)
+
+
+def pack_header(header: Header) -> torch.Tensor:
+    """The metaheaders as uint8 [n, 16], little-endian; timestamps are taken mod 2**32, counts saturate at 2**31 - 1."""
+    counts = header.counts.clamp(0, COUNT_MAX)
+    words = (header.timestamps & TIMESTAMP_MAX) | (counts << 32)
+    words = torch.where(header.used, words | _USED_BIT, words)
+    return as_bytes(torch.stack([header.ids, words], dim=1))
+
+
+def unpack_header(rows: torch.Tensor) -> Header:
+    """The fields of rows, uint8 [n, >= 16]."""
+    words = from_bytes(rows[:, :HEADER_BYTES], torch.int64)
+    return Header(words[:, 0].clone(), words[:, 1] & TIMESTAMP_MAX, (words[:, 1] >> 32) & COUNT_MAX, words[:, 1] < 0)
+
+
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+def check_plain(value: Any, where: str) -> torch.Tensor:
+    """A dense contiguous CPU tensor, else ShapeError or UnsupportedError."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError("not a tensor", got=type(value).__name__, expected="torch.Tensor", where=where)
+    if value.device.type != "cpu":
+        raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
+    if value.layout is not torch.strided or not value.is_contiguous() or value.is_conj() or value.is_neg():
+        raise ShapeError("not contiguous; call .contiguous()", got=tuple(value.stride()), where=where)
+    return value.detach()
+
+
+def check_ids(ids: Any, where: str = "ids") -> torch.Tensor:
+    """Ids as int64 [n], from int32 or int64 [n]; every value is an id. Raises ShapeError, UnsupportedError."""
+    plain = check_plain(ids, where)
+    if plain.dtype not in _ID_DTYPES:
+        raise UnsupportedError("not a dtype of ids", got=plain.dtype, expected=_ID_DTYPES, where=where)
+    if plain.dim() != 1:
+        raise ShapeError("ids are one-dimensional", got=tuple(plain.shape), expected="[n]", where=where)
+    return plain.to(torch.int64)
+
+
+def check_matrix(
+    values: Any, row_count: int | None, width: int, dtype: torch.dtype | tuple[torch.dtype, ...], where: str
+) -> torch.Tensor:
+    """Values [row_count, width] of the dtype. Raises ShapeError, UnsupportedError."""
+    plain = check_plain(values, where)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if plain.dtype not in dtypes:
+        raise UnsupportedError("another dtype than the store's", got=plain.dtype, expected=dtypes, where=where)
+    expected = ("n" if row_count is None else row_count, width)
+    if plain.dim() != 2 or plain.shape[1] != width or (row_count is not None and plain.shape[0] != row_count):
+        raise ShapeError("another shape than expected", got=tuple(plain.shape), expected=expected, where=where)
+    return plain
+
+
+def check_rows(rows: Any, row_bytes: int, where: str = "rows") -> torch.Tensor:
+    """Whole rows, uint8 [n, row_bytes]. Raises ShapeError, UnsupportedError."""
+    return check_matrix(rows, None, row_bytes, torch.uint8, where)
+
+
+def check_count(count: Any, length: int, where: str = "count") -> int:
+    """The first ``count`` of ``length`` entries; None is all. Raises ConfigError."""
+    if count is None:
+        return length
+    if type(count) is not int or not 0 <= count <= length:
+        raise ConfigError("not a count of the entries", got=count, expected=f"0 to {length}", where=where)
+    return count
+
+
+def column(value: torch.Tensor) -> torch.Tensor:
+    """A vector [n] as a column [n, 1]."""
+    return value.reshape(-1, 1)
+
+
+Clock = Callable[[], int]
+Value = TypeVar("Value")
+
+POLICIES = ("ttl", "count", "ttl_count", "l2", "timestamp", "score")
+
+
+def signed64(word: int) -> int:
+    """The low 64 bits of an int as an int64."""
+    word &= 2**64 - 1
+    return word - 2**64 if word >= 2**63 else word
+
+
+def float32(value: float) -> float:
+    """``value`` rounded to float32. Raises ConfigError when it is not finite there."""
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except (OverflowError, struct.error):
+        rounded = math.nan
+    if not math.isfinite(rounded):
+        raise ConfigError("not a finite float32", got=value)
+    return rounded
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """The weight of an id that was never written: a pure function of (seed, table index, id, element).
+
+    ``kind`` "zeros", or "uniform" from low to high. All arithmetic on 64-bit words wraps; ``>>`` is logical;
+    ``mix`` is the finaliser of splitmix64::
+
+        mix(z)   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+                 z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+                 z ^ (z >> 31)
+        G        = 0x9E3779B97F4A7C15
+        table    = mix(seed + G * (table_index + 1))
+        row      = mix(table ^ id)                      id as its 64 two's complement bits
+        word     = mix(row + G * (element + 1))
+        unit     = (word >> 40) * 2**-24                exact: 24 bits
+        value    = float32(float64(low) + float64(span) * unit)
+
+    with low and high rounded to float32 first, and span = float32(high - low). The float64 product of two 24-bit
+    numbers is exact, so a fused multiply-add gives the same bits. The value is then rounded to the weight dtype, to
+    nearest even. ``table_index`` counts from 0 in the order of ``layouts``.
+
+    Raises:
+        ConfigError: an unknown kind, bounds that are not finite, or low > high.
+    """
+
+    kind: str = "uniform"
+    low: float = -0.01
+    high: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("zeros", "uniform"):
+            raise ConfigError("not an initializer", got=self.kind, expected=("zeros", "uniform"), where="kind")
+        object.__setattr__(self, "low", float32(self.low))
+        object.__setattr__(self, "high", float32(self.high))
+        if self.low > self.high:
+            raise ConfigError("an empty range", got=(self.low, self.high), expected="low <= high")
+        float32(self.high - self.low)
+
+    @property
+    def span(self) -> float:
+        """float32(high - low)."""
+        return float32(self.high - self.low)
+
+    @classmethod
+    def zeros(cls) -> Initializer:
+        """Every missing weight is zero."""
+        return cls("zeros", 0.0, 0.0)
+
+    @classmethod
+    def uniform(cls, low: float, high: float) -> Initializer:
+        """Uniform from low to high, reproducible for each id."""
+        return cls("uniform", low, high)
+
+
+@dataclass(frozen=True)
+class EvictionPolicy:
+    """Which rows a round evicts. Use the class methods; a threshold of 0 means never.
+
+    With ``now`` from the clock, and the header's timestamp and count, a row goes when
+
+    - ttl: ``now - timestamp > ttl_seconds``
+    - count: ``floor(count * decay) < count_threshold``; the decayed count is written back to rows that stay
+    - ttl_count: both; counts are decayed as above
+    - l2: the sum of squares of the D weights ``< l2_threshold ** 2``, in float64, see ``refimpl.optimizers.row_sum``
+    - timestamp: ``timestamp < timestamp_threshold``
+    - score: it is not among the ``keep_count`` rows of highest (score, id); scores are set with ``set_scores`` and
+      live in the count's 31 bits, so ``set`` does not count under this policy. Scores are ordered by their bits.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    kind: str
+    ttl_seconds: int = 0
+    count_threshold: int = 0
+    decay: float = 1.0
+    l2_threshold: float = 0.0
+    timestamp_threshold: int = 0
+    keep_count: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in POLICIES:
+            raise ConfigError("not an eviction policy", got=self.kind, expected=POLICIES, where="kind")
+        for name in ("ttl_seconds", "count_threshold", "timestamp_threshold", "keep_count"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError("not a threshold", got=value, expected="an int >= 0", where=name)
+        if not 0.0 <= self.decay <= 1.0:
+            raise ConfigError("not a decay", got=self.decay, expected="0 <= decay <= 1", where="decay")
+        if not 0.0 <= self.l2_threshold < math.inf:
+            raise ConfigError("not a threshold", got=self.l2_threshold, expected=">= 0, finite", where="l2_threshold")
+
+    @classmethod
+    def ttl(cls, ttl_seconds: int) -> EvictionPolicy:
+        """Rows not written for longer than this."""
+        return cls("ttl", ttl_seconds=ttl_seconds)
+
+    @classmethod
+    def count(cls, threshold: int, decay: float = 1.0) -> EvictionPolicy:
+        """Rows written too seldom."""
+        return cls("count", count_threshold=threshold, decay=decay)
+
+    @classmethod
+    def ttl_count(cls, ttl_seconds: int, threshold: int, decay: float = 1.0) -> EvictionPolicy:
+        """Rows that are both old and seldom written."""
+        return cls("ttl_count", ttl_seconds=ttl_seconds, count_threshold=threshold, decay=decay)
+
+    @classmethod
+    def l2(cls, threshold: float) -> EvictionPolicy:
+        """Rows whose weight is short."""
+        return cls("l2", l2_threshold=threshold)
+
+    @classmethod
+    def older_than(cls, timestamp: int) -> EvictionPolicy:
+        """Rows last written before this moment."""
+        return cls("timestamp", timestamp_threshold=timestamp)
+
+    @classmethod
+    def score(cls, keep_count: int) -> EvictionPolicy:
+        """All but the best ``keep_count`` rows."""
+        return cls("score", keep_count=keep_count)
+
+
+@dataclass(frozen=True)
+class EvictionStats:
+    """One round over one table: rows looked at, rows evicted."""
+
+    processed_count: int
+    evicted_count: int
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Exact counters of a store.
+
+    ``row_count`` rows in the maps; ``block_count`` rows allocated in the pools, the same unless rows leak;
+    ``row_bytes`` their payload, ``allocated_bytes`` memory held for rows, ``map_bytes`` for finding them;
+    ``snapshot_count`` snapshots alive; ``evicted_count`` rows evicted so far.
+    """
+
+    row_count: int
+    block_count: int
+    row_bytes: int
+    allocated_bytes: int
+    map_bytes: int
+    snapshot_count: int
+    evicted_count: int
+
+
+def per_table(value: Value | Mapping[str, Value], tables: tuple[str, ...], where: str) -> dict[str, Value]:
+    """One value for each table, from one for all or a mapping that names every table. Raises ConfigError."""
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(tables, value)
+    if set(value) != set(tables):
+        raise ConfigError("one entry per table", got=sorted(value), expected=sorted(tables), where=where)
+    return {table: value[table] for table in tables}
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """The checked options of a store; see ``KVStore`` for each."""
+
+    layouts: dict[str, RowLayout]
+    rows: dict[str, RowLayout]
+    optimizer_in_row: bool
+    num_shards: int
+    seed: int
+    initializers: dict[str, Initializer]
+    evictions: dict[str, EvictionPolicy | None]
+    capacities: dict[str, int | None]
+    clock: Clock
+    track_changes: bool
+    device: str
+
+    @classmethod
+    def make(
+        cls,
+        layouts: Mapping[str, RowLayout],
+        *,
+        initializer: Any,
+        eviction: Any,
+        capacity: Any,
+        optimizer_in_row: bool,
+        **rest: Any,
+    ) -> StoreOptions:
+        """Check everything. Raises ConfigError."""
+        if not isinstance(layouts, Mapping) or not layouts:
+            raise ConfigError("at least one table", got=layouts, expected="table name -> RowLayout", where="layouts")
+        for table, layout in layouts.items():
+            if not isinstance(table, str) or not table or not isinstance(layout, RowLayout):
+                raise ConfigError("not a table", got=(table, layout), expected="str -> RowLayout", where="layouts")
+        names = tuple(layouts)
+        options = cls(
+            layouts=dict(layouts),
+            rows={name: layout if optimizer_in_row else layout.without_optimizer() for name, layout in layouts.items()},
+            optimizer_in_row=bool(optimizer_in_row),
+            initializers=per_table(initializer, names, "initializer"),
+            evictions=per_table(eviction, names, "eviction"),
+            capacities=per_table(capacity, names, "capacity"),
+            **rest,
+        )
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if type(self.num_shards) is not int or not 1 <= self.num_shards <= 4096:
+            raise ConfigError("not a shard count", got=self.num_shards, expected="1 to 4096", where="num_shards")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
+            raise ConfigError("not a seed", got=self.seed, expected="an int of 64 bits", where="seed")
+        if not callable(self.clock):
+            raise ConfigError("not a clock", got=self.clock, expected="a callable giving seconds", where="clock")
+        for table in self.layouts:
+            capacity, policy = self.capacities[table], self.evictions[table]
+            if capacity is not None and (type(capacity) is not int or capacity < 1):
+                raise ConfigError("not a capacity", got=capacity, expected="rows >= 1", where=f"capacity[{table!r}]")
+            if policy is not None and not isinstance(policy, EvictionPolicy):
+                raise ConfigError("not a policy", got=policy, expected="EvictionPolicy", where=f"eviction[{table!r}]")
+            if not isinstance(self.initializers[table], Initializer):
+                raise ConfigError("not an initializer", got=self.initializers[table], where=f"initializer[{table!r}]")
+        if self.device != "cpu":
+            raise ConfigError("not a device of this store", got=self.device, expected="cpu", where="device")
+
+
+GOLDEN = signed64(0x9E3779B97F4A7C15)
+
+
+def _shift(words: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift to the right; torch's own is arithmetic."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def mix(words: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 on int64 words that wrap."""
+    words = (words ^ _shift(words, 30)) * signed64(0xBF58476D1CE4E5B9)
+    words = (words ^ _shift(words, 27)) * signed64(0x94D049BB133111EB)
+    return words ^ _shift(words, 31)
+
+
+def initial_weights(
+    initializer: Initializer, seed: int, table_index: int, ids: torch.Tensor, embedding_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weights [n, embedding_dim] of ids int64 [n] that were never written."""
+    if initializer.kind == "zeros":
+        return torch.zeros(ids.numel(), embedding_dim, dtype=dtype)
+    table = mix(torch.tensor([signed64(seed + GOLDEN * (table_index + 1))]))
+    row = mix(table ^ ids)
+    elements = torch.arange(1, embedding_dim + 1) * GOLDEN
+    words = mix(row[:, None] + elements[None, :])
+    unit = _shift(words, 40).to(torch.float64) * 2.0**-24
+    return (initializer.low + initializer.span * unit).to(torch.float32).to(dtype)
