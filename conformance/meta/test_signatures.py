@@ -14,7 +14,7 @@ from pathlib import Path
 _PACKAGES = ("twinproof", "refimpl", "fastimpl")
 # What somebody else's interface hands over, and an implementation may do without; each with the reason.
 _OF_AN_INTERFACE: dict[str, str] = {
-    "twinproof/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
+    "twinproof/checkpoint/dcp.py: HuggingFaceStorageReader.set_up_storage_reader(is_coordinator=)": "torch's API",
     "twinproof/kvstore/lazy.py: LazyRows.staged(memo=)": "rows in memory share nothing; a store's a snapshot",
     "twinproof/offload/offloader.py: OptimizerStateOffloader.to_device(for_good=)": "each tensor has memory of its own",
     "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",

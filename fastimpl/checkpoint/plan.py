@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
-from twinproof.checkpoint.arrange import Arrangement, GlobalTensor
-from twinproof.checkpoint.layout import PAGE_BYTES
-from twinproof.checkpoint.pause import collector_paused
+from fastimpl.checkpoint.pause import collector_paused
+from twinproof.checkpoint.format import PAGE_BYTES
+from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 

@@ -15,8 +15,7 @@ from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.kvstore.buckets import sort_ids_by_bucket
 from fastimpl.kvstore.filling import fill
 from twinproof.checkpoint.catalog import Catalog
-from twinproof.checkpoint.layout import torch_dtype
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of, torch_dtype
 from twinproof.kvstore import files as reference
 from twinproof.kvstore.base import KVStoreBase
 from twinproof.kvstore.files import LoadReport, SaveReport

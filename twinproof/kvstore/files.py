@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed.checkpoint as dcp
 
-from twinproof.checkpoint.writer import HuggingFaceStorageWriter
+from refimpl.checkpoint import HuggingFaceStorageWriter
 from twinproof.errors import ConfigError
 from twinproof.kvstore.base import KVStoreBase
 from twinproof.kvstore.buckets import Buckets, bucket_of, rank_buckets, sort_ids_by_bucket

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from twinproof.checkpoint.catalog import Catalog, read_catalog
-from twinproof.checkpoint.layout import torch_dtype
-from twinproof.checkpoint.reader import read_chunk
+from twinproof.checkpoint.catalog import Catalog, read_catalog, read_chunk
+from twinproof.checkpoint.format import torch_dtype
 from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingKeyError, VersionError
 from twinproof.kvstore.buckets import Buckets, bucket_of
 from twinproof.kvstore.convert import assemble_rows

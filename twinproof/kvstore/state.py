@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from twinproof.checkpoint.outcome import raise_first
+from twinproof.checkpoint.publish import raise_first
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.buckets import Buckets, rank_buckets, sort_ids_by_bucket
 from twinproof.kvstore.checks import check_ids

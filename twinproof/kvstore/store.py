@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 
 from refimpl.optimizers import Hyper, reduce_duplicates, update
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of
 from twinproof.errors import CapacityError, ConfigError, StoreClosedError
 from twinproof.kvstore.base import KVStoreBase
 from twinproof.kvstore.config import EvictionPolicy, StoreOptions, StoreStats

@@ -31,9 +31,9 @@ def _canonical_nan(data: torch.Tensor) -> torch.Tensor:
     return torch.where(is_nan, torch.full_like(values, 0x7FC00000), values).view(torch.uint8)
 
 
-def _seen_storage(original: Any, writer: Any, item: Any, planner: Any) -> Any:
-    source = original(writer, item, planner)
-    seen = writer.__dict__.setdefault("_planted_seen", set())
+def _seen_storage(original: Any, item: Any, job: Any) -> Any:
+    source = original(item, job)
+    seen = job.__dict__.setdefault("_planted_seen", set())
     pointer = source.value.untyped_storage().data_ptr()
     if pointer in seen and pointer:
         return type(source)(torch.zeros_like(source.value), source.dtype)
@@ -41,9 +41,9 @@ def _seen_storage(original: Any, writer: Any, item: Any, planner: Any) -> Any:
     return source
 
 
-def _blank_replicas(original: Any, writer: Any, plan: Any, items: Any, sources: Any) -> Any:
+def _blank_replicas(original: Any, plan: Any, items: Any, sources: Any, job: Any) -> Any:
     blank = {k: type(s)(torch.zeros_like(s.value), s.dtype) if k < 0 else s for k, s in sources.items()}
-    return original(writer, plan, items, blank)
+    return original(plan, items, blank, job)
 
 
 def _last_byte_lost(original: Any, parts: Any, *, failed: bool) -> torch.Tensor:
@@ -130,7 +130,7 @@ PLANTED = (
         "tied_stored_empty",
         "The second name of a storage is stored as zeros (D5, D19).",
         ("CKPT-047", "CKPT-048"),
-        wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._source", _seen_storage),
+        wrap("fastimpl.checkpoint.writer:_source", _seen_storage),
     ),
     fast(
         "placed_backwards",
@@ -157,7 +157,7 @@ PLANTED = (
         "shared_replica_is_blank",
         "What a rank supplies in place of another replica is zeros.",
         ("CKPT-024",),
-        wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._parts", _blank_replicas),
+        wrap("fastimpl.checkpoint.writer:_parts", _blank_replicas),
     ),
     fast(
         "vectors_lost",
@@ -194,7 +194,7 @@ PLANTED = (
         "export_keep_ignored",
         "The keep-list of an export is not looked at.",
         ("CKPT-060",),
-        swap("twinproof.checkpoint.arrange:fnmatchcase", lambda name, pattern: False),
+        swap("twinproof.checkpoint.plan:fnmatchcase", lambda name, pattern: False),
     ),
     fast(
         "copies_not_waited_for",

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.checkpoint.planted.making import both, nothing
 from conformance.harness import swap, wrap
 
-INDEX = "twinproof.checkpoint.base:build_index"
+INDEX = "twinproof.checkpoint.dcp:build_index"
 
 
 def _without_last(original: Any, weight_map: Any, total: int) -> bytes:
@@ -86,7 +86,7 @@ PLANTED = (
         "tiling_unchecked",
         "Gaps between chunks are not looked for at save.",
         ("CKPT-030",),
-        swap("twinproof.checkpoint.arrange:check_tiling", nothing),
+        swap("twinproof.checkpoint.plan:check_tiling", nothing),
     ),
     both(
         "global_shape_not_stored",
@@ -116,13 +116,13 @@ PLANTED = (
         "replicas_not_compared",
         "check_replicas compares nothing (D23).",
         ("CKPT-036",),
-        swap("twinproof.checkpoint.base:compare_checksums", nothing),
+        swap("twinproof.checkpoint.dcp:compare_checksums", nothing),
     ),
     both(
         "total_counts_headers",
         "total_size counts the headers.",
         ("CKPT-037",),
-        swap("twinproof.checkpoint.arrange:Arrangement.total_size_bytes", property(_headers_counted)),
+        swap("twinproof.checkpoint.plan:Arrangement.total_size_bytes", property(_headers_counted)),
     ),
     both(
         "ghost_in_the_index",
@@ -135,7 +135,7 @@ PLANTED = (
         "Files are numbered from zero.",
         ("CKPT-039",),
         wrap(
-            "twinproof.checkpoint.files:file_name",
+            "twinproof.checkpoint.plan:file_name",
             lambda original, index, count, shard=None: original(index - 1, count, shard),
         ),
     ),
@@ -143,25 +143,25 @@ PLANTED = (
         "mapping_unchecked",
         "Any mapping is taken.",
         ("CKPT-040",),
-        swap("twinproof.checkpoint.options:check_mapping", lambda mapping: dict(mapping) if mapping else None),
+        swap("twinproof.checkpoint.plan:check_mapping", lambda mapping: dict(mapping) if mapping else None),
     ),
     both(
         "missing_names_to_first_file",
         "Names that the mapping lacks go to the first file.",
         ("CKPT-041",),
-        wrap("twinproof.checkpoint.arrange:assign_files", _missing_to_first),
+        wrap("twinproof.checkpoint.plan:assign_files", _missing_to_first),
     ),
     both(
         "oversize_closes_a_file",
         "A tensor above the limit closes the file being filled.",
         ("CKPT-043",),
-        swap("twinproof.checkpoint.files:_split_greedily", _closing_split),
+        swap("twinproof.checkpoint.plan:_split_greedily", _closing_split),
     ),
     both(
         "binary_units",
         "A size of 1 KB is 1024 bytes.",
         ("CKPT-097",),
-        swap("twinproof.checkpoint.files:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
+        swap("twinproof.checkpoint.plan:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
     ),
     both(
         "index_without_newline",
@@ -179,24 +179,24 @@ PLANTED = (
         "leaves_pass",
         "Leaves that are not tensors are not refused at once (D6).",
         ("CKPT-049",),
-        swap("twinproof.checkpoint.base:check_local_plan", nothing),
+        swap("twinproof.checkpoint.dcp:check_local_plan", nothing),
     ),
     both(
         "cached_layout_reused",
         "A save takes the layout of an earlier one from a cached plan.",
         ("CKPT-094",),
-        wrap("twinproof.checkpoint.base:WriterBase.arranged", _first_arrangement),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.arranged", _first_arrangement),
     ),
     both(
         "several_ranks_unchecked",
         "save_distributed=False is not refused with several ranks (D14).",
         ("CKPT-095",),
-        wrap("twinproof.checkpoint.base:WriterBase.prepare_global_plan", _distributed_anyway),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan", _distributed_anyway),
     ),
     both(
         "urls_become_folders",
         "A URL is taken for a local path (D16).",
         ("CKPT-087",),
-        swap("twinproof.checkpoint.options:local_path", lambda path, where="path": Path(path)),
+        swap("twinproof.checkpoint.plan:local_path", lambda path, where="path": Path(path)),
     ),
 )

@@ -14,7 +14,7 @@ from conformance.harness import swap, wrap
 from twinproof.errors import CheckpointExistsError, StorageError
 
 PUBLISH = "twinproof.checkpoint.publish"
-OPEN = "twinproof.checkpoint.single:os.open"
+OPEN = "twinproof.checkpoint.publish:os.open"
 
 
 def _unnamed(original: Any, staging: Any, index: Any) -> None:
@@ -74,7 +74,7 @@ PLANTED = (
         "callers_group_used",
         "A save waits in the caller's process group, with its timeout.",
         ("CKPT-318",),
-        swap("twinproof.checkpoint.base:WriterBase._make_group", _callers_group),
+        swap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group", _callers_group),
     ),
     both(
         "staging_name_reused",

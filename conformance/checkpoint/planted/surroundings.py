@@ -49,7 +49,7 @@ PLANTED = (
         "numpy_needed",
         "The index is built with numpy, which need not be installed.",
         ("CKPT-082",),
-        wrap("twinproof.checkpoint.base:build_index", _needs_numpy),
+        wrap("twinproof.checkpoint.dcp:build_index", _needs_numpy),
     ),
     both(
         "partial_taken_as_whole",
