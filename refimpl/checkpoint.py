@@ -15,12 +15,11 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import WriteItem
 
 from twinproof.checkpoint import dcp, shards
 from twinproof.checkpoint.catalog import LoadJob
 from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
-from twinproof.checkpoint.plan import Arrangement, GlobalPlan, SaveJob, exported_dtype
+from twinproof.checkpoint.plan import Arrangement, GlobalPlan, SaveJob, WriterOptions, exported_dtype
 from twinproof.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import StagedFolder
 from twinproof.errors import CorruptionError
@@ -96,7 +95,7 @@ def _rectangle(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...
 class GatherAndSave:
     """The ``SaveEngine`` that sends every chunk to the coordinator, which makes all files."""
 
-    def announce(self, items: Sequence[WriteItem]) -> None:
+    def announce(self, items: Sequence[object]) -> None:
         """Nothing: the coordinator needs no more than the plans."""
 
     def instruct(self, plan: GlobalPlan) -> list[Arrangement | None]:
@@ -108,7 +107,7 @@ class GatherAndSave:
         mine: list[Part] | None = None
         failure: Exception | None = None
         try:
-            mine = [_part(item, job) for item in job.items]
+            mine = [_part(name, offsets, value, job.options) for name, offsets, value in job.chunks()]
         except Exception as error:
             failure = error
         gathered = _gathered(mine, job)
@@ -127,13 +126,10 @@ class GatherAndSave:
     file_bytes = staticmethod(file_bytes)
 
 
-def _part(item: WriteItem, job: SaveJob) -> Part:
-    value = job.planner.resolve_data(item)
-    assert isinstance(value, torch.Tensor)
-    name = item.index.fqn
+def _part(name: str, offsets: tuple[int, ...], value: torch.Tensor, options: WriterOptions) -> Part:
     check_storable(value, name)
-    value = value.detach().to("cpu", exported_dtype(name, value.dtype, job.options))
-    return name, tuple(item.index.offset or ()), as_bits(value).contiguous()
+    value = value.detach().to("cpu", exported_dtype(name, value.dtype, options))
+    return name, offsets, as_bits(value).contiguous()
 
 
 def _gathered(mine: list[Part] | None, job: SaveJob) -> list[list[Part] | None]:

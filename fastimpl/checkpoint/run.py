@@ -1,6 +1,6 @@
 """Carry out one rank's plan: rounds of exchange on the calling thread, whole local blocks on all threads.
 
-Prevents errors that die with a worker thread (facts/checkpoint.md D11, D12): the first one is kept, everything else
+Prevents errors that die with a worker thread: the first one is kept, everything else
 stops, and it is raised.
 """
 

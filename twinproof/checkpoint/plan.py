@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -90,7 +90,7 @@ class WriterOptions:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether torch's one-file-per-rank layout was asked for; one process always writes final files (D15)."""
+        """Whether torch's one-file-per-rank layout was asked for; one process always writes final files."""
         return self.save_distributed and not self.enable_consolidation
 
     @classmethod
@@ -398,6 +398,13 @@ class SaveJob:
     local_items: Sequence[WriteItem]
     planner: SavePlanner
     begun_s: float
+
+    def chunks(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """(name, offsets in the global tensor, values) of every item that this rank stores, as its planner has them."""
+        for item in self.items:
+            value = self.planner.resolve_data(item)
+            assert isinstance(value, torch.Tensor)
+            yield item.index.fqn, tuple(item.index.offset or ()), value
 
 
 class SaveEngine(Protocol):

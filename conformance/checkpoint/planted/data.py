@@ -86,13 +86,13 @@ def _small_writes(original: Any, descriptor: int, pieces: Any, offset: Any) -> i
 PLANTED = (
     fast(
         "scalar_becomes_zero",
-        "A 0-dim tensor loses its value (D1).",
+        "A 0-dim tensor loses its value, as in torch's consolidation.",
         ("CKPT-004",),
         bytes_where(lambda s: s.value.dim() == 0, _zero),
     ),
     fast(
         "integers_become_zero",
-        "Integer tensors are stored without their values (D2).",
+        "Integer tensors are stored without their values (compare torch #192485).",
         ("CKPT-001",),
         bytes_where(lambda s: s.dtype is torch.int16, _zero),
     ),
@@ -104,13 +104,13 @@ PLANTED = (
     ),
     fast(
         "conjugate_ignored",
-        "A lazy conjugate is stored without its sign (compare D3).",
+        "A lazy conjugate is stored without its sign.",
         ("CKPT-003",),
         values_changed(lambda v: v.conj() if v.is_conj() else v),
     ),
     fast(
         "strides_ignored",
-        "A strided view is stored as its memory lies (D19).",
+        "A strided view is stored as its memory lies.",
         ("CKPT-007",),
         values_changed(_memory_as_it_lies),
     ),
@@ -128,7 +128,7 @@ PLANTED = (
     ),
     fast(
         "tied_stored_empty",
-        "The second name of a storage is stored as zeros (D5, D19).",
+        "The second name of a storage is stored as zeros.",
         ("CKPT-047", "CKPT-048"),
         wrap("fastimpl.checkpoint.writer:_source", _seen_storage),
     ),

@@ -71,7 +71,7 @@ PLANTED = (
     ),
     both(
         "cause_replaced",
-        "Ranks learn that a save failed, but not of which error (D11).",
+        "Ranks learn that a save failed, but not of which error.",
         ("CKPT-313",),
         wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.settle", _cause_replaced),
     ),

@@ -78,7 +78,7 @@ def _first_arrangement(original: Any, writer: Any, planner: Any) -> Any:
 PLANTED = (
     both(
         "index_lacks_a_name",
-        "The last name is missing from the index (D11).",
+        "The last name is missing from the index.",
         ("CKPT-027", "CKPT-086"),
         wrap(INDEX, _without_last),
     ),
@@ -90,31 +90,31 @@ PLANTED = (
     ),
     both(
         "global_shape_not_stored",
-        "Shard files do not say the global shape (D8).",
+        "Shard files do not say the global shape; torch's do not.",
         ("CKPT-031",),
         wrap("twinproof.checkpoint.shards:_metadata", _shard_metadata),
     ),
     both(
         "missing_shard_is_zeros",
-        "A missing middle shard is not noticed (D7).",
+        "A missing middle shard is not noticed; in torch it gives zeros.",
         ("CKPT-032", "CKPT-403"),
         swap("twinproof.checkpoint.catalog:is_simple_tiling", lambda shape, boxes: True),
     ),
     both(
         "dtypes_reinterpreted",
-        "Shards that disagree about their dtype are taken together (D9).",
+        "Shards that disagree about their dtype are taken together; in torch they are.",
         ("CKPT-033",),
         swap("twinproof.checkpoint.catalog:_Builder._disagree", staticmethod(nothing)),
     ),
     both(
         "stale_files_stay",
-        "Files of an earlier save stay (D10).",
+        "Files of an earlier save stay; in torch they do.",
         ("CKPT-034", "CKPT-325"),
         wrap("twinproof.checkpoint.publish:Staging._old_checkpoint", _only_expected),
     ),
     both(
         "replicas_not_compared",
-        "check_replicas compares nothing (D23).",
+        "check_replicas compares nothing; torch keeps one rank's values.",
         ("CKPT-036",),
         swap("twinproof.checkpoint.dcp:compare_checksums", nothing),
     ),
@@ -126,7 +126,7 @@ PLANTED = (
     ),
     both(
         "ghost_in_the_index",
-        "The index names a tied head that is not stored (D5).",
+        "The index names a tied head that is not stored (torchtitan #3764).",
         ("CKPT-038", "CKPT-042"),
         wrap(INDEX, _ghost),
     ),
@@ -177,7 +177,7 @@ PLANTED = (
     ),
     both(
         "leaves_pass",
-        "Leaves that are not tensors are not refused at once (D6).",
+        "Leaves that are not tensors are not refused at once; torch pickles them.",
         ("CKPT-049",),
         swap("twinproof.checkpoint.dcp:check_local_plan", nothing),
     ),
@@ -189,13 +189,13 @@ PLANTED = (
     ),
     both(
         "several_ranks_unchecked",
-        "save_distributed=False is not refused with several ranks (D14).",
+        "save_distributed=False is not refused with several ranks; torch writes a corrupt file.",
         ("CKPT-095",),
         wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan", _distributed_anyway),
     ),
     both(
         "urls_become_folders",
-        "A URL is taken for a local path (D16).",
+        "A URL is taken for a local path; in torch it is.",
         ("CKPT-087",),
         swap("twinproof.checkpoint.plan:local_path", lambda path, where="path": Path(path)),
     ),

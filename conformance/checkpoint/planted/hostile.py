@@ -46,7 +46,7 @@ PLANTED = (
     ),
     both(
         "foreign_dtype_blocks",
-        "A tensor that torch cannot hold blocks its file (D4).",
+        "A tensor that torch cannot hold blocks its file; it does in torch's reader.",
         ("CKPT-410",),
         wrap(f"{PARSE}:_parse_entry", _refuse_foreign),
     ),

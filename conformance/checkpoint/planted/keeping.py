@@ -60,7 +60,7 @@ def _not_synced(original: Any, *arguments: Any, durable: bool, **options: Any) -
 PLANTED = (
     fast(
         "write_error_logged_only",
-        "A block that could not be written is logged, and the save goes on (D11).",
+        "A block that could not be written is logged, and the save goes on; torch with several threads.",
         ("CKPT-310",),
         wrap("fastimpl.checkpoint.run:FileSet.write", _logged_only),
     ),

@@ -93,7 +93,7 @@ PLANTED = (
     ),
     both(
         "float4_not_doubled",
-        "The header shows torch's shape for float4 (D4).",
+        "The header shows torch's shape for float4.",
         ("CKPT-006",),
         together(
             swap("twinproof.checkpoint.format:format_shape", lambda name, dtype, shape: list(shape)),

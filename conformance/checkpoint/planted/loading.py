@@ -182,7 +182,7 @@ PLANTED = (
     ),
     both(
         "warns_on_every_load",
-        "A load warns of a buffer that is not writable, as the seed's log shows.",
+        "A load warns of a buffer that is not writable, as torch does.",
         ("CKPT-061",),
         wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_metadata", _warning),
     ),
@@ -194,7 +194,7 @@ PLANTED = (
     ),
     both(
         "missing_files_passed_over",
-        "Names whose file is missing are left out in silence (D20).",
+        "Names whose file is missing are left out in silence; torch does not consult the index.",
         ("CKPT-045",),
         wrap(
             "twinproof.checkpoint.catalog:read_index",
@@ -203,7 +203,7 @@ PLANTED = (
     ),
     fast(
         "scalars_lost_in_consolidation",
-        "Consolidation loses small tensors (D1).",
+        "Consolidation loses small tensors, as torch's did.",
         ("CKPT-091",),
         wrap("fastimpl.checkpoint.consolidate:_Inputs.read", _small_reads_lost),
     ),

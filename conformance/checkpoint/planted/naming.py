@@ -148,7 +148,7 @@ PLANTED = (
     ),
     both(
         "later_file_wins",
-        "Of two files with one tensor the later wins, as if it were not stale (D10, D20).",
+        "Of two files with one tensor the later wins, as if it were not stale; in torch too.",
         ("CKPT-403",),
         wrap(f"{CATALOG}:_Builder.add_file", _later_wins),
     ),
@@ -160,7 +160,7 @@ PLANTED = (
     ),
     both(
         "one_process_writes_shards",
-        "One process that asks for no consolidation gets shards and no final files (D15).",
+        "One process that asks for no consolidation gets shards and no final files; in torch too.",
         ("CKPT-095",),
         swap(
             "twinproof.checkpoint.plan:WriterOptions.writes_shards",

@@ -17,8 +17,8 @@ REFERENCE = "refimpl.checkpoint"
 def _parts_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """Change the bits of a chunk before it is sent to the coordinator."""
 
-    def around(original: Any, item: Any, job: Any) -> Any:
-        name, offsets, bits = original(item, job)
+    def around(original: Any, *arguments: Any) -> Any:
+        name, offsets, bits = original(*arguments)
         return name, offsets, change(bits)
 
     return wrap(f"{REFERENCE}:_part", around)
@@ -44,13 +44,13 @@ def _scalar_of_zeros(original: Any, shape: Any, dtype: Any, parts: Any) -> torch
 PLANTED = (
     ref(
         "reference_loses_scalars",
-        "A 0-dim tensor loses its value (D1).",
+        "A 0-dim tensor loses its value, as in torch's consolidation.",
         ("CKPT-004",),
         _parts_changed(lambda bits: torch.zeros_like(bits) if bits.dim() == 0 else bits),
     ),
     ref(
         "reference_loses_words",
-        "Elements of two bytes are stored as zeros (compare D2).",
+        "Elements of two bytes are stored as zeros (compare torch #192485).",
         ("CKPT-001",),
         _parts_changed(lambda bits: torch.zeros_like(bits) if bits.dtype is torch.int16 else bits),
     ),
@@ -80,7 +80,7 @@ PLANTED = (
     ),
     ref(
         "reference_merge_loses_scalars",
-        "Consolidation loses the values of 0-dim tensors (D1).",
+        "Consolidation loses the values of 0-dim tensors; torch's does.",
         ("CKPT-091",),
         wrap(f"{REFERENCE}:assemble", _scalar_of_zeros),
     ),
