@@ -1,8 +1,7 @@
 """Shard folders that torch already wrote, turned into final HF files in large blocks, read and written once.
 
 The blocks are those of a save (``plan``); the sources are ranges of the shard files instead of tensors. A block's
-part of a chunk is always one contiguous range of its shard file, so nothing is read twice and no tensor
-is ever held whole.
+part of a chunk is one contiguous range of its shard file. Nothing is read twice, and no tensor is held whole.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class _Inputs:
             os.close(self._open.popitem()[1])
 
 
-class _Work:
+class _MergePlan:
     """Output blocks and, for each, the stored chunks that lie in it."""
 
     def __init__(self, job: MergeJob) -> None:
@@ -136,18 +135,18 @@ class _Work:
 
 
 def _drain(
-    work: _Work, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception], progress: Progress
+    plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception], progress: Progress
 ) -> None:
     inputs = _Inputs()
     window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
     dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
     try:
         for number in _taken(queues, failures):
-            block = work.blocks[number]
+            block = plan.blocks[number]
             size_bytes = block.end - block.start
-            work.assemble(block, work.contents[number], inputs, window[:size_bytes], dense)
+            plan.assemble(block, plan.contents[number], inputs, window[:size_bytes], dense)
             files.write(block.file, block.start, [window[:size_bytes]])
-            progress(work.note_done(size_bytes), work.total_bytes)
+            progress(plan.note_done(size_bytes), plan.total_bytes)
     except Exception as error:
         failures.append(error)
     finally:
@@ -167,18 +166,18 @@ def _taken(queues: Sequence[deque[int]], failures: Sequence[Exception]) -> Itera
 
 def merge(job: MergeJob, folder: StagedFolder, progress: Progress = _no_progress) -> None:
     """Write this rank's share of the blocks of all files, with all threads in every file."""
-    work = _Work(job)
-    first, last = (len(work.blocks) * rank // job.rank_count for rank in (job.rank, job.rank + 1))
-    queues = work.share(first, last, max(min(job.thread_count, last - first), 1))
+    plan = _MergePlan(job)
+    first, last = (len(plan.blocks) * rank // job.rank_count for rank in (job.rank, job.rank + 1))
+    queues = plan.share(first, last, max(min(job.thread_count, last - first), 1))
     failures: list[Exception] = []
-    files = FileSet(folder.path, work.names)
+    files = FileSet(folder.path, plan.names)
     threads = [
-        threading.Thread(target=_drain, args=(work, queues[i:] + queues[:i], files, failures, progress))
+        threading.Thread(target=_drain, args=(plan, queues[i:] + queues[:i], files, failures, progress))
         for i in range(1, len(queues))
     ]
     for thread in threads:
         thread.start()
-    _drain(work, queues, files, failures, progress)
+    _drain(plan, queues, files, failures, progress)
     for thread in threads:
         thread.join()
     try:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fastimpl.checkpoint.blockio import LocalPart
-from fastimpl.checkpoint.staging import ChooseCopies, Stager, copies_for_device
+from fastimpl.checkpoint.device_copies import ChooseCopies, Stager, copies_for_device
 from fastimpl.checkpoint.wire import HEADER_WORDS, STATUS_FAILED, STATUS_OK, OwnBlock, message_size_bytes
 from twinproof.errors import DistributedError
 

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fastimpl.checkpoint.device_copies import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.pause import collector_paused
 from fastimpl.checkpoint.readio import LoadStats, ReadJob, run_jobs
-from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
 from twinproof.checkpoint import dcp
 from twinproof.checkpoint.catalog import LoadJob
 

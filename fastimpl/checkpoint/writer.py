@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastimpl.checkpoint.blockio import LocalPart
+from fastimpl.checkpoint.device_copies import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.exchange import Exchange
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.pause import collector_paused
@@ -29,7 +30,6 @@ from fastimpl.checkpoint.replicas import chunk_key, find_holders
 from fastimpl.checkpoint.run import FileSet, Runner, SaveStats
 from fastimpl.checkpoint.single import file_bytes
 from fastimpl.checkpoint.source import LazySource, RowReader, Source
-from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
 from twinproof.checkpoint import dcp
 from twinproof.checkpoint.format import check_storable

@@ -1,8 +1,8 @@
 """What a folder holds: every tensor with its dtype, global shape and the file ranges of its chunks.
 
 Reads the index where there is one, plain HF folders, single files and torch's shard folders (``DCP_SHARDING_INFO``).
-Prevents answers from stale or missing files, silent zeros where a shard is missing, and an index whose names lead a
-reader out of its folder.
+Prevents answers from stale or missing files, and silent zeros where a shard is missing. An index whose names lead out
+of its folder is refused.
 """
 
 from __future__ import annotations

@@ -200,13 +200,13 @@ PLANTED = (
         "copies_not_waited_for",
         "A block is written before its bytes came from the device.",
         ("CKPT-101",),
-        swap("fastimpl.checkpoint.staging:Stager.finish", staticmethod(nothing)),
+        swap("fastimpl.checkpoint.device_copies:Stager.finish", staticmethod(nothing)),
     ),
     fast(
         "buffer_reused_early",
         "A buffer is filled again while its copy is still to run.",
         ("CKPT-102",),
-        swap("fastimpl.checkpoint.staging:DoubleBuffer._settle", nothing),
+        swap("fastimpl.checkpoint.device_copies:DoubleBuffer._settle", nothing),
     ),
     fast(
         "version_not_bumped",

@@ -43,7 +43,7 @@ PLANTED = (
         "cuda_copies_not_awaited",
         "Pinned buffers are read before their copies ended.",
         ("CKPT-110",),
-        swap("fastimpl.checkpoint.staging:CudaCopies.wait", nothing),
+        swap("fastimpl.checkpoint.device_copies:CudaCopies.wait", nothing),
     ),
     both(
         "numpy_needed",
