@@ -1,14 +1,28 @@
-"""HF-format (safetensors) checkpoints through ``torch.distributed.checkpoint``, in plain Python.
+"""HF-format (safetensors) checkpoints through ``torch.distributed.checkpoint``: what a save and a load mean.
 
-Replaces the HF parts of ``torch.distributed.checkpoint``. This is the meaning of ``fastimpl.checkpoint``: the same
-names, the same bytes. Layout, policy, planners and publication live here once and are shared.
+A save gathers every chunk on one process, puts the tensors together there, and has the safetensors library make each
+file. A load has that library read whole files and copies the asked-for rectangles into the targets. A consolidation
+reads and makes files in the same two ways. Nothing here knows an offset: the bytes are that library's own.
+
+Planners, the two classes that DCP drives, checks, layout and publication are ``twinproof.checkpoint``.
 """
 
-from twinproof.checkpoint.consolidate import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import safetensors
+import torch
+import torch.distributed as dist
+
+from twinproof.checkpoint import dcp, shards
+from twinproof.checkpoint.catalog import LoadJob
+from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
+from twinproof.checkpoint.plan import Arrangement, GlobalPlan, SaveJob, WriterOptions, exported_dtype
 from twinproof.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
-from twinproof.checkpoint.reader import HuggingFaceStorageReader
-from twinproof.checkpoint.single import load_file, save_file
-from twinproof.checkpoint.writer import HuggingFaceStorageWriter
+from twinproof.checkpoint.publish import StagedFolder
+from twinproof.errors import CorruptionError
 
 # What the suite may ask beyond the contract: the reference moves whole tensors through one rank and counts nothing.
 CAPABILITIES: frozenset[str] = frozenset()
@@ -23,3 +37,229 @@ __all__ = [
     "load_file",
     "save_file",
 ]
+
+# A rectangle of a tensor: the tensor's name, offsets in it, and values as integers of the same width.
+Part = tuple[str, tuple[int, ...], torch.Tensor]
+
+
+def file_bytes(tensors: Mapping[str, torch.Tensor], layout: FileLayout) -> Iterator[bytes]:
+    """One file with these tensors, made by the safetensors library, whatever their device, strides and dtype."""
+    # The library is given addresses, so the dense copies must live until it is done.
+    dense = {name: as_bits(tensor).cpu().contiguous() for name, tensor in tensors.items()}
+    specs = {
+        name: safetensors.TensorSpec(
+            dtype=str(tensors[name].dtype).removeprefix("torch."),
+            shape=list(tensors[name].shape),
+            data_ptr=bits.data_ptr(),
+            data_len=bits.numel() * bits.element_size(),
+        )
+        for name, bits in dense.items()
+    }
+    metadata = None if layout.metadata is None else dict(layout.metadata)
+    yield with_options(bytes(safetensors.serialize(specs, metadata)), layout)
+
+
+def read_tensors(file: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors of one file by name, as the safetensors library finds them there. Raises CorruptionError, OSError."""
+    with open(file, "rb") as opened:
+        content = opened.read()
+    deserialize: Any = safetensors.deserialize
+    try:
+        stored = dict(deserialize(content))
+    except safetensors.SafetensorError:
+        # Its header was right when the folder was looked at.
+        raise CorruptionError("the file became shorter while it was read", got=len(content), where=file) from None
+    return {name: _tensor_of(stored[name], f"{file}: tensor {name!r}") for name in names}
+
+
+def _tensor_of(stored: Mapping[str, Any], where: str) -> torch.Tensor:
+    entry = Entry(stored["dtype"], tuple(stored["shape"]), 0, len(stored["data"]))
+    if not stored["data"]:
+        return torch.empty(entry.torch_shape(), dtype=entry.torch_dtype(where))
+    values = torch.frombuffer(stored["data"], dtype=torch.uint8)
+    return values.view(entry.torch_dtype(where)).reshape(entry.torch_shape())
+
+
+def assemble(shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Part]) -> torch.Tensor:
+    """The tensor that the parts tile."""
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    for _, offsets, bits in parts:
+        as_bits(tensor)[_rectangle(offsets, bits.shape)] = bits
+    return tensor
+
+
+def _rectangle(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+class GatherAndSave:
+    """The ``SaveEngine`` that sends every chunk to the coordinator, which makes all files."""
+
+    def announce(self, items: Sequence[object]) -> None:
+        """Nothing: the coordinator needs no more than the plans."""
+
+    def instruct(self, plan: GlobalPlan) -> list[Arrangement | None]:
+        """The coordinator, rank 0, makes all files; the others only send."""
+        return [plan.arrangement, *[None] * (plan.rank_count - 1)]
+
+    def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> None:
+        """Gather, put together, save. A rank that fails sends None, and then no file is made."""
+        mine: list[Part] | None = None
+        failure: Exception | None = None
+        try:
+            mine = [_part(name, offsets, value, job.options) for name, offsets, value in job.chunks()]
+        except Exception as error:
+            failure = error
+        gathered = _gathered(mine, job)
+        if failure is not None:
+            raise failure
+        if instruction is None or any(parts is None for parts in gathered):
+            return
+        by_name: dict[str, list[Part]] = {}
+        for part in (part for parts in gathered for part in parts or ()):
+            by_name.setdefault(part[0], []).append(part)
+        for file, layout in instruction.files.items():
+            wanted = [tensor for tensor in instruction.tensors.values() if tensor.file == file]
+            tensors = {t.name: assemble(t.shape, t.dtype, by_name.get(t.name, ())) for t in wanted}
+            folder.put(file, file_bytes(tensors, layout))
+
+    file_bytes = staticmethod(file_bytes)
+
+
+def _part(name: str, offsets: tuple[int, ...], value: torch.Tensor, options: WriterOptions) -> Part:
+    check_storable(value, name)
+    value = value.detach().to("cpu", exported_dtype(name, value.dtype, options))
+    return name, offsets, as_bits(value).contiguous()
+
+
+def _gathered(mine: list[Part] | None, job: SaveJob) -> list[list[Part] | None]:
+    """What every rank sends, on rank 0; nothing on the others."""
+    if job.group is None:
+        return [mine]
+    everyone: list[Any] | None = None
+    if dist.get_rank(job.group) == 0:
+        everyone = [None] * dist.get_world_size(job.group)
+    dist.gather_object(mine, everyone, group=job.group, group_dst=0)
+    return everyone or []
+
+
+class ReadWholeFiles:
+    """The ``LoadEngine`` that reads each file whole and copies what is asked for."""
+
+    def read(self, job: LoadJob) -> None:
+        """Fill every target in place; another dtype is converted as ``Tensor.copy_`` does."""
+        for file in dict.fromkeys(wanted.chunk.file for wanted in job.ranges):
+            ranges = [wanted for wanted in job.ranges if wanted.chunk.file == file]
+            stored = read_tensors(file, {wanted.name for wanted in ranges})
+            for wanted in ranges:
+                values = stored[wanted.name][_rectangle(wanted.offsets, wanted.sizes)]
+                target = wanted.target
+                if target.dtype == values.dtype and not target.is_conj() and not target.is_neg():
+                    as_bits(target).copy_(as_bits(values))
+                else:
+                    target.copy_(values)
+
+
+def merge(job: shards.MergeJob, folder: StagedFolder) -> None:
+    """Put the tensors of shard files together, one output file after the other; rank 0 alone does it."""
+    for file, layout in job.layouts.items() if job.rank == 0 else ():
+        records = {name: job.catalog.tensors[name] for name in layout.begins}
+        chunks = [(name, chunk) for name, record in records.items() for chunk in record.chunks]
+        by_name: dict[str, list[Part]] = {}
+        for source in dict.fromkeys(chunk.file for _, chunk in chunks):
+            here = [(name, chunk.offsets) for name, chunk in chunks if chunk.file == source]
+            stored = read_tensors(source, [name for name, _ in here])
+            for name, offsets in here:
+                by_name.setdefault(name, []).append((name, offsets, as_bits(stored[name])))
+        dtypes = {name: shards.record_dtype(job.catalog, name) for name in records}
+        tensors = {n: assemble(record.shape, dtypes[n], by_name.get(n, ())) for n, record in records.items()}
+        folder.put(file, file_bytes(tensors, layout))
+
+
+class HuggingFaceStorageWriter(dcp.HuggingFaceStorageWriter, engine=GatherAndSave):
+    """Saves through one process; see ``twinproof.checkpoint.dcp.HuggingFaceStorageWriter`` for the arguments."""
+
+
+class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadWholeFiles):
+    """Reads whole files; see ``twinproof.checkpoint.dcp.HuggingFaceStorageReader`` for the arguments."""
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the same bytes as ``safetensors.torch.save_file``, atomically and durably.
+
+    Unlike there, views and tensors that share memory are saved as their values, and metadata keys are sorted.
+
+    Args:
+        tensors: name -> tensor of any storable dtype, shape and stride, on any device.
+        filename: replaced at one instant.
+        metadata: str -> str; nothing is added.
+
+    Raises:
+        UnsupportedError, ConfigError, StorageError.
+    """
+    shards.save_file(tensors, filename, metadata, file_bytes)
+
+
+def load_file(
+    filename: StrPath, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
+    """Read every tensor of one file, in the order of the data.
+
+    Args:
+        filename: the file.
+        device: where the tensors are to be.
+        backend: "mmap" or "pread", as that library takes them. Bytes are read into memory of the tensors' own either
+            way: no tensor depends on a file that somebody may cut short.
+
+    Raises:
+        FormatError: a malformed file. UnsupportedError: F6. ConfigError: another backend. FileNotFoundError.
+    """
+    return shards.load_file(filename, device, backend, ReadWholeFiles())
+
+
+def consolidate_safetensors_files(
+    input_dir: StrPath,
+    output_dir: StrPath,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    num_threads: int = 1,
+) -> None:
+    """Merge shard files into final HF files and their index, as torch's function of this name.
+
+    The output appears at one instant; a folder that is already final and is its own output is verified and left alone.
+
+    Args:
+        input_dir: folder of shard files.
+        output_dir: folder of the result; may hold ``input_dir``.
+        fqn_to_index_mapping: tensor name -> output file from 1; None makes one file.
+        num_threads: threads of this process.
+
+    Raises:
+        FormatError, CorruptionError: input that is malformed, has gaps or overlaps. PlanError: names without an index.
+        StorageError: the file system refused; the output folder is as before.
+    """
+    shards.consolidate(merge, input_dir, output_dir, fqn_to_index_mapping, num_threads)
+
+
+def consolidate_safetensors_files_on_every_rank(
+    input_dir: StrPath,
+    output_dir: StrPath,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    num_threads: int = 1,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """As ``consolidate_safetensors_files``, called on every rank of ``process_group``. Here rank 0 does the work.
+
+    Raises:
+        DistributedError: another rank failed; the rank at fault raises its own error. The output is then as before.
+    """
+    shards.consolidate(
+        merge,
+        input_dir,
+        output_dir,
+        fqn_to_index_mapping,
+        num_threads,
+        process_group=process_group,
+        on_every_rank=True,
+    )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from conformance.checkpoint.support import State, cut, load, random_bits, save, save_ranks, tiled
+from conformance.checkpoint.cases import State, cut, load, random_bits, save, save_ranks, tiled
 from conformance.harness import Rank
 from conformance.harness.implementation import component
 from conformance.provers.faults import letting_go

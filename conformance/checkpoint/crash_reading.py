@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from conformance.checkpoint.cases import INDEX, State, load, zeros_like
 from conformance.checkpoint.crash_programs import make_state
-from conformance.checkpoint.support import INDEX, State, load, zeros_like
 from conformance.harness import Mismatch, assert_equal, assert_same_tensors
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import Event, Outcome, Trace
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Torch:
-    """torch's own reader in the form that ``support.load`` wants."""
+    """torch's own reader in the form that ``cases.load`` wants."""
 
     HuggingFaceStorageReader = HuggingFaceStorageReader
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conformance.checkpoint.cases import save
 from conformance.checkpoint.crash_programs import MAPPING, make_state
 from conformance.checkpoint.crash_reading import assert_state, succeeds
-from conformance.checkpoint.support import save
 from conformance.harness import assert_equal
 
 __all__ = ["NEW", "NEXT", "OLD", "STRAY", "assert_stray", "golden", "nothing", "save_again", "save_seed"]

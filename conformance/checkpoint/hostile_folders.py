@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from conformance.checkpoint.cases import INDEX
 from conformance.checkpoint.hostile import FILE, Build, HostileCase, entry, pack
-from conformance.checkpoint.support import INDEX
 from twinproof.errors import CorruptionError, FormatError, TwinproofError
 
 __all__ = ["HOSTILE_INDEXES", "HOSTILE_SETS"]

@@ -15,7 +15,7 @@ from typing import Any
 import safetensors
 import torch
 
-from conformance.checkpoint.support import own_count
+from conformance.checkpoint.cases import own_count
 from conformance.harness import Mismatch, assert_equal, assert_le
 
 __all__ = ["bounded", "consolidate_into", "library_verdict", "read_metadata", "values_of"]

@@ -1,7 +1,7 @@
 """The checkpoint state machine: saves, overwrites, loads, reshards and consolidations against a dict of tensors.
 
 The model is a dict: folder -> state. After every step each folder's files must be the safetensors library's bytes for
-the model's state, so a step that disturbs another folder, or leaves something behind, is seen at once.
+the model's state. A step that disturbs another folder, or leaves something behind, is seen at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     INDEX,
     assert_folder,
     assert_parts,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     PT,
     Tiled,
     assert_loads,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard
 
-from conformance.checkpoint.support import mesh_of, random_bits, sharded
+from conformance.checkpoint.cases import mesh_of, random_bits, sharded
 from conformance.harness import Rank, assert_equal, assert_same_tensor
 from conformance.kvstore.support import random_rows, store_of
 from conformance.pipeline.sharding import batches_of, collection_of, sharded_of, train

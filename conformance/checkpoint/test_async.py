@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard
 
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     FILE,
     INDEX,
     assert_folder,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.checkpoint.support import assert_folder, random_bits, save, save_ranks
+from conformance.checkpoint.cases import assert_folder, random_bits, save, save_ranks
 from conformance.harness import Rank, assert_equal, requirement
 
 NEEDS = ("staged_copies",)

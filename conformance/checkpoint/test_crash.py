@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.cases import save
 from conformance.checkpoint.crash_driver import Crashes, sampled
 from conformance.checkpoint.crash_reading import assert_state, is_shown, leftovers, state_in, state_in_file, succeeds
 from conformance.checkpoint.crash_states import NEW, NEXT, OLD, assert_stray, golden, nothing, save_again, save_seed
-from conformance.checkpoint.support import save
 from conformance.harness import Mismatch, assert_equal, requirement
 from conformance.provers.faults import CRASH_CALLS, Fault, FaultServer
 

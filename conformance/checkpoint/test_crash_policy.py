@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.cases import INDEX, save
 from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_reading import (
     assert_returned,
@@ -29,7 +30,6 @@ from conformance.checkpoint.crash_states import (
     save_again,
     save_seed,
 )
-from conformance.checkpoint.support import INDEX, save
 from conformance.harness import assert_equal, raises, requirement
 from conformance.provers.faults import CRASH_CALLS, FaultServer, Trace
 from twinproof.errors import CheckpointExistsError

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from conformance.checkpoint.cases import load, save
 from conformance.checkpoint.states import MAKERS, Made, agreed
-from conformance.checkpoint.support import load, save
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.harness.raising import errors_inside
 from twinproof.errors import TwinproofError

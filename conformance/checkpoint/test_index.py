@@ -13,7 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     FILE,
     INDEX,
     assert_folder,

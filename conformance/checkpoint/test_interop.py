@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     FILE,
     INDEX,
     PT,

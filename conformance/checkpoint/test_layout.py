@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checkpoint.support import DTYPES, FILE, PT, Tiled, assert_loads, oracle, random_bits, save, save_ranks
+from conformance.checkpoint.cases import DTYPES, FILE, PT, Tiled, assert_loads, oracle, random_bits, save, save_ranks
 from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement
 from twinproof.errors import ConfigError, UnsupportedError
 

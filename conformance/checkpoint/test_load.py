@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.checkpoint.hostile import pack
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     DTYPES,
     FILE,
     PT,
@@ -24,6 +23,7 @@ from conformance.checkpoint.support import (
     save,
     zeros_like,
 )
+from conformance.checkpoint.hostile import pack
 from conformance.harness import (
     assert_equal,
     assert_le,

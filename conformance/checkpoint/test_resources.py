@@ -21,8 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
 from conformance.checkpoint import crash_programs as programs
-from conformance.checkpoint.crash_reading import assert_returned, succeeds
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     FILE,
     PT,
     assert_loads,
@@ -34,6 +33,7 @@ from conformance.checkpoint.support import (
     save,
     zeros_like,
 )
+from conformance.checkpoint.crash_reading import assert_returned, succeeds
 from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, assert_same_tensors, requirement
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 

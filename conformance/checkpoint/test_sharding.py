@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     DTYPES,
     FILE,
     INDEX,

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 
-from conformance.checkpoint.hostile import pack
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     FILE,
     INDEX,
     assert_loads,
@@ -23,6 +22,7 @@ from conformance.checkpoint.support import (
     save_ranks,
     sharded,
 )
+from conformance.checkpoint.hostile import pack
 from conformance.harness import (
     Rank,
     assert_equal,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from conformance.checkpoint.support import assert_loads, random_bits
+from conformance.checkpoint.cases import assert_loads, random_bits
 from conformance.harness import Rank, assert_equal, raises, requirement
 from twinproof.errors import TwinproofError
 

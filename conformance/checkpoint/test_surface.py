@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from conformance.checkpoint.support import FILE, assert_loads, load, load_with, oracle, random_bits, save
+from conformance.checkpoint.cases import FILE, assert_loads, load, load_with, oracle, random_bits, save
 from conformance.harness import assert_equal, assert_same_tensors, raises, requirement
 from twinproof.errors import (
     ConfigError,

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checkpoint.hostile import pack
-from conformance.checkpoint.support import (
+from conformance.checkpoint.cases import (
     DTYPES,
     FILE,
     PT,
@@ -25,6 +24,7 @@ from conformance.checkpoint.support import (
     save,
     zeros_like,
 )
+from conformance.checkpoint.hostile import pack
 from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
 from twinproof.errors import UnsupportedError
 

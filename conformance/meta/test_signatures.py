@@ -14,9 +14,9 @@ from pathlib import Path
 _PACKAGES = ("twinproof", "refimpl", "fastimpl")
 # What somebody else's interface hands over, and an implementation may do without; each with the reason.
 _OF_AN_INTERFACE: dict[str, str] = {
-    "twinproof/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
     "refimpl/offload.py: Blocking.to_device(for_good=)": "each tensor has memory of its own",
     "twinproof/kvstore/views.py: LazyRows.staged(memo=)": "rows in memory share nothing; a store's a snapshot",
+    "twinproof/checkpoint/dcp.py: HuggingFaceStorageReader.set_up_storage_reader(is_coordinator=)": "torch's API",
     "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",
     "twinproof/pipeline/embeddings.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
     "twinproof/pipeline/exchange.py: Exchange.forward(anchor=)": "makes autograd call the backward",

@@ -16,9 +16,8 @@ if TYPE_CHECKING or ops.available():
         consolidate_safetensors_files_on_every_rank,
     )
     from fastimpl.checkpoint.reader import HuggingFaceStorageReader
-    from fastimpl.checkpoint.single import load_file
+    from fastimpl.checkpoint.single import load_file, save_file
     from fastimpl.checkpoint.writer import HuggingFaceStorageWriter
-    from refimpl.checkpoint import save_file
 else:
     from refimpl.checkpoint import (
         HuggingFaceStorageReader,

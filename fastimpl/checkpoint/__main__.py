@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fastimpl.checkpoint.consolidate import consolidate_with_progress
-from twinproof.checkpoint.catalog import Catalog, read_catalog
-from twinproof.checkpoint.files import parse_size, read_index
-from twinproof.checkpoint.layout import DTYPES, UNPAIRED_F4
+from twinproof.checkpoint.catalog import Catalog, read_catalog, read_index
+from twinproof.checkpoint.format import DTYPES, UNPAIRED_F4
+from twinproof.checkpoint.plan import parse_size
 from twinproof.errors import TwinproofError
 
 

@@ -16,7 +16,7 @@ from fastimpl import ops
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.checkpoint.source import LazySource, Source
 from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of
 from twinproof.errors import CorruptionError, PlanError
 
 __all__ = ["LocalPart", "assemble", "write_at"]

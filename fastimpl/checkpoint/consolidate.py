@@ -1,8 +1,7 @@
 """Shard folders that torch already wrote, turned into final HF files in large blocks, read and written once.
 
 The blocks are those of a save (``plan``); the sources are ranges of the shard files instead of tensors. A block's
-part of a chunk is always one contiguous range of its shard file, so nothing is read twice and no tensor
-is ever held whole.
+part of a chunk is one contiguous range of its shard file. Nothing is read twice, and no tensor is held whole.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,21 +21,15 @@ from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import Block, BlockRules, plan_blocks
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.checkpoint.run import FileSet
-from twinproof.checkpoint.arrange import Arrangement, GlobalTensor
-from twinproof.checkpoint.catalog import Catalog, Chunk, read_catalog
-from twinproof.checkpoint.consolidate import index_of, is_final, output_files, output_metadata, record_dtype
-from twinproof.checkpoint.files import local_path
-from twinproof.checkpoint.layout import lay_out
-from twinproof.checkpoint.memory import buffer_of
-from twinproof.checkpoint.options import check_count
-from twinproof.checkpoint.outcome import raise_first
-from twinproof.checkpoint.publish import Staging, storage_error
-from twinproof.checkpoint.tiling import Box
+from twinproof.checkpoint import shards
+from twinproof.checkpoint.catalog import Box, Chunk
+from twinproof.checkpoint.format import StrPath, buffer_of
+from twinproof.checkpoint.plan import Arrangement, GlobalTensor
+from twinproof.checkpoint.publish import StagedFolder, storage_error
+from twinproof.checkpoint.shards import MergeJob, record_dtype
 from twinproof.errors import CorruptionError
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
-
-T = TypeVar("T")
 
 _OPEN_MAX = 32  # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
 _RULES = BlockRules.of(1 << 20)  # Blocks of 2 MiB stay in a core's cache between reading and writing.
@@ -75,29 +67,25 @@ class _Inputs:
             os.close(self._open.popitem()[1])
 
 
-class _Work:
+class _MergePlan:
     """Output blocks and, for each, the stored chunks that lie in it."""
 
-    def __init__(self, catalog: Catalog, mapping: Mapping[str, int] | None, max_shard_size: int | None = None) -> None:
-        groups = output_files(catalog, mapping, max_shard_size)
-        self.index = index_of(catalog, groups)
-        self.names = list(groups)
+    def __init__(self, job: MergeJob) -> None:
+        self.names = list(job.layouts)
         self.sources: list[tuple[Chunk, Geometry]] = []
         tensors: dict[str, GlobalTensor] = {}
-        layouts = {}
-        for file, names in groups.items():
-            members = [(name, record_dtype(catalog, name), catalog.tensors[name].shape) for name in names]
-            layouts[file] = lay_out(members, output_metadata(catalog))
-            for name, dtype, shape in members:
-                tensors[name] = GlobalTensor(name, dtype, shape, [], file, layouts[file].begins[name])
-                for chunk in catalog.tensors[name].chunks:
+        for file, layout in job.layouts.items():
+            for name, begin in layout.begins.items():
+                record, dtype = job.catalog.tensors[name], record_dtype(job.catalog, name)
+                tensors[name] = GlobalTensor(name, dtype, record.shape, [], file, begin)
+                for chunk in record.chunks:
                     if 0 not in chunk.sizes:
                         tensors[name].parts.append((0, len(self.sources), Box(chunk.offsets, chunk.sizes)))
-                        self.sources.append((chunk, geometry(shape, chunk.offsets, chunk.sizes, dtype.itemsize)))
-        self.headers = [layout.header for layout in layouts.values()]
-        self.total_bytes, self._done_bytes = sum(layout.file_bytes for layout in layouts.values()), 0
+                        self.sources.append((chunk, geometry(record.shape, chunk.offsets, chunk.sizes, dtype.itemsize)))
+        self.headers = [layout.header for layout in job.layouts.values()]
+        self.total_bytes, self._done_bytes = sum(layout.file_bytes for layout in job.layouts.values()), 0
         self._lock = threading.Lock()
-        plan = plan_blocks(Arrangement(tensors, layouts), 1, _RULES, {})
+        plan = plan_blocks(Arrangement(tensors, dict(job.layouts)), 1, _RULES, {})
         self.blocks = plan.blocks
         self.contents: list[list[tuple[int, int]]] = [[] for _ in plan.blocks]
         for source, begin, number in plan.pieces[0]:
@@ -147,18 +135,18 @@ class _Work:
 
 
 def _drain(
-    work: _Work, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception], progress: Progress
+    plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception], progress: Progress
 ) -> None:
     inputs = _Inputs()
     window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
     dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
     try:
         for number in _taken(queues, failures):
-            block = work.blocks[number]
+            block = plan.blocks[number]
             size_bytes = block.end - block.start
-            work.assemble(block, work.contents[number], inputs, window[:size_bytes], dense)
+            plan.assemble(block, plan.contents[number], inputs, window[:size_bytes], dense)
             files.write(block.file, block.start, [window[:size_bytes]])
-            progress(work.note_done(size_bytes), work.total_bytes)
+            progress(plan.note_done(size_bytes), plan.total_bytes)
     except Exception as error:
         failures.append(error)
     finally:
@@ -176,24 +164,24 @@ def _taken(queues: Sequence[deque[int]], failures: Sequence[Exception]) -> Itera
             yield number
 
 
-def _write(
-    work: _Work, folder: Path, rank: int, rank_count: int, thread_count: int, progress: Progress = _no_progress
-) -> None:
-    first, last = (len(work.blocks) * r // rank_count for r in (rank, rank + 1))
-    queues = work.share(first, last, max(min(thread_count, last - first), 1))
+def merge(job: MergeJob, folder: StagedFolder, progress: Progress = _no_progress) -> None:
+    """Write this rank's share of the blocks of all files, with all threads in every file."""
+    plan = _MergePlan(job)
+    first, last = (len(plan.blocks) * rank // job.rank_count for rank in (job.rank, job.rank + 1))
+    queues = plan.share(first, last, max(min(job.thread_count, last - first), 1))
     failures: list[Exception] = []
-    files = FileSet(folder, work.names)
+    files = FileSet(folder.path, plan.names)
     threads = [
-        threading.Thread(target=_drain, args=(work, queues[i:] + queues[:i], files, failures, progress))
+        threading.Thread(target=_drain, args=(plan, queues[i:] + queues[:i], files, failures, progress))
         for i in range(1, len(queues))
     ]
     for thread in threads:
         thread.start()
-    _drain(work, queues, files, failures, progress)
+    _drain(plan, queues, files, failures, progress)
     for thread in threads:
         thread.join()
     try:
-        files.close(durable=not failures)
+        files.close(durable=folder.durable and not failures)
     except OSError as error:
         failures.append(error)
     if failures:
@@ -201,18 +189,18 @@ def _write(
 
 
 def consolidate_safetensors_files(
-    input_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    input_dir: StrPath,
+    output_dir: StrPath,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     num_threads: int = 1,
 ) -> None:
     """See ``refimpl.checkpoint.consolidate_safetensors_files``. Threads share the work inside every file."""
-    consolidate_with_progress(input_dir, output_dir, fqn_to_index_mapping, num_threads=num_threads)
+    shards.consolidate(merge, input_dir, output_dir, fqn_to_index_mapping, num_threads)
 
 
 def consolidate_with_progress(
-    input_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    input_dir: StrPath,
+    output_dir: StrPath,
     mapping: Mapping[str, int] | None,
     *,
     num_threads: int,
@@ -220,24 +208,14 @@ def consolidate_with_progress(
     progress: Progress = _no_progress,
 ) -> None:
     """``consolidate_safetensors_files`` that also splits by size and calls ``progress(done_bytes, total_bytes)``."""
-    source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
-    check_count(num_threads, "num_threads")
-    catalog = read_catalog(source)
-    if is_final(catalog, source, target):
-        return
-    work = _Work(catalog, mapping, max_shard_size)
-    staging = Staging(target)
-    try:
-        _write(work, staging.folder, 0, 1, num_threads, progress)
-        staging.publish(work.index)
-    except BaseException:
-        staging.discard()
-        raise
+    shards.consolidate(
+        partial(merge, progress=progress), input_dir, output_dir, mapping, num_threads, max_shard_size=max_shard_size
+    )
 
 
 def consolidate_safetensors_files_on_every_rank(
-    input_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    input_dir: StrPath,
+    output_dir: StrPath,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     num_threads: int = 1,
     process_group: dist.ProcessGroup | None = None,
@@ -247,39 +225,12 @@ def consolidate_safetensors_files_on_every_rank(
     Raises:
         DistributedError: another rank failed; the rank at fault raises its own error. The output is then as before.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        consolidate_safetensors_files(input_dir, output_dir, fqn_to_index_mapping, num_threads)
-        return
-    group, staging = process_group, None
-    source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
-    check_count(num_threads, "num_threads")
-    rank, rank_count = dist.get_rank(group), dist.get_world_size(group)
-    try:
-        catalog = _together(lambda: read_catalog(source), group)
-        if is_final(catalog, source, target):
-            return
-        work = _together(lambda: _Work(catalog, fqn_to_index_mapping), group)
-        staging = _together(lambda: Staging(target) if rank == 0 else None, group)
-        folder = [staging.folder if staging is not None else None]
-        dist.broadcast_object_list(folder, group=group, group_src=0)
-        _together(lambda: _write(work, Path(str(folder[0])), rank, rank_count, num_threads), group)
-        _together(lambda: staging.publish(work.index) if staging is not None else None, group)
-    except BaseException:
-        if staging is not None:
-            staging.discard()
-        raise
-
-
-def _together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run a step on every rank and learn of every rank's failure, so that all go on or all stop."""
-    failure: Exception | None = None
-    try:
-        result = step()
-    except Exception as error:
-        failure = error
-    failures: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    if failure is not None:
-        raise failure
-    raise_first(failures)
-    return result
+    shards.consolidate(
+        merge,
+        input_dir,
+        output_dir,
+        fqn_to_index_mapping,
+        num_threads,
+        process_group=process_group,
+        on_every_rank=True,
+    )

@@ -1,7 +1,7 @@
 """Short runs travel to the rank that owns their block, one bounded round at a time.
 
 Prevents ranks that wait for a rank which has already failed: whoever fails goes on sending messages of the planned
-length with a failed status, so every round completes and every owner learns of it (facts/checkpoint.md property 72).
+length with a failed status, so every round completes and every owner learns of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fastimpl.checkpoint.blockio import LocalPart
-from fastimpl.checkpoint.staging import ChooseCopies, Stager, copies_for_device
+from fastimpl.checkpoint.device_copies import ChooseCopies, Stager, copies_for_device
 from fastimpl.checkpoint.wire import HEADER_WORDS, STATUS_FAILED, STATUS_OK, OwnBlock, message_size_bytes
 from twinproof.errors import DistributedError
 

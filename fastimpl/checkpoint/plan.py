@@ -1,9 +1,12 @@
 """Who writes which bytes: aligned blocks of the final files, each with one owner, and what the others send to it.
 
-Prevents writers that share a page, tiny writes, and plans that grow with ranks squared. Rules (facts/checkpoint.md
-7.2, 7.3): a run of at least ``direct_bytes`` is written by a rank that holds it, straight from its memory; everything
-shorter is cut into aligned blocks that one rank owns and the holders send to. Owners' borders are
-multiples of ``align_bytes``. The coordinator computes this once; each rank gets its own part only, as packed integers.
+Prevents writers that share a page, tiny writes, and plans that grow with the square of the rank count.
+
+- A run of at least ``direct_bytes`` is written by a rank that holds it, straight from its memory.
+- Everything shorter is cut into aligned blocks. One rank owns a block; the other holders send it their bytes.
+- Borders between owners are multiples of ``align_bytes``.
+
+The coordinator computes this once. Each rank gets its own part only, as packed integers.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
-from twinproof.checkpoint.arrange import Arrangement, GlobalTensor
-from twinproof.checkpoint.layout import PAGE_BYTES
-from twinproof.checkpoint.pause import collector_paused
+from fastimpl.checkpoint.pause import collector_paused
+from twinproof.checkpoint.format import PAGE_BYTES
+from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 

@@ -4,64 +4,85 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cached_property
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fastimpl.checkpoint.device_copies import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.geometry import geometry
+from fastimpl.checkpoint.pause import collector_paused
 from fastimpl.checkpoint.readio import LoadStats, ReadJob, run_jobs
-from fastimpl.checkpoint.staging import ChooseCopies, copies_for_device
-from twinproof.checkpoint.layout import torch_dtype
-from twinproof.checkpoint.reader_base import ReaderBase
+from twinproof.checkpoint import dcp
+from twinproof.checkpoint.catalog import LoadJob
 
-__all__ = ["HuggingFaceStorageReader"]
+__all__ = ["HuggingFaceStorageReader", "ReadRanges"]
 
 logger = logging.getLogger("twinproof.checkpoint")
 
 
-class HuggingFaceStorageReader(ReaderBase):
-    """A ``StorageReader`` for ``dcp.load`` that reads HF files and torch's shard folders.
-
-    Takes the arguments of ``refimpl.checkpoint.HuggingFaceStorageReader``.
+class ReadRanges:
+    """The ``LoadEngine`` that reads exactly the needed ranges, in parallel, into the caller's memory.
 
     Attributes:
         choose_copies: how bytes go to a device; pinned double buffers for CUDA.
+        stats: seconds, bytes and calls of the last load; zeros before the first.
     """
 
-    choose_copies: ChooseCopies = staticmethod(copies_for_device)
+    def __init__(self) -> None:
+        self.choose_copies: ChooseCopies = copies_for_device
+        self.stats = LoadStats()
 
-    @cached_property
-    def stats(self) -> LoadStats:
-        """Seconds, bytes and calls of this rank's last load; zeros before the first."""
-        return LoadStats()
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill every target in place; nothing is written before all targets were checked."""
-        begun = time.perf_counter()
-        targets = self.targets(plan, planner)
+    def read(self, job: LoadJob) -> None:
+        """Fill every target in place."""
         jobs, lazy = [], []
-        for item, target in targets:
-            memory = target
+        for wanted in job.ranges:
+            target = memory = wanted.target
             if target.is_conj() or target.is_neg():
                 # A lazily conjugated view has no memory of its own to fill.
                 memory = torch.empty(target.shape, dtype=target.dtype, device=target.device)
                 lazy.append((target, memory))
-            chunk = self.chunk_of(item.storage_index)
-            dtype = torch_dtype(self.catalog.tensors[item.storage_index.fqn].dtype)
-            assert dtype is not None
-            if 0 not in item.lengths:
-                geo = geometry(chunk.sizes, item.storage_offsets, item.lengths, dtype.itemsize)
-                jobs.append(ReadJob(chunk.file, chunk.begin, geo, memory, dtype))
-        planned = time.perf_counter()
-        self.stats = run_jobs(jobs, self.thread_count, self.choose_copies)
+            if 0 not in wanted.sizes:
+                geo = geometry(wanted.chunk.sizes, wanted.offsets, wanted.sizes, wanted.dtype.itemsize)
+                jobs.append(ReadJob(wanted.chunk.file, wanted.chunk.begin, geo, memory, wanted.dtype))
+        planned_s = time.perf_counter()
+        self.stats = run_jobs(jobs, job.thread_count, self.choose_copies)
         for target, memory in lazy:
             target.copy_(memory)
-        for item, target in targets:
-            planner.commit_tensor(item, target)
-        self.stats.plan_s, self.stats.read_s = planned - begun, time.perf_counter() - planned
+        self.stats.plan_s, self.stats.read_s = planned_s - job.begun_s, time.perf_counter() - planned_s
+
+
+class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadRanges):
+    """A ``StorageReader`` for ``dcp.load`` that reads HF files and torch's shard folders.
+
+    Takes the arguments of ``twinproof.checkpoint.dcp.HuggingFaceStorageReader``.
+    """
+
+    _engine: ReadRanges
+
+    @property
+    def choose_copies(self) -> ChooseCopies:
+        """How bytes go to a device; pinned double buffers for CUDA."""
+        return self._engine.choose_copies
+
+    @choose_copies.setter
+    def choose_copies(self, choose: ChooseCopies) -> None:
+        self._engine.choose_copies = choose
+
+    @property
+    def stats(self) -> LoadStats:
+        """Seconds, bytes and calls of this rank's last load; zeros before the first."""
+        return self._engine.stats
+
+    @collector_paused()
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As the shared reader; shard folders have many headers."""
+        return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As the shared reader; logs the phase times."""
+        future = super().read_data(plan, planner)
         logger.info("loaded %s: %s", self.path, self.stats)
-        future: Future[None] = Future()
-        future.set_result(None)
         return future

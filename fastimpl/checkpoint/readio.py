@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from fastimpl import ops
+from fastimpl.checkpoint.device_copies import ChooseCopies, DoubleBuffer, InlineCopies, copies_for_device
 from fastimpl.checkpoint.geometry import Geometry
-from fastimpl.checkpoint.staging import ChooseCopies, DoubleBuffer, InlineCopies, copies_for_device
-from twinproof.checkpoint.memory import as_bits, buffer_of
+from twinproof.checkpoint.format import as_bits, buffer_of
 from twinproof.checkpoint.publish import storage_error
 from twinproof.errors import CorruptionError
 

@@ -9,8 +9,8 @@ import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from twinproof.checkpoint.arrange import Arrangement
-from twinproof.checkpoint.pause import collector_paused
+from fastimpl.checkpoint.pause import collector_paused
+from twinproof.checkpoint.plan import Arrangement
 
 __all__ = ["chunk_key", "find_holders"]
 

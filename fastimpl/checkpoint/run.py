@@ -1,6 +1,6 @@
 """Carry out one rank's plan: rounds of exchange on the calling thread, whole local blocks on all threads.
 
-Prevents errors that die with a worker thread (facts/checkpoint.md D11, D12): the first one is kept, everything else
+Prevents errors that die with a worker thread: the first one is kept, everything else
 stops, and it is raised.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from fastimpl.checkpoint.blockio import LocalPart, assemble, write_at
+from fastimpl.checkpoint.device_copies import ChooseCopies, DoubleBuffer, Stager, copies_for_device
 from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
-from fastimpl.checkpoint.staging import ChooseCopies, DoubleBuffer, Stager, copies_for_device
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
 from twinproof.checkpoint.publish import storage_error
 
@@ -146,16 +146,16 @@ class Runner:
 
     def _rounds(self) -> None:
         thread = _Thread(self.choose_copies)
-        flight: deque[Round] = deque()
+        pending: deque[Round] = deque()
         posted = 0
         for turn in range(self.plan.turn_count):
             # Tiny messages are posted far ahead, so that ranks do not wait for each other's writes; large ones are not.
             while posted < self.plan.turn_count and (
-                posted == turn or sum(r.size_bytes for r in flight) < IN_FLIGHT_BYTES
+                posted == turn or sum(r.size_bytes for r in pending) < IN_FLIGHT_BYTES
             ):
-                flight.append(self.exchange.start(posted, failed=self.failure is not None))
+                pending.append(self.exchange.start(posted, failed=self.failure is not None))
                 posted += 1
-            current = flight.popleft()
+            current = pending.popleft()
             begun = time.perf_counter()
             try:
                 self.exchange.finish(current)

@@ -1,34 +1,35 @@
-"""One file into one process. Saving needs no second version: the reference writes each tensor's memory as it lies."""
+"""One file of one process: its bytes as they lie in memory, and its tensors filled by ranges."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from fastimpl.checkpoint.geometry import geometry
-from fastimpl.checkpoint.readio import ReadJob, run_jobs
-from twinproof.checkpoint.files import local_path
-from twinproof.checkpoint.parse import read_header
-from twinproof.checkpoint.single import check_backend
+from fastimpl.checkpoint.reader import ReadRanges
+from twinproof.checkpoint import shards
+from twinproof.checkpoint.format import FileLayout, StrPath, as_bits, buffer_of
 
-__all__ = ["load_file"]
+__all__ = ["file_bytes", "load_file", "save_file"]
+
+
+def file_bytes(tensors: Mapping[str, torch.Tensor], layout: FileLayout) -> Iterator[memoryview]:
+    """The planned header, then each tensor's memory; of a tensor that is no dense CPU memory one copy at a time."""
+    yield memoryview(layout.header)
+    for name in layout.begins:
+        bits = as_bits(tensors[name]).cpu().contiguous()
+        yield buffer_of(bits)
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None = None
+) -> None:
+    """See ``refimpl.checkpoint.save_file``. No second copy of the file is made in memory."""
+    shards.save_file(tensors, filename, metadata, file_bytes)
 
 
 def load_file(
-    filename: str | os.PathLike[str], device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+    filename: StrPath, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
     """See ``refimpl.checkpoint.load_file``. Tensors of other devices are filled through pinned buffers."""
-    check_backend(backend)
-    path = os.fspath(local_path(filename, "filename"))
-    header = read_header(path)
-    result: dict[str, torch.Tensor] = {}
-    jobs = []
-    for name, entry in sorted(header.entries.items(), key=lambda item: item[1].begin):
-        dtype, shape = entry.torch_dtype(f"{path}: tensor {name!r}"), entry.torch_shape()
-        result[name] = torch.empty(shape, dtype=dtype, device=device)
-        if 0 not in shape:
-            geo = geometry(shape, (0,) * len(shape), shape, dtype.itemsize)
-            jobs.append(ReadJob(path, header.data_start + entry.begin, geo, result[name], dtype))
-    run_jobs(jobs, thread_count=min(4, torch.get_num_threads()))
-    return result
+    return shards.load_file(filename, device, backend, ReadRanges(), thread_count=min(4, torch.get_num_threads()))

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from fastimpl import ops
-from twinproof.checkpoint.memory import as_bits
+from twinproof.checkpoint.format import as_bits
 from twinproof.errors import PlanError
 
 __all__ = ["LazySource", "RowFiller", "RowReader", "Source"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import sub
 
+from fastimpl.checkpoint.pause import collector_paused
 from fastimpl.checkpoint.plan import Block, SavePieces
-from twinproof.checkpoint.layout import FileLayout
-from twinproof.checkpoint.pause import collector_paused
+from twinproof.checkpoint.format import FileLayout
 
 __all__ = [
     "HEADER_WORDS",

@@ -17,8 +17,7 @@ from fastimpl.checkpoint import HuggingFaceStorageWriter
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.kvstore.filling import WaitingRows, fill
 from twinproof.checkpoint.catalog import Catalog
-from twinproof.checkpoint.layout import torch_dtype
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of, torch_dtype
 from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.kvstore.store import KVStore

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from conformance.harness import Mismatch, Rank
+from fastimpl.checkpoint import HuggingFaceStorageWriter
+from fastimpl.checkpoint.pause import collector_paused
 from fastimpl.checkpoint.plan import BlockRules, plan_blocks
 from fastimpl.checkpoint.replicas import chunk_key, find_holders
 from fastimpl.checkpoint.wire import PackedPlan, pack_plans, unpack_plan
 from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
-from twinproof.checkpoint.arrange import arrange
-from twinproof.checkpoint.writer import HuggingFaceStorageWriter
+from twinproof.checkpoint.plan import arrange
 
 __all__ = ["measure_planning"]
 
@@ -105,7 +106,8 @@ def _torch_pickled(plans: _Plans) -> int:
 
 
 def _ours(plans: _Plans, options: object) -> int:
-    arrangement = arrange(plans.planned, options)  # type: ignore[arg-type]
+    with collector_paused():
+        arrangement = arrange(plans.planned, options)  # type: ignore[arg-type]
     holders = find_holders(arrangement, plans.held)
     pieces = plan_blocks(arrangement, len(plans.local), BlockRules.of(_BLOCK_BYTES), holders)
     packed = pack_plans(pieces, list(arrangement.files.values()))

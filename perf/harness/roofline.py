@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from perf.harness.paired import interleave, seconds_of
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of
 
 __all__ = ["Roofline", "measure_roofline"]
 

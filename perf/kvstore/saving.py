@@ -16,7 +16,7 @@ from perf.harness.paired import Round, Sample, interleave, seconds_of
 from perf.harness.workloads import Workload
 from perf.kvstore.rows import TABLE, THREADS, Filled, fill, fresh_memory
 from perf.peers.plain_rows import Workers, copy_bytes
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of
 
 __all__ = ["measure_loads", "measure_saves"]
 

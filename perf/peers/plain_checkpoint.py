@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from twinproof.checkpoint.memory import buffer_of
+from twinproof.checkpoint.format import buffer_of
 
 __all__ = ["PLAIN_SAVES", "Layout", "copy", "load"]
 

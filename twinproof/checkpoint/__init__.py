@@ -1,1 +1,9 @@
-"""HF-format checkpoints through torch's distributed checkpoint: format, plan, publication and readers."""
+"""HF-format checkpoints through torch's distributed checkpoint: what both implementations share.
+
+``format``: headers, names, bytes. ``catalog``: what a folder holds. ``publish``: how a checkpoint appears.
+``plan``: which tensor lies where. ``planners``: what is taken from a state dict. ``shards``: files of one process, and
+consolidation. ``dcp``: the storage writer and reader. Each module imports only modules before it in this list.
+
+Tensor data moves in engines, which an implementation binds: ``plan.SaveEngine``, ``catalog.LoadEngine``,
+``shards.Merge`` and ``shards.FileBytes``.
+"""

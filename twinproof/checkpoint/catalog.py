@@ -1,7 +1,8 @@
 """What a folder holds: every tensor with its dtype, global shape and the file ranges of its chunks.
 
 Reads the index where there is one, plain HF folders, single files and torch's shard folders (``DCP_SHARDING_INFO``).
-Prevents answers from stale or missing files: facts/checkpoint.md D7-D10, D20, properties 30-34, 38, 45, 58.
+Prevents answers from stale or missing files, and silent zeros where a shard is missing. An index whose names lead out
+of its folder is refused.
 """
 
 from __future__ import annotations
@@ -9,25 +10,265 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from twinproof.checkpoint.files import INDEX_NAME, SUFFIX, read_index
-from twinproof.checkpoint.layout import torch_dtype
-from twinproof.checkpoint.parse import Header, HeaderCache, read_header
-from twinproof.checkpoint.pause import collector_paused
-from twinproof.checkpoint.sharding import SHARDING_KEY, parse_sharding
-from twinproof.checkpoint.tiling import Box, check_tiling, is_simple_tiling
-from twinproof.errors import CorruptionError
+from twinproof.checkpoint.format import (
+    INDEX_NAME,
+    SUFFIX,
+    Header,
+    HeaderCache,
+    buffer_of,
+    parse_json_object,
+    read_header,
+    torch_dtype,
+)
+from twinproof.errors import CorruptionError, FormatError, TwinproofError
 
-__all__ = ["Catalog", "Chunk", "StoredChunk", "TensorRecord", "read_catalog"]
+__all__ = [
+    "SHARDING_KEY",
+    "Box",
+    "Catalog",
+    "Chunk",
+    "LoadEngine",
+    "LoadJob",
+    "Sharding",
+    "StoredChunk",
+    "StoredRange",
+    "TensorRecord",
+    "check_tiling",
+    "is_simple_tiling",
+    "parse_sharding",
+    "read_catalog",
+    "read_chunk",
+    "read_index",
+]
+
+INDEX_BYTES_MAX = 1 << 30
+
+# Rectangles that tile a tensor: the one check that no byte is missing and none is written twice.
+
+PlainBox = tuple[tuple[int, ...], tuple[int, ...]]  # A Box without its names: (offsets, sizes).
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(
+        ao < bo + bs and bo < ao + az for ao, az, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+
+
+def _first_overlap(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
+    # Sweep along one dimension; only boxes that the sweep line still crosses are compared.
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        for other in active:
+            if _overlap(box, other):
+                return other, box
+        active.append(box)
+    return None
+
+
+def _is_chain(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
+    # Nearly every tiling is a split of one dimension; this linear check answers for those.
+    first_offsets, first_sizes = boxes[0]
+    split = next((d for d, size in enumerate(first_sizes) if size != shape[d]), None)
+    if split is None:
+        return len(boxes) == 1 and not any(first_offsets)
+    position = 0
+    head, tail = shape[:split], shape[split + 1 :]
+    before, after = (0,) * len(head), (0,) * len(tail)
+    for offsets, sizes in sorted(boxes):
+        if offsets != (*before, position, *after) or sizes != (*head, sizes[split], *tail):
+            return False
+        position += sizes[split]
+    return position == shape[split]
+
+
+def is_simple_tiling(shape: Sequence[int], boxes: Sequence[PlainBox]) -> bool:
+    """Whether the boxes split one dimension and cover the shape exactly once. Fast; False proves nothing."""
+    shape = tuple(shape)
+    return bool(shape) and bool(boxes) and _rank_fits(shape, boxes) and _is_chain(shape, boxes)
+
+
+def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[TwinproofError], where: str) -> None:
+    """Raise ``error`` unless the boxes cover ``shape`` exactly once. Empty boxes need only lie inside.
+
+    Raises:
+        error: naming the tensor and the box at fault.
+    """
+    shape = tuple(shape)
+    filled = [box for box in boxes if 0 not in box.sizes]
+    if is_simple_tiling(shape, filled):
+        return
+    for box in boxes:
+        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+        if not inside:
+            raise error("a chunk lies outside the tensor", got=box, expected=f"inside {list(shape)}", where=where)
+    dim = max(range(len(shape)), key=lambda d: shape[d], default=0)
+    clash = _first_overlap(filled, dim) if shape else (filled[0], filled[1]) if len(filled) > 1 else None
+    if clash is not None:
+        raise error("two chunks overlap", got=clash, where=where)
+    volume = sum(math.prod(box.sizes) for box in filled)
+    if volume != math.prod(shape):
+        raise error(
+            "chunks leave a gap",
+            got=f"{volume} elements",
+            expected=f"{math.prod(shape)} elements of {list(shape)}",
+            where=where,
+        )
+
+
+def _rank_fits(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
+    rank = len(shape)
+    return all(len(offsets) == rank == len(sizes) for offsets, sizes in boxes)
+
+
+# Where the tensors of a shard file lie in the global tensors.
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+_TORCH_ENTRY = re.compile(r'"([^"\\]*)": \{"saved_offsets": \[([0-9]{1,18}(?:, [0-9]{1,18})*)\]\}')
+
+Offsets = tuple[int, ...]
+
+
+class Sharding(NamedTuple):
+    """Offsets of each tensor of a file, and the global shapes that the file declares."""
+
+    offsets: dict[str, Offsets]
+    shapes: dict[str, Offsets]
+
+
+def parse_sharding(header: Header, file: str) -> Sharding | None:
+    """The sharding information of a header, None in a final file. Raises FormatError."""
+    text = header.metadata.get(SHARDING_KEY)
+    if text is None:
+        return None
+    where = f"{file}: {SHARDING_KEY}"
+    offsets = _as_torch_writes_it(text)
+    shapes: dict[str, Offsets] = {}
+    if offsets is None:
+        info = parse_json_object(text.encode(), where)
+        offsets = {name: _numbers(info[name], "saved_offsets", where) for name in info}
+        shapes = {n: _numbers(value, "global_shape", where) for n, value in info.items() if "global_shape" in value}
+    missing = header.entries.keys() - offsets.keys()
+    if missing:
+        raise FormatError("tensors without sharding information", got=sorted(missing)[:20], where=where)
+    for name, entry in header.entries.items():
+        if len(offsets[name]) != len(entry.shape):
+            place = f"{file}: tensor {name!r}"
+            raise FormatError(
+                "saved_offsets do not fit the tensor",
+                got=offsets[name],
+                expected=f"{len(entry.shape)} integers",
+                where=place,
+            )
+    return Sharding(offsets, shapes)
+
+
+def _as_torch_writes_it(text: str) -> dict[str, Offsets] | None:
+    # One expression finds all entries; only if they put together again are the very text is the shortcut taken.
+    found = _TORCH_ENTRY.findall(text)
+    again = ", ".join([f'"{name}": {{"saved_offsets": [{numbers}]}}' for name, numbers in found])
+    if not found or "{" + again + "}" != text:
+        return None
+    texts = {numbers for _, numbers in found}
+    if any(number != "0" and number.startswith("0") for numbers in texts for number in numbers.split(", ")):
+        return None
+    parsed = {numbers: tuple(map(int, numbers.split(", "))) for numbers in texts}
+    result = {name: parsed[numbers] for name, numbers in found}
+    return result if len(result) == len(found) else None
+
+
+def _numbers(info: Any, key: str, where: str) -> Offsets:
+    numbers = info.get(key) if isinstance(info, dict) else None
+    if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+        raise FormatError(f"{key} is not a list of sizes", got=str(info)[:200], where=where)
+    return tuple(numbers)
+
+
+# The index.
+
+
+def _check_member(folder: Path, name: object, where: str) -> None:
+    if not isinstance(name, str) or not name.endswith(SUFFIX):
+        raise FormatError("the index names something that is not a safetensors file", got=name, where=where)
+    if name != os.path.basename(name) or re.search(r"[\\:\0]", name) or name.startswith(".."):
+        raise FormatError(
+            "the index names a path outside its folder", got=name, expected="a plain file name", where=where
+        )
+    try:
+        status = (folder / name).stat()
+    except FileNotFoundError:
+        raise CorruptionError("the index names a file that is missing", got=name, where=where) from None
+    except (OSError, ValueError) as error:
+        raise FormatError(
+            "the index names a file that cannot be opened", got=f"{name!r}: {error}", where=where
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError("the index names something that is not a regular file", got=name, where=where)
+    # Hub caches link every file to a blob store beside the snapshot; a link that leaves that tree is an escape.
+    if (folder / name).is_symlink() and not _link_stays_near(folder, name):
+        target = os.readlink(folder / name)
+        raise FormatError("the index names a link that leaves its folder", got=f"{name} -> {target}", where=where)
+
+
+def _link_stays_near(folder: Path, name: str) -> bool:
+    target = (folder / name).resolve()
+    home = folder.resolve()
+    hub = home.parent.parent
+    is_blob = home.parent.name == "snapshots" and target.parent == hub / "blobs"
+    return target.parent == home or is_blob
+
+
+def read_index(folder: Path) -> tuple[dict[str, str], int | None] | None:
+    """(weight map, declared total size) of a folder, or None where it has no index.
+
+    Raises:
+        FormatError: malformed index, or a value that leads out of the folder.
+        CorruptionError: a file that the index names is missing.
+    """
+    path = folder / INDEX_NAME
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    where = os.fspath(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > INDEX_BYTES_MAX:
+        raise FormatError("the index is not a regular file of sensible size", got=status.st_size, where=where)
+    content = parse_json_object(path.read_bytes(), where)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise FormatError("the index lacks a weight_map", got=type(weight_map).__name__, where=where)
+    for name in weight_map.values():
+        if not isinstance(name, str):
+            raise FormatError("weight_map maps names to file names", got=name, where=where)
+    for name in sorted(set(weight_map.values())):
+        _check_member(folder, name, where)
+    declared = content.get("metadata")
+    total = declared.get("total_size") if isinstance(declared, dict) else None
+    # Some writers record the total as a float; a value of another kind says nothing.
+    return weight_map, int(total) if isinstance(total, (int, float)) and not isinstance(total, bool) else None
+
+
+# The catalog.
 
 
 class Chunk(NamedTuple):
@@ -206,7 +447,6 @@ def _check_members(weight_map: dict[str, str], headers: dict[str, Header], folde
             )
 
 
-@collector_paused()
 def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = None) -> Catalog:
     """Read the headers of a checkpoint. No tensor data is read.
 
@@ -237,3 +477,61 @@ def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = No
     for member, header in headers.items():
         builder.add_file(str(path / member), header, wanted[member])
     return builder.finish()
+
+
+# Reading what a catalog lists.
+
+
+@dataclass(frozen=True)
+class StoredRange:
+    """Values to load: the rectangle ``offsets``, ``sizes`` of a stored chunk, into ``target``.
+
+    Attributes:
+        name: of the tensor, in the file too.
+        dtype: the stored one.
+        target: the caller's memory; shape ``sizes``, any strides, any device. Of another dtype only for a cast.
+    """
+
+    name: str
+    chunk: Chunk
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """One load of this process; ``begun_s`` is ``time.perf_counter()`` when it began."""
+
+    ranges: Sequence[StoredRange]
+    thread_count: int
+    begun_s: float
+
+
+class LoadEngine(Protocol):
+    """Brings stored values into the caller's tensors.
+
+    Headers were parsed and every target was checked before an engine is asked; it moves values and nothing else, and it
+    leaves no file open. A plain engine may read whole files, a fast one reads the ranges alone.
+    """
+
+    def read(self, job: LoadJob) -> None:
+        """Fill every target in place. Raises StorageError, CorruptionError; targets may then hold anything."""
+        ...
+
+
+def read_chunk(chunk: Chunk, dtype: torch.dtype, first: int = 0, count: int | None = None) -> torch.Tensor:
+    """The stored values of one chunk, or of ``count`` of its rows, on the CPU.
+
+    Raises:
+        CorruptionError: the file ends early.
+    """
+    rows = chunk.sizes[:1] if count is None else (count,) * len(chunk.sizes[:1])
+    tensor = torch.empty((*rows, *chunk.sizes[1:]), dtype=dtype)
+    with open(chunk.file, "rb") as file:
+        file.seek(chunk.begin + first * math.prod(chunk.sizes[1:]) * dtype.itemsize)
+        got = file.readinto(buffer_of(tensor))
+    if got != tensor.numel() * dtype.itemsize:
+        raise CorruptionError("the file became shorter while it was read", got=got, where=chunk.file)
+    return tensor

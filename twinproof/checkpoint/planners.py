@@ -1,16 +1,20 @@
-"""Save and load planners that DCP's defaults lack: packed strided shards, complete error lists, reported extras.
+"""What a save or a load takes from a state dict: planners, copies for asynchronous saves, checksums of replicas.
 
-The default planners work with our writers and readers too; these are for state dicts that torch's refuse or for callers
-who want every missing name in one error (facts/checkpoint.md properties 25, 49, 53-55).
+The planners do what DCP's defaults lack: packed strided shards, complete lists of errors, reported extras. The default
+planners work with our writers and readers too.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from typing import Any
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -18,14 +22,32 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from twinproof.checkpoint.tiling import Box
-from twinproof.errors import ConfigError, MissingKeyError, PlanError
+from twinproof.checkpoint.catalog import Box
+from twinproof.checkpoint.format import as_bits, buffer_of, check_storable
+from twinproof.errors import ConfigError, DistributedError, MissingKeyError, PlanError
 
-__all__ = ["HuggingFaceLoadPlanner", "HuggingFaceSavePlanner", "local_boxes"]
+__all__ = [
+    "HuggingFaceLoadPlanner",
+    "HuggingFaceSavePlanner",
+    "Stageable",
+    "checksums",
+    "compare_checksums",
+    "local_boxes",
+    "staged",
+]
 
 logger = logging.getLogger("twinproof.checkpoint")
 
@@ -212,3 +234,108 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         """The local memory that a read item fills."""
         value = self.state_dict[index.fqn]
         return _part(value, index.offset) if _is_packed(value) else super().lookup_tensor(index)
+
+
+# What an asynchronous save reads while training goes on. Torch's own stager copies the storages of tensors whose
+# data_ptr() is not 0 and takes new, unfilled memory for all others; conjugated views lose their conjugation. Here a
+# tensor is copied by its value, or handed on.
+
+
+@runtime_checkable
+class Stageable(Protocol):
+    """A tensor that knows a form of itself which later writes do not change."""
+
+    def staged(self, memo: dict[int, Any]) -> torch.Tensor:
+        """That form; ``memo`` belongs to one state dict, so that what its tensors share is taken once."""
+        ...
+
+
+def staged(state_dict: Any) -> Any:
+    """The same structure with tensors on the CPU that nothing else writes to.
+
+    Tensors that are one memory stay one. What the format refuses (meta, sparse, quantized tensors, objects) is handed
+    on, so that the plan refuses it on every rank.
+    """
+    return _staged(state_dict, {}, {})
+
+
+def _staged(value: Any, seen: dict[Any, Any], memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, seen, memo)
+    if isinstance(value, Mapping):
+        return {key: _staged(each, seen, memo) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_staged(each, seen, memo) for each in value)
+    return copy.deepcopy(value)
+
+
+def _tensor(value: torch.Tensor, seen: dict[Any, Any], memo: dict[int, Any]) -> torch.Tensor:
+    key = _identity(value)
+    if key not in seen:
+        # The original stays alive as long as its key counts.
+        seen[key] = (_copied(value, memo), value)
+    result: torch.Tensor = seen[key][0]
+    return result
+
+
+def _identity(value: torch.Tensor) -> Any:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_meta:
+        return id(value)
+    flags = value.is_conj(), value.is_neg(), value.dtype, value.device
+    return (value.data_ptr(), tuple(value.shape), value.stride(), flags) if value.data_ptr() else id(value)
+
+
+def _own_names(cls: type) -> set[str]:
+    return {name for each in cls.__mro__ if each not in torch.Tensor.__mro__ for name in vars(each)}
+
+
+def _attributes_copied(value: torch.Tensor) -> torch.Tensor:
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged_dict: Any = stager.stage({"value": value})
+        result: torch.Tensor = staged_dict["value"]
+        return result
+    finally:
+        stager.close()
+
+
+def _copied(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if isinstance(value, Stageable):
+        return value.staged(memo)
+    if isinstance(value, ShardedTensor):
+        return copy.deepcopy(value) if value.device.type == "cpu" else value.cpu()
+    if hasattr(value, "__create_write_items__") and not isinstance(value, DTensor):
+        # A tensor that plans its own save knows how to copy itself, or keeps what it plans in attributes.
+        return copy.deepcopy(value) if "__deepcopy__" in _own_names(type(value)) else _attributes_copied(value)
+    if value.is_meta or value.layout is not torch.strided or value.is_quantized:
+        return value
+    return value.detach().to("cpu", copy=True)
+
+
+# Whether chunks that several ranks hold have the same bytes: without the check one of them is stored.
+
+ChunkKey = tuple[str, tuple[int, ...]]
+
+
+def checksums(items: Sequence[WriteItem], planner: SavePlanner) -> dict[ChunkKey, int]:
+    """CRC-32 of every local chunk's bytes. One chunk is copied at a time, where its memory is not one row."""
+    sums = {}
+    for item in items:
+        value = planner.resolve_data(item)
+        assert isinstance(value, torch.Tensor)
+        check_storable(value, item.index.fqn)
+        data = as_bits(value).cpu().contiguous()
+        sums[item.index.fqn, tuple(item.index.offset or ())] = zlib.crc32(buffer_of(data))
+    return sums
+
+
+def compare_checksums(everyone: Sequence[Mapping[ChunkKey, int]]) -> None:
+    """Raise DistributedError, the same on every rank, for the first chunk on which two ranks differ."""
+    seen: dict[ChunkKey, tuple[int, int]] = {}
+    for rank, sums in enumerate(everyone):
+        for chunk, value in sums.items():
+            first = seen.setdefault(chunk, (rank, value))
+            if first[1] != value:
+                raise DistributedError(
+                    "replicas differ", got=f"rank {rank}", expected=f"the bytes of rank {first[0]}", where=chunk[0]
+                )

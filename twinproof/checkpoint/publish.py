@@ -1,27 +1,47 @@
-"""Make a finished checkpoint visible at one instant.
+"""Make a finished checkpoint visible at one instant, on all ranks or on none.
 
-Prevents the destroyed old checkpoint and the half-visible new one of facts/checkpoint.md D13. Everything is written to
-a hidden folder beside the target, the index last; then one rename (or one exchange of two folders) shows it.
+Prevents a destroyed old checkpoint and a half-visible new one. Everything is written to a hidden folder beside the
+target, the index last; then one rename (or one exchange of two folders) shows it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import logging
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from twinproof.checkpoint.files import INDEX_NAME, is_checkpoint_name, read_index
-from twinproof.errors import CheckpointExistsError, StorageError, TwinproofError
+import torch.distributed as dist
 
-__all__ = ["Staging", "fsync_path", "storage_error", "write_small_file"]
+from twinproof.checkpoint.catalog import read_index
+from twinproof.checkpoint.format import INDEX_NAME, StrPath, is_checkpoint_name
+from twinproof.errors import CheckpointExistsError, DistributedError, StorageError, TwinproofError
+
+__all__ = [
+    "StagedFolder",
+    "Staging",
+    "build_index",
+    "fsync_path",
+    "gather",
+    "raise_first",
+    "rank_count_of",
+    "scatter",
+    "storage_error",
+    "together",
+    "write_file",
+]
 
 logger = logging.getLogger("twinproof.checkpoint")
+
+T = TypeVar("T")
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -29,7 +49,7 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
-def storage_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> StorageError:
+def storage_error(error: OSError, doing: str, path: StrPath) -> StorageError:
     """The named form of an OSError; keeps ``errno``."""
     result = StorageError(
         f"{doing} failed: {error.strerror}",
@@ -40,7 +60,7 @@ def storage_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> S
     return result
 
 
-def fsync_path(path: str | os.PathLike[str]) -> None:
+def fsync_path(path: StrPath) -> None:
     """Fsync a file or a folder by name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -49,17 +69,36 @@ def fsync_path(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def write_small_file(path: str | os.PathLike[str], content: bytes, *, durable: bool) -> None:
-    """Create a file with this content; short writes are continued. Raises OSError."""
+def _write_all(descriptor: int, content: memoryview) -> None:
+    # Short writes are continued.
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _create(path: StrPath, pieces: Iterable[bytes | memoryview], *, durable: bool) -> None:
+    """Create a file with this content. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        for piece in pieces:
+            _write_all(descriptor, memoryview(piece))
         if durable:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool) -> None:
+    """Write one file under a temporary name and rename it into place. Raises StorageError, ``path`` unchanged."""
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.saving-{uuid.uuid4().hex[:12]}")
+    try:
+        _create(temporary, pieces, durable=durable)
+        os.rename(temporary, path)
+        if durable:
+            fsync_path(os.path.dirname(path) or ".")
+    except OSError as error:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise storage_error(error, "writing", path) from error
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -175,7 +214,7 @@ class Staging:
         """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then intact."""
         try:
             if index is not None:
-                write_small_file(self.folder / INDEX_NAME, index, durable=self.durable)
+                _create(self.folder / INDEX_NAME, [index], durable=self.durable)
             self._publish_in_place() if self.in_place else self._publish_folder()
         except OSError as error:
             raise storage_error(error, "publishing the checkpoint", self.target) from error
@@ -227,3 +266,76 @@ class Staging:
     def discard(self) -> None:
         """Remove the staging folder after a failed save."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class StagedFolder:
+    """The hidden folder as an engine sees it: where it is, and whether files must be synced."""
+
+    path: Path
+    durable: bool
+
+    def put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write one whole file of the folder. Raises StorageError."""
+        write_file(os.fspath(self.path / name), pieces, durable=self.durable)
+
+
+def build_index(weight_map: Mapping[str, str], total_size_bytes: int) -> bytes:
+    """``model.safetensors.index.json``: names sorted, two spaces of indentation, one newline at the end."""
+    content = {"metadata": {"total_size": total_size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+# Agreement between ranks. A group of None is this process alone.
+
+
+def rank_count_of(group: dist.ProcessGroup | None) -> int:
+    """Ranks of a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """This rank's object and every other's, in rank order."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def scatter(messages: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
+    """Rank 0 of the group gives each rank its message; the messages of other ranks are not looked at."""
+    if group is None:
+        return messages[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, list(messages) or None, group_src=0, group=group)
+    return received[0]
+
+
+def raise_first(failures: Sequence[BaseException | None]) -> None:
+    """Raise DistributedError for the first rank that failed, with its error as the cause."""
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise DistributedError(
+                "another rank failed", got=f"{type(failure).__name__}: {failure}", where=f"rank {rank}"
+            ) from failure
+
+
+def together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run a step on every rank and learn of every rank's failure, so that all go on or all stop.
+
+    Raises:
+        DistributedError: another rank failed; the rank at fault raises its own error.
+    """
+    if group is None:
+        return step()
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as error:
+        failure = error
+    failures = gather(failure, group)
+    if failure is not None:
+        raise failure
+    raise_first(failures)
+    return result

@@ -1,32 +1,112 @@
-"""torch's shard layout, one file per rank and output file: what ``enable_consolidation=False`` asks for.
+"""Files that one process writes or reads alone, and torch's shard folders: made, and merged into final files.
 
-Layout: ``shard-RRRRR-model-IIIII-of-NNNNN.safetensors`` with ``DCP_SHARDING_INFO`` (facts/checkpoint.md 1.2). Ours adds
-``global_shape`` to each entry, so that a missing last shard is an error and not a shorter tensor (D8).
+A shard folder has one file per rank and output file, ``shard-RRRRR-model-IIIII-of-NNNNN.safetensors``, whose metadata
+``DCP_SHARDING_INFO`` says where each tensor lies. Ours adds ``global_shape`` to each entry, so that a missing last
+shard is an error and not a shorter tensor. How bytes are read and written is the business of what is passed in.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from twinproof.checkpoint.arrange import exported_dtype
-from twinproof.checkpoint.base import WriterBase
-from twinproof.checkpoint.files import file_name
-from twinproof.checkpoint.options import WriterOptions
-from twinproof.checkpoint.sharding import SHARDING_KEY
-from twinproof.checkpoint.single import layout_of, write_tensors
-from twinproof.errors import PlanError
+from twinproof.checkpoint.catalog import SHARDING_KEY, Catalog, Chunk, LoadEngine, LoadJob, StoredRange, read_catalog
+from twinproof.checkpoint.format import (
+    FileLayout,
+    StrPath,
+    file_name,
+    lay_out,
+    layout_of,
+    local_path,
+    read_header,
+    torch_dtype,
+)
+from twinproof.checkpoint.plan import (
+    FORMAT_METADATA,
+    WriterOptions,
+    assign_files,
+    check_count,
+    check_mapping,
+    exported_dtype,
+)
+from twinproof.checkpoint.publish import (
+    StagedFolder,
+    Staging,
+    build_index,
+    rank_count_of,
+    scatter,
+    together,
+    write_file,
+)
+from twinproof.errors import ConfigError, PlanError, UnsupportedError
 
-__all__ = ["Shard", "save_shards"]
+__all__ = ["FileBytes", "Merge", "MergeJob", "consolidate", "load_file", "save_file", "write_shards"]
+
+BACKENDS = ("mmap", "pread")
+
+FileBytes = Callable[[Mapping[str, torch.Tensor], FileLayout], Iterable[bytes | memoryview]]
 
 
-class Shard(NamedTuple):
+# One file.
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None, file_bytes: FileBytes
+) -> None:
+    """Check the tensors, then write them to one file that appears at one instant, durably.
+
+    Raises:
+        UnsupportedError, UnstorableError, ConfigError, StorageError.
+    """
+    path = os.fspath(local_path(filename, "filename"))
+    layout = layout_of(tensors, metadata)
+    write_file(path, file_bytes(tensors, layout), durable=True)
+
+
+def check_backend(backend: str) -> None:
+    """Demand a way of reading that the safetensors library knows. Raises ConfigError."""
+    if backend not in BACKENDS:
+        raise ConfigError("not a backend", got=backend, expected=BACKENDS, where="backend")
+
+
+def load_file(
+    filename: StrPath, device: str | int | torch.device, backend: str, engine: LoadEngine, thread_count: int = 1
+) -> dict[str, torch.Tensor]:
+    """Every tensor of one file in the order of the data, in memory of its own on ``device``.
+
+    Raises:
+        FormatError, UnsupportedError, ConfigError, CorruptionError, FileNotFoundError.
+    """
+    begun_s = time.perf_counter()
+    check_backend(backend)
+    path = os.fspath(local_path(filename, "filename"))
+    header = read_header(path)
+    result: dict[str, torch.Tensor] = {}
+    ranges = []
+    for name, entry in sorted(header.entries.items(), key=lambda item: item[1].begin):
+        dtype, shape = entry.torch_dtype(f"{path}: tensor {name!r}"), entry.torch_shape()
+        result[name] = torch.empty(shape, dtype=dtype, device=device)
+        start = (0,) * len(shape)
+        chunk = Chunk(start, shape, path, header.data_start + entry.begin)
+        ranges.append(StoredRange(name, chunk, dtype, start, shape, result[name]))
+    engine.read(LoadJob(ranges, thread_count, begun_s))
+    return result
+
+
+# Shard files.
+
+
+class _Shard(NamedTuple):
     """One local chunk: name, offsets in the global tensor, global shape, local data."""
 
     name: str
@@ -35,15 +115,31 @@ class Shard(NamedTuple):
     data: torch.Tensor
 
 
-def _metadata(shards: list[Shard], options: WriterOptions) -> dict[str, str]:
+def _shard(item: WriteItem, planner: SavePlanner, options: WriterOptions) -> _Shard:
+    value = planner.resolve_data(item)
+    assert isinstance(value, torch.Tensor)
+    assert item.tensor_data is not None
+    value = value.detach().to(exported_dtype(item.index.fqn, value.dtype, options))
+    return _Shard(item.index.fqn, tuple(item.index.offset or ()), tuple(item.tensor_data.size), value)
+
+
+def _metadata(shards: Sequence[_Shard], options: WriterOptions) -> dict[str, str]:
     info = {s.name: {"saved_offsets": list(s.offsets), "global_shape": list(s.shape)} for s in shards}
     return {**options.file_metadata, SHARDING_KEY: json.dumps(info), "DCP_VERSION": "1.0"}
 
 
-def _write_shards(folder: Path, rank: int, shards: Iterable[Shard], options: WriterOptions) -> None:
+def write_shards(
+    folder: StagedFolder,
+    file_bytes: FileBytes,
+    rank: int,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    options: WriterOptions,
+) -> None:
+    """Write this rank's shard files. Raises PlanError for two chunks of one tensor on a rank, StorageError."""
     mapping = options.mapping
-    groups: dict[int, list[Shard]] = {}
-    for shard in shards:
+    groups: dict[int, list[_Shard]] = {}
+    for shard in [_shard(item, planner, options) for item in items]:
         groups.setdefault(1 if mapping is None else mapping[shard.name], []).append(shard)
     count = 1 if mapping is None else max(mapping.values())
     for index, members in sorted(groups.items()):
@@ -52,32 +148,116 @@ def _write_shards(folder: Path, rank: int, shards: Iterable[Shard], options: Wri
                 "the shard layout holds one chunk of a tensor per rank", got="several", where=f"rank {rank}"
             )
         tensors = {s.name: s.data for s in members}
-        path = os.fspath(folder / file_name(index, count, rank + 1))
-        write_tensors(path, tensors, layout_of(tensors, _metadata(members, options)), durable=options.durable)
+        layout = layout_of(tensors, _metadata(members, options))
+        folder.put(file_name(index, count, rank + 1), file_bytes(tensors, layout))
 
 
-def save_shards(writer: WriterBase, plan: SavePlan, planner: SavePlanner) -> None:
-    """Write this rank's shard files into the staging folder.
+# Consolidation.
+
+
+@dataclass(frozen=True)
+class MergeJob:
+    """A consolidation: what is stored, and the layout of each output file. The same on every rank but for ``rank``."""
+
+    catalog: Catalog
+    layouts: Mapping[str, FileLayout]
+    rank: int
+    rank_count: int
+    thread_count: int
+
+
+class Merge(Protocol):
+    """Brings the tensors of shard files into final files that nobody sees yet; called on every rank."""
+
+    def __call__(self, job: MergeJob, folder: StagedFolder) -> None:
+        """Write this rank's part of every output file. Raises StorageError, CorruptionError."""
+        ...
+
+
+def record_dtype(catalog: Catalog, name: str) -> torch.dtype:
+    """Torch dtype of a stored tensor; UnsupportedError for F6."""
+    dtype = torch_dtype(catalog.tensors[name].dtype)
+    if dtype is None:
+        raise UnsupportedError(
+            "no torch dtype holds this tensor", got=catalog.tensors[name].dtype, where=catalog.where(name)
+        )
+    return dtype
+
+
+def is_final(catalog: Catalog, input_dir: Path, output_dir: Path) -> bool:
+    """Whether the folder already holds whole tensors and is to become itself: then nothing is left to do."""
+    same = os.path.realpath(input_dir) == os.path.realpath(output_dir)
+    return same and not any(SHARDING_KEY in header.metadata for header in catalog.headers.values())
+
+
+def output_metadata(catalog: Catalog) -> dict[str, str]:
+    """User metadata of the shards, without torch's own keys, and with ``format``."""
+    kept = {key: value for key, value in catalog.metadata.items() if key not in (SHARDING_KEY, "DCP_VERSION")}
+    return {**kept, **FORMAT_METADATA}
+
+
+def _payload_bytes(catalog: Catalog, name: str) -> int:
+    return math.prod(catalog.tensors[name].shape) * record_dtype(catalog, name).itemsize
+
+
+def _laid_out(
+    catalog: Catalog, mapping: Mapping[str, int] | None, max_shard_size: int | None
+) -> tuple[dict[str, FileLayout], bytes]:
+    """The layout of each output file, and the index. Raises PlanError for tensors that the mapping lacks."""
+    sizes = {name: _payload_bytes(catalog, name) for name in sorted(catalog.tensors)}
+    files = assign_files(sizes, check_mapping(mapping), max_shard_size)
+    layouts = {}
+    for file, names in files.items():
+        members = [(name, record_dtype(catalog, name), catalog.tensors[name].shape) for name in names]
+        layouts[file] = lay_out(members, output_metadata(catalog))
+    return layouts, build_index({name: file for file, names in files.items() for name in names}, sum(sizes.values()))
+
+
+def consolidate(
+    merge: Merge,
+    input_dir: StrPath,
+    output_dir: StrPath,
+    mapping: Mapping[str, int] | None,
+    num_threads: int,
+    *,
+    max_shard_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    on_every_rank: bool = False,
+) -> None:
+    """Merge a shard folder into final files, which appear at one instant; a final folder is verified and left alone.
+
+    Args:
+        merge: how the bytes are moved.
+        input_dir: folder of the shards.
+        output_dir: folder of the result; may hold ``input_dir``.
+        mapping: tensor name -> output file from 1; None makes one file.
+        num_threads: threads of this process.
+        max_shard_size: bytes; split the output as ``HuggingFaceStorageWriter`` does.
+        process_group: with ``on_every_rank``, the ranks that call this; None is the default group.
+        on_every_rank: all ranks of the group call this and share the work; else this process does it alone.
 
     Raises:
-        PlanError: two chunks of one tensor on a rank. DistributedError, StorageError.
+        FormatError, CorruptionError, PlanError, StorageError. DistributedError: another rank failed.
     """
-    if writer.is_coordinator:
-        writer.arranged(planner)
-    folder = writer.begin_staging()
-    failure: Exception | None = None
+    together_with = None
+    if on_every_rank and dist.is_available() and dist.is_initialized():
+        together_with = process_group or dist.group.WORLD
+    source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
+    check_count(num_threads, "num_threads")
+    rank = 0 if together_with is None else dist.get_rank(together_with)
+    rank_count = rank_count_of(together_with)
+    staging: Staging | None = None
     try:
-        _write_shards(
-            folder, writer.rank, [_shard(item, planner, writer.options) for item in plan.items], writer.options
-        )
-    except Exception as error:
-        failure = error
-    writer.settle(failure)
-
-
-def _shard(item: WriteItem, planner: SavePlanner, options: WriterOptions) -> Shard:
-    value = planner.resolve_data(item)
-    assert isinstance(value, torch.Tensor)
-    assert item.tensor_data is not None
-    value = value.detach().to(exported_dtype(item.index.fqn, value.dtype, options))
-    return Shard(item.index.fqn, tuple(item.index.offset or ()), tuple(item.tensor_data.size), value)
+        catalog = together(lambda: read_catalog(source), together_with)
+        if is_final(catalog, source, target):
+            return
+        layouts, index = together(lambda: _laid_out(catalog, mapping, max_shard_size), together_with)
+        staging = together(lambda: Staging(target) if rank == 0 else None, together_with)
+        folder = scatter([staging.folder] * rank_count if staging is not None else [], together_with)
+        job = MergeJob(catalog, layouts, rank, rank_count, num_threads)
+        together(lambda: merge(job, StagedFolder(folder, durable=True)), together_with)
+        together(lambda: staging.publish(index) if staging is not None else None, together_with)
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise

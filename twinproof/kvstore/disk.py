@@ -28,9 +28,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 
-from twinproof.checkpoint.catalog import Catalog, read_catalog
-from twinproof.checkpoint.layout import torch_dtype
-from twinproof.checkpoint.reader import read_chunk
+from twinproof.checkpoint.catalog import Catalog, read_catalog, read_chunk
+from twinproof.checkpoint.format import torch_dtype
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
 from twinproof.kvstore.deltas import (
     FORMS,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from twinproof.checkpoint.outcome import raise_first
+from twinproof.checkpoint.publish import raise_first
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
 from twinproof.kvstore.deltas import check_load_fits, evict_for_load
 from twinproof.kvstore.options import RowLayout, check_ids

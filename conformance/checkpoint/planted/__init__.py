@@ -1,4 +1,4 @@
-"""Planted bugs of checkpoint: small faults, those that shipped upstream first (facts/checkpoint.md 1.10, D1-D24)."""
+"""Planted bugs of checkpoint: small faults, many of which shipped in torch, torchtitan or safetensors."""
 
 from conformance.checkpoint.planted import (
     crashes,

@@ -18,7 +18,7 @@ PUBLISH = "twinproof.checkpoint.publish"
 
 
 def _one_call(descriptor: int, pieces: Any, offset: int | None) -> int:
-    from twinproof.checkpoint.memory import buffer_of
+    from twinproof.checkpoint.format import buffer_of
 
     views = [buffer_of(piece) for piece in pieces if piece.numel()]
     if offset is None:
@@ -33,7 +33,7 @@ def _not_durable(original: Callable[..., None], *arguments: Any, **options: Any)
 
 
 def _open_everything(original: Callable[[Path], Any], folder: Path) -> Any:
-    from twinproof.checkpoint.parse import read_header
+    from twinproof.checkpoint.format import read_header
 
     found = original(folder)
     for path in sorted(folder.glob("*.safetensors")) if found is not None else ():
@@ -94,7 +94,7 @@ PLANTED = (
         "save_file_not_synced",
         "save_file shows its file before it is durable, as the safetensors library.",
         ("CKPT-322",),
-        wrap("twinproof.checkpoint.single:write_tensors", _not_durable),
+        wrap("twinproof.checkpoint.shards:write_file", _not_durable),
     ),
     both(
         "broken_index_blocks",
@@ -130,6 +130,6 @@ PLANTED = (
         "impatient_group",
         "Ranks wait for a slow writer for a moment only.",
         ("CKPT-318",),
-        wrap("twinproof.checkpoint.base:WriterBase._make_group", _impatient_group),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group", _impatient_group),
     ),
 )

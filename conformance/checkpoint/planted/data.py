@@ -31,9 +31,9 @@ def _canonical_nan(data: torch.Tensor) -> torch.Tensor:
     return torch.where(is_nan, torch.full_like(values, 0x7FC00000), values).view(torch.uint8)
 
 
-def _seen_storage(original: Any, writer: Any, item: Any, planner: Any) -> Any:
-    source = original(writer, item, planner)
-    seen = writer.__dict__.setdefault("_planted_seen", set())
+def _seen_storage(original: Any, item: Any, job: Any) -> Any:
+    source = original(item, job)
+    seen = job.__dict__.setdefault("_planted_seen", set())
     pointer = source.value.untyped_storage().data_ptr()
     if pointer in seen and pointer:
         return type(source)(torch.zeros_like(source.value), source.dtype)
@@ -41,9 +41,9 @@ def _seen_storage(original: Any, writer: Any, item: Any, planner: Any) -> Any:
     return source
 
 
-def _blank_replicas(original: Any, writer: Any, plan: Any, items: Any, sources: Any) -> Any:
+def _blank_replicas(original: Any, plan: Any, items: Any, sources: Any, job: Any) -> Any:
     blank = {k: type(s)(torch.zeros_like(s.value), s.dtype) if k < 0 else s for k, s in sources.items()}
-    return original(writer, plan, items, blank)
+    return original(plan, items, blank, job)
 
 
 def _last_byte_lost(original: Any, parts: Any, *, failed: bool) -> torch.Tensor:
@@ -86,13 +86,13 @@ def _small_writes(original: Any, descriptor: int, pieces: Any, offset: Any) -> i
 PLANTED = (
     fast(
         "scalar_becomes_zero",
-        "A 0-dim tensor loses its value (D1).",
+        "A 0-dim tensor loses its value, as in torch's consolidation.",
         ("CKPT-004",),
         bytes_where(lambda s: s.value.dim() == 0, _zero),
     ),
     fast(
         "integers_become_zero",
-        "Integer tensors are stored without their values (D2).",
+        "Integer tensors are stored without their values (compare torch #192485).",
         ("CKPT-001",),
         bytes_where(lambda s: s.dtype is torch.int16, _zero),
     ),
@@ -104,13 +104,13 @@ PLANTED = (
     ),
     fast(
         "conjugate_ignored",
-        "A lazy conjugate is stored without its sign (compare D3).",
+        "A lazy conjugate is stored without its sign.",
         ("CKPT-003",),
         values_changed(lambda v: v.conj() if v.is_conj() else v),
     ),
     fast(
         "strides_ignored",
-        "A strided view is stored as its memory lies (D19).",
+        "A strided view is stored as its memory lies.",
         ("CKPT-007",),
         values_changed(_memory_as_it_lies),
     ),
@@ -128,9 +128,9 @@ PLANTED = (
     ),
     fast(
         "tied_stored_empty",
-        "The second name of a storage is stored as zeros (D5, D19).",
+        "The second name of a storage is stored as zeros.",
         ("CKPT-047", "CKPT-048"),
-        wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._source", _seen_storage),
+        wrap("fastimpl.checkpoint.writer:_source", _seen_storage),
     ),
     fast(
         "placed_backwards",
@@ -157,7 +157,7 @@ PLANTED = (
         "shared_replica_is_blank",
         "What a rank supplies in place of another replica is zeros.",
         ("CKPT-024",),
-        wrap("fastimpl.checkpoint.writer:HuggingFaceStorageWriter._parts", _blank_replicas),
+        wrap("fastimpl.checkpoint.writer:_parts", _blank_replicas),
     ),
     fast(
         "vectors_lost",
@@ -194,19 +194,19 @@ PLANTED = (
         "export_keep_ignored",
         "The keep-list of an export is not looked at.",
         ("CKPT-060",),
-        swap("twinproof.checkpoint.arrange:fnmatchcase", lambda name, pattern: False),
+        swap("twinproof.checkpoint.plan:fnmatchcase", lambda name, pattern: False),
     ),
     fast(
         "copies_not_waited_for",
         "A block is written before its bytes came from the device.",
         ("CKPT-101",),
-        swap("fastimpl.checkpoint.staging:Stager.finish", staticmethod(nothing)),
+        swap("fastimpl.checkpoint.device_copies:Stager.finish", staticmethod(nothing)),
     ),
     fast(
         "buffer_reused_early",
         "A buffer is filled again while its copy is still to run.",
         ("CKPT-102",),
-        swap("fastimpl.checkpoint.staging:DoubleBuffer._settle", nothing),
+        swap("fastimpl.checkpoint.device_copies:DoubleBuffer._settle", nothing),
     ),
     fast(
         "version_not_bumped",

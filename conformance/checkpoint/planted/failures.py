@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from conformance.checkpoint.planted.making import both, nothing, ref
-from conformance.checkpoint.support import bits
 from conformance.harness import swap, wrap
 
 PUBLISH = "twinproof.checkpoint.publish"
 
 
-def _in_place(path: str, tensors: Mapping[str, torch.Tensor], layout: Any, **options: Any) -> None:
+def _in_place(path: str, pieces: Iterable[bytes | memoryview], **options: Any) -> None:
     # Opened before the values are taken, as a writer does that streams.
     with open(path, "wb") as file:
-        file.write(layout.header)
-        for name in layout.begins:
-            file.write(bits(tensors[name]).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        file.writelines(pieces)
 
 
 def _unfinished_first(original: Callable[[Path], Any], path: Path) -> Any:
@@ -41,14 +35,6 @@ def _plain_failure(original: Callable[..., Any], writer: Any, plan: Any, planner
         return original(writer, plan, planner)
     except Exception:
         raise RuntimeError("the save failed") from None
-
-
-@contextmanager
-def _plain_failures() -> Iterator[None]:
-    method = "HuggingFaceStorageWriter.write_data"
-    reference, fast = (wrap(f"{name}.checkpoint.writer:{method}", _plain_failure) for name in ("refimpl", "fastimpl"))
-    with reference, fast:
-        yield
 
 
 def _interrupted_is_done(original: Callable[..., bool], a: Path, b: Path) -> bool:
@@ -69,13 +55,13 @@ PLANTED = (
         "save_file_in_place",
         "save_file writes into the file that is there, as the safetensors library does.",
         ("CKPT-303", "CKPT-317", "CKPT-326"),
-        swap("twinproof.checkpoint.single:write_tensors", _in_place),
+        swap("twinproof.checkpoint.shards:write_file", _in_place),
     ),
     both(
         "unfinished_save_loaded",
         "A load takes what a killed save left beside the checkpoint for the newest one.",
         ("CKPT-306",),
-        wrap("twinproof.checkpoint.reader_base:read_catalog", _unfinished_first),
+        wrap("twinproof.checkpoint.dcp:read_catalog", _unfinished_first),
     ),
     both(
         "failed_save_stays",
@@ -85,15 +71,15 @@ PLANTED = (
     ),
     both(
         "cause_replaced",
-        "Ranks learn that a save failed, but not of which error (D11).",
+        "Ranks learn that a save failed, but not of which error.",
         ("CKPT-313",),
-        wrap("twinproof.checkpoint.base:WriterBase.settle", _cause_replaced),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.settle", _cause_replaced),
     ),
     both(
         "background_cause_replaced",
         "The future of a save says that it failed, but not of which error.",
         ("CKPT-319",),
-        _plain_failures,
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.write_data", _plain_failure),
     ),
     both(
         "interrupted_exchange_is_done",
@@ -105,6 +91,6 @@ PLANTED = (
         "short_write_dropped",
         "What a short write left over is not written.",
         ("CKPT-315",),
-        swap("twinproof.checkpoint.single:_write_all", _short_write_dropped),
+        swap("twinproof.checkpoint.publish:_write_all", _short_write_dropped),
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.checkpoint.planted.making import both, nothing
 from conformance.harness import swap, wrap
 
-INDEX = "twinproof.checkpoint.base:build_index"
+INDEX = "twinproof.checkpoint.dcp:build_index"
 
 
 def _without_last(original: Any, weight_map: Any, total: int) -> bytes:
@@ -78,7 +78,7 @@ def _first_arrangement(original: Any, writer: Any, planner: Any) -> Any:
 PLANTED = (
     both(
         "index_lacks_a_name",
-        "The last name is missing from the index (D11).",
+        "The last name is missing from the index.",
         ("CKPT-027", "CKPT-086"),
         wrap(INDEX, _without_last),
     ),
@@ -86,47 +86,47 @@ PLANTED = (
         "tiling_unchecked",
         "Gaps between chunks are not looked for at save.",
         ("CKPT-030",),
-        swap("twinproof.checkpoint.arrange:check_tiling", nothing),
+        swap("twinproof.checkpoint.plan:check_tiling", nothing),
     ),
     both(
         "global_shape_not_stored",
-        "Shard files do not say the global shape (D8).",
+        "Shard files do not say the global shape; torch's do not.",
         ("CKPT-031",),
         wrap("twinproof.checkpoint.shards:_metadata", _shard_metadata),
     ),
     both(
         "missing_shard_is_zeros",
-        "A missing middle shard is not noticed (D7).",
+        "A missing middle shard is not noticed; in torch it gives zeros.",
         ("CKPT-032", "CKPT-403"),
         swap("twinproof.checkpoint.catalog:is_simple_tiling", lambda shape, boxes: True),
     ),
     both(
         "dtypes_reinterpreted",
-        "Shards that disagree about their dtype are taken together (D9).",
+        "Shards that disagree about their dtype are taken together; in torch they are.",
         ("CKPT-033",),
         swap("twinproof.checkpoint.catalog:_Builder._disagree", staticmethod(nothing)),
     ),
     both(
         "stale_files_stay",
-        "Files of an earlier save stay (D10).",
+        "Files of an earlier save stay; in torch they do.",
         ("CKPT-034", "CKPT-325"),
         wrap("twinproof.checkpoint.publish:Staging._old_checkpoint", _only_expected),
     ),
     both(
         "replicas_not_compared",
-        "check_replicas compares nothing (D23).",
+        "check_replicas compares nothing; torch keeps one rank's values.",
         ("CKPT-036",),
-        swap("twinproof.checkpoint.base:compare_checksums", nothing),
+        swap("twinproof.checkpoint.dcp:compare_checksums", nothing),
     ),
     both(
         "total_counts_headers",
         "total_size counts the headers.",
         ("CKPT-037",),
-        swap("twinproof.checkpoint.arrange:Arrangement.total_size_bytes", property(_headers_counted)),
+        swap("twinproof.checkpoint.plan:Arrangement.total_size_bytes", property(_headers_counted)),
     ),
     both(
         "ghost_in_the_index",
-        "The index names a tied head that is not stored (D5).",
+        "The index names a tied head that is not stored (torchtitan #3764).",
         ("CKPT-038", "CKPT-042"),
         wrap(INDEX, _ghost),
     ),
@@ -135,7 +135,7 @@ PLANTED = (
         "Files are numbered from zero.",
         ("CKPT-039",),
         wrap(
-            "twinproof.checkpoint.files:file_name",
+            "twinproof.checkpoint.plan:file_name",
             lambda original, index, count, shard=None: original(index - 1, count, shard),
         ),
     ),
@@ -143,25 +143,25 @@ PLANTED = (
         "mapping_unchecked",
         "Any mapping is taken.",
         ("CKPT-040",),
-        swap("twinproof.checkpoint.options:check_mapping", lambda mapping: dict(mapping) if mapping else None),
+        swap("twinproof.checkpoint.plan:check_mapping", lambda mapping: dict(mapping) if mapping else None),
     ),
     both(
         "missing_names_to_first_file",
         "Names that the mapping lacks go to the first file.",
         ("CKPT-041",),
-        wrap("twinproof.checkpoint.arrange:assign_files", _missing_to_first),
+        wrap("twinproof.checkpoint.plan:assign_files", _missing_to_first),
     ),
     both(
         "oversize_closes_a_file",
         "A tensor above the limit closes the file being filled.",
         ("CKPT-043",),
-        swap("twinproof.checkpoint.files:_split_greedily", _closing_split),
+        swap("twinproof.checkpoint.plan:_split_greedily", _closing_split),
     ),
     both(
         "binary_units",
         "A size of 1 KB is 1024 bytes.",
         ("CKPT-097",),
-        swap("twinproof.checkpoint.files:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
+        swap("twinproof.checkpoint.plan:_UNITS", {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}),
     ),
     both(
         "index_without_newline",
@@ -177,26 +177,26 @@ PLANTED = (
     ),
     both(
         "leaves_pass",
-        "Leaves that are not tensors are not refused at once (D6).",
+        "Leaves that are not tensors are not refused at once; torch pickles them.",
         ("CKPT-049",),
-        swap("twinproof.checkpoint.base:check_local_plan", nothing),
+        swap("twinproof.checkpoint.dcp:check_local_plan", nothing),
     ),
     both(
         "cached_layout_reused",
         "A save takes the layout of an earlier one from a cached plan.",
         ("CKPT-094",),
-        wrap("twinproof.checkpoint.base:WriterBase.arranged", _first_arrangement),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.arranged", _first_arrangement),
     ),
     both(
         "several_ranks_unchecked",
-        "save_distributed=False is not refused with several ranks (D14).",
+        "save_distributed=False is not refused with several ranks; torch writes a corrupt file.",
         ("CKPT-095",),
-        wrap("twinproof.checkpoint.base:WriterBase.prepare_global_plan", _distributed_anyway),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan", _distributed_anyway),
     ),
     both(
         "urls_become_folders",
-        "A URL is taken for a local path (D16).",
+        "A URL is taken for a local path; in torch it is.",
         ("CKPT-087",),
-        swap("twinproof.checkpoint.options:local_path", lambda path, where="path": Path(path)),
+        swap("twinproof.checkpoint.plan:local_path", lambda path, where="path": Path(path)),
     ),
 )

@@ -8,7 +8,7 @@ from conformance.checkpoint.planted.making import both, nothing
 from conformance.harness import swap, wrap
 from twinproof.errors import FormatError
 
-PARSE = "twinproof.checkpoint.parse"
+PARSE = "twinproof.checkpoint.format"
 
 
 def _refuse_extra(original: Any, name: str, fields: Any, where: str) -> Any:
@@ -36,7 +36,7 @@ PLANTED = (
         "index_leads_anywhere",
         "An index may name any path.",
         ("CKPT-402", "CKPT-404"),
-        swap("twinproof.checkpoint.files:_check_member", nothing),
+        swap("twinproof.checkpoint.catalog:_check_member", nothing),
     ),
     both(
         "unknown_fields_refused",
@@ -46,7 +46,7 @@ PLANTED = (
     ),
     both(
         "foreign_dtype_blocks",
-        "A tensor that torch cannot hold blocks its file (D4).",
+        "A tensor that torch cannot hold blocks its file; it does in torch's reader.",
         ("CKPT-410",),
         wrap(f"{PARSE}:_parse_entry", _refuse_foreign),
     ),
@@ -54,6 +54,6 @@ PLANTED = (
         "every_link_refused",
         "Links are refused, those of the hub's cache too.",
         ("CKPT-411",),
-        swap("twinproof.checkpoint.files:_link_stays_near", lambda folder, name: False),
+        swap("twinproof.checkpoint.catalog:_link_stays_near", lambda folder, name: False),
     ),
 )

@@ -14,7 +14,7 @@ from conformance.harness import swap, wrap
 from twinproof.errors import CheckpointExistsError, StorageError
 
 PUBLISH = "twinproof.checkpoint.publish"
-OPEN = "twinproof.checkpoint.single:os.open"
+OPEN = "twinproof.checkpoint.publish:os.open"
 
 
 def _unnamed(original: Any, staging: Any, index: Any) -> None:
@@ -60,7 +60,7 @@ def _not_synced(original: Any, *arguments: Any, durable: bool, **options: Any) -
 PLANTED = (
     fast(
         "write_error_logged_only",
-        "A block that could not be written is logged, and the save goes on (D11).",
+        "A block that could not be written is logged, and the save goes on; torch with several threads.",
         ("CKPT-310",),
         wrap("fastimpl.checkpoint.run:FileSet.write", _logged_only),
     ),
@@ -74,7 +74,7 @@ PLANTED = (
         "callers_group_used",
         "A save waits in the caller's process group, with its timeout.",
         ("CKPT-318",),
-        swap("twinproof.checkpoint.base:WriterBase._make_group", _callers_group),
+        swap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group", _callers_group),
     ),
     both(
         "staging_name_reused",

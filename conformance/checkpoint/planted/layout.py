@@ -9,15 +9,28 @@ from typing import Any
 
 import torch
 
-from conformance.checkpoint.planted.making import both, fast
+from conformance.checkpoint.planted.making import (
+    both,
+    fast,
+    header_text,
+    library_entries,
+    library_order,
+    library_text,
+    together,
+)
 from conformance.harness import swap, wrap
-from twinproof.checkpoint import layout
+from twinproof.checkpoint import format
 
-LAY_OUT = "twinproof.checkpoint.arrange:lay_out"
+LAY_OUT = "twinproof.checkpoint.plan:lay_out"
 
 
 def _shape_lost(original: Any, name: str, dtype: torch.dtype, shape: Any) -> list[int]:
     return [0] if 0 in shape else original(name, dtype, shape)
+
+
+def _float4_as_in_torch(entry: dict[str, Any]) -> dict[str, Any]:
+    shape = entry["shape"]
+    return {**entry, "shape": [*shape[:-1], shape[-1] // 2]} if entry["dtype"] == "F4" else entry
 
 
 def _unpadded(original: Any, *arguments: Any, **options: Any) -> Any:
@@ -60,7 +73,9 @@ def _first_part(original: Any, tensor: Any, offset: Any) -> torch.Tensor:
     return result
 
 
-_ASCII = SimpleNamespace(dumps=lambda value, **options: json.dumps(value, **{**options, "ensure_ascii": True}))
+_ASCII = SimpleNamespace(
+    **{**vars(json), "dumps": lambda value, **options: json.dumps(value, **{**options, "ensure_ascii": True})}
+)
 
 
 _CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
@@ -71,27 +86,38 @@ PLANTED = (
         "empty_shape_lost",
         "A zero-size tensor keeps its dtype only.",
         ("CKPT-005",),
-        wrap("twinproof.checkpoint.layout:format_shape", _shape_lost),
+        together(
+            wrap("twinproof.checkpoint.format:format_shape", _shape_lost),
+            library_entries(lambda entry: {**entry, "shape": [0] if 0 in entry["shape"] else entry["shape"]}),
+        ),
     ),
     both(
         "float4_not_doubled",
-        "The header shows torch's shape for float4 (D4).",
+        "The header shows torch's shape for float4.",
         ("CKPT-006",),
-        swap("twinproof.checkpoint.layout:format_shape", lambda name, dtype, shape: list(shape)),
+        together(
+            swap("twinproof.checkpoint.format:format_shape", lambda name, dtype, shape: list(shape)),
+            library_entries(_float4_as_in_torch),
+        ),
     ),
     both(
         "dtype_misnamed",
         "float16 is announced as bfloat16.",
         ("CKPT-011",),
-        swap("twinproof.checkpoint.layout:_NAMES", {**layout._NAMES, torch.float16: "BF16"}),
+        together(
+            swap("twinproof.checkpoint.format:_NAMES", {**format._NAMES, torch.float16: "BF16"}),
+            library_entries(lambda entry: {**entry, "dtype": "BF16" if entry["dtype"] == "F16" else entry["dtype"]}),
+        ),
     ),
     both(
         "sorted_by_name_alone",
         "Tensors lie by name, whatever their dtype.",
         ("CKPT-012", "CKPT-014"),
-        swap("twinproof.checkpoint.layout:_RANK", dict.fromkeys(layout.DTYPES, 0)),
+        together(
+            swap("twinproof.checkpoint.format:_RANK", dict.fromkeys(format.DTYPES, 0)), library_order(lambda name: name)
+        ),
     ),
-    both("page_of_512", "page_align pads to 512.", ("CKPT-013",), swap("twinproof.checkpoint.layout:PAGE_BYTES", 512)),
+    both("page_of_512", "page_align pads to 512.", ("CKPT-013",), swap("twinproof.checkpoint.format:PAGE_BYTES", 512)),
     fast(
         "header_not_padded",
         "The header is not padded to 8, as torch's consolidation.",
@@ -102,10 +128,19 @@ PLANTED = (
         "names_sorted_by_locale",
         "Names are sorted without regard to case.",
         ("CKPT-015",),
-        wrap("twinproof.checkpoint.layout:check_name", lambda original, name: _Folded(original(name))),
+        together(
+            wrap("twinproof.checkpoint.format:check_name", lambda original, name: _Folded(original(name))),
+            library_order(str.casefold),
+        ),
     ),
     both(
-        "names_escaped", "Names are escaped to ASCII.", ("CKPT-016",), swap("twinproof.checkpoint.layout:json", _ASCII)
+        "names_escaped",
+        "Names are escaped to ASCII.",
+        ("CKPT-016",),
+        together(
+            swap("twinproof.checkpoint.format:json", _ASCII),
+            library_text(lambda text: header_text(json.loads(text), ensure_ascii=True)),
+        ),
     ),
     fast(
         "metadata_dropped",
@@ -117,13 +152,13 @@ PLANTED = (
         "header_limit_ignored",
         "A header that no reader takes is written.",
         ("CKPT-018",),
-        swap("twinproof.checkpoint.layout:HEADER_BYTES_MAX", 1 << 40),
+        swap("twinproof.checkpoint.format:HEADER_BYTES_MAX", 1 << 40),
     ),
     fast(
         "metadata_in_random_order",
         "Metadata keys change places between saves.",
         ("CKPT-020",),
-        wrap("twinproof.checkpoint.layout:check_metadata", _changing_order),
+        wrap("twinproof.checkpoint.format:check_metadata", _changing_order),
     ),
     both(
         "packed_blocks_confused",
@@ -141,6 +176,6 @@ PLANTED = (
         "integers_cast_on_export",
         "An export casts integers too.",
         ("CKPT-060",),
-        swap("twinproof.checkpoint.arrange:_CASTABLE", _CASTABLE),
+        swap("twinproof.checkpoint.plan:_CASTABLE", _CASTABLE),
     ),
 )

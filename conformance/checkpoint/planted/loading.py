@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.checkpoint.planted.making import both, fast, first_only
+from conformance.checkpoint.planted.making import both, fast, first_only, together
 from conformance.harness import swap, wrap
 from twinproof.errors import MissingKeyError, PlanError
 
@@ -49,6 +49,13 @@ def _whole_files(original: Any, jobs: Any, *rest: Any) -> Any:
 
 def _any_as_bytes(original: Any, kind: str) -> torch.dtype:
     return original(kind) or torch.uint8
+
+
+def _as_bytes(original: Any, stored: Any, where: str) -> torch.Tensor:
+    if stored["dtype"].startswith("F6"):
+        stored = {**stored, "dtype": "U8", "shape": [4], "data": bytearray(4)}
+    found: torch.Tensor = original(stored, where)
+    return found
 
 
 def _warning(original: Any, reader: Any) -> Any:
@@ -132,7 +139,7 @@ PLANTED = (
         "loaded_into_copies",
         "A load fills copies of the targets.",
         ("CKPT-052",),
-        wrap("twinproof.checkpoint.reader_base:ReaderBase.targets", _into_copies),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets", _into_copies),
     ),
     both(
         "one_missing_name_shown",
@@ -156,7 +163,7 @@ PLANTED = (
         "cast_in_silence",
         "A dtype mismatch is converted without being asked.",
         ("CKPT-056",),
-        wrap("twinproof.checkpoint.reader_base:ReaderBase.targets", _always_cast),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets", _always_cast),
     ),
     fast(
         "whole_files_read",
@@ -168,23 +175,26 @@ PLANTED = (
         "unknown_dtypes_as_bytes",
         "A dtype that torch lacks is loaded as bytes.",
         ("CKPT-058",),
-        wrap("twinproof.checkpoint.reader_base:torch_dtype", _any_as_bytes),
+        together(
+            wrap("twinproof.checkpoint.dcp:torch_dtype", _any_as_bytes),
+            wrap("refimpl.checkpoint:_tensor_of", _as_bytes),
+        ),
     ),
     both(
         "warns_on_every_load",
-        "A load warns of a buffer that is not writable, as the seed's log shows.",
+        "A load warns of a buffer that is not writable, as torch does.",
         ("CKPT-061",),
-        wrap("twinproof.checkpoint.reader_base:ReaderBase.read_metadata", _warning),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_metadata", _warning),
     ),
     both(
         "dots_become_slashes",
         "Names of nested state are changed on the way.",
         ("CKPT-051",),
-        wrap("twinproof.checkpoint.reader_base:ReaderBase.read_metadata", _slashes),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_metadata", _slashes),
     ),
     both(
         "missing_files_passed_over",
-        "Names whose file is missing are left out in silence (D20).",
+        "Names whose file is missing are left out in silence; torch does not consult the index.",
         ("CKPT-045",),
         wrap(
             "twinproof.checkpoint.catalog:read_index",
@@ -193,7 +203,7 @@ PLANTED = (
     ),
     fast(
         "scalars_lost_in_consolidation",
-        "Consolidation loses small tensors (D1).",
+        "Consolidation loses small tensors, as torch's did.",
         ("CKPT-091",),
         wrap("fastimpl.checkpoint.consolidate:_Inputs.read", _small_reads_lost),
     ),
@@ -201,7 +211,7 @@ PLANTED = (
         "final_folder_rewritten",
         "A folder that is already final is written again.",
         ("CKPT-092",),
-        wrap("fastimpl.checkpoint.consolidate:is_final", _final_again),
+        wrap("twinproof.checkpoint.shards:is_final", _final_again),
     ),
     fast(
         "save_file_adds_metadata",
@@ -231,16 +241,16 @@ PLANTED = (
 
 
 def _missing_passed_over(original: Any, folder: Any) -> Any:
-    from twinproof.checkpoint import files
+    from twinproof.checkpoint import catalog
 
-    check = files._check_member
+    check = catalog._check_member
 
     def lenient(folder: Path, name: object, where: str) -> None:
         if (folder / str(name)).exists():
             check(folder, name, where)
 
-    files._check_member = lenient
+    catalog._check_member = lenient
     try:
         return _existing_only(original, folder)
     finally:
-        files._check_member = check
+        catalog._check_member = check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,10 @@ __all__ = [
     "bytes_where",
     "fast",
     "first_only",
+    "header_text",
+    "library_entries",
+    "library_order",
+    "library_text",
     "nothing",
     "ref",
     "together",
@@ -85,6 +90,54 @@ def bytes_where(condition: Callable[[Any], bool], change: Callable[[torch.Tensor
 def values_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """Change a tensor before the fast version takes its bytes."""
     return wrap(SOURCE, lambda original, source, value, dtype: original(source, change(value), dtype))
+
+
+def library_text(change: Callable[[bytes], bytes]) -> Patch:
+    """Change the text of the header in every file that the reference has the safetensors library make."""
+
+    def around(original: Any, tensors: Any, layout: Any) -> list[bytes]:
+        content = b"".join(original(tensors, layout))
+        start = 8 + int.from_bytes(content[:8], "little")
+        text = change(content[8:start])
+        return [len(text).to_bytes(8, "little") + text + content[start:]]
+
+    return wrap("refimpl.checkpoint:file_bytes", around)
+
+
+def header_text(header: dict[str, Any], **options: Any) -> bytes:
+    """A header as text, padded to whole words."""
+    text = json.dumps(header, separators=(",", ":"), **{"ensure_ascii": False, **options}).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def library_entries(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
+    """Change the entry of every tensor in the headers of those files."""
+
+    def entries(text: bytes) -> bytes:
+        header = json.loads(text)
+        return header_text({name: value if name == "__metadata__" else change(value) for name, value in header.items()})
+
+    return library_text(entries)
+
+
+def library_order(key: Callable[[str], Any] | None) -> Patch:
+    """Have the tensors lie in another order in those files: by ``key`` of the name; None is the caller's order."""
+
+    def around(original: Any, tensors: Any, layout: Any) -> list[bytes]:
+        content = b"".join(original(tensors, layout))
+        start = 8 + int.from_bytes(content[:8], "little")
+        header, data = json.loads(content[8:start]), content[start:]
+        changed = {name: value for name, value in header.items() if name == "__metadata__"}
+        pieces: list[bytes] = []
+        for name in tensors if key is None else sorted(tensors, key=key):
+            begin, end = header[name]["data_offsets"]
+            at = sum(map(len, pieces))
+            pieces.append(data[begin:end])
+            changed[name] = {**header[name], "data_offsets": [at, at + end - begin]}
+        text = header_text(changed)
+        return [len(text).to_bytes(8, "little") + text, *pieces]
+
+    return wrap("refimpl.checkpoint:file_bytes", around)
 
 
 def broken_taken_as_empty(original: Any, path: Any) -> Catalog:

@@ -7,23 +7,29 @@ import json
 import math
 from typing import Any
 
-from conformance.checkpoint.planted.making import Patch, both, first_only, nothing, together
+from conformance.checkpoint.planted.making import (
+    Patch,
+    both,
+    first_only,
+    library_order,
+    library_text,
+    nothing,
+    together,
+)
 from conformance.harness import swap, wrap
 from twinproof.errors import PlanError, UnsupportedError
 
-LAYOUT = "twinproof.checkpoint.layout"
-INDEX = "twinproof.checkpoint.base:build_index"
-TOTAL = "twinproof.checkpoint.arrange:Arrangement.total_size_bytes"
-ASSIGN = "twinproof.checkpoint.arrange:assign_files"
-SPLIT = "twinproof.checkpoint.files:_split_greedily"
+LAYOUT = "twinproof.checkpoint.format"
+INDEX = "twinproof.checkpoint.dcp:build_index"
+TOTAL = "twinproof.checkpoint.plan:Arrangement.total_size_bytes"
+ASSIGN = "twinproof.checkpoint.plan:assign_files"
+SPLIT = "twinproof.checkpoint.plan:_split_greedily"
 CATALOG = "twinproof.checkpoint.catalog"
 
 
 def _laid_out(around: Any) -> Patch:
-    """Wrap ``lay_out`` where a save looks it up, which is not the same module in both versions."""
-    return together(
-        wrap("twinproof.checkpoint.arrange:lay_out", around), wrap("twinproof.checkpoint.single:lay_out", around)
-    )
+    """Wrap ``lay_out`` where the saves of the fast version look it up."""
+    return together(wrap("twinproof.checkpoint.plan:lay_out", around), wrap(f"{LAYOUT}:lay_out", around))
 
 
 def _named(kind: type[str]) -> Patch:
@@ -42,8 +48,12 @@ class _AsGiven(str):
 
 def _padded_with_nul(original: Any, *arguments: Any, **options: Any) -> Any:
     layout = original(*arguments, **options)
-    text = layout.header.rstrip(b" ")
-    return dataclasses.replace(layout, header=text + b"\0" * (len(layout.header) - len(text)))
+    return dataclasses.replace(layout, header=_nul_for_spaces(layout.header))
+
+
+def _nul_for_spaces(header: bytes) -> bytes:
+    text = header.rstrip(b" ")
+    return text + b"\0" * (len(header) - len(text))
 
 
 def _next_file(original: Any, weight_map: Any, total: int) -> bytes:
@@ -75,12 +85,17 @@ def _later_wins(original: Any, builder: Any, file: str, header: Any, only: Any) 
 
 
 PLANTED = (
-    both("padded_with_nul", "A header is padded with NUL bytes.", ("CKPT-013",), _laid_out(_padded_with_nul)),
+    both(
+        "padded_with_nul",
+        "A header is padded with NUL bytes.",
+        ("CKPT-013",),
+        together(_laid_out(_padded_with_nul), library_text(_nul_for_spaces)),
+    ),
     both(
         "names_as_given",
         "Tensors lie in the order of the state dict, as torch's consolidation writes them.",
         ("CKPT-015", "CKPT-019"),
-        _named(_AsGiven),
+        together(_named(_AsGiven), library_order(None)),
     ),
     both(
         "long_header_without_a_word",
@@ -104,13 +119,13 @@ PLANTED = (
         "sixth_digit_taken",
         "More files than five digits can number are taken.",
         ("CKPT-039",),
-        swap("twinproof.checkpoint.files:FILE_COUNT_MAX", 1 << 40),
+        swap("twinproof.checkpoint.plan:FILE_COUNT_MAX", 1 << 40),
     ),
     both(
         "one_lacking_name_shown",
         "Of the names that the mapping lacks only the first is shown.",
         ("CKPT-041",),
-        swap("twinproof.checkpoint.files:PlanError", first_only(PlanError)),
+        swap("twinproof.checkpoint.plan:PlanError", first_only(PlanError)),
     ),
     both(
         "highest_index_counted",
@@ -129,11 +144,11 @@ PLANTED = (
         "one_leaf_shown",
         "Of the leaves that are no tensors only the first is shown.",
         ("CKPT-049",),
-        swap("twinproof.checkpoint.arrange:UnsupportedError", first_only(UnsupportedError)),
+        swap("twinproof.checkpoint.plan:UnsupportedError", first_only(UnsupportedError)),
     ),
     both(
         "later_file_wins",
-        "Of two files with one tensor the later wins, as if it were not stale (D10, D20).",
+        "Of two files with one tensor the later wins, as if it were not stale; in torch too.",
         ("CKPT-403",),
         wrap(f"{CATALOG}:_Builder.add_file", _later_wins),
     ),
@@ -145,10 +160,10 @@ PLANTED = (
     ),
     both(
         "one_process_writes_shards",
-        "One process that asks for no consolidation gets shards and no final files (D15).",
+        "One process that asks for no consolidation gets shards and no final files; in torch too.",
         ("CKPT-095",),
         swap(
-            "twinproof.checkpoint.options:WriterOptions.writes_shards",
+            "twinproof.checkpoint.plan:WriterOptions.writes_shards",
             property(lambda options: not options.enable_consolidation),
         ),
     ),

@@ -19,7 +19,7 @@ def _never_again(original: Any, staging: Any) -> None:
 
 
 def _file_by_file(original: Any, staging: Any) -> None:
-    """Move the files into place one by one, over those of the old checkpoint (D13)."""
+    """Move the files into place one by one, over those of the old checkpoint, as torch's consolidation does."""
     staging.target.mkdir(exist_ok=True)
     for name in sorted(os.listdir(staging.folder)):
         os.rename(staging.folder / name, staging.target / name)
@@ -49,7 +49,7 @@ PLANTED = (
     ),
     both(
         "published_file_by_file",
-        "An overwrite shows new files beside old ones (D13).",
+        "An overwrite shows new files beside old ones, as in torch.",
         ("CKPT-300",),
         wrap(f"{PUBLISH}:Staging._publish_folder", _file_by_file),
     ),
@@ -61,7 +61,7 @@ PLANTED = (
     ),
     fast(
         "worker_error_swallowed",
-        "An error in a thread is not reported (D11).",
+        "An error in a thread is not reported; in torch it is lost.",
         ("CKPT-310", "CKPT-313"),
         swap("fastimpl.checkpoint.run:Runner._fail", nothing),
     ),
@@ -73,7 +73,7 @@ PLANTED = (
     ),
     fast(
         "mode_0600",
-        "Files are readable by their owner only (D24).",
+        "Files are readable by their owner only (safetensors #782).",
         ("CKPT-323",),
         wrap(
             "fastimpl.checkpoint.run:os.open",
@@ -84,7 +84,7 @@ PLANTED = (
     ),
     both(
         "overwrite_not_refused",
-        "overwrite=False replaces all the same (D17).",
+        "overwrite=False replaces all the same; torch does so silently.",
         ("CKPT-324",),
         wrap(
             f"{PUBLISH}:Staging.__init__",

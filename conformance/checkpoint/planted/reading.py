@@ -10,10 +10,9 @@ from conformance.checkpoint.planted.making import both, broken_taken_as_empty, f
 from conformance.harness import swap, wrap
 
 PLANNER = "twinproof.checkpoint.planners"
-READER = "twinproof.checkpoint.reader_base"
+READER = "twinproof.checkpoint.dcp"
 PLAN = f"{PLANNER}:HuggingFaceLoadPlanner.create_local_plan"
-PARSE = "twinproof.checkpoint.parse"
-FILES = "twinproof.checkpoint.files"
+PARSE = "twinproof.checkpoint.format"
 CONSOLIDATE = "fastimpl.checkpoint.consolidate"
 
 
@@ -100,7 +99,7 @@ PLANTED = (
         "dtypes_checked_one_by_one",
         "The first wrong dtype ends the check, and the others are not shown.",
         ("CKPT-056",),
-        wrap(f"{READER}:ReaderBase.targets", _checked_one_by_one),
+        wrap(f"{READER}:HuggingFaceStorageReader.targets", _checked_one_by_one),
     ),
     both("floats_are_sizes", "A dimension of 2.0 is taken for 2.", ("CKPT-400", "CKPT-401"), _sizes(_whole)),
     both("sizes_wrap_around", "Dimensions are taken modulo 2**64.", ("CKPT-400", "CKPT-401"), _sizes(_wrapped)),
@@ -114,7 +113,7 @@ PLANTED = (
         "links_lead_anywhere",
         "A link may lead out of the folder.",
         ("CKPT-402", "CKPT-404"),
-        swap(f"{FILES}:_link_stays_near", lambda folder, name: True),
+        swap("twinproof.checkpoint.catalog:_link_stays_near", lambda folder, name: True),
     ),
     both(
         "surrogates_pass",
@@ -127,13 +126,13 @@ PLANTED = (
         "shard_metadata_kept",
         "Final files keep metadata that only shards should have.",
         ("CKPT-091",),
-        wrap(f"{CONSOLIDATE}:output_metadata", _keeping_everything),
+        wrap("twinproof.checkpoint.shards:output_metadata", _keeping_everything),
     ),
     fast(
         "final_folder_not_verified",
         "A final folder that is broken is called consolidated.",
         ("CKPT-092",),
-        wrap(f"{CONSOLIDATE}:read_catalog", broken_taken_as_empty),
+        wrap("twinproof.checkpoint.shards:read_catalog", broken_taken_as_empty),
     ),
     fast(
         "shards_deleted_early",

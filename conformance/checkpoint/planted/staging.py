@@ -35,24 +35,24 @@ PLANTED = (
         "optimizer_not_loaded",
         "Tensors of an optimizer are read into memory that nobody looks at.",
         ("CKPT-424",),
-        wrap("twinproof.checkpoint.reader_base:ReaderBase.targets", _same_target),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets", _same_target),
     ),
     both(
         "staged_by_reference",
         "An asynchronous save reads the training's own tensors.",
         ("CKPT-420", "CKPT-422", "CKPT-083"),
-        swap("twinproof.checkpoint.base:staged", lambda state: state),
+        swap("twinproof.checkpoint.dcp:staged", lambda state: state),
     ),
     both(
         "staged_by_storage",
         "An asynchronous save forgets that a tensor is conjugated or negated.",
         ("CKPT-422",),
-        wrap("twinproof.checkpoint.staging:_copied", _storages),
+        wrap("twinproof.checkpoint.planners:_copied", _storages),
     ),
     both(
         "meta_staged_as_memory",
         "A meta tensor is staged as memory that nobody filled.",
         ("CKPT-423",),
-        wrap("twinproof.checkpoint.staging:_copied", _filled),
+        wrap("twinproof.checkpoint.planners:_copied", _filled),
     ),
 )

@@ -38,15 +38,15 @@ def _blames_another(original: Callable[..., Any], tensor: Any, where: str) -> No
         raise DistributedError("another rank failed", got=str(error)) from None
 
 
-# Both implementations look these names up in modules of their own.
-PLACES = ((ref, "refimpl", ""), (fast, "fastimpl", "_fast"))
+# Each implementation, where it refuses tensors without memory, and what a bug's name ends in.
+PLACES = ((ref, "refimpl.checkpoint", ""), (fast, "fastimpl.checkpoint.writer", "_fast"))
 
 PLANTED = (
     both(
         "signature_of_anything",
         "The writer says that it takes any arguments.",
         ("CKPT-425",),
-        wrap("twinproof.checkpoint.base:WriterBase.__init__", _as_it_is),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.__init__", _as_it_is),
     ),
     both(
         "storage_data_off_by_one",
@@ -58,24 +58,24 @@ PLANTED = (
         "metadata_error_as_text",
         "An error of read_metadata comes without what it was got and expected.",
         ("CKPT-427",),
-        wrap("twinproof.checkpoint.reader_base:ReaderBase.read_metadata", _as_text),
+        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_metadata", _as_text),
     ),
     *(
         make(
             f"own_failure_is_another_ranks{suffix}",
             "A tensor that cannot be stored is said to be another rank's failure.",
             ("CKPT-428",),
-            wrap(f"{package}.checkpoint.writer:check_storable", _blames_another),
+            wrap(f"{module}:check_storable", _blames_another),
         )
-        for make, package, suffix in PLACES
+        for make, module, suffix in PLACES
     ),
     *(
         make(
             f"any_backend{suffix}",
             "load_file takes any backend.",
             ("CKPT-429",),
-            swap(f"{package}.checkpoint.single:check_backend", _taken),
+            swap("twinproof.checkpoint.shards:check_backend", _taken),
         )
-        for make, package, suffix in PLACES
+        for make, _, suffix in PLACES
     ),
 )

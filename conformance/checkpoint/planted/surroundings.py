@@ -43,13 +43,13 @@ PLANTED = (
         "cuda_copies_not_awaited",
         "Pinned buffers are read before their copies ended.",
         ("CKPT-110",),
-        swap("fastimpl.checkpoint.staging:CudaCopies.wait", nothing),
+        swap("fastimpl.checkpoint.device_copies:CudaCopies.wait", nothing),
     ),
     both(
         "numpy_needed",
         "The index is built with numpy, which need not be installed.",
         ("CKPT-082",),
-        wrap("twinproof.checkpoint.base:build_index", _needs_numpy),
+        wrap("twinproof.checkpoint.dcp:build_index", _needs_numpy),
     ),
     both(
         "partial_taken_as_whole",

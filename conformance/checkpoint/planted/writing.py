@@ -63,7 +63,7 @@ def _fake_kernel_lies() -> Iterator[None]:
 PLANTED = (
     fast(
         "complex_stored_half",
-        "Of a complex number 32 bits are stored (D3).",
+        "Of a complex number 32 bits are stored, as in torch's consolidation.",
         ("CKPT-001",),
         bytes_where(lambda s: s.dtype is torch.complex64, _second_half_zero),
     ),

@@ -1,4 +1,4 @@
-"""What the checkpoint requirements share: tensors by seed, oracle bytes, saving and loading on one or many ranks.
+"""Cases of the checkpoint requirements: tensors by seed, oracle bytes, saving and loading on one or many ranks.
 
 The oracle is the safetensors library's own writer on the unsharded state; nothing here packs bytes with our code.
 """

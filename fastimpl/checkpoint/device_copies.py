@@ -1,6 +1,6 @@
 """Device tensors through two pinned buffers: while one is written to or filled from a file, the other is in flight.
 
-Prevents pageable copies (a third of the bus, facts/checkpoint.md 7.4) and a buffer reused before its copy ended.
+Prevents pageable copies, which reach a third of the bus, and a buffer that is reused before its copy ended.
 ``CudaCopies`` is the only part that needs a GPU; ``InlineCopies`` runs the same buffer program on the CPU, for tests.
 """
 

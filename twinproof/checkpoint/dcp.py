@@ -1,0 +1,598 @@
+"""The storage writer and the storage reader that torch's distributed checkpoint drives.
+
+Both exist once. Each implementation binds an engine that moves tensor data: a ``SaveEngine`` to the writer, a
+``LoadEngine`` to the reader. Options, checks, layout, agreement between ranks and publication are no engine's business.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from twinproof.checkpoint.catalog import Catalog, Chunk, LoadEngine, LoadJob, StoredRange, read_catalog
+from twinproof.checkpoint.format import INDEX_NAME, local_path, torch_dtype
+from twinproof.checkpoint.plan import (
+    Arrangement,
+    GlobalPlan,
+    SaveEngine,
+    SaveJob,
+    StorageInfo,
+    WriterOptions,
+    arrange,
+    check_count,
+    check_local_plan,
+)
+from twinproof.checkpoint.planners import checksums, compare_checksums, staged
+from twinproof.checkpoint.publish import (
+    StagedFolder,
+    Staging,
+    build_index,
+    gather,
+    raise_first,
+    rank_count_of,
+    scatter,
+)
+from twinproof.checkpoint.shards import write_shards
+from twinproof.errors import ConfigError, MissingKeyError, PlanError, UnsupportedError
+
+__all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter", "UnreadMetadata"]
+
+
+class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
+    """A ``StorageWriter`` for ``dcp.save`` and ``dcp.async_save`` that writes final HF files.
+
+    A subclass names its engine: ``class Writer(HuggingFaceStorageWriter, engine=Engine)``.
+
+    Args:
+        path: folder of the checkpoint, on a local or mounted file system.
+        fqn_to_index_mapping: tensor name -> file index from 1. None and no ``max_shard_size``: one file.
+        thread_count: threads of this rank.
+        save_distributed: every rank takes part. False: one process saves everything; with more it raises.
+        enable_consolidation: write final HF files. False: torch's one-file-per-rank shard layout.
+        thread_count_consolidation: accepted for compatibility; there is no consolidation pass to thread.
+        max_shard_size: bytes, or a decimal size like ``"5GB"``; files are filled greedily as huggingface_hub does.
+        metadata: str -> str, stored in every file beside ``format: pt``.
+        durable: fsync files and folders before the checkpoint becomes visible.
+        overwrite: replace a checkpoint that is already there, atomically; else raise CheckpointExistsError.
+        export_dtype: cast float64/32/16 and bfloat16 to this dtype while writing.
+        export_keep: ``fnmatch`` patterns of names that are not cast.
+        single_file: write ``model.safetensors`` without an index.
+        page_align: pad each header so that data starts at a multiple of 4096.
+        check_replicas: compare the bytes of replicated tensors across ranks before writing; else replicas are trusted.
+        write_mode: ``random`` writes at offsets from every rank; ``sequential`` lets one rank write each file front to
+            back, for targets without random access; ``auto`` probes the target.
+        block_bytes: unit of exchange and of writes, a power of two; bounds the memory of a save, never its result.
+        process_group: CPU-capable group of exactly the ranks that save. None: made here, collectively, when
+            torch.distributed is initialised with more than one rank and ``save_distributed`` is set.
+
+    Raises:
+        ConfigError: an option, or a combination, that cannot be honoured.
+    """
+
+    _make_engine: ClassVar[Callable[[], SaveEngine]]
+
+    def __init_subclass__(cls, *, engine: Callable[[], SaveEngine] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if engine is not None:
+            cls._make_engine = staticmethod(engine)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = True,
+        enable_consolidation: bool = True,
+        thread_count_consolidation: int = 1,
+        *,
+        max_shard_size: int | str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        durable: bool = True,
+        overwrite: bool = True,
+        export_dtype: torch.dtype | str | None = None,
+        export_keep: Sequence[str] = (),
+        single_file: bool = False,
+        page_align: bool = False,
+        check_replicas: bool = False,
+        write_mode: str = "auto",
+        block_bytes: int = 8 << 20,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = WriterOptions.make(
+            path,
+            mapping=fqn_to_index_mapping,
+            thread_count=thread_count,
+            thread_count_consolidation=thread_count_consolidation,
+            max_shard_size=max_shard_size,
+            metadata=metadata,
+            export_dtype=export_dtype,
+            export_keep=export_keep,
+            single_file=single_file,
+            save_distributed=save_distributed,
+            enable_consolidation=enable_consolidation,
+            durable=durable,
+            overwrite=overwrite,
+            page_align=page_align,
+            check_replicas=check_replicas,
+            write_mode=write_mode,
+            block_bytes=block_bytes,
+        )
+        self.path = self.options.path
+        self.group = process_group
+        self._owns_group = False
+        self.save_id = uuid.uuid4().hex
+        self.is_coordinator, self.rank = True, 0
+        self.arrangement: Arrangement | None = None
+        self.staging: Staging | None = None
+        self.local_items: list[WriteItem] = []
+        self._announced: Sequence[bytes] = ()
+        self._engine = type(self)._make_engine()
+        self._make_group()
+
+    def _make_group(self) -> None:
+        wanted = self.options.save_distributed and dist.is_available() and dist.is_initialized()
+        if self.group is None and wanted and dist.get_world_size() > 1:
+            self.group, self._owns_group = dist.new_group(backend="gloo"), True
+
+    def close(self) -> None:
+        """Give back the private process group. Safe to call twice."""
+        if self._owns_group and self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group, self._owns_group = None, False
+
+    def __enter__(self) -> HuggingFaceStorageWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot travel to the process of an async save; that process makes its own.
+        return {**self.__dict__, "group": None, "_owns_group": False}
+
+    # What ``stage`` gives is complete when it returns.
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What ``dcp.async_save`` writes: tensors copied to the CPU, a row store's rows as those of one moment.
+
+        Rows stay in their store and are read while the save writes them; an async save in a process gets them by
+        pickling, once in memory. See ``staged``.
+        """
+        result: dict[str, Any] = staged(state_dict)
+        return result
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer can save there: any local path."""
+        return _is_local(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self.path
+
+    # Public names of torch's writer, for what inspects one.
+
+    @property
+    def fs(self) -> FileSystem:
+        """Torch's view of local files; every path of this writer is one."""
+        return FileSystem()
+
+    @property
+    def metadata_path(self) -> str:
+        """Name of the index."""
+        return INDEX_NAME
+
+    @property
+    def fqn_to_index_mapping(self) -> dict[str, int] | None:
+        """As given."""
+        return None if self.options.mapping is None else dict(self.options.mapping)
+
+    @property
+    def save_distributed(self) -> bool:
+        """As given."""
+        return self.options.save_distributed
+
+    @property
+    def enable_consolidation(self) -> bool:
+        """As given."""
+        return self.options.enable_consolidation
+
+    @property
+    def consolidated_output_path(self) -> str | None:
+        """Where final files appear; None when shards are written."""
+        return None if self.options.writes_shards else str(self.path)
+
+    @property
+    def thread_count(self) -> int:
+        """As given."""
+        return self.options.thread_count
+
+    @property
+    def overwrite(self) -> bool:
+        """As given."""
+        return self.options.overwrite
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start another save, at ``checkpoint_id`` where given."""
+        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, "checkpoint_id")
+        self.save_id = uuid.uuid4().hex
+        self.arrangement, self.staging = None, None
+
+    def storage_meta(self) -> StorageMeta:
+        """Identifies this save to the planner."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Note this rank's role; in the process of an async save, make the private group."""
+        self.is_coordinator = is_coordinator
+        self.rank = kwargs.get("rank") or 0
+        if kwargs.get("use_collectives") is False:
+            raise ConfigError("HF files need a global plan", got=False, expected=True, where="use_collectives")
+        self._make_group()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what the format cannot hold, on every rank, before any file exists.
+
+        What the engine announces travels in ``storage_data``, which torch's removal of duplicates leaves alone.
+        """
+        check_local_plan(plan)
+        self.local_items = plan.items
+        return SavePlan(plan.items, self._engine.announce(plan.items), plan.planner_data, plan.usable)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items."""
+        if len(plans) > 1 and not self.options.save_distributed:
+            raise ConfigError(
+                "save_distributed=False saves from one process", got=f"{len(plans)} ranks", expected="1 rank"
+            )
+        if len(plans) > 1 and (self.group is None or dist.get_world_size(self.group) != len(plans)):
+            size = "none" if self.group is None else f"{dist.get_world_size(self.group)} ranks"
+            raise ConfigError(
+                "the writer's group must hold exactly the ranks that save",
+                got=size,
+                expected=f"{len(plans)} ranks",
+                where="process_group",
+            )
+        # With plan caching the planner hands out placeholders; the real plans are then taken in write_data.
+        usable = all(plan.usable for plan in plans)
+        self.arrangement = arrange(plans, self.options) if usable else None
+        self._announced = [plan.storage_data or b"" for plan in plans] if usable else ()
+        return [SavePlan(plan.items, None, plan.planner_data, plan.usable) for plan in plans]
+
+    def arranged(self, planner: SavePlanner) -> Arrangement:
+        """The coordinator's arrangement, from this save's own plans or from a caching planner's merged ones."""
+        if self.arrangement is None:
+            plans = getattr(planner, "global_plan", None)
+            if plans is None:
+                raise PlanError(
+                    "there is no global plan to write",
+                    got=f"no call of prepare_global_plan, and no global_plan of {type(planner).__name__}",
+                    expected="dcp.save, or a planner that caches plans and keeps its global_plan",
+                )
+            self.arrangement = arrange(plans, self.options)
+        return self.arrangement
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's data into the staging folder. Every rank raises when any rank failed."""
+        begun_s = time.perf_counter()
+        self._check_replicas(planner)
+        instruction, folder = self._instructed(planner)
+        failure: Exception | None = None
+        job = SaveJob(self.options, self.rank, self.group, plan.items, self.local_items, planner, begun_s)
+        try:
+            if self.options.writes_shards:
+                write_shards(folder, self._engine.file_bytes, self.rank, plan.items, planner, self.options)
+            else:
+                self._engine.write(job, instruction, folder)
+        except Exception as error:
+            failure = error
+        self.settle(failure)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([self._result(item) for item in plan.items])
+        return future
+
+    def _check_replicas(self, planner: SavePlanner) -> None:
+        # Raises DistributedError on every rank where replicated chunks differ.
+        if not self.options.check_replicas or self.options.writes_shards:
+            return
+        outcome: Any
+        try:
+            outcome = checksums(self.local_items, planner)
+        except Exception as error:
+            outcome = error
+        outcomes = gather(outcome, self.group)
+        if isinstance(outcome, Exception):
+            raise outcome
+        raise_first([found if isinstance(found, Exception) else None for found in outcomes])
+        compare_checksums(outcomes)
+
+    def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder]:
+        """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error."""
+        messages: list[Any] = []
+        failure: Exception | None = None
+        if self.is_coordinator:
+            rank_count = rank_count_of(self.group)
+            try:
+                messages = self._instructions(planner, rank_count)
+            except Exception as error:
+                failure = error
+                messages = [error] * rank_count
+        received = scatter(messages, self.group)
+        if failure is not None:
+            raise failure
+        if isinstance(received, Exception):
+            raise_first([received])
+        result: tuple[Any, StagedFolder] = received
+        return result
+
+    def _instructions(self, planner: SavePlanner, rank_count: int) -> list[Any]:
+        arrangement = self.arranged(planner)
+        self.staging = Staging(self.path, durable=self.options.durable, overwrite=self.options.overwrite)
+        folder = StagedFolder(self.staging.folder, self.options.durable)
+        if self.options.writes_shards:
+            return [(None, folder)] * rank_count
+        try:
+            plan = GlobalPlan(arrangement, self._announced, rank_count, self.options, folder)
+            return [(instruction, folder) for instruction in self._engine.instruct(plan)]
+        except BaseException:
+            self.staging.discard()
+            raise
+
+    def settle(self, failure: BaseException | None) -> None:
+        """Learn of every rank's outcome; if any failed, clear the staging folder and raise on every rank."""
+        failures = gather(failure, self.group)
+        if any(found is not None for found in failures):
+            if self.staging is not None:
+                self.staging.discard()
+            if failure is not None:
+                raise failure
+            raise_first(failures)
+
+    def _result(self, item: WriteItem) -> WriteResult:
+        # Only the coordinator knows the offsets, and only its results are kept.
+        size_bytes = item.tensor_storage_size() or 0
+        tensor = self.arrangement.tensors[item.index.fqn] if self.arrangement is not None else None
+        info = StorageInfo(tensor.file if tensor else "", tensor.begin if tensor else 0, size_bytes)
+        return WriteResult(index=item.index, size_in_bytes=size_bytes, storage_data=info)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index and show the checkpoint at one instant; the coordinator only."""
+        if self.arrangement is None or self.staging is None:
+            raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
+        indexed = not self.options.single_file and not self.options.writes_shards
+        index = build_index(self.arrangement.weight_map, self.arrangement.total_size_bytes) if indexed else None
+        try:
+            self.staging.publish(index)
+        except BaseException:
+            self.staging.discard()
+            raise
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+
+
+def _is_local(path: str | os.PathLike[str]) -> bool:
+    try:
+        local_path(path)
+    except ConfigError:
+        return False
+    return True
+
+
+class _Chunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of a tensor as DCP wants them, made when a planner looks: most tensors of a shard folder never are."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._made: list[ChunkStorageMetadata] | None = None
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._made is None:
+            self._made = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in self._chunks]
+        return self._made[index]
+
+
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read; any look at it raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__({})
+        self.error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data") and "error" in vars(self):
+            raise self.error
+        return super().__getattribute__(name)
+
+
+class HuggingFaceStorageReader(StorageReader):
+    """A ``StorageReader`` for ``dcp.load`` that reads HF files and torch's shard folders.
+
+    A subclass names its engine: ``class Reader(HuggingFaceStorageReader, engine=Engine)``.
+
+    Args:
+        path: a folder (HF files with or without an index, or torch's shard folder), or one ``.safetensors`` file.
+        thread_count: threads of this rank, also inside one file.
+        cast: allow targets of another dtype, converted as ``Tensor.to`` does; else a mismatch raises.
+    """
+
+    _make_engine: ClassVar[Callable[[], LoadEngine]]
+
+    def __init_subclass__(cls, *, engine: Callable[[], LoadEngine] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if engine is not None:
+            cls._make_engine = staticmethod(engine)
+
+    def __init__(self, path: str | os.PathLike[str], thread_count: int = 1, *, cast: bool = False) -> None:
+        super().__init__()
+        self.path = local_path(path)
+        self.thread_count = check_count(thread_count, "thread_count")
+        self.cast = cast
+        self.load_id = uuid.uuid4().hex
+        self.catalog = Catalog()
+        self._engine = type(self)._make_engine()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader can load from there: any local path."""
+        return _is_local(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder or file."""
+        return self.path
+
+    @property
+    def fs(self) -> FileSystem:
+        """Torch's view of local files; every path of this reader is one."""
+        return FileSystem()
+
+    @property
+    def storage_data(self) -> Catalog:
+        """What was found, as a mapping of stored chunks; see ``Catalog``."""
+        return self.catalog
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start another load, from ``checkpoint_id`` where given."""
+        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, "checkpoint_id")
+        self.load_id = uuid.uuid4().hex
+        self.catalog = Catalog()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read every header that the checkpoint consists of.
+
+        Raises:
+            FormatError, CorruptionError, FileNotFoundError. ``dcp.load`` keeps an error of this call as text alone, and
+            asks again for one rank's metadata (``rank=``); what it gets then raises the error itself, with all that it
+            carries, where the load is set up: inside ``CheckpointException.failures`` of that rank.
+        """
+        if "rank" in kwargs:
+            try:
+                return self._read_metadata()
+            except Exception as error:
+                return UnreadMetadata(error)
+        return self._read_metadata()
+
+    def _read_metadata(self) -> Metadata:
+        self.catalog = read_catalog(self.path)
+        tensors: dict[str, Any] = {}
+        for name, record in self.catalog.tensors.items():
+            # F6 has no torch dtype; it is listed so that a request for it fails by name, and only that.
+            dtype = torch_dtype(record.dtype) or torch.uint8
+            chunks: Any = _Chunks(record.chunks)
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
+        return Metadata(
+            state_dict_metadata=tensors, storage_data=self.catalog, storage_meta=StorageMeta(load_id=self.load_id)
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the catalog that read_metadata made. Raises what kept it from making one."""
+        if isinstance(metadata, UnreadMetadata):
+            raise metadata.error
+        self.catalog = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add: every rank reads its own ranges."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill every target in place; nothing is written before all targets were checked."""
+        begun_s = time.perf_counter()
+        targets = self.targets(plan, planner)
+        ranges = [self._range(item, target) for item, target in targets]
+        self._engine.read(LoadJob(ranges, self.thread_count, begun_s))
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _range(self, item: ReadItem, target: torch.Tensor) -> StoredRange:
+        name = item.storage_index.fqn
+        dtype = torch_dtype(self.catalog.tensors[name].dtype)
+        assert dtype is not None  # Checked with the targets.
+        chunk = self._chunk_of(item.storage_index)
+        return StoredRange(name, chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), target)
+
+    def _chunk_of(self, index: MetadataIndex) -> Chunk:
+        # The stored chunk that a read item names.
+        record = self.catalog.tensors.get(index.fqn)
+        if record is None:
+            raise MissingKeyError("not in the checkpoint", got=index.fqn, where=str(self.path))
+        offset = tuple(index.offset or (0,) * len(record.shape))
+        if (
+            index.index is not None
+            and index.index < len(record.chunks)
+            and record.chunks[index.index].offsets == offset
+        ):
+            return record.chunks[index.index]
+        found = [chunk for chunk in record.chunks if chunk.offsets == offset]
+        if not found:
+            raise PlanError("the checkpoint has no chunk at this offset", got=offset, where=index.fqn)
+        return found[0]
+
+    def targets(self, plan: LoadPlan, planner: LoadPlanner) -> list[tuple[ReadItem, torch.Tensor]]:
+        """Every item with its target, all checked before any is written.
+
+        Raises:
+            UnsupportedError: a target without memory, or a stored dtype that torch lacks.
+            PlanError: shapes or (without ``cast``) dtypes that differ, all at once.
+        """
+        result, wrong = [], {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if name not in self.catalog.tensors:
+                expected = "a name of read_metadata, whose result set_up_storage_reader takes"
+                raise MissingKeyError("not in the checkpoint", got=name, expected=expected, where=str(self.path))
+            target = planner.resolve_tensor(item).detach()
+            stored = torch_dtype(self.catalog.tensors[name].dtype)
+            if stored is None or target.is_meta:
+                got = self.catalog.tensors[name].dtype if stored is None else "meta target"
+                raise UnsupportedError("this tensor cannot be loaded", got=got, where=self.catalog.where(name))
+            if target.dtype != stored and not self.cast:
+                wrong[name] = (target.dtype, stored)
+            if target.size() != item.lengths:
+                raise PlanError(
+                    "target and read item differ in shape",
+                    got=tuple(target.size()),
+                    expected=tuple(item.lengths),
+                    where=name,
+                )
+            result.append((item, target))
+        if wrong:
+            raise PlanError("dtypes differ, as (target, saved); cast=True converts", got=wrong, where=str(self.path))
+        return result

@@ -1,0 +1,434 @@
+"""From the save plans of all ranks to the final files: which tensor, of which dtype, at which offset of which file.
+
+Headers and offsets are a pure function of the global plan, so nothing is written twice. What is to be done with the
+plan is a ``SaveEngine``'s business. Sizes of files are split as huggingface_hub splits them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from twinproof.checkpoint.catalog import Box, check_tiling
+from twinproof.checkpoint.format import (
+    SINGLE_NAME,
+    FileLayout,
+    check_metadata,
+    check_name,
+    dtype_name,
+    file_name,
+    lay_out,
+    local_path,
+)
+from twinproof.checkpoint.publish import StagedFolder
+from twinproof.errors import ConfigError, PlanError, UnsupportedError
+
+__all__ = [
+    "FORMAT_METADATA",
+    "Arrangement",
+    "GlobalPlan",
+    "GlobalTensor",
+    "SaveEngine",
+    "SaveJob",
+    "StorageInfo",
+    "WriterOptions",
+    "arrange",
+    "assign_files",
+    "check_count",
+    "check_local_plan",
+    "check_mapping",
+    "exported_dtype",
+    "parse_size",
+]
+
+logger = logging.getLogger("twinproof.checkpoint")
+
+FILE_COUNT_MAX = 99_999  # The pattern has five digits.
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+FORMAT_METADATA = {"format": "pt"}  # Readers of the HF ecosystem refuse files without it.
+WRITE_MODES = ("auto", "random", "sequential")
+BLOCK_BYTES_MIN = 64  # Elements are at most 8 bytes and never straddle a unit of this size.
+_EXPORTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_count(value: Any, where: str) -> int:
+    """An int of at least 1, else ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("not a count", got=value, expected="an int >= 1", where=where)
+    return value
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """What a save is to produce; see ``HuggingFaceStorageWriter`` for each field."""
+
+    path: Path
+    mapping: dict[str, int] | None
+    thread_count: int
+    save_distributed: bool
+    enable_consolidation: bool
+    max_shard_size: int | None
+    file_metadata: dict[str, str]
+    durable: bool
+    overwrite: bool
+    export_dtype: torch.dtype | None
+    export_keep: tuple[str, ...]
+    single_file: bool
+    page_align: bool
+    check_replicas: bool
+    write_mode: str
+    block_bytes: int
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether torch's one-file-per-rank layout was asked for; one process always writes final files."""
+        return self.save_distributed and not self.enable_consolidation
+
+    @classmethod
+    def make(
+        cls,
+        path: Any,
+        *,
+        mapping: Mapping[str, int] | None,
+        thread_count: int,
+        thread_count_consolidation: int,
+        max_shard_size: int | str | None,
+        metadata: Mapping[str, str] | None,
+        export_dtype: torch.dtype | str | None,
+        export_keep: Sequence[str],
+        single_file: bool,
+        write_mode: str,
+        block_bytes: int,
+        **flags: bool,
+    ) -> WriterOptions:
+        """Check every option and combination. Raises ConfigError."""
+        if mapping is not None and max_shard_size is not None:
+            raise ConfigError(
+                "two rules for the files", got="both", expected="one of fqn_to_index_mapping, max_shard_size"
+            )
+        if single_file and (mapping is not None or max_shard_size is not None):
+            raise ConfigError("single_file leaves nothing to split", got=True, where="single_file")
+        if (metadata or {}).get("format", "pt") != "pt":
+            raise ConfigError(
+                "the format of these files is fixed", got=(metadata or {})["format"], expected="pt", where="metadata"
+            )
+        check_count(thread_count_consolidation, "thread_count_consolidation")
+        if write_mode not in WRITE_MODES:
+            raise ConfigError("not a write mode", got=write_mode, expected=WRITE_MODES, where="write_mode")
+        if check_count(block_bytes, "block_bytes") < BLOCK_BYTES_MIN or block_bytes & (block_bytes - 1):
+            raise ConfigError("not a block size", got=block_bytes, expected="a power of two >= 64", where="block_bytes")
+        if isinstance(export_keep, str):
+            raise ConfigError("export_keep is a sequence of patterns", got=export_keep, where="export_keep")
+        return cls(
+            path=local_path(path),
+            mapping=check_mapping(mapping),
+            thread_count=check_count(thread_count, "thread_count"),
+            max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+            file_metadata=check_metadata({**FORMAT_METADATA, **(metadata or {})}),
+            export_dtype=_export(export_dtype),
+            export_keep=tuple(export_keep),
+            single_file=single_file,
+            write_mode=write_mode,
+            block_bytes=block_bytes,
+            **flags,
+        )
+
+
+def _export(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = _EXPORTS.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and found not in _EXPORTS.values():
+        raise ConfigError("not an export dtype", got=dtype, expected=sorted(_EXPORTS), where="export_dtype")
+    return found
+
+
+# Which tensor goes to which file.
+
+
+def parse_size(size: int | str, where: str = "max_shard_size") -> int:
+    """Bytes, or a decimal size such as ``"5GB"`` as huggingface_hub reads it. Raises ConfigError."""
+    given = size
+    if isinstance(size, str):
+        number, unit = size.strip()[:-2], size.strip()[-2:].upper()
+        try:
+            size = int(float(number) * _UNITS[unit])
+        except (KeyError, ValueError, OverflowError):
+            raise ConfigError(
+                "not a size", got=size, expected="bytes, or a number with KB, MB, GB or TB", where=where
+            ) from None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError("not a size", got=given, expected=">= 1", where=where)
+    return size
+
+
+def check_mapping(mapping: Mapping[str, int] | None) -> dict[str, int] | None:
+    """``fqn_to_index_mapping`` with indices 1..N, none left out; else ConfigError."""
+    if mapping is None:
+        return None
+    for name, index in mapping.items():
+        if type(index) is not int or index < 1:
+            raise ConfigError("a file index is an int from 1", got=index, where=f"fqn_to_index_mapping[{name!r}]")
+    used = set(mapping.values())
+    if len(used) > FILE_COUNT_MAX:
+        raise ConfigError(
+            "too many files", got=len(used), expected=f"<= {FILE_COUNT_MAX}", where="fqn_to_index_mapping"
+        )
+    if used != set(range(1, len(used) + 1)):
+        raise ConfigError(
+            "file indices leave gaps", got=sorted(used)[:20], expected=f"1..{len(used)}", where="fqn_to_index_mapping"
+        )
+    return dict(mapping)
+
+
+def _split_greedily(sizes_bytes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    # This is huggingface_hub's split: an oversize tensor gets its own file and does not close the file being filled.
+    files: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, size in sizes_bytes.items():
+        if size > limit_bytes:
+            files.append([name])
+            continue
+        if filled + size > limit_bytes:
+            files.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    return [*files, current] if current else files
+
+
+def assign_files(
+    sizes_bytes: Mapping[str, int],
+    mapping: Mapping[str, int] | None,
+    max_shard_size: int | str | None,
+    *,
+    single_file: bool = False,
+) -> dict[str, list[str]]:
+    """File name -> tensor names, for tensors in state-dict order.
+
+    Raises:
+        PlanError: names that ``mapping`` lacks, all of them at once.
+        ConfigError: more files than five digits can number.
+    """
+    if single_file:
+        return {SINGLE_NAME: list(sizes_bytes)}
+    if mapping is not None:
+        missing = sorted(sizes_bytes.keys() - mapping.keys())
+        if missing:
+            raise PlanError("names without a file index", got=missing, where="fqn_to_index_mapping")
+        extra = sorted(mapping.keys() - sizes_bytes.keys())
+        if extra:
+            logger.warning(
+                "fqn_to_index_mapping names %d tensors that are not saved: %s", len(extra), ", ".join(extra[:20])
+            )
+        groups: list[list[str]] = [[] for _ in range(max(mapping.values(), default=1))]
+        for name in sizes_bytes:
+            groups[mapping[name] - 1].append(name)
+        # An index whose every name is absent (a tied head, say) yields no file; the others are numbered on.
+        groups = [group for group in groups if group] or [[]]
+    elif max_shard_size is not None:
+        groups = _split_greedily(sizes_bytes, parse_size(max_shard_size)) or [[]]
+    else:
+        groups = [list(sizes_bytes)]
+    if len(groups) > FILE_COUNT_MAX:
+        raise ConfigError("too many files", got=len(groups), expected=f"<= {FILE_COUNT_MAX}", where="max_shard_size")
+    return {file_name(i, len(groups)): group for i, group in enumerate(groups, start=1)}
+
+
+# Where each tensor lies.
+
+_CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+@dataclass
+class GlobalTensor:
+    """One tensor of the checkpoint. ``parts`` holds (rank, item position in that rank's plan, box)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[tuple[int, int, Box]] = field(default_factory=list)
+    file: str = ""
+    begin: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The whole checkpoint: tensors by name, layout by file name."""
+
+    tensors: dict[str, GlobalTensor]
+    files: dict[str, FileLayout]
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        return {name: tensor.file for name, tensor in self.tensors.items()}
+
+    @property
+    def total_size_bytes(self) -> int:
+        """Payload of all tensors, headers not counted."""
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+
+def exported_dtype(name: str, dtype: torch.dtype, options: WriterOptions) -> torch.dtype:
+    """The dtype on disk: only float64/32/16 and bfloat16 are cast, names that match ``export_keep`` are not."""
+    if options.export_dtype is None or dtype not in _CASTABLE or any(fnmatchcase(name, p) for p in options.export_keep):
+        return dtype
+    return options.export_dtype
+
+
+def check_local_plan(plan: SavePlan) -> None:
+    """Refuse what the format cannot hold before any file is made. Raises UnsupportedError."""
+    leaves = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO or item.tensor_data is None]
+    if leaves:
+        raise UnsupportedError(
+            "safetensors holds tensors only", got=sorted(leaves), expected="tensors", where="state_dict"
+        )
+    for item in plan.items:
+        assert item.tensor_data is not None
+        check_name(item.index.fqn)
+        dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
+        if item.tensor_data.properties.layout is not torch.strided:
+            raise UnsupportedError(
+                "only strided tensors can be stored", got=item.tensor_data.properties.layout, where=item.index.fqn
+            )
+
+
+def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, GlobalTensor]:
+    tensors: dict[str, GlobalTensor] = {}
+    sources: dict[str, torch.dtype] = {}
+    for rank, plan in enumerate(plans):
+        for position, item in enumerate(plan.items):
+            data, name = item.tensor_data, item.index.fqn
+            assert data is not None
+            tensor = tensors.get(name)
+            if tensor is None:
+                sources[name] = data.properties.dtype
+                tensor = tensors[name] = GlobalTensor(
+                    name, exported_dtype(name, data.properties.dtype, options), tuple(data.size)
+                )
+            elif data.size != tensor.shape or data.properties.dtype != sources[name]:
+                got = f"{data.properties.dtype} {list(data.size)} on rank {rank}"
+                raise PlanError(
+                    "ranks disagree about a tensor",
+                    got=got,
+                    expected=f"{sources[name]} {list(tensor.shape)}",
+                    where=name,
+                )
+            tensor.parts.append((rank, position, Box(data.chunk.offsets, data.chunk.sizes)))
+    return tensors
+
+
+def arrange(plans: Sequence[SavePlan], options: WriterOptions) -> Arrangement:
+    """Lay out a checkpoint from every rank's deduplicated plan.
+
+    Raises:
+        PlanError: gaps, overlaps, ranks that disagree, names without a file index.
+        ConfigError: header or file count beyond the format's limits.
+    """
+    tensors = _collect(plans, options)
+    for tensor in tensors.values():
+        check_tiling(tensor.shape, [box for _, _, box in tensor.parts], PlanError, tensor.name)
+    sizes = {name: tensor.size_bytes for name, tensor in tensors.items()}
+    groups = assign_files(sizes, options.mapping, options.max_shard_size, single_file=options.single_file)
+    files: dict[str, FileLayout] = {}
+    for file, names in groups.items():
+        members = [(name, tensors[name].dtype, tensors[name].shape) for name in names]
+        files[file] = lay_out(members, options.file_metadata, page_align=options.page_align)
+        for name in names:
+            tensors[name].file, tensors[name].begin = file, files[file].begins[name]
+    return Arrangement(tensors, files)
+
+
+@dataclass(frozen=True)
+class StorageInfo:
+    """Where a written item lies: file name inside the folder, file offset of its tensor, bytes of this item."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+# The seam between the writer and what moves its bytes.
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """What the coordinator knows when it instructs the ranks.
+
+    ``announced`` holds what each rank's engine announced; it is empty where a planner cached the plans.
+    """
+
+    arrangement: Arrangement
+    announced: Sequence[bytes]
+    rank_count: int
+    options: WriterOptions
+    folder: StagedFolder
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One rank's part of a save.
+
+    Attributes:
+        items: the write items that this rank stores; each chunk of the state dict is stored by one rank.
+        local_items: everything that this rank holds, replicas that another rank stores included.
+        planner: ``resolve_data`` gives the tensor of an item.
+        group: the ranks that save, in rank order; None is this process alone.
+        begun_s: ``time.perf_counter()`` when the save of the data began.
+    """
+
+    options: WriterOptions
+    rank: int
+    group: dist.ProcessGroup | None
+    items: Sequence[WriteItem]
+    local_items: Sequence[WriteItem]
+    planner: SavePlanner
+    begun_s: float
+
+    def chunks(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """(name, offsets in the global tensor, values) of every item that this rank stores, as its planner has them."""
+        for item in self.items:
+            value = self.planner.resolve_data(item)
+            assert isinstance(value, torch.Tensor)
+            yield item.index.fqn, tuple(item.index.offset or ()), value
+
+
+class SaveEngine(Protocol):
+    """Brings the bytes of a checkpoint into files that nobody sees yet.
+
+    The writer talks to DCP, checks, lays out, opens the staging folder, learns of every rank's failure and publishes.
+    An engine only decides how bytes get from the tensors of all ranks to the files that the plan names. The methods
+    are called in this order, the first and the third on every rank, the second on the coordinator. An engine raises
+    its own rank's error, and only after this rank has taken part in every exchange: nobody waits for a rank that
+    failed. It makes no file visible and syncs every file that it wrote, where ``folder.durable`` says so.
+    """
+
+    def announce(self, items: Sequence[WriteItem]) -> bytes | None:
+        """What the coordinator is to know of this rank's items before duplicates are removed from the plans."""
+        ...
+
+    def instruct(self, plan: GlobalPlan) -> Sequence[Any]:
+        """For each rank, in rank order, an object that can be pickled and that ``write`` receives there."""
+        ...
+
+    def write(self, job: SaveJob, instruction: Any, folder: StagedFolder) -> None:
+        """Bring this rank's bytes into the files of ``folder``. Raises StorageError, UnstorableError, PlanError."""
+        ...
+
+    def file_bytes(self, tensors: Mapping[str, torch.Tensor], layout: FileLayout) -> Iterable[bytes | memoryview]:
+        """The bytes of one file, in order, for a file that one process writes alone."""
+        ...
