@@ -69,11 +69,12 @@ def _keeping_everything(original: Any, catalog: Any) -> dict[str, str]:
     return {**original(catalog), "DCP_VERSION": "1.0"}
 
 
-def _inputs_deleted(original: Any, inputs: Any) -> None:
-    files = list(inputs._open)
-    original(inputs)
-    for file in files:
-        Path(file).unlink(missing_ok=True)
+def _inputs_deleted(original: Any, job: Any, folder: Any, *rest: Any) -> None:
+    # When all threads are done: one that still reads would end in an error, which is no kill.
+    original(job, folder, *rest)
+    for record in job.catalog.tensors.values():
+        for chunk in record.chunks:
+            Path(chunk.file).unlink(missing_ok=True)
 
 
 PLANTED = (
@@ -138,6 +139,6 @@ PLANTED = (
         "shards_deleted_early",
         "Consolidation deletes shard files once they are read, before its result is in force.",
         ("CKPT-304",),
-        wrap(f"{CONSOLIDATE}:_Inputs.close", _inputs_deleted),
+        wrap(f"{CONSOLIDATE}:merge", _inputs_deleted),
     ),
 )
