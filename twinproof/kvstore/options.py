@@ -46,7 +46,6 @@ __all__ = [
     "check_ids",
     "check_matrix",
     "check_rows",
-    "column",
     "from_bytes",
     "initial_weights",
     "mix",
@@ -289,11 +288,6 @@ def check_count(count: Any, length: int, where: str = "count") -> int:
     if type(count) is not int or not 0 <= count <= length:
         raise ConfigError("not a count of the entries", got=count, expected=f"0 to {length}", where=where)
     return count
-
-
-def column(value: torch.Tensor) -> torch.Tensor:
-    """A vector [n] as a column [n, 1]."""
-    return value.reshape(-1, 1)
 
 
 Clock = Callable[[], int]
