@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import refimpl.kvstore as reference
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore import strategies
 from conformance.kvstore.folders import FILE, filled, fresh, layouts_of, save
@@ -108,6 +109,12 @@ def test_deterministic(kvstore: Any, tmp_path_factory: Any, keys: list[int], ran
     store.delete("a", ids_of([] if 77777 in keys else [77777]))
     save(kvstore, store, folder / "two", buckets=buckets, chunk_rows=3)
     assert_same_bytes(folder / "two" / FILE, folder / "one" / FILE, where="file")
+    # The reference gathers plain tensors; they are the same bytes, in either form.
+    for form in ("rows", "separate"):
+        save(kvstore, source, folder / form, buckets=buckets, form=form)
+        save(reference, filled(reference, keys), folder / f"{form} of the reference", buckets=buckets, form=form)
+        where = f"file of the reference, {form}"
+        assert_same_bytes(folder / form / FILE, folder / f"{form} of the reference" / FILE, where=where)
 
 
 @requirement("KV-053", "An empty store, a single row, and a store that was evicted empty MUST save and load.")

@@ -28,7 +28,7 @@ class _Lookup(torch.autograd.Function):
     """Rows of ids in float32; backward hands each occurrence's gradient to the module."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, module: _Rows, ids: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, module: _StoreRows, ids: torch.Tensor) -> torch.Tensor:
         ctx.module, ctx.ids = module, ids
         return module.store.get(module.table, ids).to(torch.float32)
 
@@ -38,20 +38,8 @@ class _Lookup(torch.autograd.Function):
         return None, None, None
 
 
-class _Rows(torch.nn.Module):
-    """What both modules share.
-
-    Args:
-        store: with ``optimizer_in_row`` and an optimizer for the table.
-        table: needed when the store has several.
-        lr, eps, beta1, beta2: see ``refimpl.optimizers``; ``lr`` may be changed between steps.
-        buckets, process_group: how rows are dealt to ranks, see ``KVStore.state_dict``, which ``state_dict()`` of the
-            module is, for this table: ``weight``, ``weight_id``, ``step`` and so on, behind the module's name. Every
-            rank of the group calls it. ``load_state_dict`` leaves the table with the rows of the state dict alone.
-
-    Raises:
-        ConfigError: a table without an optimizer in its row.
-    """
+class _StoreRows(torch.nn.Module):
+    """What both modules share; ``KVEmbeddingBag`` names the arguments."""
 
     def __init__(
         self,
@@ -140,9 +128,8 @@ class _Rows(torch.nn.Module):
         )
 
 
-class KVEmbedding(_Rows):
-    __doc__ = f"""One row for each id, as ``torch.nn.Embedding`` without a table size.
-    {_Rows.__doc__}"""
+class KVEmbedding(_StoreRows):
+    """One row for each id, as ``torch.nn.Embedding`` without a table size; arguments as ``KVEmbeddingBag``'s."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Weights of ids of any shape, float32 [*shape, D]; a missing id has its initial weight.
@@ -152,11 +139,21 @@ class KVEmbedding(_Rows):
         return self._lookup(input).reshape(*input.shape, self.embedding_dim)
 
 
-class KVEmbeddingBag(_Rows):
-    __doc__ = f"""Sums or means of rows, as ``torch.nn.EmbeddingBag`` without a table size.
+class KVEmbeddingBag(_StoreRows):
+    """Sums or means of rows, as ``torch.nn.EmbeddingBag`` without a table size.
 
-    ``mode``: "sum" or "mean".
-    {_Rows.__doc__}"""
+    Args:
+        store: with ``optimizer_in_row`` and an optimizer for the table.
+        table: needed when the store has several.
+        mode: "sum" or "mean".
+        lr, eps, beta1, beta2: see ``twinproof.optimizers.Hyper``; ``lr`` may be changed between steps.
+        buckets, process_group: how rows are dealt to ranks, see ``KVStore.state_dict``, which ``state_dict()`` of the
+            module is, for this table: ``weight``, ``weight_id``, ``step`` and so on, behind the module's name. Every
+            rank of the group calls it. ``load_state_dict`` leaves the table with the rows of the state dict alone.
+
+    Raises:
+        ConfigError: a table without an optimizer in its row, or another mode.
+    """
 
     def __init__(self, store: KVStore, *, mode: str = "mean", **options: Any) -> None:
         super().__init__(store, **options)

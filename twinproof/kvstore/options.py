@@ -46,7 +46,6 @@ __all__ = [
     "check_ids",
     "check_matrix",
     "check_rows",
-    "column",
     "from_bytes",
     "initial_weights",
     "mix",
@@ -291,11 +290,6 @@ def check_count(count: Any, length: int, where: str = "count") -> int:
     return count
 
 
-def column(value: torch.Tensor) -> torch.Tensor:
-    """A vector [n] as a column [n, 1]."""
-    return value.reshape(-1, 1)
-
-
 Clock = Callable[[], int]
 Value = TypeVar("Value")
 
@@ -382,7 +376,7 @@ class EvictionPolicy:
     - ttl: ``now - timestamp > ttl_seconds``
     - count: ``floor(count * decay) < count_threshold``; the decayed count is written back to rows that stay
     - ttl_count: both; counts are decayed as above
-    - l2: the sum of squares of the D weights ``< l2_threshold ** 2``, in float64, see ``refimpl.optimizers.row_sum``
+    - l2: the sum of squares of the D weights ``< l2_threshold ** 2``, in float64, summed in eight lanes
     - timestamp: ``timestamp < timestamp_threshold``
     - score: it is not among the ``keep_count`` rows of highest (score, id); scores are set with ``set_scores`` and
       live in the count's 31 bits, so ``set`` does not count under this policy. Scores are ordered by their bits.

@@ -1,4 +1,7 @@
-"""``KVStore``: verbs, checks and errors, over an engine of rows that each implementation brings."""
+"""``KVStore``: verbs, checks and errors, over an engine of rows that each implementation brings.
+
+An engine of one thread is made safe for many by ``LockedRows``; ``sort_ids_by_bucket`` is checked by ``BucketSort``.
+"""
 
 from __future__ import annotations
 
@@ -37,169 +40,6 @@ from twinproof.kvstore.statedict import load_state_dict, state_dict
 from twinproof.optimizers import Hyper
 
 __all__ = ["BucketSort", "KVStore", "LockedRows", "wall_clock"]
-
-
-class BucketSort:
-    """``sort_ids_by_bucket`` of one implementation: the checks, and behind them its way to sort.
-
-    Args:
-        sort: see ``RowEngine.sort_ids``.
-    """
-
-    def __init__(self, sort: Callable[[torch.Tensor, Buckets, int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._sort = sort
-
-    def sort_ids_by_bucket(
-        self,
-        ids: torch.Tensor,
-        bucket_start: int = 0,
-        bucket_end: int | None = None,
-        total_buckets: int = 1,
-        *,
-        hash_mode: str = "interleave",
-        bucket_size: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids in bucket order, ascending inside a bucket, and how many each bucket has.
-
-        FBGEMM's ``get_bucket_sorted_indices_and_bucket_tensor``, whose order inside a bucket is free.
-
-        Args:
-            ids: int64 or int32, [n] or [n, 1]; duplicates are kept.
-            bucket_start: first bucket of this rank.
-            bucket_end: behind its last one; None is ``total_buckets``. Where it is ``bucket_start``, ``ids`` is empty.
-            total_buckets: over all ranks.
-            hash_mode: see ``Buckets``.
-            bucket_size: see ``Buckets``.
-
-        Returns:
-            int64 [n, 1] ids and int64 [bucket_end - bucket_start, 1] counts.
-
-        Raises:
-            ConfigError: an id outside the rank's buckets, or a range outside all buckets. ShapeError, UnsupportedError.
-        """
-        buckets = Buckets(total_buckets, hash_mode, bucket_size)
-        end = total_buckets if bucket_end is None else bucket_end
-        if not 0 <= bucket_start <= end <= total_buckets:
-            raise ConfigError(
-                "not a range of buckets", got=(bucket_start, end), expected=f"within 0 to {total_buckets}"
-            )
-        return self._sort(check_ids(_flat(ids)), buckets, bucket_start, end)
-
-
-def _flat(ids: Any) -> torch.Tensor:
-    plain = check_plain(ids, "ids")
-    if plain.dim() == 2 and plain.shape[1] == 1:
-        return plain.reshape(-1)
-    if plain.dim() != 1:
-        raise ShapeError("ids are [n] or [n, 1]", got=tuple(plain.shape), where="ids")
-    return plain
-
-
-Rows = TypeVar("Rows", bound=TrackedReader)
-
-
-class _LockedReader(Generic[Rows]):
-    """Rows that know neither threads nor closing, behind one lock and one flag."""
-
-    def __init__(self, options: StoreOptions, rows: Rows) -> None:
-        self.options, self._rows = options, rows
-        self._lock = threading.RLock()
-        self.closed = False
-
-    @contextmanager
-    def _held(self, table: str | None = None) -> Iterator[Rows]:
-        with self._lock:
-            if self.closed:
-                raise StoreClosedError("the store or snapshot was closed", where=table or next(iter(self.options.rows)))
-            yield self._rows
-
-    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
-        with self._held(table) as rows:
-            rows.read(table, ids, begin, end, out)
-
-    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        with self._held(table) as rows:
-            return rows.find(table, ids)
-
-    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
-        with self._held(table) as rows:
-            return rows.ids(table, begin, last)
-
-    def size(self, table: str) -> int:
-        with self._held(table) as rows:
-            return rows.size(table)
-
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._held(table) as rows:
-            return rows.changes(table, since)
-
-    def mark(self) -> int:
-        with self._held() as rows:
-            return rows.mark()
-
-    def close(self) -> None:
-        with self._lock:
-            if not self.closed:
-                self.closed = True
-                self._rows.close()
-
-
-class LockedRows(_LockedReader[RowEngine]):
-    """An engine of one thread, made safe for many: one call at a time, and snapshots that are counted."""
-
-    def __init__(self, rows: RowEngine) -> None:
-        super().__init__(rows.options, rows)
-        self._snapshots: weakref.WeakSet[_LockedReader[TrackedReader]] = weakref.WeakSet()
-
-    def write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
-        with self._held(table) as rows:
-            rows.write(table, ids, values, begin, now, visit=visit)
-
-    def write_rows(self, table: str, rows: torch.Tensor) -> None:
-        with self._held(table) as engine:
-            engine.write_rows(table, rows)
-
-    def write_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
-        with self._held(table) as rows:
-            rows.write_metadata(table, ids, words, mask)
-
-    def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
-        with self._held(table) as rows:
-            rows.update(table, ids, grads, hyper, now)
-
-    def delete(self, table: str, ids: torch.Tensor) -> int:
-        with self._held(table) as rows:
-            return rows.delete(table, ids)
-
-    def clear(self, table: str) -> None:
-        with self._held(table) as rows:
-            rows.clear(table)
-
-    def begin_round(self, table: str, policy: EvictionPolicy, now: int) -> RoundPlan:
-        with self._held(table) as rows:
-            return rows.begin_round(table, policy, now)
-
-    def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
-        with self._held(plan.table) as rows:
-            return rows.evict_some(plan, ids)
-
-    def snapshot(self) -> _LockedReader[TrackedReader]:
-        with self._held() as rows:
-            taken = _LockedReader(self.options, rows.snapshot())
-            self._snapshots.add(taken)
-            return taken
-
-    def reserve(self, table: str, row_count: int) -> None:
-        with self._held(table) as rows:
-            rows.reserve(table, row_count)
-
-    def stats(self) -> StoreStats:
-        with self._held() as rows:
-            alive = sum(not taken.closed for taken in self._snapshots)
-            return dataclasses.replace(rows.stats(), snapshot_count=alive)
-
-    def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rows.sort_ids(ids, buckets, begin, end)
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -543,3 +383,166 @@ def _check_whole_row(options: StoreOptions, enabled: bool) -> None:
         raise ConfigError(
             "whole rows need the optimizer in the row", got="optimizer_in_row=False", where="return_whole_row"
         )
+
+
+Rows = TypeVar("Rows", bound=TrackedReader)
+
+
+class _LockedReader(Generic[Rows]):
+    """Rows that know neither threads nor closing, behind one lock and one flag."""
+
+    def __init__(self, options: StoreOptions, rows: Rows) -> None:
+        self.options, self._rows = options, rows
+        self._lock = threading.RLock()
+        self.closed = False
+
+    @contextmanager
+    def _held(self, table: str | None = None) -> Iterator[Rows]:
+        with self._lock:
+            if self.closed:
+                raise StoreClosedError("the store or snapshot was closed", where=table or next(iter(self.options.rows)))
+            yield self._rows
+
+    def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        with self._held(table) as rows:
+            rows.read(table, ids, begin, end, out)
+
+    def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        with self._held(table) as rows:
+            return rows.find(table, ids)
+
+    def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
+        with self._held(table) as rows:
+            return rows.ids(table, begin, last)
+
+    def size(self, table: str) -> int:
+        with self._held(table) as rows:
+            return rows.size(table)
+
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._held(table) as rows:
+            return rows.changes(table, since)
+
+    def mark(self) -> int:
+        with self._held() as rows:
+            return rows.mark()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._rows.close()
+
+
+class LockedRows(_LockedReader[RowEngine]):
+    """An engine of one thread, made safe for many: one call at a time, and snapshots that are counted."""
+
+    def __init__(self, rows: RowEngine) -> None:
+        super().__init__(rows.options, rows)
+        self._snapshots: weakref.WeakSet[_LockedReader[TrackedReader]] = weakref.WeakSet()
+
+    def write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
+        with self._held(table) as rows:
+            rows.write(table, ids, values, begin, now, visit=visit)
+
+    def write_rows(self, table: str, rows: torch.Tensor) -> None:
+        with self._held(table) as engine:
+            engine.write_rows(table, rows)
+
+    def write_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor, mask: int) -> None:
+        with self._held(table) as rows:
+            rows.write_metadata(table, ids, words, mask)
+
+    def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
+        with self._held(table) as rows:
+            rows.update(table, ids, grads, hyper, now)
+
+    def delete(self, table: str, ids: torch.Tensor) -> int:
+        with self._held(table) as rows:
+            return rows.delete(table, ids)
+
+    def clear(self, table: str) -> None:
+        with self._held(table) as rows:
+            rows.clear(table)
+
+    def begin_round(self, table: str, policy: EvictionPolicy, now: int) -> RoundPlan:
+        with self._held(table) as rows:
+            return rows.begin_round(table, policy, now)
+
+    def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
+        with self._held(plan.table) as rows:
+            return rows.evict_some(plan, ids)
+
+    def snapshot(self) -> _LockedReader[TrackedReader]:
+        with self._held() as rows:
+            taken = _LockedReader(self.options, rows.snapshot())
+            self._snapshots.add(taken)
+            return taken
+
+    def reserve(self, table: str, row_count: int) -> None:
+        with self._held(table) as rows:
+            rows.reserve(table, row_count)
+
+    def stats(self) -> StoreStats:
+        with self._held() as rows:
+            alive = sum(not taken.closed for taken in self._snapshots)
+            return dataclasses.replace(rows.stats(), snapshot_count=alive)
+
+    def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rows.sort_ids(ids, buckets, begin, end)
+
+
+class BucketSort:
+    """``sort_ids_by_bucket`` of one implementation: the checks, and behind them its way to sort.
+
+    Args:
+        sort: see ``RowEngine.sort_ids``.
+    """
+
+    def __init__(self, sort: Callable[[torch.Tensor, Buckets, int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._sort = sort
+
+    def sort_ids_by_bucket(
+        self,
+        ids: torch.Tensor,
+        bucket_start: int = 0,
+        bucket_end: int | None = None,
+        total_buckets: int = 1,
+        *,
+        hash_mode: str = "interleave",
+        bucket_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids in bucket order, ascending inside a bucket, and how many each bucket has.
+
+        FBGEMM's ``get_bucket_sorted_indices_and_bucket_tensor``, whose order inside a bucket is free.
+
+        Args:
+            ids: int64 or int32, [n] or [n, 1]; duplicates are kept.
+            bucket_start: first bucket of this rank.
+            bucket_end: behind its last one; None is ``total_buckets``. Where it is ``bucket_start``, ``ids`` is empty.
+            total_buckets: over all ranks.
+            hash_mode: see ``Buckets``.
+            bucket_size: see ``Buckets``.
+
+        Returns:
+            int64 [n, 1] ids and int64 [bucket_end - bucket_start, 1] counts.
+
+        Raises:
+            ConfigError: an id outside the rank's buckets, or a range outside all buckets. ShapeError, UnsupportedError.
+        """
+        buckets = Buckets(total_buckets, hash_mode, bucket_size)
+        end = total_buckets if bucket_end is None else bucket_end
+        if not 0 <= bucket_start <= end <= total_buckets:
+            raise ConfigError(
+                "not a range of buckets", got=(bucket_start, end), expected=f"within 0 to {total_buckets}"
+            )
+        return self._sort(check_ids(_flat(ids)), buckets, bucket_start, end)
+
+
+def _flat(ids: Any) -> torch.Tensor:
+    plain = check_plain(ids, "ids")
+    if plain.dim() == 2 and plain.shape[1] == 1:
+        return plain.reshape(-1)
+    if plain.dim() != 1:
+        raise ShapeError("ids are [n] or [n, 1]", got=tuple(plain.shape), where="ids")
+    return plain
