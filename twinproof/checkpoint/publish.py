@@ -95,10 +95,12 @@ def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool
         os.rename(temporary, path)
         if durable:
             fsync_path(os.path.dirname(path) or ".")
-    except OSError as error:
+    except BaseException as error:
         if os.path.exists(temporary):
             os.unlink(temporary)
-        raise storage_error(error, "writing", path) from error
+        if isinstance(error, OSError):
+            raise storage_error(error, "writing", path) from error
+        raise
 
 
 def _exchange(a: Path, b: Path) -> bool:
