@@ -85,6 +85,27 @@ def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
             yield f"{library.name}: {name} is called proven, and no evidence of a GPU names it"
 
 
+def messages() -> Iterator[str]:
+    """What Python tells C++ has the same fields, in the same order, with the same version on both sides."""
+    header = (ROOT / "fastimpl/csrc/kvstore/messages.h").read_text(encoding="utf-8")
+    native = ast.parse((ROOT / "fastimpl/kvstore/native.py").read_text(encoding="utf-8"))
+    ours = {
+        node.name: [
+            field.target.id
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        ]
+        for node in native.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Message")
+    }
+    theirs = {
+        name: re.findall(r"^  int64_t (\w+);", body, re.MULTILINE)
+        for name, body in re.findall(r"struct (\w+) \{\n(.*?)\n\};", header, re.DOTALL)
+    }
+    if ours != theirs:
+        yield f"fastimpl/csrc/kvstore/messages.h: got {theirs}, fastimpl/kvstore/native.py has {ours}"
+
+
 def documented_programs() -> Iterator[str]:
     """What a page shows first is what the suite runs."""
     page = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
@@ -164,7 +185,7 @@ def main(arguments: list[str]) -> int:
     """Check the tree, and the libraries given as arguments."""
     files = tracked()
     found = [*stable_includes(files), *layers(files), *reference(files), *sizes(files), *rooms()]
-    found += [*documented_programs(), *machines(files)]
+    found += [*messages(), *documented_programs(), *machines(files)]
     for library in arguments:
         found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]
     print("\n".join(found) or f"checks: {len(files)} files, {len(arguments)} libraries, no violation")

@@ -1,8 +1,9 @@
-"""What a store is told in C++: each table as 19 words, each policy as 11; and statuses as errors."""
+"""What a store is told in C++, as versioned messages of 64-bit words; and statuses as errors."""
 
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,16 @@ from twinproof.kvstore.options import POLICIES, StoreOptions, signed64
 from twinproof.kvstore.rows import RoundPlan
 from twinproof.optimizers import OPTIMIZERS, Hyper
 
-__all__ = ["AllocationError", "check_status", "format_words", "hyper_values", "plan_words"]
+__all__ = [
+    "AllocationError",
+    "EvictionMessage",
+    "TableMessage",
+    "check_status",
+    "hyper_values",
+    "messages",
+    "plan_message",
+    "table_messages",
+]
 
 _FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OUT_OF_MEMORY = -1
@@ -36,41 +46,114 @@ def _word(text: str, value: float) -> int:
     return word
 
 
-def format_words(options: StoreOptions) -> torch.Tensor:
-    """Int64 [tables, 19], as ``read_format`` in kvstore.cpp reads them."""
-    rows = []
-    for index, table in enumerate(options.layouts):
-        layout, initializer, policy = options.rows[table], options.initializers[table], options.evictions[table]
-        slots = []
-        for name in ("momentum1", "momentum2"):
-            slot = layout.state_slots.get(name)
-            slots += [0, 0, 0] if slot is None else [slot.offset_bytes, slot.count, _FLOATS[slot.dtype]]
-        capacity, kind = options.capacities[table], policy.kind if policy else ""
-        row = [
-            layout.row_bytes,
-            layout.embedding_dim,
-            _FLOATS[layout.weight_dtype],
-            OPTIMIZERS[layout.optimizer].code,
-            *slots,
-        ]
-        row += [initializer.kind == "uniform", _word("<f", initializer.low), _word("<f", initializer.span)]
-        row += [signed64(options.seed), index, kind != "score", options.track_changes]
-        row += [-1 if capacity is None else capacity, kind in ("score", "count", "ttl_count")]
-        rows.append([int(word) for word in row])
-    return torch.tensor(rows, dtype=torch.int64)
+class TableMessage(NamedTuple):
+    """One table, field by field as in ``csrc/kvstore/messages.h``. Floats travel as bits, dtypes as codes."""
+
+    version: int
+    row_bytes: int
+    embedding_dim: int
+    weight_type: int
+    optimizer: int
+    momentum1_offset_bytes: int
+    momentum1_count: int
+    momentum1_type: int
+    momentum2_offset_bytes: int
+    momentum2_count: int
+    momentum2_type: int
+    is_uniform: bool
+    low_bits: int
+    span_bits: int
+    seed: int
+    table_index: int
+    counts_visits: bool
+    logs_removals: bool
+    capacity: int
+    ranks_by_count: bool
 
 
-def plan_words(plan: RoundPlan) -> torch.Tensor:
-    """Int64 [11], as ``kv_evict`` reads them."""
-    policy = plan.policy
-    words = [POLICIES.index(policy.kind), policy.ttl_seconds, policy.count_threshold, policy.timestamp_threshold]
-    words += [_word("<d", policy.decay), _word("<d", policy.l2_threshold), plan.now, plan.mark]
-    words += [0, 0, 0] if plan.cutoff is None else [1, *plan.cutoff]
+class EvictionMessage(NamedTuple):
+    """One eviction round, field by field as in ``csrc/kvstore/messages.h``."""
+
+    version: int
+    policy: int
+    ttl_seconds: int
+    count_threshold: int
+    timestamp_threshold: int
+    decay_bits: int
+    l2_threshold_bits: int
+    now: int
+    mark: int
+    has_cutoff: bool
+    cutoff_score: int
+    cutoff_key: int
+
+
+TABLE_VERSION = EVICTION_VERSION = 1
+
+
+def messages(*found: TableMessage | EvictionMessage) -> torch.Tensor:
+    """Int64 [n, fields]."""
+    return torch.tensor([[int(word) for word in message] for message in found], dtype=torch.int64)
+
+
+def table_messages(options: StoreOptions) -> torch.Tensor:
+    """Every table of a store, in order."""
+    return messages(*(_table_message(options, index, table) for index, table in enumerate(options.layouts)))
+
+
+def _table_message(options: StoreOptions, index: int, table: str) -> TableMessage:
+    layout, initializer, policy = options.rows[table], options.initializers[table], options.evictions[table]
+    first, second = layout.state_slots.get("momentum1"), layout.state_slots.get("momentum2")
+    capacity, kind = options.capacities[table], policy.kind if policy else ""
+    return TableMessage(
+        version=TABLE_VERSION,
+        row_bytes=layout.row_bytes,
+        embedding_dim=layout.embedding_dim,
+        weight_type=_FLOATS[layout.weight_dtype],
+        optimizer=OPTIMIZERS[layout.optimizer].code,
+        momentum1_offset_bytes=first.offset_bytes if first else 0,
+        momentum1_count=first.count if first else 0,
+        momentum1_type=_FLOATS[first.dtype] if first else 0,
+        momentum2_offset_bytes=second.offset_bytes if second else 0,
+        momentum2_count=second.count if second else 0,
+        momentum2_type=_FLOATS[second.dtype] if second else 0,
+        is_uniform=initializer.kind == "uniform",
+        low_bits=_word("<f", initializer.low),
+        span_bits=_word("<f", initializer.span),
+        seed=signed64(options.seed),
+        table_index=index,
+        counts_visits=kind != "score",
+        logs_removals=options.track_changes,
+        capacity=-1 if capacity is None else capacity,
+        ranks_by_count=kind in ("score", "count", "ttl_count"),
+    )
+
+
+def plan_message(plan: RoundPlan) -> torch.Tensor:
+    """Int64 [1, fields]."""
+    policy, cutoff = plan.policy, plan.cutoff or (0, 0)
     # No header holds more than 63 bits; a larger threshold compares the same.
-    return torch.tensor([min(word, 2**63 - 1) for word in words], dtype=torch.int64)
+    ttl_seconds, count_threshold, timestamp_threshold = (
+        min(value, 2**63 - 1) for value in (policy.ttl_seconds, policy.count_threshold, policy.timestamp_threshold)
+    )
+    message = EvictionMessage(
+        version=EVICTION_VERSION,
+        policy=POLICIES.index(policy.kind),
+        ttl_seconds=ttl_seconds,
+        count_threshold=count_threshold,
+        timestamp_threshold=timestamp_threshold,
+        decay_bits=_word("<d", policy.decay),
+        l2_threshold_bits=_word("<d", policy.l2_threshold),
+        now=plan.now,
+        mark=plan.mark,
+        has_cutoff=plan.cutoff is not None,
+        cutoff_score=cutoff[0],
+        cutoff_key=cutoff[1],
+    )
+    return messages(message)
 
 
 def hyper_values(hyper: Hyper) -> torch.Tensor:
-    """Float64 [8], as ``Hyper`` in kv_update.h; rounded to float32 once, there."""
+    """Float64 [8], as ``Hyper`` of csrc/common/optimizers.h; rounded to float32 once, there."""
     values = [hyper.lr, hyper.eps, hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2]
     return torch.tensor([*values, hyper.step_size, hyper.root_correction], dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 
 from fastimpl import ops
 from fastimpl.kvstore.buckets import sort_ids
-from fastimpl.kvstore.native import check_status, format_words, hyper_values, plan_words
+from fastimpl.kvstore.native import check_status, hyper_values, plan_message, table_messages
 from fastimpl.ops import KVFilling, KVHandle
 from twinproof.errors import ConfigError, StoreClosedError
 from twinproof.kvstore import store
@@ -76,7 +76,7 @@ class NativeRows(NativeReader):
     """The rows of a store."""
 
     def __init__(self, options: StoreOptions) -> None:
-        super().__init__(options, KVHandle.create(format_words(options), options.num_shards))
+        super().__init__(options, KVHandle.create(table_messages(options), options.num_shards))
 
     def _change(self, table: str, verb: Callable[..., int], *arguments: Any) -> None:
         check_status(self._call(table, verb, *arguments), table, self.options.capacities[table])
@@ -110,7 +110,7 @@ class NativeRows(NativeReader):
         return RoundPlan(table, policy, now, mark, ids, (score, key) if has_cutoff else None)
 
     def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
-        return self._change_and_count(plan.table, self._handle.evict, ids, plan_words(plan))
+        return self._change_and_count(plan.table, self._handle.evict, ids, plan_message(plan))
 
     def snapshot(self) -> NativeReader:
         taken = self._call_all(self._handle.snapshot)

@@ -51,7 +51,7 @@ class KVHandle:
 
     @classmethod
     def create(cls, formats: torch.Tensor, shard_count: int) -> KVHandle:
-        """An empty store; formats int64 [tables, 19], see ``read_format`` in csrc/kvstore/kvstore.cpp."""
+        """An empty store; formats int64, a ``TableMessage`` for each table."""
         return cls(torch.ops.twinproof.kvstore_create(formats, shard_count))
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class KVHandle:
         return ids, facts.tolist()
 
     def evict(self, table: int, ids: torch.Tensor, plan: torch.Tensor) -> tuple[int, int]:
-        """A status, and how many of the ids the plan, int64 [11], removed."""
+        """A status, and how many of the ids the plan, an ``EvictionMessage``, removed."""
         status, count = torch.ops.twinproof.kvstore_evict(self.tensor, table, ids, plan).tolist()
         return status, count
 

@@ -4,6 +4,7 @@
 // makes the error: 0, kOutOfMemory, or the number of distinct ids that were too many.
 #include "kvstore/args.h"
 #include "kvstore/handles.h"
+#include "kvstore/messages.h"
 
 namespace {
 
@@ -12,8 +13,6 @@ using namespace fastimpl::kvstore;
 using torch::headeronly::ScalarType;
 
 constexpr int64_t kOutOfMemory = -1;
-constexpr int64_t kFormatWords = 19;
-constexpr int64_t kPlanWords = 11;
 
 template <typename Values = std::vector<int64_t>>
 Tensor longs(const Tensor& like, const Values& values) {
@@ -24,23 +23,43 @@ Tensor longs(const Tensor& like, const Values& values) {
 
 float float_word(int64_t word) { return float_of(static_cast<uint32_t>(word)); }
 
-RowFormat read_format(const int64_t* w) {
+double double_word(int64_t word) {
+  double value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+// Row `index` of a matrix of messages. Raises where the caller was built for another version.
+template <typename Message>
+Message read_message(const Tensor& words, int64_t index, const char* name) {
+  constexpr int64_t kCount = sizeof(Message) / sizeof(int64_t);
+  check(words, ScalarType::Long, 2, name);
+  STD_TORCH_CHECK(words.size(1) == kCount && index < words.size(0), name, ": got ", words.size(1), " words, expected ",
+                  kCount);
+  Message message;
+  std::memcpy(&message, static_cast<const int64_t*>(words.data_ptr()) + index * kCount, sizeof message);
+  STD_TORCH_CHECK(message.version == Message::kVersion, name, ": got version ", message.version, ", expected ",
+                  Message::kVersion);
+  return message;
+}
+
+RowFormat format_of(const TableMessage& m) {
   RowFormat format{};
-  format.row_bytes = w[0];
-  format.dim = w[1];
-  format.weight_type = static_cast<Float>(w[2]);
-  format.optimizer = static_cast<Optimizer>(w[3]);
-  format.momentum1 = {w[4], w[5], static_cast<Float>(w[6])};
-  format.momentum2 = {w[7], w[8], static_cast<Float>(w[9])};
-  format.uniform = w[10] != 0;
-  format.low = float_word(w[11]);
-  format.span = float_word(w[12]);
+  format.row_bytes = m.row_bytes;
+  format.dim = m.embedding_dim;
+  format.weight_type = static_cast<Float>(m.weight_type);
+  format.optimizer = static_cast<Optimizer>(m.optimizer);
+  format.momentum1 = {m.momentum1_offset_bytes, m.momentum1_count, static_cast<Float>(m.momentum1_type)};
+  format.momentum2 = {m.momentum2_offset_bytes, m.momentum2_count, static_cast<Float>(m.momentum2_type)};
+  format.uniform = m.is_uniform != 0;
+  format.low = float_word(m.low_bits);
+  format.span = float_word(m.span_bits);
   // Unsigned: the sum wraps.
-  format.table_word = mix(static_cast<uint64_t>(w[13]) + kGolden * static_cast<uint64_t>(w[14] + 1));
-  format.counts_visits = w[15] != 0;
-  format.logs_removals = w[16] != 0;
-  format.capacity = w[17];
-  format.ranks_by_count = w[18] != 0;
+  format.table_word = mix(static_cast<uint64_t>(m.seed) + kGolden * static_cast<uint64_t>(m.table_index + 1));
+  format.counts_visits = m.counts_visits != 0;
+  format.logs_removals = m.logs_removals != 0;
+  format.capacity = m.capacity;
+  format.ranks_by_count = m.ranks_by_count != 0;
   return format;
 }
 
@@ -52,13 +71,11 @@ bool holds(const RowFormat& format, const StateSlot& slot) {
 }
 
 Tensor kvstore_create(Tensor formats, int64_t shard_count) {
-  check(formats, ScalarType::Long, 2, "formats");
-  STD_TORCH_CHECK(formats.size(1) == kFormatWords && formats.size(0) >= 1, "formats: got ", formats.size(1),
-                  " words, expected ", kFormatWords);
+  STD_TORCH_CHECK(formats.size(0) >= 1, "formats: got no table");
   STD_TORCH_CHECK(shard_count >= 1 && shard_count <= 4096, "shard_count: got ", shard_count, ", expected 1 to 4096");
   auto store = std::make_shared<Store>();
   for (int64_t t = 0; t < formats.size(0); ++t) {
-    const RowFormat format = read_format(static_cast<const int64_t*>(formats.data_ptr()) + t * kFormatWords);
+    const RowFormat format = format_of(read_message<TableMessage>(formats, t, "formats"));
     STD_TORCH_CHECK(format.dim >= 1 && format.row_bytes >= kHeaderBytes && format.row_bytes < int64_t{1} << 40 &&
                         format.dim < format.row_bytes && static_cast<int64_t>(format.weight_type) >= 0 &&
                         static_cast<int64_t>(format.weight_type) <= 2 && static_cast<int64_t>(format.optimizer) >= 0 &&
@@ -236,30 +253,22 @@ std::tuple<Tensor, Tensor> kvstore_begin_round(Tensor handle, int64_t table_inde
   return {longs(handle, list_ids(table, parallel_of(), INT64_MIN, INT64_MAX, nullptr)), longs(handle, facts)};
 }
 
-double double_word(int64_t word) {
-  double value;
-  std::memcpy(&value, &word, sizeof value);
-  return value;
-}
-
 // Returns [status, rows evicted].
 Tensor kvstore_evict(Tensor handle, int64_t table_index, Tensor ids, Tensor plan) {
   const int64_t* const keys = ids_of(ids);
-  check(plan, ScalarType::Long, 1, "plan");
-  STD_TORCH_CHECK(plan.numel() == kPlanWords, "plan: got ", plan.numel(), " words, expected ", kPlanWords);
-  const auto* const w = static_cast<const int64_t*>(plan.data_ptr());
-  STD_TORCH_CHECK(w[0] >= 0 && w[0] <= 5, "plan: got policy ", w[0]);
-  const EvictionPlan chosen{static_cast<Policy>(w[0]),
-                            w[1],
-                            w[2],
-                            w[3],
-                            double_word(w[4]),
-                            double_word(w[5]),
-                            w[6],
-                            static_cast<uint64_t>(w[7]),
-                            w[8] != 0,
-                            static_cast<uint64_t>(w[9]),
-                            w[10]};
+  const auto m = read_message<EvictionMessage>(plan, 0, "plan");
+  STD_TORCH_CHECK(m.policy >= 0 && m.policy <= static_cast<int64_t>(Policy::kScore), "plan: got policy ", m.policy);
+  const EvictionPlan chosen{static_cast<Policy>(m.policy),
+                            m.ttl_seconds,
+                            m.count_threshold,
+                            m.timestamp_threshold,
+                            double_word(m.decay_bits),
+                            double_word(m.l2_threshold_bits),
+                            m.now,
+                            static_cast<uint64_t>(m.mark),
+                            m.has_cutoff != 0,
+                            static_cast<uint64_t>(m.cutoff_score),
+                            m.cutoff_key};
   int64_t evicted_count = 0;
   const int64_t status = change_table(handle, table_index, 0, [&](Table& table, Change change) {
     compact_when_long(table);
