@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, assert_same_bytes
+from twinproof.optimizers import OPTIMIZERS as KINDS
 
 EXTREMES = (0, 1, -1, 2**31, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1)
-OPTIMIZERS = ("none", "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+OPTIMIZERS = tuple(KINDS)
 WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {2: torch.int16, 4: torch.int32}
 

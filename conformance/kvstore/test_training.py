@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
 from conformance.kvstore.support import Clock, assert_bits, assert_contents, contents, ids_of, store_of
 from twinproof.errors import ConfigError, ShapeError
+from twinproof.optimizers import FUSED_OPTIMIZERS
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 LR, EPS, BETA1, BETA2 = 0.05, 1e-8, 0.9, 0.999
 
 
@@ -44,7 +44,7 @@ def dense_steps(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor],
 )
 def test_steps(kvstore: Any, tmp_path: Path, tolerance_factor: float) -> None:
     generator = torch.Generator().manual_seed(4)
-    for optimizer in OPTIMIZERS:
+    for optimizer in FUSED_OPTIMIZERS:
         layout, clock = kvstore.RowLayout(12, optimizer=optimizer), Clock()
         store = store_of(kvstore, layout, clock=clock, initializer=kvstore.Initializer.uniform(-1, 1))
         ids = ids_of(range(-20, 20))
@@ -72,7 +72,7 @@ def test_steps(kvstore: Any, tmp_path: Path, tolerance_factor: float) -> None:
 )
 @examples(30)
 @given(
-    st.sampled_from(OPTIMIZERS),
+    st.sampled_from(FUSED_OPTIMIZERS),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.lists(st.integers(-2, 2), min_size=1, max_size=12),
     st.integers(1, 30),

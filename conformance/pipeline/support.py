@@ -14,11 +14,11 @@ import torch
 
 from conformance.harness import assert_same_tensor
 from refimpl.optimizers import Hyper, update
+from twinproof.optimizers import FUSED_OPTIMIZERS
+from twinproof.optimizers import OPTIMIZERS as KINDS
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+OPTIMIZERS = FUSED_OPTIMIZERS
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ROWWISE = {"rowwise_adagrad": ("momentum1",), "partial_rowwise_adam": ("momentum2",)}
-STATES = {"sgd": (), "adam": ("momentum1", "momentum2"), "partial_rowwise_adam": ("momentum1", "momentum2")}
 
 
 def generator_of(seed: int) -> torch.Generator:
@@ -111,8 +111,7 @@ class NaiveTable:
     def __post_init__(self) -> None:
         self.weight = self.weight.clone()
         rows, columns = self.weight.shape
-        for name in STATES.get(self.optimizer, ("momentum1",)):
-            width = 1 if name in ROWWISE.get(self.optimizer, ()) else columns
+        for name, width in KINDS[self.optimizer].widths(columns).items():
             self.states.setdefault(name, torch.zeros(rows, width))
 
     @property

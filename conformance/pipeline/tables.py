@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from conformance.pipeline.support import DTYPES, Jagged, Naive, generator_of
 from refimpl.optimizers import Hyper
+from twinproof.optimizers import OPTIMIZERS
 from twinproof.pipeline.config import EmbeddingBagConfig, PoolingType
 
 __all__ = ["Arguments", "draw_arguments"]
 
 DIMS = (1, 3, 4, 8, 13, 16, 20, 33, 64, 100)
 LR = 0.1
-_FULL = {"momentum1": ("adagrad", "adam", "partial_rowwise_adam"), "momentum2": ("adam",)}
-_ROWWISE = {"momentum1": ("rowwise_adagrad",), "momentum2": ("partial_rowwise_adam",)}
 
 
 @dataclass
@@ -68,10 +67,11 @@ class Arguments:
         count = int(offsets[-1])
         momenta = []
         for name in ("momentum1", "momentum2"):
-            widths = [dim if optimizer in _FULL[name] else 0 for dim in dims]
+            widths = [OPTIMIZERS[optimizer].widths(dim).get(name, 0) for dim in dims]
+            is_row_wise = any(state.is_row_wise for state in OPTIMIZERS[optimizer].states if state.name == name)
             full = [torch.rand(rows, width, generator=generator) if width else torch.empty(0) for width in widths]
             one = [torch.rand(rows, generator=generator) for _ in dims]
-            momenta.append(one if optimizer in _ROWWISE[name] else full)
+            momenta.append(one if is_row_wise else full)
         return cls(
             tables,
             momenta[0],
