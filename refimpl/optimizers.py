@@ -77,14 +77,12 @@ def rowwise_adagrad(
     return weight - step, {"momentum1": momentum1}
 
 
-def _adam(
-    weight: torch.Tensor, grad: torch.Tensor, square: torch.Tensor, states: States, hyper: Hyper
-) -> tuple[torch.Tensor, States]:
+def _adam_step(grad: torch.Tensor, square: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
     momentum1 = _float32(hyper.beta1) * states["momentum1"] + _float32(1 - hyper.beta1) * grad
     momentum2 = _float32(hyper.beta2) * states["momentum2"] + _float32(1 - hyper.beta2) * square
     denominator = _root(momentum2) / _float32(hyper.root_correction) + _float32(hyper.eps)
     step = (_float32(hyper.step_size) * momentum1) / denominator
-    return weight - step, {"momentum1": momentum1, "momentum2": momentum2}
+    return step, {"momentum1": momentum1, "momentum2": momentum2}
 
 
 def adam(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
@@ -92,14 +90,27 @@ def adam(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper)
 
     a is ``Hyper.step_size``, c ``Hyper.root_correction``.
     """
-    return _adam(weight, grad, grad * grad, states, hyper)
+    step, advanced = _adam_step(grad, grad * grad, states, hyper)
+    return weight - step, advanced
 
 
 def partial_rowwise_adam(
     weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
 ) -> tuple[torch.Tensor, States]:
     """Adam with one ``m2`` a row, fed with the mean of ``g * g`` over the row."""
-    return _adam(weight, grad, row_sum(grad * grad) / _float32(grad.shape[1]), states, hyper)
+    step, advanced = _adam_step(grad, row_sum(grad * grad) / _float32(grad.shape[1]), states, hyper)
+    return weight - step, advanced
+
+
+def lamb(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
+    """Adam, each row's step s scaled to the norm of its weights: ``w -= (lr * |w|) / |s| * s`` (arXiv 1904.00962).
+
+    The scale is 1 where either norm is zero or not a number.
+    """
+    step, advanced = _adam_step(grad, grad * grad, states, hyper)
+    norm, length = _root(row_sum(weight * weight)), _root(row_sum(step * step))
+    scale = torch.where((norm > 0) & (length > 0), (_float32(hyper.lr) * norm) / length, 1.0)
+    return weight - scale * step, advanced
 
 
 FORMULAS = {
@@ -108,6 +119,7 @@ FORMULAS = {
     "rowwise_adagrad": rowwise_adagrad,
     "adam": adam,
     "partial_rowwise_adam": partial_rowwise_adam,
+    "lamb": lamb,
 }
 
 

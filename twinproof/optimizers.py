@@ -53,6 +53,7 @@ OPTIMIZERS = {
         OptimizerKind(
             "partial_rowwise_adam", 5, "PartialRowWiseAdam", (StateKind("momentum2", True), StateKind("momentum1"))
         ),
+        OptimizerKind("lamb", 6, "LAMB", (StateKind("momentum1"), StateKind("momentum2"))),
     )
 }
 FUSED_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "none")

@@ -125,6 +125,7 @@ def test_closed_forms(kvstore: Any, arguments: tuple[int, torch.dtype, str, dict
         "adagrad": {"momentum1": (begin, dim * one)},
         "rowwise_adagrad": {"momentum1": (begin, 4)},
         "adam": {"momentum1": (begin, dim * one), "momentum2": (second, dim * two)},
+        "lamb": {"momentum1": (begin, dim * one), "momentum2": (second, dim * two)},
         "partial_rowwise_adam": {"momentum2": (begin, two), "momentum1": (begin + up(two, 4), dim * one)},
     }.get(optimizer, {})
     got = {n: (s.offset_bytes, s.count * s.dtype.itemsize) for n, s in layout.state_slots.items()}
@@ -223,7 +224,7 @@ def test_refused_layouts(kvstore: Any) -> None:
         (2.0,),
         (4, torch.float64),
         (4, torch.int32),
-        (4, torch.float32, "lamb"),
+        (4, torch.float32, "madgrad"),
         (4, torch.float32, "sgd", {"momentum1": torch.float32}),
         (4, torch.float32, "adam", {"momentum3": torch.float32}),
         (4, torch.float32, "rowwise_adagrad", {"momentum1": torch.float16}),

@@ -33,7 +33,12 @@ def dense_steps(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor],
         else:
             m1 = BETA1 * m1 + (1 - BETA1) * g
             m2 = BETA2 * m2 + (1 - BETA2) * square
-            w = w - LR / (1 - BETA1**step) * m1 / (m2.sqrt() / (1 - BETA2**step) ** 0.5 + EPS)
+            change = LR / (1 - BETA1**step) * m1 / (m2.sqrt() / (1 - BETA2**step) ** 0.5 + EPS)
+            w = (
+                w
+                - (LR * w.norm(dim=1, keepdim=True) / change.norm(dim=1, keepdim=True) if optimizer == "lamb" else 1)
+                * change
+            )
     return w
 
 
@@ -137,7 +142,32 @@ def one_step(
     m1 = f32(BETA1) * m1 + f32(1 - BETA1) * g
     m2 = f32(BETA2) * m2 + f32(1 - BETA2) * (mean if "rowwise" in optimizer else g * g)
     denominator = root(m2) / f32((1 - BETA2**step) ** 0.5) + f32(1e-8)
-    return w - (f32(LR / (1 - BETA1**step)) * m1) / denominator, m1, m2
+    change = (f32(LR / (1 - BETA1**step)) * m1) / denominator
+    if optimizer == "lamb":
+        norm, length = root(lanes_sum(w * w)), root(lanes_sum(change * change))
+        change = ((f32(LR) * norm) / length if norm > 0 and length > 0 else f32(1.0)) * change
+    return w - change, m1, m2
+
+
+@requirement(
+    "KV-160",
+    "LAMB MUST scale the step of each row to the norm of its weights, by itself; a row of zeros and a row without a "
+    "gradient MUST be stepped as by Adam.",
+)
+def test_scaled_rows(kvstore: Any) -> None:
+    weights = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1.0, -2.0, 2.0]])
+    grads = torch.tensor([[1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    found: dict[str, torch.Tensor] = {}
+    for optimizer in ("lamb", "adam"):
+        store = store_of(kvstore, kvstore.RowLayout(3, optimizer=optimizer))
+        store.set("t", ids_of([1, 2, 3]), weights)
+        store.apply_gradients("t", ids_of([1, 2, 3]), grads, LR)
+        found[optimizer] = store.get("t", ids_of([1, 2, 3]))
+    assert_bits(found["lamb"][1:], found["adam"][1:], where="a row of zeros, and one without a gradient")
+    for row in range(3):
+        empty = torch.zeros(3)
+        expected, _, _ = one_step("lamb", weights[row], grads[row], empty, empty, 1)
+        assert_bits(found["lamb"][row], expected, where=f"row {row}")
 
 
 @requirement(

@@ -10,11 +10,12 @@ from conformance.kvstore.planted import (
     operators,
     real,
     saving,
+    training,
     waiting,
     writing,
 )
 
-_MODULES = (hazards, writing, saving, loading, lifecycle, corners, bounds, waiting, operators, real, moving)
+_MODULES = (hazards, writing, saving, loading, lifecycle, corners, bounds, waiting, operators, real, moving, training)
 PLANTED = tuple(bug for module in _MODULES for bug in module.PLANTED)
 
 __all__ = ["PLANTED"]

@@ -8,11 +8,12 @@
 #include <type_traits>
 
 #include "common/floats.h"
+#include "common/sums.h"
 
 namespace fastimpl {
 
-enum class Optimizer : int64_t { kNone = 0, kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kPartialRowwiseAdam };
-constexpr int64_t kOptimizerCount = 6;
+enum class Optimizer : int64_t { kNone = 0, kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kPartialRowwiseAdam, kLamb };
+constexpr int64_t kOptimizerCount = 7;
 
 struct Hyper {
   float lr, eps, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction;
@@ -23,19 +24,23 @@ FASTIMPL_BOTH constexpr int64_t momentum1_width(Optimizer optimizer, int64_t dim
   switch (optimizer) {
     case Optimizer::kAdagrad:
     case Optimizer::kAdam:
-    case Optimizer::kPartialRowwiseAdam: return dim;
+    case Optimizer::kPartialRowwiseAdam:
+    case Optimizer::kLamb: return dim;
     case Optimizer::kRowwiseAdagrad: return 1;
     default: return 0;
   }
 }
 FASTIMPL_BOTH constexpr int64_t momentum2_width(Optimizer optimizer, int64_t dim) {
-  return optimizer == Optimizer::kAdam ? dim : optimizer == Optimizer::kPartialRowwiseAdam ? 1 : 0;
+  if (optimizer == Optimizer::kPartialRowwiseAdam) return 1;
+  return optimizer == Optimizer::kAdam || optimizer == Optimizer::kLamb ? dim : 0;
 }
 
-// Whether the elements of a row share a denominator, which `row_denominator` gives.
+// Whether the elements of a row share a denominator, which `row_denominator` gives; or a scale, see `row_scale`.
 FASTIMPL_BOTH constexpr bool is_row_wise(Optimizer optimizer) {
   return optimizer == Optimizer::kRowwiseAdagrad || optimizer == Optimizer::kPartialRowwiseAdam;
 }
+
+FASTIMPL_BOTH constexpr bool is_scaled(Optimizer optimizer) { return optimizer == Optimizer::kLamb; }
 
 // Advances the momentum that a row has once by the mean of its squared gradients.
 FASTIMPL_BOTH FASTIMPL_INLINE float row_denominator(Optimizer optimizer, float mean_square, float* momentum1,
@@ -48,9 +53,33 @@ FASTIMPL_BOTH FASTIMPL_INLINE float row_denominator(Optimizer optimizer, float m
   return std::sqrt(*momentum2) / h.root_correction + h.eps;
 }
 
-// What one element of the weight loses. Advances the element's momenta; those of a row-wise optimizer that belong to
-// the row are not looked at. `denominator`: see `row_denominator`.
-FASTIMPL_BOTH FASTIMPL_INLINE float element_step(Optimizer optimizer, float grad, float denominator, float* momentum1,
+FASTIMPL_BOTH FASTIMPL_INLINE void advance_adam(float grad, float* momentum1, float* momentum2, const Hyper& h) {
+  *momentum1 = h.beta1 * *momentum1 + h.one_minus_beta1 * grad;
+  *momentum2 = h.beta2 * *momentum2 + h.one_minus_beta2 * (grad * grad);
+}
+
+FASTIMPL_BOTH FASTIMPL_INLINE float adam_change(float momentum1, float momentum2, const Hyper& h) {
+  return (h.step_size * momentum1) / (std::sqrt(momentum2) / h.root_correction + h.eps);
+}
+
+// LAMB: advances all momenta of a row, and gives the factor of its steps, from the norms of weights and of steps.
+template <typename Weight, typename Grad>
+FASTIMPL_BOTH inline float row_scale(int64_t dim, const Weight& weight, const Grad& grad, float* momentum1,
+                                     float* momentum2, const Hyper& h) {
+  float weights[8] = {}, steps[8] = {};
+  for (int64_t e = 0; e < dim; ++e) {
+    advance_adam(grad(e), momentum1 + e, momentum2 + e, h);
+    const float value = weight(e), step = adam_change(momentum1[e], momentum2[e], h);
+    weights[e % 8] += value * value;
+    steps[e % 8] += step * step;
+  }
+  const float norm = std::sqrt(fold_lanes(weights)), length = std::sqrt(fold_lanes(steps));
+  return norm > 0 && length > 0 ? (h.lr * norm) / length : 1.0F;
+}
+
+// What one element of the weight loses. Advances the element's momenta, but for those that belong to the row or that
+// `row_scale` advanced. `shared`: what `row_denominator` or `row_scale` gave.
+FASTIMPL_BOTH FASTIMPL_INLINE float element_step(Optimizer optimizer, float grad, float shared, float* momentum1,
                                                  float* momentum2, const Hyper& h) {
   switch (optimizer) {
     case Optimizer::kNone: return 0;
@@ -60,19 +89,20 @@ FASTIMPL_BOTH FASTIMPL_INLINE float element_step(Optimizer optimizer, float grad
       *momentum1 = sum;
       return (h.lr * grad) / (std::sqrt(sum) + h.eps);
     }
-    case Optimizer::kRowwiseAdagrad: return (h.lr * grad) / denominator;
+    case Optimizer::kRowwiseAdagrad: return (h.lr * grad) / shared;
     case Optimizer::kAdam: {
-      const float average = h.beta1 * *momentum1 + h.one_minus_beta1 * grad;
-      const float square = h.beta2 * *momentum2 + h.one_minus_beta2 * (grad * grad);
+      float average = *momentum1, square = *momentum2;
+      advance_adam(grad, &average, &square, h);
       *momentum1 = average;
       *momentum2 = square;
-      return (h.step_size * average) / (std::sqrt(square) / h.root_correction + h.eps);
+      return adam_change(average, square, h);
     }
     case Optimizer::kPartialRowwiseAdam: {
       const float average = h.beta1 * *momentum1 + h.one_minus_beta1 * grad;
       *momentum1 = average;
-      return (h.step_size * average) / denominator;
+      return (h.step_size * average) / shared;
     }
+    case Optimizer::kLamb: return shared * adam_change(*momentum1, *momentum2, h);
   }
   return 0;
 }
@@ -90,6 +120,7 @@ FASTIMPL_INLINE void with_formula(Optimizer optimizer, const Body& body) {
     case Optimizer::kRowwiseAdagrad: return body(Formula<Optimizer::kRowwiseAdagrad>());
     case Optimizer::kAdam: return body(Formula<Optimizer::kAdam>());
     case Optimizer::kPartialRowwiseAdam: return body(Formula<Optimizer::kPartialRowwiseAdam>());
+    case Optimizer::kLamb: return body(Formula<Optimizer::kLamb>());
   }
 }
 

@@ -13,14 +13,19 @@ FASTIMPL_INLINE void step_row(float* weight, const float* from, float* momentum1
                               const Hyper& given) {
   // A copy: what is written to the row could otherwise be one of these, and no loop would be vectorised.
   const Hyper h = given;
-  float denominator = 0;
+  float shared = 0;
   if constexpr (is_row_wise(kOptimizer)) {
-    denominator =
+    shared =
         row_denominator(kOptimizer, dot_row<kIsa>(from, from, dim) / static_cast<float>(dim), momentum1, momentum2, h);
+  }
+  if constexpr (is_scaled(kOptimizer)) {
+    const auto value = [weight](int64_t e) FASTIMPL_INLINED { return weight[e]; };
+    const auto grad = [from](int64_t e) FASTIMPL_INLINED { return 0.0F + from[e]; };
+    shared = row_scale(dim, value, grad, momentum1, momentum2, h);
   }
   constexpr bool kHasFirst = momentum1_width(kOptimizer, 2) == 2, kHasSecond = momentum2_width(kOptimizer, 2) == 2;
   for_elements(dim, [=](int64_t e) FASTIMPL_INLINED {
-    weight[e] -= element_step(kOptimizer, 0.0F + from[e], denominator, kHasFirst ? momentum1 + e : nullptr,
+    weight[e] -= element_step(kOptimizer, 0.0F + from[e], shared, kHasFirst ? momentum1 + e : nullptr,
                               kHasSecond ? momentum2 + e : nullptr, h);
   });
 }

@@ -199,18 +199,23 @@ struct StepGrid {
     sums[index] = total;
   }
 
-  // Row-wise optimizers: the row's momentum, and the denominator that its elements share.
+  // What the elements of a row share: the row's momentum and a denominator, or a scale.
   FASTIMPL_BOTH void share(int64_t index) const {
     const int64_t at = window_begin + index;
-    if (!is_first(at) || !is_row_wise(optimizer)) return;
+    if (!is_first(at) || !(is_row_wise(optimizer) || is_scaled(optimizer))) return;
     const GridTable& table = table_at(at);
     const float* const g = sums + index * dim_max;
     const int64_t row = rows[at] - table.base;
-    const float square = lane_sum(
-                             table.dim, [g](int64_t e) { return g[e]; }, [g](int64_t e) { return g[e]; }) /
-                         static_cast<float>(table.dim);
-    shared[index] = row_denominator(optimizer, square, table.momentum1 + row * momentum1_width(optimizer, table.dim),
-                                    table.momentum2 + row * momentum2_width(optimizer, table.dim), h);
+    float* const first = table.momentum1 + row * momentum1_width(optimizer, table.dim);
+    float* const second = table.momentum2 + row * momentum2_width(optimizer, table.dim);
+    const auto grad = [g](int64_t e) { return g[e]; };
+    if (is_scaled(optimizer)) {
+      const auto weight = [&table, row](int64_t e) { return table.load(row * table.dim + e); };
+      shared[index] = row_scale(table.dim, weight, grad, first, second, h);
+    } else {
+      shared[index] =
+          row_denominator(optimizer, lane_sum(table.dim, grad, grad) / static_cast<float>(table.dim), first, second, h);
+    }
   }
 
   FASTIMPL_BOTH void update(int64_t index) const {
@@ -219,8 +224,9 @@ struct StepGrid {
     const GridTable& table = table_at(at);
     if (element >= table.dim) return;
     const int64_t place = (rows[at] - table.base) * table.dim + element;
-    const float step = element_step(optimizer, sums[index], is_row_wise(optimizer) ? shared[slot] : 0,
-                                    table.momentum1 + place, table.momentum2 + place, h);
+    const float step =
+        element_step(optimizer, sums[index], is_row_wise(optimizer) || is_scaled(optimizer) ? shared[slot] : 0,
+                     table.momentum1 + place, table.momentum2 + place, h);
     table.store(place, table.load(place) - step);
   }
 };

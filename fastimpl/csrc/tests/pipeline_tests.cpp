@@ -77,7 +77,7 @@ void add_table(World* w) {
 
 World random_world(int64_t longest) {
   World w;
-  w.optimizer = static_cast<Optimizer>(uniform(1, 5));
+  w.optimizer = static_cast<Optimizer>(uniform(1, fastimpl::kOptimizerCount - 1));
   const int64_t table_count = uniform(1, 3), feature_count = uniform(1, 4);
   for (int64_t t = 0; t < table_count; ++t) add_table(&w);
   w.bag_count = uniform(0, 8);
@@ -189,6 +189,19 @@ void step_naively(World* w, int64_t table, int64_t row, Floats* grad, const Hype
   const float mean_square = eight_lane_sum(squares) / static_cast<float>(t.dim);
   if (w->optimizer == Optimizer::kRowwiseAdagrad) *m1 += mean_square;
   if (w->optimizer == Optimizer::kPartialRowwiseAdam) *m2 = h.beta2 * *m2 + h.one_minus_beta2 * mean_square;
+  float scale = 1;
+  if (w->optimizer == Optimizer::kLamb) {
+    Floats weights(squares.size()), steps(squares.size());
+    for (size_t e = 0; e < weights.size(); ++e) {
+      m1[e] = h.beta1 * m1[e] + h.one_minus_beta1 * (*grad)[e];
+      m2[e] = h.beta2 * m2[e] + h.one_minus_beta2 * squares[e];
+      const float step = (h.step_size * m1[e]) / (std::sqrt(m2[e]) / h.root_correction + h.eps);
+      weights[e] = weight[e] * weight[e];
+      steps[e] = step * step;
+    }
+    const float norm = std::sqrt(eight_lane_sum(weights)), length = std::sqrt(eight_lane_sum(steps));
+    if (norm > 0 && length > 0) scale = (h.lr * norm) / length;
+  }
   for (size_t e = 0; e < weight.size(); ++e) {
     const float g = (*grad)[e];
     switch (w->optimizer) {
@@ -203,6 +216,9 @@ void step_naively(World* w, int64_t table, int64_t row, Floats* grad, const Hype
         m1[e] = h.beta1 * m1[e] + h.one_minus_beta1 * g;
         m2[e] = h.beta2 * m2[e] + h.one_minus_beta2 * squares[e];
         weight[e] -= (h.step_size * m1[e]) / (std::sqrt(m2[e]) / h.root_correction + h.eps);
+        break;
+      case Optimizer::kLamb:
+        weight[e] -= scale * ((h.step_size * m1[e]) / (std::sqrt(m2[e]) / h.root_correction + h.eps));
         break;
       case Optimizer::kPartialRowwiseAdam:
         m1[e] = h.beta1 * m1[e] + h.one_minus_beta1 * g;
