@@ -118,6 +118,6 @@ def test_refusals(pipeline: Any) -> None:
         with raises(ConfigError):
             pipeline.ShardedEmbeddingBagCollection(collection, plan)
     with raises(ConfigError):
-        pipeline.FusedOptimizer("lamb")
+        pipeline.FusedOptimizer("madgrad")
     with raises(ConfigError):
         pipeline.FusedOptimizer("sgd", lr=float("nan"))
