@@ -1,8 +1,7 @@
 """The model that the seed's figures were taken with, of any size, on any device; one model for all schedules.
 
 Half of the tables are weighted. The optimizer of the tables is Adagrad, that of the dense part SGD; the over-arch is a
-layer from all pooled columns to ``width`` and five from ``width`` to ``width``, each with a layer norm that gates it
-(facts/pipeline.md 4.2).
+layer from all pooled columns to ``width`` and five from ``width`` to ``width``, each with a layer norm that gates it.
 """
 
 from __future__ import annotations

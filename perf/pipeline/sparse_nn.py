@@ -1,7 +1,7 @@
 """SparseNN: sharded tables, a dense bottom and top, trained on every rank, by this project and by torchrec.
 
 Each rank has a run of tables, so that pooled columns stand in one order everywhere. The optimizer of the tables is
-Adagrad, that of the dense part SGD, as in the benchmark of torchrec PR 2916 (facts/pipeline.md 4.2); a second job has
+Adagrad, that of the dense part SGD, as in the benchmark of torchrec PR 2916; a second job has
 row-wise Adagrad. Every contender trains its own model on the same batches; predictions of the first steps are compared.
 """
 
