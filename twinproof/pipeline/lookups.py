@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -44,13 +44,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class HeldTable:
-    """One table in memory: ``weight`` [E, D], float32 ``states`` [E, D] or [E, 1], and whether bags are means."""
+class HeldTable(NamedTuple):
+    """One table in memory: ``weight`` [E, D], whether bags are means, and float32 ``states`` [E, D] or [E, 1].
+
+    Only ``Lookup.update`` is given states.
+    """
 
     weight: torch.Tensor
     is_mean: bool = False
-    states: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    states: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Lookup(Protocol):
@@ -287,8 +289,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
                 raise ShapeError("offsets do not cut the ids", got=ends, expected=(0, bags.indices.numel()))
 
     def _held(self) -> list[HeldTable]:
-        tables = enumerate(self.tables)
-        return [HeldTable(self.weight(index), table.is_mean, self.states(index)) for index, table in tables]
+        return [HeldTable(self.weight(index), table.is_mean) for index, table in enumerate(self.tables)]
 
     def _pool(self, bags: Bags) -> torch.Tensor:
         return self._engine.pool(self._held(), self.feature_tables, bags)
@@ -299,8 +300,9 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def _step(self, bags: Bags, grad: torch.Tensor) -> None:
         if self._counts:
             self.fused_optimizer.count_step()
-        handle = self.fused_optimizer
-        self._engine.update(self._held(), self.feature_tables, bags, grad, handle.config.kind, handle.hyper())
+        handle, held = self.fused_optimizer, self._held()
+        with_states = [table._replace(states=self.states(index)) for index, table in enumerate(held)]
+        self._engine.update(with_states, self.feature_tables, bags, grad, handle.config.kind, handle.hyper())
 
 
 def check_bounds(
