@@ -61,9 +61,7 @@ class AllToAll:
         if cut.is_stored:
             owners = self.layout.owners(bags.indices, cut.tables[0])
         else:
-            # Blocks as ``RowWise`` cuts them.
-            sizes = [-(-self.layout.tables[table].num_embeddings // self.layout.world_size) for table in cut.tables]
-            blocks = torch.tensor(sizes)
+            blocks = torch.tensor([self.layout.block_rows(table) for table in cut.tables])
         lengths, ids, weights, positions = ops.bucketize(
             bags.indices.contiguous(), bags.offsets, bags.weights, blocks, self.layout.world_size, destinations=owners
         )

@@ -90,9 +90,14 @@ class Shard:
         return self.columns[1] - self.columns[0]
 
 
+def _block(size: int, count: int) -> int:
+    """The size of all blocks but the last ones: ceil(size / count)."""
+    return -(-size // count)
+
+
 def _blocks(size: int, count: int) -> list[tuple[int, int]]:
-    """[0, size) in blocks of ceil(size / count); the empty ones at the end are left out."""
-    block = -(-size // count)
+    """[0, size) in blocks of one size; the empty ones at the end are left out."""
+    block = _block(size, count)
     return [(begin, min(begin + block, size)) for begin in range(0, size, block)]
 
 
@@ -177,7 +182,7 @@ class RowWise(ShardingKind):
 
     def owners(self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int) -> torch.Tensor:
         """By block."""
-        return torch.div(ids, -(-table.num_embeddings // world), rounding_mode="floor")
+        return torch.div(ids, _block(table.num_embeddings, world), rounding_mode="floor")
 
 
 class DataParallel(ShardingKind):
@@ -378,6 +383,10 @@ class Layout:
         if len(features) == len(self.feature_tables):
             return bags
         return joined([bags.feature(feature, len(self.feature_tables)) for feature in features])
+
+    def block_rows(self, table: int) -> int:
+        """Rows of each rank's block of a table that is cut by rows."""
+        return _block(self.tables[table].num_embeddings, self.world_size)
 
     def owners(self, ids: torch.Tensor, table: int) -> torch.Tensor:
         """The rank of each id of a table that is cut by rows or by bucket, int64 [n]."""
