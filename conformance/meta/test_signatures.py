@@ -1,7 +1,8 @@
 """An argument that is accepted and does nothing is an error: no public function has one.
 
 Looks at the source of both implementations. A parameter counts as used when it is read; one that is only stored in an
-attribute counts when the attribute is read anywhere. ``del`` is no use, and neither is a store that nobody reads.
+attribute counts when the attribute is read anywhere. ``del`` is no use, and neither is a store that nobody reads. An
+argument that a Protocol names counts when one of its implementations reads it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ _OF_AN_INTERFACE: dict[str, str] = {
     "twinproof/engine.py: InlineEngine.holds(tensor=)": "an engine without streams",
     "twinproof/engine.py: InlineEngine.stage(name=)": "stages are named for engines that record",
     "twinproof/engine.py: CudaEngine.stream(name=)": "streams are named for engines that record",
+    "twinproof/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
+    "twinproof/offload/offloader.py: OptimizerStateOffloader.to_device(for_good=)": "each tensor has memory of its own",
+    "twinproof/pipeline/modules.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
+    "twinproof/pipeline/schedules.py: TrainPipelineFusedSparseDist.__init__(defer_dp_lookup=)": "True always holds",
+    "fastimpl/pipeline/stages.py: StreamedBatch.__init__(host_batch=)": "kept alive until its copy is over",
 }
 
 
@@ -74,6 +80,25 @@ def _stored_in(function: ast.FunctionDef, name: str) -> set[str] | None:
     return None if any(id(read) not in stores for read in reads) else attributes
 
 
+def _is_interface(node: ast.AST) -> bool:
+    """Whether a class is a Protocol or abstract."""
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in getattr(node, "bases", [])]
+    return any(isinstance(base, ast.Name) and base.id in ("Protocol", "ABC") for base in bases)
+
+
+def _read_of_interfaces(sources: list[tuple[str, ast.Module]]) -> set[tuple[str, str]]:
+    """(method, argument) that an interface of ours names, and at least one method of that name reads."""
+    classes = [node for _, tree in sources for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = [(node, each) for node in classes for each in node.body if isinstance(each, ast.FunctionDef)]
+    named = {(each.name, arg.arg) for node, each in methods if _is_interface(node) for arg in each.args.args}
+    return {
+        (each.name, arg.arg)
+        for _, each in methods
+        for arg in each.args.args
+        if (each.name, arg.arg) in named and not _is_abstract(each) and _stored_in(each, arg.arg) is None
+    }
+
+
 def unused_arguments() -> list[str]:
     """``file: function(argument=)`` for each that does nothing."""
     sources = list(_sources())
@@ -83,12 +108,14 @@ def unused_arguments() -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    found = []
+    found, shared = [], _read_of_interfaces(sources)
     for place, tree in sources:
         for name, function in _functions(tree):
             arguments = function.args
             for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
                 if argument.arg in ("self", "cls") or argument.arg.startswith("_"):
+                    continue
+                if (name.rpartition(".")[2], argument.arg) in shared:
                     continue
                 stored = _stored_in(function, argument.arg)
                 if stored is not None and not stored & read:

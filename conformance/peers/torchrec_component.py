@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from twinproof.pipeline.config import FusedOptimizer
-from twinproof.pipeline.shards import Shard
+from twinproof.pipeline.sharding import Shard
 
 __all__ = ["pipeline"]
 

@@ -20,4 +20,4 @@ def test_any_program(pipeline: Any) -> None:
         pass
 
     Machine.pipeline = pipeline
-    run_machine(Machine, settings=settings(examples(40), stateful_step_count=15))
+    run_machine(Machine, settings=settings(examples(100), stateful_step_count=20))

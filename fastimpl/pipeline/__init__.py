@@ -40,9 +40,9 @@ from refimpl.pipeline import (
 )
 
 if TYPE_CHECKING or ops.available():
-    from fastimpl.pipeline.bags import TableBatchedEmbeddingBags
-    from fastimpl.pipeline.embeddings import EmbeddingBagCollection, EmbeddingCollection
+    from fastimpl.pipeline.exchange import ShardedEmbeddingBagCollection
     from fastimpl.pipeline.input_dist import fuse_input_dists
+    from fastimpl.pipeline.lookups import EmbeddingBagCollection, EmbeddingCollection, TableBatchedEmbeddingBags
     from fastimpl.pipeline.schedules import (
         EvalPipelineFusedSparseDist,
         EvalPipelineSparseDist,
@@ -52,7 +52,6 @@ if TYPE_CHECKING or ops.available():
         TrainPipelineSemiSync,
         TrainPipelineSparseDist,
     )
-    from fastimpl.pipeline.sharded import ShardedEmbeddingBagCollection
 else:
     from refimpl.pipeline import (
         EmbeddingBagCollection,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from fastimpl import ops
 from fastimpl.pipeline.route import Route
 from twinproof.kvstore.statedict import gathered
-from twinproof.pipeline.awaitables import Awaitable
 from twinproof.pipeline.jagged import Bags, offsets_of
+from twinproof.pipeline.sharding import Awaitable, Layout, ShardedContext
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
 
@@ -94,16 +94,22 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
     """One module's exchange. Sizes are sent by ``fuse_input_dists``, or at the first ``wait``.
 
     Args:
-        module: a ``ShardedEmbeddingBagCollection``.
+        layout, route: of the tables.
         ctx: gets the strides of all ranks.
         segments: this rank's, or None where ``failure`` says why there are none.
         failure: what this rank raised; every rank raises the first rank's.
     """
 
-    def __init__(self, module: Any, ctx: Any, segments: Segments | None, failure: Exception | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        route: Route,
+        ctx: ShardedContext,
+        segments: Segments | None,
+        failure: Exception | None = None,
+    ) -> None:
         super().__init__(self._receive)
-        self._module, self._ctx, self._segments, self._failure = module, ctx, segments, failure
-        self._route: Route = module.route
+        self.layout, self._route, self._ctx, self._segments, self._failure = layout, route, ctx, segments, failure
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
@@ -111,12 +117,12 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
     @property
     def group(self) -> Any:
         """The ranks."""
-        return self._module.process_group
+        return self.layout.process_group
 
     @property
     def splits(self) -> tuple[list[int], list[int]]:
         """Words sent to each rank, and received from each."""
-        counts, mine = self._route.slot_counts, self._route.slot_counts[self._module.rank]
+        counts, mine = self._route.slot_counts, self._route.slot_counts[self.layout.rank]
         return [_HEAD + count for count in counts], [_HEAD + mine] * len(counts)
 
     def _sizes(self) -> torch.Tensor:
@@ -124,7 +130,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         counts, order = self._route.slot_counts, self._route.order
         if self._segments is None:
             return torch.cat([torch.tensor([0, 1, 0] + [0] * count) for count in counts])
-        segment_count = self._module.segment_count
+        segment_count = self._route.segment_count
         self._ends = self._segments.ends(segment_count)
         self._sent = self._ends.diff()[order]
         head = torch.tensor([self._segments.stride, 0, self._segments.positions is not None])
@@ -132,14 +138,14 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         return torch.cat(parts)
 
     def _receive(self) -> Awaitable[list[Bags]]:
-        if self._module.world_size == 1:
+        if self.layout.world_size == 1:
             self.received = self.words
         elif self.received is None:
             fuse_input_dists([self])
         if self.request is not None:
             self.request.wait()
         assert self.received is not None
-        rows = self.received.reshape(self._module.world_size, -1).tolist()
+        rows = self.received.reshape(self.layout.world_size, -1).tolist()
         if any(row[1] for row in rows):
             self._raise_first()
         self._ctx.strides = [row[0] for row in rows]
@@ -159,9 +165,9 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         sent = [sum(part) for part in _split(self._sent.tolist(), counts)]
         stride, strides = segments.stride, self._ctx.strides
         ids = _blocks(segments.indices, self._ends[:-1][order], self._sent, sum(sent))
-        lengths = segments.lengths.reshape(self._module.segment_count, stride)[order].reshape(-1)
+        lengths = segments.lengths.reshape(self._route.segment_count, stride)[order].reshape(-1)
         received = [sum(row) for row in sizes]
-        mine = counts[self._module.rank]
+        mine = counts[self.layout.rank]
         pieces = zip(torch.split(lengths, [count * stride for count in counts]), torch.split(ids, sent), strict=True)
         words = torch.cat([part for pair in pieces for part in pair])
         out_words = [mine * other + count for other, count in zip(strides, received, strict=True)]
@@ -178,7 +184,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         return Awaitable(lambda: self._arrange(requests, sizes, out_words))
 
     def _send(self, data: torch.Tensor, out: list[int], sent: list[int]) -> tuple[torch.Tensor, Any]:
-        if self._module.world_size == 1:
+        if self.layout.world_size == 1:
             return data, None
         result = torch.empty(sum(out), dtype=data.dtype, device=data.device)
         return result, dist.all_to_all_single(result, data, out, sent, group=self.group, async_op=True)
@@ -190,7 +196,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
                 request.wait()
         words, strides = requests[0][0], self._ctx.strides
         at = [0, *accumulate(ends)]
-        slots = range(self._route.slot_counts[self._module.rank])
+        slots = range(self._route.slot_counts[self.layout.rank])
         lengths = [(at[r] + slot * stride, stride) for slot in slots for r, stride in enumerate(strides)]
         starts = [list(accumulate([at[r] + len(slots) * strides[r], *row])) for r, row in enumerate(sizes)]
         ids = [(starts[r][slot], row[slot]) for slot in slots for r, row in enumerate(sizes)]
@@ -210,7 +216,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         """The bags of each lookup."""
         result, slot, at = [], 0, 0
         samples = sum(self._ctx.strides)
-        for group in self._module.groups:
+        for group in self.layout.groups:
             until = slot + len(group.slots)
             count = sum(sum(row[slot:until]) for row in sizes)
             part = slice(at, at + count)
@@ -231,7 +237,7 @@ def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
     What ``input_dist`` returned and nobody has waited for yet; those that were exchanged already are left out.
     """
     waiting = [each for each in dists if isinstance(each, InputDist) and each.received is None]
-    waiting = [each for each in waiting if each._module.world_size > 1]
+    waiting = [each for each in waiting if each.layout.world_size > 1]
     if not waiting:
         return
     sent, received = zip(*(each.splits for each in waiting), strict=True)

@@ -4,8 +4,6 @@ A program is what a ``Recorder`` saw: work on streams, with its stage and durati
 replay carries it out on a clock: a stream does its work in order, an event holds up whoever waits for it, the host goes
 on. That answers what a profile of one run cannot: how long a step were if a stage took no time. Work that contends for
 memory or for multiprocessors keeps the duration that it was measured at.
-
-Source of the measures: facts/pipeline.md 9.
 """
 
 from __future__ import annotations

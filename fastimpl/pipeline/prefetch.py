@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from twinproof.optimizers import Hyper
 from twinproof.pipeline.jagged import Bags
-from twinproof.pipeline.lookups import KeyValueBags
+from twinproof.pipeline.lookups import KeyValueBags, StoreRows
 
-__all__ = ["Prefetched", "PrefetchedBags", "prefetch"]
+__all__ = ["Prefetched", "PrefetchedRows", "prefetch"]
 
 
-class _Moment:
+class StoreMark:
     """The number of the last change of a store whose effect on prefetched rows is known."""
 
     def __init__(self, store: Any) -> None:
@@ -27,57 +28,60 @@ class _Moment:
 
 
 class Prefetched:
-    """Rows, in the store's dtype [n, D], of one batch's ids [n] in one table, as they were at a moment."""
+    """Float32 rows [n, D] of one batch's ids [n] in one table, as they were at a mark."""
 
-    def __init__(self, ids: torch.Tensor, rows: torch.Tensor, moment: _Moment) -> None:
-        self.ids, self.rows, self.moment = ids, rows, moment
+    def __init__(self, ids: torch.Tensor, rows: torch.Tensor, mark: StoreMark) -> None:
+        self.ids, self.rows, self.mark = ids, rows, mark
 
 
-class PrefetchedBags(KeyValueBags):
-    """``KeyValueBags`` that take rows which were read ahead, for one batch at a time.
+class PrefetchedRows(StoreRows):
+    """``StoreRows`` that take rows which were read ahead, for one batch at a time.
 
     A store numbers its changes. The table's own update is followed by a second look at the rows that both batches
     have; after any other change the rows are read again when they are looked up.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, store: Any, table: str) -> None:
+        super().__init__(store, table)
         self._held: weakref.ref[Prefetched] | None = None
 
     def _ahead(self) -> Prefetched | None:
         return None if self._held is None else self._held()
 
-    def prefetch(self, bags: Bags, moment: _Moment) -> Prefetched:
+    def prefetch(self, ids: torch.Tensor, mark: StoreMark) -> Prefetched:
         """Read a batch's rows; they belong to the caller."""
-        found = Prefetched(bags.indices, super()._rows(bags), moment)
+        found = Prefetched(ids, super().read(ids), mark)
         self._held = weakref.ref(found)
         return found
 
-    def _rows(self, bags: Bags) -> torch.Tensor:
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, D] of these ids, int64 [n]: those read ahead, if they are of the same ids and still true."""
         ahead = self._ahead()
-        if ahead is None or ahead.ids is not bags.indices:
-            return super()._rows(bags)
+        if ahead is None or ahead.ids is not ids:
+            return super().read(ids)
         self._held = None
-        return ahead.rows if ahead.moment.is_now() else super()._rows(bags)
+        return ahead.rows if ahead.mark.is_now() else super().read(ids)
 
-    def _step(self, bags: Bags, grad: torch.Tensor) -> None:
+    def step(self, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper) -> None:
+        """Take one step, and read again what both batches have."""
         ahead = self._ahead()
-        known = ahead is not None and ahead.moment.is_now()
-        super()._step(bags, grad)
+        known = ahead is not None and ahead.mark.is_now()
+        super().step(ids, grads, hyper)
         # One change more is this update's; a second would be somebody else's, to rows that are not known here.
-        if ahead is not None and known and self.store.mark() == ahead.moment.mark + 1:
-            shared = torch.isin(ahead.ids, bags.indices).nonzero()[:, 0]
+        if ahead is not None and known and self.store.mark() == ahead.mark.mark + 1:
+            shared = torch.isin(ahead.ids, ids).nonzero()[:, 0]
             if shared.numel():
-                ahead.rows[shared] = self.store.get(self.table.name, ahead.ids[shared]).to(torch.float32)
-            ahead.moment.mark += 1
+                ahead.rows[shared] = self.store.get(self.table, ahead.ids[shared]).to(torch.float32)
+            ahead.mark.mark += 1
 
 
-def prefetch(modules: Iterable[Any], dist_input: Iterable[Bags]) -> list[Prefetched]:
-    """Read ahead the rows of every key-value table among the lookups; tables of one store share its moment."""
-    moments: dict[int, _Moment] = {}
+def prefetch(lookups: Iterable[Any], dist_input: Iterable[Bags]) -> list[Prefetched]:
+    """Read ahead the rows of every key-value table among the lookups; tables of one store share its mark."""
+    marks: dict[int, StoreMark] = {}
     found = []
-    for module, bags in zip(modules, dist_input, strict=True):
-        if isinstance(module, PrefetchedBags):
-            moment = moments.setdefault(id(module.store), _Moment(module.store))
-            found.append(module.prefetch(bags, moment))
+    for lookup, bags in zip(lookups, dist_input, strict=True):
+        rows = lookup.rows if isinstance(lookup, KeyValueBags) else None
+        if isinstance(rows, PrefetchedRows):
+            mark = marks.setdefault(id(rows.store), StoreMark(rows.store))
+            found.append(rows.prefetch(bags.indices, mark))
     return found

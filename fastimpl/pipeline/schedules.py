@@ -1,28 +1,18 @@
-"""The training pipelines, overlapped: which stage is issued when. What a stage is, and its edges, say ``stages``."""
+"""The training pipelines, overlapped: which stage is issued when. What a stage is, and its edges, say ``stages``.
+
+H copies a batch to the device, S exchanges sizes and I ids, L looks up and O sends pooled columns, F and B are forward
+and backward, T updates the tables inside of B, P is the dense optimizer. A batch is i; i+1 is the one behind it. What
+is issued before ``p.take`` may raise a loader's error, which leaves every batch in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from fastimpl.pipeline.flights import StreamedFlight, versions_of
-from fastimpl.pipeline.stages import Streamed
+from fastimpl.pipeline.stages import StreamedBatch, StreamedStages, undone_on_error, versions_of
 from twinproof.pipeline import schedules
+from twinproof.pipeline.driver import In, LookupPipeline, Out, Pipeline
 from twinproof.pipeline.rewrite import Call
-from twinproof.pipeline.schedules import OneStale
-from twinproof.pipeline.schedules_arguments import (
-    BaseArguments,
-    EvalArguments,
-    EvalFusedArguments,
-    FusedArguments,
-    PrefetchArguments,
-    SparseDistArguments,
-)
-from twinproof.pipeline.schedules_base import In, Out
-from twinproof.pipeline.schedules_stages import LookupStages
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
@@ -34,252 +24,206 @@ __all__ = [
     "TrainPipelineSparseDist",
 ]
 
+AnyPipeline = Pipeline[Any, Any]
+AnyLookups = LookupPipeline[Any, Any]
 
-class _Exact(Streamed[In, Out]):
-    """Base and SparseDist: the lookup belongs to the forward."""
 
-    sends_ahead = False
+def base(p: AnyPipeline, _: StreamedStages, batch: StreamedBatch) -> Any:
+    """Base: only copies overlap."""
+    p.pull()  # H of i+1, under this step
+    trains = p.take(batch)
+    p.look_up(batch)  # S I L O of i
+    p.raise_failure(batch)
+    losses, output = p.run_forward(batch)  # F of i
+    if trains:
+        p.run_backward(batch, losses)  # B T of i
+        p.run_optimizer()  # P of i
+    return output
 
-    def _begin(self, flight: StreamedFlight) -> None:
-        if self.sends_ahead:
-            self._exchange(flight)
-            self._start_ahead()
-        else:
-            self._pull_until(self._count_before_forward)
 
-    def _step(self, flight: StreamedFlight) -> Any:
-        training = self._model.training and self.trains
-        if training:
-            self._optimizer.zero_grad()
-        self._look_up_on(self._engine.current(), flight, self._calls)
-        if flight.failure is not None:
-            raise flight.failure
-        losses, output = self._forward_on_current(flight)
-        self._pull_behind_forward()
-        self._behind_forward()
-        if training:
-            self._update(flight, losses)
-            self._update_dense()
+def sparse_dist(p: AnyPipeline, _: StreamedStages, batch: StreamedBatch) -> Any:
+    """SparseDist and its evaluation: ids travel under the step before."""
+    p.exchange(batch)  # S I of i, unless the step before did it
+    start_ahead(p)  # S of i+1, H of i+2
+    trains = p.take(batch)
+    p.look_up(batch)  # L O of i
+    p.raise_failure(batch)
+    losses, output = p.run_forward(batch)  # F of i
+    p.pull_behind_forward()
+    p.exchange_following()  # I of i+1, under B
+    if trains:
+        p.run_backward(batch, losses)  # B T of i
+        p.run_optimizer()  # P of i
+    return output
+
+
+def prefetch(p: AnyPipeline, s: StreamedStages, batch: StreamedBatch) -> Any:
+    """Prefetch: rows of key-value tables, too, are read under the step before."""
+    p.exchange(batch)  # S I of i, unless the step before did it
+    start_ahead(p)  # S of i+1, H of i+2
+    p.exchange_following()  # I of i+1
+    trains = p.take(batch)
+    p.look_up(batch)  # L O of i
+    p.raise_failure(batch)
+    losses, output = p.run_forward(batch)  # F of i
+    p.pull_behind_forward()
+    following = p.following()
+    if following is not None:
+        s.prefetch(p, following)  # the rows of i+1, under B
+    if trains:
+        p.run_backward(batch, losses)  # B T of i
+        p.run_optimizer()  # P of i
+    return output
+
+
+def fused(p: AnyLookups, s: StreamedStages, batch: StreamedBatch) -> Any:
+    """Fused: the lookup begins the step, under the end of the step before; or it was done before that step's P."""
+    hoists = p.options.placed.before_optimizer
+    begin_with_lookup(p, batch, hoists=hoists)  # S I L O of i, S of i+1, H of i+2
+    trains = p.take(batch)
+    p.wait_embedding_lookup()
+    losses, output = p.run_forward(batch)  # F of i
+    p.pull_behind_forward()
+    p.exchange_following()  # I of i+1, under B
+    if not trains:
         return output
-
-    def _behind_forward(self) -> None:
-        """The next batch's ids travel while this one's backward runs."""
-        if self.sends_ahead:
-            self._exchange_following()
-
-
-class _NoGradient(Streamed[In, Out]):
-    """Evaluation, whatever the model's mode."""
-
-    trains = False
-
-    @contextmanager
-    def _mode(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
+    p.run_backward(batch, losses)  # B T of i
+    following = p.following()
+    if hoists and following is not None:
+        hoist(p, following)  # L O of i+1, under P
+    p.run_optimizer()  # P of i
+    if hoists and following is not None:
+        # Edits on the caller's stream follow the lookup that they must not overtake.
+        s.wait_for_lookup(following)
+    return output
 
 
-class TrainPipelineBase(BaseArguments[In, Out], _Exact[In, Out]):
-    __doc__ = schedules.TrainPipelineBase.__doc__
-
-    ahead_count = 1
-
-
-class TrainPipelineSparseDist(SparseDistArguments[In, Out], _Exact[In, Out]):
-    __doc__ = schedules.TrainPipelineSparseDist.__doc__
-
-    ahead_count = 2
-    sends_ahead = True
-
-
-class PrefetchTrainPipelineSparseDist(PrefetchArguments[In, Out], _Exact[In, Out]):
-    __doc__ = schedules.PrefetchTrainPipelineSparseDist.__doc__
-
-    ahead_count = 2
-    sends_ahead = True
-
-    def _begin(self, flight: StreamedFlight) -> None:
-        super()._begin(flight)
-        self._exchange_following()
-
-    def _behind_forward(self) -> None:
-        following = self._following()
-        if following is not None:
-            self._prefetch(following)
+def fused_evaluation(
+    p: schedules.EvalPipelineFusedSparseDist[Any, Any], s: StreamedStages, batch: StreamedBatch
+) -> Any:
+    """Evaluation of Fused: the next batch's lookup may overlap this one's forward."""
+    begin_with_lookup(p, batch, hoists=p.prefetches)  # S I L O of i, S of i+1, H of i+2
+    p.take(batch)
+    p.wait_embedding_lookup()
+    _, output = p.run_forward(batch)  # F of i
+    p.pull_behind_forward()
+    p.exchange_following()  # I of i+1
+    following = p.following()
+    if p.prefetches and following is not None:
+        hoist(p, following)  # L O of i+1, under F
+        s.wait_for_lookup(following)
+    return output
 
 
-class EvalPipelineSparseDist(EvalArguments[In, Out], _NoGradient[In, Out], _Exact[In, Out]):
-    __doc__ = schedules.EvalPipelineSparseDist.__doc__
+def semi_sync(p: schedules.TrainPipelineSemiSync[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
+    """SemiSync: the next batch's lookup runs under the forward and backward, and reads tables before T."""
+    with undone_on_error(batch):
+        look_up_once(p, batch)  # S I L O of i, unless the step before did it
+        start_ahead(p)  # S of i+1, H of i+2 and i+3
+    trains = p.take(batch)
+    if trains:
+        s.wait_for_lookup(batch)
+        p.cut(batch)
+    p.wait_embedding_lookup()
+    losses, output = p.run_forward(batch)  # F of i
+    following = p.following()
+    if following is not None:
+        p.exchange(following)  # I of i+1, under B
+        if p.is_semi_sync():
+            look_up_once(p, following)  # L O of i+1, under B
+    if trains:
+        p.run_backward(batch, losses)  # B of i, then T of i behind L of i+1
+        p.run_optimizer()  # P of i
+    return output
 
-    ahead_count = 2
-    sends_ahead = True
+
+def start_ahead(p: AnyPipeline) -> None:
+    """H and S of the next batch, then H of those behind it."""
+    p.pull(p.ahead_count)
+    following = p.following()
+    if following is not None:
+        p.start_exchange(following)
+    p.pull()
 
 
-class _LooksUp(LookupStages[In, Out], Streamed[In, Out]):
-    """The lookup is issued before the forward, and perhaps before the step that it belongs to."""
-
-    # Whether a lookup that is issued now may be overtaken by an update.
-    _is_early = False
-
-    def wait_embedding_lookup(self) -> None:
-        """The caller's stream runs behind the current batch's lookups."""
-        if self._queue:
-            self._engine.wait(self._engine.current(), self._queue[0].looked_up)
-
-    def _stream(self) -> Any:
-        return self._lookup_stream
-
-    def _missing(self, flight: StreamedFlight) -> list[Call]:
-        missing = [call for call in self._calls if call.name not in flight.results]
-        return [call for call in missing if self._may_hoist(call)] if self._is_early else missing
-
-    def _look_up_missing(self, flight: StreamedFlight) -> None:
-        self._look_up_on(self._stream(), flight, self._missing(flight))
-
-    def _look_up_early(self, flight: StreamedFlight) -> None:
-        if flight.failure is None and self._missing(flight):
-            self.start_embedding_lookup(flight.batch, flight.context)
-
-    def _hoist(self, flight: StreamedFlight) -> None:
-        """Look up in the step before; what may be told to be outdated by its next turn is known."""
-        self._is_early = True
+def look_up_early(p: AnyLookups, batch: StreamedBatch, calls: list[Call]) -> None:
+    """Issue L and O of those modules that were not looked up yet, through the stage that a subclass may override."""
+    missing = {call.name for call in calls if call.name not in batch.results}
+    if batch.failure is None and missing:
+        batch.postponed = frozenset(call.name for call in p.calls) - missing
         try:
-            self._look_up_early(flight)
+            p.start_embedding_lookup(batch.batch, batch.context)
         finally:
-            self._is_early = False
-        seen = [call for call in self._calls if call.name in flight.results]
-        flight.seen = {call.name: versions_of(call.module) for call in seen}
-
-    def _hold_edits(self, flight: StreamedFlight) -> None:
-        """An edit on the caller's stream must not overtake the reads of a hoisted lookup."""
-        self._engine.wait(self._engine.current(), flight.looked_up)
-
-    def _forget_outdated(self, flight: StreamedFlight) -> None:
-        """A hoisted lookup is done again where tables or the mode changed since, on every rank."""
-        changed = flight.with_grad is not None and flight.with_grad != (self._model.training and self.trains)
-        for call in self._calls:
-            if call.name in flight.results:
-                changed |= flight.seen.get(call.name) != versions_of(call.module)
-        if not self._agree(int(not changed)):
-            flight.results.clear()
-
-    def _may_hoist(self, call: Call) -> bool:
-        """What the optimizer updates is looked up behind it; rows of a store have no version to tell of edits."""
-        stores = any(sharding.kind == "key_value" for sharding in getattr(call.module, "plan", ()))
-        return not stores and not self._is_late(call)
+            batch.postponed = frozenset()
 
 
-class _Fused(_LooksUp[In, Out]):
-    """Both Fused pipelines: streams, and the lookup at the beginning of the step."""
-
-    ahead_count = 2
-    # Whether a batch may have been looked up in the step before its own.
-    _hoists = False
-
-    def _make_lookup_stream(self) -> Any:
-        return self._engine.stream("emb_lookup") if self._options.placed.stream == "new" else self._dist
-
-    def _stream(self) -> Any:
-        return self._engine.current() if self._options.placed.stream == "current" else self._lookup_stream
-
-    def _begin(self, flight: StreamedFlight) -> None:
-        self._exchange(flight)
-        if self._hoists:
-            self._forget_outdated(flight)
-        with self._undone_on_error(flight):
-            if not self._options.placed.after_dist:
-                self._look_up_early(flight)
-            self._start_ahead()
-            self._look_up_early(flight)
+def look_up_once(p: schedules.TrainPipelineSemiSync[Any, Any], batch: StreamedBatch) -> None:
+    """S, I, L and O of a batch that was not looked up yet."""
+    if p.needs_lookup(batch):
+        p.exchange(batch)
+        look_up_early(p, batch, p.calls)
 
 
-class TrainPipelineFusedSparseDist(FusedArguments[In, Out], _Fused[In, Out]):
-    __doc__ = schedules.TrainPipelineFusedSparseDist.__doc__
-
-    @property
-    def _hoists(self) -> bool:  # type: ignore[override]
-        return self._options.placed.before_optimizer
-
-    def _step(self, flight: StreamedFlight) -> Any:
-        training = self._model.training
-        if training:
-            self._optimizer.zero_grad()
-        self.wait_embedding_lookup()
-        losses, output = self._forward_on_current(flight)
-        self._pull_behind_forward()
-        self._exchange_following()
-        if not training:
-            return output
-        self._update(flight, losses)
-        following = self._following()
-        if self._hoists and following is not None:
-            self._hoist(following)
-        self._update_dense()
-        if self._hoists and following is not None:
-            # Behind the optimizer, which it may overlap.
-            self._hold_edits(following)
-        return output
+def begin_with_lookup(p: AnyLookups, batch: StreamedBatch, *, hoists: bool) -> None:
+    """The beginning of both Fused schedules: L before or behind the start of the next batch's exchange."""
+    p.exchange(batch)
+    if hoists:
+        forget_outdated(p, batch)
+    with undone_on_error(batch):
+        if not p.options.placed.after_dist:
+            look_up_early(p, batch, p.calls)
+        start_ahead(p)
+        look_up_early(p, batch, p.calls)
 
 
-class EvalPipelineFusedSparseDist(EvalFusedArguments[In, Out], _NoGradient[In, Out], _Fused[In, Out]):
-    __doc__ = schedules.EvalPipelineFusedSparseDist.__doc__
-
-    @property
-    def _hoists(self) -> bool:  # type: ignore[override]
-        return self._prefetches
-
-    def _step(self, flight: StreamedFlight) -> Any:
-        self.wait_embedding_lookup()
-        _, output = self._forward_on_current(flight)
-        self._pull_behind_forward()
-        self._exchange_following()
-        following = self._following()
-        if self._hoists and following is not None:
-            self._hoist(following)
-            self._hold_edits(following)
-        return output
+def may_hoist(p: AnyPipeline, call: Call) -> bool:
+    """What the optimizer updates is looked up behind it; rows of a store have no version to tell of edits."""
+    is_stored = any(sharding.rule.is_stored for sharding in getattr(call.module, "plan", ()))
+    return not is_stored and not p.is_late(call)
 
 
-class TrainPipelineSemiSync(OneStale[In, Out], _LooksUp[In, Out]):
-    __doc__ = schedules.TrainPipelineSemiSync.__doc__
+def hoist(p: AnyLookups, batch: StreamedBatch) -> None:
+    """Look up in the step before, and note what was read, to know at the batch's turn whether it is outdated."""
+    look_up_early(p, batch, [call for call in p.calls if may_hoist(p, call)])
+    batch.seen = {call.name: versions_of(call.module) for call in p.calls if call.name in batch.results}
 
-    ahead_count = 3
 
-    def _make_lookup_stream(self) -> Any:
-        return self._engine.stream("emb_lookup")
+def forget_outdated(p: AnyPipeline, batch: StreamedBatch) -> None:
+    """A hoisted lookup is done again where tables or the mode changed since, on every rank."""
+    changed = batch.with_grad is not None and batch.with_grad != p.is_training
+    for call in p.calls:
+        if call.name in batch.results:
+            changed |= batch.seen.get(call.name) != versions_of(call.module)
+    if not p.agree(int(not changed)):
+        batch.results.clear()
 
-    def _begin(self, flight: StreamedFlight) -> None:
-        with self._undone_on_error(flight):
-            self._prepare(flight)
-            self._start_ahead()
 
-    def _prepare(self, flight: StreamedFlight) -> None:
-        """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
-        if flight.with_grad is not None:
-            if flight.with_grad >= self._model.training:
-                return
-            flight.results.clear()
-        self._exchange(flight)
-        self._look_up_early(flight)
+class TrainPipelineBase(schedules.TrainPipelineBase[In, Out], stages=StreamedStages, schedule=base): ...
 
-    def _step(self, flight: StreamedFlight) -> Any:
-        training = self._model.training
-        if training:
-            self._optimizer.zero_grad()
-            self._engine.wait(self._engine.current(), flight.looked_up)
-            self._cut(flight)
-        self.wait_embedding_lookup()
-        losses, output = self._forward_on_current(flight)
-        following = self._following()
-        if following is not None:
-            self._exchange(following)
-            if self.is_semi_sync():
-                self._prepare(following)
-        if training:
-            self._update(flight, losses)
-            self._update_dense()
-        return output
 
-    def _update_tables(self, flight: StreamedFlight) -> None:
-        """T, behind the next batch's lookup, which ran on the same stream."""
-        self.embedding_backward(flight.context)
+class TrainPipelineSparseDist(
+    schedules.TrainPipelineSparseDist[In, Out], stages=StreamedStages, schedule=sparse_dist
+): ...
+
+
+class PrefetchTrainPipelineSparseDist(
+    schedules.PrefetchTrainPipelineSparseDist[In, Out], stages=StreamedStages, schedule=prefetch
+): ...
+
+
+class TrainPipelineFusedSparseDist(
+    schedules.TrainPipelineFusedSparseDist[In, Out], stages=StreamedStages, schedule=fused
+): ...
+
+
+class TrainPipelineSemiSync(schedules.TrainPipelineSemiSync[In, Out], stages=StreamedStages, schedule=semi_sync): ...
+
+
+class EvalPipelineSparseDist(
+    schedules.EvalPipelineSparseDist[In, Out], stages=StreamedStages, schedule=sparse_dist
+): ...
+
+
+class EvalPipelineFusedSparseDist(
+    schedules.EvalPipelineFusedSparseDist[In, Out], stages=StreamedStages, schedule=fused_evaluation
+): ...

@@ -1,36 +1,85 @@
-"""The training pipelines, overlapped: stages on streams, and an event for every edge between them.
+"""The stages of a step on streams, with an event for every edge between them: see docs/pipeline-stages.md.
 
-Stages of batch i: H copies it to the device, S exchanges sizes and I ids, L looks up and O sends pooled columns, F and
-B are forward and backward, T updates the tables inside of B, P is the dense optimizer. Edges (facts/pipeline.md 2): S
-waits H; L waits I and T of the batch before, and P where P updates what L reads; F waits H, L and P; T runs where L
-ran, and B's end waits it. Each is an event, though stream order would often do: the order of streams is not what holds.
+Each edge is an event, though stream order would often do: the order of streams is not what holds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 
-from fastimpl.pipeline.flights import StreamedFlight, tensors_in, versions_of
 from fastimpl.pipeline.input_dist import fuse_input_dists
-from fastimpl.streams import engine_for
+from twinproof.engine import Engine, engine_for
+from twinproof.pipeline.driver import Pipeline
 from twinproof.pipeline.rewrite import Call
-from twinproof.pipeline.schedules_base import In, Out, PipelineBase
-from twinproof.pipeline.schedules_flights import looked_up, move_batch
+from twinproof.pipeline.stages import BatchContext, Options, looked_up, move_batch
 
-__all__ = ["Streamed"]
+__all__ = ["StreamedBatch", "StreamedStages", "tensors_in", "versions_of"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _stage(name: str) -> Callable[[Method], Method]:
-    """What the method enqueues is of this stage."""
+class StreamedBatch(BatchContext):
+    """One batch on its way over streams.
 
-    def named(method: Method) -> Method:
+    Attributes:
+        host_batch: what the loader gave, held while it is copied.
+        moved, sent, looked_up: events: on the device, ids exchanged, looked up.
+        given: what each module's exchange gave.
+        seen: versions of the tables that were looked up in the step before the batch's own.
+        postponed: names of the modules that must not be looked up now.
+    """
+
+    def __init__(self, batch: Any, host_batch: Any, engine: Engine) -> None:
+        super().__init__(batch)
+        self.host_batch = host_batch
+        self.moved, self.sent, self.looked_up = engine.event(), engine.event(), engine.event()
+        self.given: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
+        self.postponed: frozenset[str] = frozenset()
+
+    def forget(self) -> None:
+        """Nothing was sent or looked up."""
+        super().forget()
+        self.given.clear()
+        self.seen.clear()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a batch, a message or a result.
+
+    What keeps its memory for a stream, or is waited for, is made of its attributes: torchrec's types are known so too.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif hasattr(type(value), "record_stream") or hasattr(type(value), "wait"):
+        yield from tensors_in([part for part in vars(value).values() if not isinstance(part, torch.nn.Module)])
+    elif dataclasses.is_dataclass(value):
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def versions_of(module: Any) -> tuple[tuple[int, int], ...]:
+    """Which tensors a lookup of the module reads, and how often each was written."""
+    tensors = [*module.buffers(), *module.parameters()]
+    if hasattr(module, "local_shards"):
+        tensors += [weight for _, weight, _ in module.local_shards().values()]
+    return tuple((id(tensor), tensor._version) for tensor in tensors)
+
+
+def _named(name: str) -> Callable[[Method], Method]:
+    """What the method enqueues is of this stage, for reports."""
+
+    def around(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **options: Any) -> Any:
             with self._engine.stage(name):
@@ -38,51 +87,49 @@ def _stage(name: str) -> Callable[[Method], Method]:
 
         return cast("Method", run)
 
-    return named
+    return around
 
 
-class Streamed(PipelineBase[In, Out]):
-    """Stages on their streams; what follows when is the subclass's."""
+class StreamedStages:
+    """``Stages`` on three or four streams: the caller's, the copies', the exchanges', and perhaps the lookups' own.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._engine = self._engine or engine_for(self._device)
+    ``Options.placed.stream`` says where lookups run: "current" is the caller's stream, "data_dist" the exchanges'.
+    """
+
+    def __init__(self, device: torch.device, options: Options) -> None:
+        self._device, self._options = device, options
+        self._engine: Engine = options.engine or engine_for(device)
         self._memcpy = self._engine.stream("memcpy")
         self._dist = self._engine.stream("data_dist")
-        self._lookup_stream = self._make_lookup_stream()
+        self._lookup = self._engine.stream("emb_lookup") if options.placed.stream == "new" else self._dist
         self._updated, self._stepped, self._edited = (self._engine.event() for _ in range(3))
         self._versions: dict[str, Any] = {}
 
-    def _make_lookup_stream(self) -> Any:
-        return self._dist
-
-    @_stage("batch_copy")
-    def _flight_of(self, batch: Any) -> StreamedFlight:
+    @_named("batch_copy")
+    def copy(self, batch: Any) -> StreamedBatch:
         """H: the batch on the device. The host's copy is held until the batch is done."""
         engine = self._engine
         if not engine.stands_for_device:
-            return StreamedFlight(
-                move_batch(batch, lambda tensor: tensor.to(self._device), self._device), batch, engine
-            )
+            return StreamedBatch(move_batch(batch, lambda part: part.to(self._device), self._device), batch, engine)
         if self._options.copies_in_place:
             return self._copied_in_place(batch)
         with engine.on(self._memcpy):
-            flight = StreamedFlight(move_batch(batch, self._copied, self._device), batch, engine)
-            engine.record(flight.moved, self._memcpy)
-        return flight
+            made = StreamedBatch(move_batch(batch, self._copied, self._device), batch, engine)
+            engine.record(made.moved, self._memcpy)
+        return made
 
-    def _copied_in_place(self, batch: Any) -> StreamedFlight:
+    def _copied_in_place(self, batch: Any) -> StreamedBatch:
         """H into memory of the caller's stream, which may still be at work on what was there before."""
         engine = self._engine
         moved = move_batch(batch, self._copied_into_ours, self._device, self._memcpy)
-        flight = StreamedFlight(moved, batch, engine)
-        engine.record(flight.moved, self._memcpy)
-        return flight
+        made = StreamedBatch(moved, batch, engine)
+        engine.record(made.moved, self._memcpy)
+        return made
 
     def _copied_into_ours(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._engine.holds(tensor) and tensor.device == self._engine.device:
             return tensor
-        engine, target, free = self._engine, self._room_for(tensor), self._engine.event()
+        engine, target, free = self._engine, self._memory_for(tensor), self._engine.event()
         # Behind the allocation, whose memory may have been in use until there.
         engine.record(free, engine.current())
         engine.wait(self._memcpy, free)
@@ -91,23 +138,23 @@ class Streamed(PipelineBase[In, Out]):
             engine.copy(target, tensor.contiguous())
         return target
 
-    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _memory_for(self, tensor: torch.Tensor) -> torch.Tensor:
         memory = self._engine.device_empty(tensor.numel() * tensor.element_size())
         target: torch.Tensor = memory.view(tensor.dtype).view(tensor.shape)
         return target
 
-    def _arrived(self, batch: Any) -> StreamedFlight:
-        """A batch that somebody moved on the caller's stream."""
-        flight = StreamedFlight(batch, batch, self._engine)
-        self._engine.record(flight.moved, self._engine.current())
-        return flight
-
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._engine.holds(tensor) and tensor.device == self._engine.device:
             return tensor
-        target = self._room_for(tensor)
+        target = self._memory_for(tensor)
         self._engine.copy(target, tensor.contiguous())
         return target
+
+    def adopt(self, batch: Any) -> StreamedBatch:
+        """A batch that somebody moved on the caller's stream."""
+        made = StreamedBatch(batch, batch, self._engine)
+        self._engine.record(made.moved, self._engine.current())
+        return made
 
     def _hand_over(self, value: Any, stream: Any) -> None:
         """Memory of one stream that another is about to use."""
@@ -117,84 +164,53 @@ class Streamed(PipelineBase[In, Out]):
             if self._engine.holds(tensor):
                 self._engine.keep(tensor, stream)
 
-    @contextmanager
-    def _mode(self) -> Iterator[None]:
-        with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
-            yield
-
-    @_stage("input_dist")
-    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        """S: sizes of all modules in one exchange, behind H."""
-        flight = None if batch is None else self._found(context)
-        if flight is None or flight.was_sent:
-            return
-        self._engine.wait(self._dist, flight.moved)
+    @_named("input_dist")
+    def send(self, batch: StreamedBatch, work: Callable[[], None]) -> None:
+        """S, behind H: sizes of all modules in one exchange."""
+        self._engine.wait(self._dist, batch.moved)
         with self._engine.on(self._dist):
-            self._hand_over(flight.batch, self._dist)
-            self._send(flight)
-            fuse_input_dists(list(flight.dists.values()))
+            self._hand_over(batch.batch, self._dist)
+            work()
+            fuse_input_dists(list(batch.dists.values()))
 
-    @_stage("input_dist")
-    def wait_sparse_data_dist(self, context: Any) -> None:
+    @_named("input_dist")
+    def receive(self, work: Callable[[], None]) -> None:
         """I: wait for sizes, send ids."""
-        if not self._found(context).was_received:
-            with self._engine.on(self._dist):
-                self._receive(self._found(context))
+        with self._engine.on(self._dist):
+            work()
 
-    @contextmanager
-    def _undone_on_error(self, flight: StreamedFlight) -> Iterator[None]:
-        """Rows looked up in a call that a loader ended would be stale by the next call, and perhaps of another mode."""
-        before = dict(flight.results), flight.with_grad
-        try:
-            yield
-        except BaseException:
-            flight.results, flight.with_grad = before
-            raise
-
-    @_stage("lookup")
-    def _look_up_on(self, stream: Any, flight: StreamedFlight, calls: list[Call]) -> None:
-        """L and O, behind I and T, and behind P where P updates what is read."""
-        self._exchange(flight)
-        if flight.failure is not None or not calls:
-            return
-        engine = self._engine
-        self._take_ids(flight, calls)
-        for event in (flight.sent, self._updated):
-            engine.wait(stream, event)
-        if any(self._is_late(call) for call in calls):
-            engine.wait(stream, self._stepped)
-        self._wait_for_edits(stream, calls)
-        with engine.on(stream), self._mode():
-            for call in calls:
-                given, ctx = flight.given[call.name], flight.contexts[call.name]
-                self._hand_over([given, ctx], stream)
-                flight.results[call.name] = looked_up(call.module, ctx, given)
-                flight.dists.pop(call.name, None)
-            engine.record(flight.looked_up, stream)
-        flight.with_grad = self._model.training and self.trains
-
-    @_stage("input_dist")
-    def _take_ids(self, flight: StreamedFlight, calls: list[Call]) -> None:
+    @_named("input_dist")
+    def take_ids(self, batch: StreamedBatch, calls: list[Call]) -> None:
         """The end of I."""
         with self._engine.on(self._dist):
             for call in calls:
-                if call.name not in flight.given:
-                    flight.given[call.name] = flight.inputs[call.name].wait()
-            self._engine.record(flight.sent, self._dist)
+                if call.name not in batch.given:
+                    batch.given[call.name] = batch.inputs[call.name].wait()
+            self._engine.record(batch.sent, self._dist)
 
-    @_stage("prefetch")
-    def _prefetch(self, flight: StreamedFlight) -> None:
-        """R: rows of key-value tables, read ahead of L; what T updates meanwhile is read again by the tables."""
-        calls = [call for call in self._calls if hasattr(call.module, "prefetch_rows")]
-        if flight.failure is not None or not calls:
+    def _lookup_stream(self) -> Any:
+        return self._engine.current() if self._options.placed.stream == "current" else self._lookup
+
+    @_named("lookup")
+    def look_up(self, batch: StreamedBatch, calls: list[Call], late: list[Call]) -> None:
+        """L and O, behind I and T, and behind P where P updates what is read."""
+        wanted = [call for call in calls if call.name not in batch.postponed]
+        if not wanted:
             return
-        with self._noted(flight):
-            self._take_ids(flight, calls)
-            for call in calls:
-                call.module.prefetch_rows(flight.contexts[call.name], flight.given[call.name])
-
-    def _is_late(self, call: Call) -> bool:
-        return self.trains and call.is_late(self._optimizer)
+        engine, stream = self._engine, self._lookup_stream()
+        self.take_ids(batch, wanted)
+        for event in (batch.sent, self._updated):
+            engine.wait(stream, event)
+        if any(call in late for call in wanted):
+            engine.wait(stream, self._stepped)
+        self._wait_for_edits(stream, wanted)
+        with engine.on(stream):
+            for call in wanted:
+                given, ctx = batch.given[call.name], batch.contexts[call.name]
+                self._hand_over([given, ctx], stream)
+                batch.results[call.name] = looked_up(call.module, ctx, given)
+                batch.dists.pop(call.name, None)
+            engine.record(batch.looked_up, stream)
 
     def _wait_for_edits(self, stream: Any, calls: list[Call]) -> None:
         """Tables that somebody else wrote, on the caller's stream, since the last update."""
@@ -205,61 +221,56 @@ class Streamed(PipelineBase[In, Out]):
             self._engine.record(self._edited, self._engine.current())
             self._engine.wait(stream, self._edited)
 
-    @_stage("forward")
-    def _forward_on_current(self, flight: StreamedFlight) -> tuple[torch.Tensor, Any]:
+    @_named("prefetch")
+    def prefetch(self, p: Pipeline[Any, Any], batch: StreamedBatch) -> None:
+        """R: rows of key-value tables, read ahead of L; what T updates meanwhile is read again by the tables."""
+        calls = [call for call in p.calls if hasattr(call.module, "prefetch_rows")]
+        if batch.failure is not None or not calls:
+            return
+        with p.failure_noted(batch):
+            self.take_ids(batch, calls)
+            for call in calls:
+                call.module.prefetch_rows(batch.contexts[call.name], batch.given[call.name])
+
+    def wait_for_lookup(self, batch: StreamedBatch) -> None:
+        """The caller's stream runs behind the batch's lookups: for the forward, and for edits of what they read."""
+        self._engine.wait(self._engine.current(), batch.looked_up)
+
+    @_named("forward")
+    def forward(self, batch: StreamedBatch, work: Callable[[], Any]) -> Any:
         """F, behind H and L; behind P by the caller's own stream, which P runs on."""
         engine, current = self._engine, self._engine.current()
-        self._wait_for_batch()
-        for event in (flight.moved, flight.looked_up):
+        for event in (batch.moved, batch.looked_up):
             engine.wait(current, event)
-        self._hand_over([flight.batch, flight.results, flight.prepared], current)
-        with self._mode():
-            return self._run_forward(flight)
+        self._hand_over([batch.batch, batch.results, batch.prepared], current)
+        return work()
 
-    def _update(self, flight: StreamedFlight, losses: torch.Tensor) -> None:
-        """B and T; autograd joins the lookup's stream into the current one at the end. Then replicas, if there are."""
-        with self._engine.stage("backward"):
-            self._backward(losses)
-            self._update_tables(flight)
-        self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, flight.context)
-        self._note_update()
+    @_named("backward")
+    def backward(self, work: Callable[[], None]) -> None:
+        """B and T; autograd joins the lookup's stream into the current one at the end."""
+        work()
 
-    def _update_tables(self, flight: StreamedFlight) -> None:
-        """T, where the backward did not reach the tables."""
-
-    def _note_update(self) -> None:
+    def tables_updated(self, calls: list[Call]) -> None:
         """T is done; edits after it are told by the tables' versions."""
         self._engine.record(self._updated, self._engine.current())
         if self._engine.stands_for_device:
-            self._versions = {call.name: versions_of(call.module) for call in self._calls}
+            self._versions = {call.name: versions_of(call.module) for call in calls}
 
-    @_stage("dense_optimizer")
-    def _update_dense(self) -> None:
+    @_named("dense_optimizer")
+    def optimize(self, late: list[Call], work: Callable[[], None]) -> None:
         """P. Gradients of what a lookup reads were made on the lookup's stream."""
-        for call in self._calls:
-            if self._is_late(call):
-                self._hand_over([param.grad for param in call.module.parameters()], self._engine.current())
-        self._reduce_dense()
-        self._step_dense()
+        for call in late:
+            self._hand_over([param.grad for param in call.module.parameters()], self._engine.current())
+        work()
         self._engine.record(self._stepped, self._engine.current())
 
-    def _following(self) -> StreamedFlight | None:
-        return self._queue[1] if len(self._queue) > 1 else None
 
-    def _exchange_following(self) -> None:
-        following = self._following()
-        if following is not None:
-            self._exchange(following)
-
-    @property
-    def _count_to_begin(self) -> int:
-        """Those ahead are pulled where their copies overlap."""
-        return 1
-
-    def _start_ahead(self) -> None:
-        """S of the next batch, then H of the one behind it."""
-        self._pull_until(min(self.ahead_count, self._count_before_forward))
-        following = self._following()
-        if following is not None:
-            self._start(following)
-        self._pull_until(self._count_before_forward)
+@contextlib.contextmanager
+def undone_on_error(batch: StreamedBatch) -> Iterator[None]:
+    """Rows looked up in a call that a loader ended would be stale by the next call, and perhaps of another mode."""
+    before = dict(batch.results), batch.with_grad
+    try:
+        yield
+    except BaseException:
+        batch.results, batch.with_grad = before
+        raise

@@ -16,10 +16,10 @@ import torch
 
 from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice
 from fastimpl import pipeline
-from fastimpl.pipeline.flights import tensors_in
 from fastimpl.pipeline.overlap import Instruction, OverlapReport, Timeline, overlap_report, replay
 from fastimpl.pipeline.overlap_views import to_document, to_svg, to_trace
 from fastimpl.pipeline.recording import CudaClock, Recorder
+from fastimpl.pipeline.stages import tensors_in
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.pr2916_model import Batch, Sizes, loader_of, make_model
 from twinproof.engine import CudaEngine
@@ -27,7 +27,7 @@ from twinproof.errors import ConfigError
 
 __all__ = ["STAGE_MS", "measure_overlap", "stage_durations", "write_overlap"]
 
-# Milliseconds: an example with a dense optimizer that is worth hiding. The lookup includes the
+# Milliseconds: one example of proportions, with a dense optimizer that is worth hiding. The lookup includes the
 # exchange of what was looked up, the backward that of gradients and the update of the tables.
 STAGE_MS = {
     "batch_copy": 3.0,

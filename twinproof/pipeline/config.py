@@ -1,22 +1,21 @@
-"""What modules of embedding tables are told: the optimizer in their backward, and where each table lives."""
+"""What modules of embedding tables are told: torchrec's configurations, and the optimizer in their backward.
+
+Prevents settings that are taken and then ignored: what has no effect here is refused by name, with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import enum
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
-from twinproof.errors import ConfigError
-from twinproof.kvstore.rows import Buckets
+import torch
+
+from twinproof.errors import ConfigError, UnsupportedError
 from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, Hyper
-from twinproof.pipeline.tables import (
-    DataType,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    PoolingType,
-    check_tables,
-    embedding_names,
-)
 
 __all__ = [
     "BOUNDS_CHECKS",
@@ -25,23 +24,248 @@ __all__ = [
     "EmbeddingConfig",
     "FusedOptimizer",
     "PoolingType",
-    "TableSharding",
+    "UniformInit",
+    "apply_optimizer_in_backward",
+    "carry_over",
     "check_tables",
-    "column_wise",
-    "data_parallel",
     "embedding_names",
-    "key_value",
-    "row_wise",
-    "table_wise",
+    "initial_weight",
+    "initialized",
+    "optimizer_in_backward",
+    "own_config",
 ]
 
+
+class DataType(enum.Enum):
+    """Dtypes of weights: torchrec's names. Those of quantized tables have no tables here."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
+    INT4 = "INT4"
+    INT2 = "INT2"
+    NFP8 = "NFP8"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class PoolingType(enum.Enum):
+    """How the rows of a bag become one: torchrec's names. NONE is what an ``EmbeddingCollection`` does."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+_FLOATS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+# Settings that are taken at their defaults alone, and what to do instead.
+_REFUSED = {
+    "num_embeddings_post_pruning": "tables are not pruned for inference",
+    "need_pos": "it serves position weights of row-wise tables, which are refused: cut by column or not at all",
+    "input_dim": "the number of rows is num_embeddings",
+    "total_num_buckets": "buckets belong to the plan: key_value(store, buckets)",
+    "use_virtual_table": "a table of unbounded ids is a KVStore: key_value(store, buckets)",
+    "virtual_table_eviction_policy": "eviction belongs to the store: KVStore(..., eviction=)",
+    "enable_embedding_update": "rows are written from outside through load_state_dict",
+    "stash_weights": "memory is given back by an offloader",
+}
+
+
+@dataclass(frozen=True)
+class UniformInit:
+    """Weights uniform in [low, high), from torch's generator: what a table without ``init_fn`` has."""
+
+    low: float
+    high: float
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return weight.uniform_(self.low, self.high)
+
+
+@dataclass
+class EmbeddingConfig:
+    """One table whose rows are looked up one by one, as torchrec names its parts.
+
+    Args:
+        num_embeddings: rows E; ids are 0 to E - 1. Not used by a key-value table, whose ids are any int64.
+        embedding_dim: columns D, any number from 1.
+        name: of the table.
+        data_type: FP32, FP16 or BF16, or torch's float32, float16 or bfloat16.
+        feature_names: features looked up in this table; one name may stand at several tables. A table without any has
+            its own name as its feature.
+        weight_init_max, weight_init_min: bounds of the first weights; 1 / sqrt(E) and its negative by default.
+        init_fn: writes the first weights into the tensor that it is given, or returns them; in place of the bounds.
+        num_embeddings_post_pruning, need_pos, input_dim, total_num_buckets, use_virtual_table,
+            virtual_table_eviction_policy, enable_embedding_update, stash_weights: refused at other than their defaults.
+
+    Attributes may be assigned until a module is made of the table.
+
+    Raises:
+        ConfigError: a value outside these. UnsupportedError: what is refused, with the reason.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: Any = DataType.FP32
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    num_embeddings_post_pruning: int | None = None
+    init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: Any = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
+
+    def __post_init__(self) -> None:
+        self.feature_names = list(self.feature_names)
+        self.check()
+        if self.init_fn is None:
+            self.init_fn = UniformInit(self.get_weight_init_min(), self.get_weight_init_max())
+
+    def check(self) -> None:
+        """Demand values that a module can honour. Raises ConfigError, UnsupportedError."""
+        for size in (self.num_embeddings, self.embedding_dim):
+            if type(size) is not int or size < 1:
+                raise ConfigError("not a size of a table", got=size, expected="an int >= 1", where=self.name)
+        _ = self.dtype
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name in _REFUSED and value != setting.default:
+                raise UnsupportedError(
+                    f"{setting.name} is not taken: {_REFUSED[setting.name]}", got=value, where=self.name
+                )
+        low, high = self.get_weight_init_min(), self.get_weight_init_max()
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ConfigError("not bounds of first weights", got=(low, high), where=self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's dtype of the weights. Raises ConfigError for another than float32, float16 and bfloat16."""
+        found: Any = _FLOATS.get(str(getattr(self.data_type, "value", "")), self.data_type)
+        if found not in _FLOATS.values():
+            raise ConfigError("not a dtype of weights", got=self.data_type, expected=list(_FLOATS), where=self.name)
+        dtype: torch.dtype = found
+        return dtype
+
+    def get_weight_init_max(self) -> float:
+        """The upper bound of the first weights."""
+        return self.num_embeddings**-0.5 if self.weight_init_max is None else self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """The lower bound of the first weights."""
+        return -(self.num_embeddings**-0.5) if self.weight_init_min is None else self.weight_init_min
+
+    def num_features(self) -> int:
+        """How many features are looked up here."""
+        return len(self.feature_names)
+
+
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    __doc__ = (
+        (EmbeddingConfig.__doc__ or "")
+        .replace("whose rows are looked up one by one", "whose rows are pooled by bag")
+        .replace(
+            "        num_embeddings_post_pruning, need_pos",
+            "        pooling: sum, or mean over the number of ids of the bag; an empty bag gives zeros.\n"
+            "        num_embeddings_post_pruning, need_pos",
+        )
+    )
+
+    pooling: Any = PoolingType.SUM
+
+    def check(self) -> None:
+        """Demand values that a module can honour. Raises ConfigError, UnsupportedError."""
+        super().check()
+        if getattr(self.pooling, "value", None) not in ("SUM", "MEAN"):
+            raise ConfigError("not a pooling", got=self.pooling, expected=["SUM", "MEAN"], where=self.name)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether a bag is the mean of its rows."""
+        return bool(self.pooling.value == "MEAN")
+
+
+Config = TypeVar("Config", bound=EmbeddingConfig)
+
+
+def own_config(kind: type[Config], table: Any) -> Config:
+    """The configuration as ours: itself, or what another library's of the same parts says. Raises ConfigError."""
+    if isinstance(table, kind):
+        return table
+    names = [each.name for each in fields(kind)]
+    if not all(hasattr(table, name) for name in ("num_embeddings", "embedding_dim", "name", "feature_names")):
+        raise ConfigError("not a configuration of a table", got=type(table), expected=kind.__name__)
+    parts = {name: getattr(table, name) for name in names if hasattr(table, name)}
+    function: Any = parts.get("init_fn")
+    if getattr(function, "func", None) is torch.nn.init.uniform_ and set(function.keywords) == {"a", "b"}:
+        # torchrec's own default, which has no state: known here, so that every cut of the table gets the same weights.
+        parts["init_fn"] = UniformInit(function.keywords["a"], function.keywords["b"])
+    return kind(**parts)
+
+
+def check_tables(tables: Sequence[Any], kind: type[Config]) -> tuple[Config, ...]:
+    """The tables, whose names are distinct and whose features are distinct within a table. Raises ConfigError."""
+    found = tuple(own_config(kind, table) for table in tables)
+    names = [table.name for table in found]
+    if not tables or len(set(names)) != len(names) or not all(names):
+        raise ConfigError("tables have distinct names, and there is at least one", got=names, where="tables")
+    for table in found:
+        table.check()
+        table.feature_names = list(table.feature_names) or [table.name]
+        if len(set(table.feature_names)) != len(table.feature_names):
+            raise ConfigError("a table has distinct features", got=table.feature_names, where=table.name)
+    return found
+
+
+def embedding_names(tables: Sequence[EmbeddingConfig]) -> list[str]:
+    """Names of the looked up columns, by table, then feature: ``feature``, or ``feature@table`` where tables share it.
+
+    Source of the rule: torchrec's ``get_embedding_names_by_table``.
+    """
+    features = [feature for table in tables for feature in table.feature_names]
+    return [
+        f"{feature}@{table.name}" if features.count(feature) > 1 else feature
+        for table in tables
+        for feature in table.feature_names
+    ]
+
+
+def initial_weight(table: EmbeddingConfig, device: Any = None) -> torch.Tensor:
+    """The first weights, [E, D], as ``init_fn`` makes them."""
+    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
+    return weight if weight.is_meta else initialized(table, weight)
+
+
+def initialized(table: EmbeddingConfig, weight: torch.Tensor) -> torch.Tensor:
+    """The weight, filled in place by ``init_fn``. Raises ConfigError for first weights of another shape."""
+    assert table.init_fn is not None
+    with torch.no_grad():
+        made = table.init_fn(weight)
+        if made is not None and made is not weight:
+            if made.shape != weight.shape:
+                raise ConfigError("init_fn gave another shape", got=made.shape, expected=weight.shape, where=table.name)
+            weight.copy_(made)
+    return weight
+
+
 BOUNDS_CHECKS = ("fatal", "warning", "ignore")
-_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel", "key_value")
 
 
 @dataclass(frozen=True)
 class FusedOptimizer:
-    """The optimizer that the backward runs; formulas in ``refimpl.optimizers``.
+    """The optimizer that the backward runs; the formulas are the implementations'.
 
     Args:
         kind: "sgd", "adagrad", "rowwise_adagrad", "adam" or "partial_rowwise_adam".
@@ -71,53 +295,60 @@ class FusedOptimizer:
         return OPTIMIZERS[self.kind].widths(columns)
 
 
-@dataclass(frozen=True)
-class TableSharding:
-    """Where one table lives; made by ``table_wise`` and its siblings."""
-
-    kind: str
-    ranks: tuple[int, ...] = ()
-    buckets: Buckets | None = None
-    store: Any = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ConfigError("not a kind of sharding", got=self.kind, expected=_KINDS, where="kind")
+# By name: row-wise ones are no classes of torch's.
+_KINDS = {OPTIMIZERS[name].class_name: name for name in FUSED_OPTIMIZERS}
+_TAKEN = ("params", "lr", "eps", "betas", "foreach", "fused", "capturable", "differentiable")
 
 
-def table_wise(rank: int) -> TableSharding:
-    """The whole table on one rank."""
-    return TableSharding("table_wise", (rank,))
+def apply_optimizer_in_backward(
+    optimizer_class: type[torch.optim.Optimizer], params: Iterable[torch.nn.Parameter], optimizer_kwargs: dict[str, Any]
+) -> None:
+    """Have each parameter stepped by an optimizer of its own as soon as its gradient is there, which is then None.
+
+    Of a collection that is cut afterwards, the optimizer moves into the backward of the cut tables.
+    """
+    with warnings.catch_warnings():
+        # The package around torch's own function scripts others of its optimizers when it is first imported.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)
 
 
-def row_wise() -> TableSharding:
-    """Rows on all ranks in blocks of ceil(E / W), the last ones shorter or empty."""
-    return TableSharding("row_wise")
+def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimizer | None:
+    """The optimizer that all of these parameters carry, with its own hyperparameters; None where none carries any.
+
+    Raises:
+        ConfigError: some carry one and some none, several, or different ones; one without a fused formula.
+    """
+    carried = [getattr(param, "_in_backward_optimizers", []) for param in params]
+    if not any(carried):
+        return None
+    if any(len(some) != 1 for some in carried):
+        got = [len(some) for some in carried]
+        raise ConfigError("tables that are cut together carry one optimizer each, or none does", got=got)
+    found = [_as_fused(some[0]) for some in carried]
+    if any(one != found[0] for one in found):
+        raise ConfigError(
+            "tables that are cut together have one optimizer", got=found, where="apply_optimizer_in_backward"
+        )
+    return found[0]
 
 
-def column_wise(ranks: Sequence[int]) -> TableSharding:
-    """Columns in blocks of ceil(D / len(ranks)), one for each of these distinct ranks."""
-    return TableSharding("column_wise", tuple(ranks))
+def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
+    name, (group,) = type(optimizer).__name__, optimizer.param_groups
+    if name not in _KINDS:
+        raise ConfigError("no formula of this optimizer runs in the backward", got=name, expected=tuple(_KINDS))
+    others = {key: value for key, value in group.items() if key not in _TAKEN and value}
+    if others:
+        raise ConfigError("not taken by an optimizer in the backward", got=others, where=name)
+    parts: dict[str, float] = {key: float(group[key]) for key in ("lr", "eps") if key in group}
+    if "betas" in group:
+        parts |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    return FusedOptimizer(_KINDS[name], **parts)
 
 
-def data_parallel() -> TableSharding:
-    """The whole table on every rank, as a parameter of the dense optimizer; its gradient is the mean over ranks."""
-    return TableSharding("data_parallel")
-
-
-def key_value(store: Any, buckets: Buckets) -> TableSharding:
-    """Rows in each rank's own ``KVStore``, dealt by bucket as ``rank_buckets`` says; the store has the table's name."""
-    return TableSharding("key_value", (), buckets, store)
-
-
-def check_plan(tables: Sequence[EmbeddingBagConfig], plan: Mapping[str, TableSharding], world_size: int) -> None:
-    """Demand one sharding for each table and ranks of this world. Raises ConfigError."""
-    names = [table.name for table in tables]
-    if sorted(plan) != sorted(names):
-        raise ConfigError("the plan does not name the tables", got=sorted(plan), expected=sorted(names), where="plan")
-    for table in tables:
-        ranks = plan[table.name].ranks
-        if any(type(rank) is not int or not 0 <= rank < world_size for rank in ranks):
-            raise ConfigError("not ranks of this group", got=ranks, expected=f"0 to {world_size - 1}", where=table.name)
-        if plan[table.name].kind == "column_wise" and not (1 <= len(set(ranks)) == len(ranks) <= table.embedding_dim):
-            raise ConfigError("columns need distinct ranks, at most D", got=ranks, where=table.name)
+def carry_over(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
+    """Have the target carry what the source does."""
+    classes, options = getattr(source, "_optimizer_classes", []), getattr(source, "_optimizer_kwargs", [])
+    for kind, given in zip(classes, options, strict=True):
+        apply_optimizer_in_backward(kind, [target], given)

@@ -1,14 +1,121 @@
-"""Bags of ids: how their rows are pooled, and how gradients come back."""
+"""Bags of ids of one feature, and what batches of one and of several features have in common.
 
-from __future__ import annotations
+Most of it is in TorchScript's part of Python, because user code scripts models that hold these types.
+"""
 
+# TorchScript resolves annotations by value: they are no strings here.
+import abc
 from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
 
 import torch
+from torch.fx._symbolic_trace import ProxyableClassMeta
 
-from twinproof.errors import ShapeError
+from twinproof.errors import ConfigError, LengthTypeError, ShapeError
 
-__all__ = ["Bags", "check_ids", "joined", "offsets_of", "pool", "spread"]
+__all__ = [
+    "Bags",
+    "Eager",
+    "Jagged",
+    "JaggedMeta",
+    "JaggedTensor",
+    "Keyed",
+    "check_ids",
+    "check_integers",
+    "cut_sizes",
+    "jagged_text",
+    "joined",
+    "offsets_like",
+    "offsets_of",
+    "padded",
+    "permuted_spans",
+    "recorded",
+    "running_sums",
+    "span_text",
+    "sums_by_splits",
+    "total",
+]
+
+
+def running_sums(counts: list[int]) -> list[int]:
+    """0, then the sums of the first n counts."""
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return ends
+
+
+def total(counts: list[int]) -> int:
+    """The sum of counts."""
+    return running_sums(counts)[-1]
+
+
+def sums_by_splits(counts: list[int], splits: list[int]) -> list[int]:
+    """The sums of consecutive runs of counts, ``splits[i]`` of them in run i."""
+    ends, at = running_sums(counts), running_sums(splits)
+    return [ends[at[i + 1]] - ends[at[i]] for i in range(len(splits))]
+
+
+def offsets_like(lengths: torch.Tensor) -> torch.Tensor:
+    """[n + 1] in the dtype of lengths [n]: 0, then the running sums."""
+    flat = lengths.reshape(-1)
+    return torch.cat([flat.new_zeros(1), flat.cumsum(0).to(flat.dtype)])
+
+
+def cut_sizes(lengths: torch.Tensor, strides: list[int]) -> list[int]:
+    """Ids of each feature, on the host: the sums of consecutive lengths, ``strides[i]`` of them for feature i."""
+    flat = lengths.reshape(-1)
+    if len(strides) == 0 or flat.numel() == 0:
+        return [0] * len(strides)
+    sums = [part.sum().reshape(1) for part in torch.split(flat, strides)]
+    sizes: list[int] = torch.cat(sums).tolist()
+    return sizes
+
+
+def permuted_spans(data: torch.Tensor, ends: list[int], order: list[int]) -> torch.Tensor:
+    """The spans ``[ends[i], ends[i + 1])`` of data for each i of ``order``, one after the other."""
+    if len(order) == 0:
+        return data[:0]
+    return torch.cat([data[ends[i] : ends[i + 1]] for i in order])
+
+
+def padded(data: torch.Tensor, offsets: torch.Tensor, width: int, padding_value: float) -> torch.Tensor:
+    """[bags, width, ...] from data [N, ...]: what is longer than ``width`` is cut, what is shorter is filled up."""
+    sizes = torch.diff(offsets).clamp(max=width)
+    columns = torch.arange(width, device=data.device)
+    mask = columns.unsqueeze(0) < sizes.unsqueeze(1)
+    source = (offsets[:-1].unsqueeze(1) + columns.unsqueeze(0))[mask]
+    shape: list[int] = list(data.shape)
+    dense = torch.full([mask.size(0), width] + shape[1:], padding_value, dtype=data.dtype, device=data.device)  # noqa: RUF005 - TorchScript
+    dense[mask] = data[source]
+    return dense
+
+
+def span_text(values: torch.Tensor, begin: int, end: int) -> str:
+    """Values [begin, end) as a list, of one dimension or two. Raises ValueError for more."""
+    parts: list[str] = []
+    if values.dim() == 1:
+        for value in values[begin:end]:
+            parts.append(str(value.item()))
+    elif values.dim() == 2:
+        for row in values[begin:end]:
+            cells: list[str] = []
+            for cell in row:
+                cells.append(str(cell.item()))
+            parts.append("[" + ", ".join(cells) + "]")
+    else:
+        raise ValueError("only values of one or two dimensions are printed")
+    return "[" + ", ".join(parts) + "]"
+
+
+def jagged_text(values: torch.Tensor, offsets: torch.Tensor, first: int, last: int) -> str:
+    """Bags [first, last) as a list of lists."""
+    ends: list[int] = offsets.tolist()
+    parts: list[str] = []
+    for bag in range(first, last):
+        parts.append(span_text(values, ends[bag], ends[bag + 1]))
+    return "[" + ", ".join(parts) + "]"
 
 
 _IDS = (torch.int64, torch.int32)
@@ -25,14 +132,14 @@ class Bags:
     def __init__(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         self.indices, self.offsets, self.weights = indices, offsets, weights
 
-    def feature(self, index: int, feature_count: int) -> Bags:
+    def feature(self, index: int, feature_count: int) -> "Bags":
         """The bags of one feature."""
         stride = (self.offsets.numel() - 1) // feature_count
         ends = self.offsets[index * stride : (index + 1) * stride + 1]
         ids = slice(int(ends[0]), int(ends[-1]))
         return Bags(self.indices[ids], ends - ends[0], None if self.weights is None else self.weights[ids])
 
-    def detached(self) -> Bags:
+    def detached(self) -> "Bags":
         """The same, whose weights get no gradient."""
         return Bags(self.indices, self.offsets, None if self.weights is None else self.weights.detach())
 
@@ -40,9 +147,11 @@ class Bags:
         """Whether the weights require a gradient."""
         return self.weights is not None and self.weights.requires_grad
 
-    def bag_of_each(self) -> torch.Tensor:
-        """The bag of each id, int64 [N]."""
-        return torch.arange(self.offsets.numel() - 1).repeat_interleave(self.offsets.diff())
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of every part until ``stream`` has passed this point."""
+        for part in (self.indices, self.offsets, self.weights):
+            if part is not None and part.device.type != "cpu":
+                part.record_stream(stream)
 
     def lengths(self) -> torch.Tensor:
         """Ids of each bag, at least 1, as float32 [B, 1]: what a mean divides by."""
@@ -64,7 +173,7 @@ def check_ids(bags: Bags) -> None:
         raise ShapeError("one weight for each id", got=tuple(bags.weights.shape), expected=bags.indices.numel())
 
 
-def joined(parts: Sequence[Bags]) -> Bags:
+def joined(parts: Sequence[Bags]) -> "Bags":
     """Bags one after the other: of one part or more, which have weights all or none."""
     weights = [part.weights for part in parts if part.weights is not None]
     return Bags(
@@ -74,19 +183,337 @@ def joined(parts: Sequence[Bags]) -> Bags:
     )
 
 
-def pool(rows: torch.Tensor, bags: Bags, mean: bool) -> torch.Tensor:
-    """Float32 [B, D] from the rows [N, D] of one feature's ids: added from +0 in ascending position.
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-    A weighted row is multiplied before it is added, each rounded once; a mean is the sum divided by the number of ids.
+
+class JaggedMeta(abc.ABCMeta, ProxyableClassMeta):
+    """A class that torch.fx can see being made, and whose bases' methods TorchScript can see.
+
+    With proxies as arguments it becomes a node of the graph. TorchScript compiles what stands in a class's own body
+    alone: the methods of bases that say ``_scripted = True`` are put there too.
     """
-    terms = rows.to(torch.float32)
-    if bags.weights is not None:
-        terms = bags.weights[:, None] * terms
-    sums = torch.zeros(bags.offsets.numel() - 1, rows.shape[1]).index_add_(0, bags.bag_of_each(), terms)
-    return sums / bags.lengths() if mean else sums
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **options: Any) -> Any:
+        for base in (each for direct in bases for each in direct.__mro__):
+            if vars(base).get("_scripted"):
+                for attribute, value in vars(base).items():
+                    if isinstance(value, (FunctionType, staticmethod)):
+                        body.setdefault(attribute, value)
+        return super().__new__(mcs, name, bases, body, **options)
 
 
-def spread(grad: torch.Tensor, bags: Bags, mean: bool) -> torch.Tensor:
-    """``pool`` backwards: the gradient [N, D] of each id's row, from that of the bags [B, D]."""
-    grads = (grad / bags.lengths() if mean else grad)[bags.bag_of_each()]
-    return grads if bags.weights is None else bags.weights[:, None] * grads
+def check_integers(tensor: torch.Tensor | None, name: str, where: str) -> None:
+    """Demand integers, or no elements. Raises LengthTypeError."""
+    if tensor is not None and tensor.dtype not in _INTEGERS and tensor.numel() != 0:
+        raise LengthTypeError(f"{name} must be integers", got=tensor.dtype, expected=_INTEGERS, where=where)
+
+
+def recorded(stream: Any, *parts: Any) -> None:
+    """Keep the memory of the parts that are tensors of a device until ``stream`` has passed this point."""
+    for part in parts:
+        if part is not None and part.device.type != "cpu":
+            part.record_stream(stream)
+
+
+def _no_weights() -> None:
+    raise ConfigError("this batch carries no weights", where="weights")
+
+
+def _no_bags() -> None:
+    raise ConfigError("this batch has neither lengths nor offsets", where="lengths")
+
+
+def _count_fits(lengths: torch.Tensor, values: torch.Tensor) -> None:
+    most = torch.iinfo(lengths.dtype).max if lengths.dtype in _INTEGERS else values.shape[0]
+    if not torch.compiler.is_compiling() and values.shape[0] > most:
+        got, expected = values.shape[0], f"at most {most}"
+        raise ShapeError(f"offsets of {lengths.dtype} cannot count the values", got=got, expected=expected)
+
+
+class Jagged:
+    """Values and the bags that they are cut into, by lengths or offsets; in TorchScript's part of Python."""
+
+    _scripted = True
+    _values: torch.Tensor
+    _weights: torch.Tensor | None
+    _lengths: torch.Tensor | None
+    _offsets: torch.Tensor | None
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def values(self) -> torch.Tensor:
+        """[N, ...]."""
+        return self._values
+
+    def weights(self) -> torch.Tensor:
+        """[N, ...]. Raises ConfigError when there are none."""
+        weights = self._weights
+        if weights is None:
+            if not torch.jit.is_scripting():
+                _no_weights()
+            raise ValueError("this batch carries no weights")
+        return weights
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """[N, ...] or None."""
+        return self._weights
+
+    def lengths(self) -> torch.Tensor:
+        """Values of each bag, [bags]; computed once."""
+        lengths, offsets = self._lengths, self._offsets
+        if lengths is None:
+            if offsets is None:
+                if not torch.jit.is_scripting():
+                    _no_bags()
+                raise ValueError("neither lengths nor offsets")
+            lengths = torch.diff(offsets)
+            self._lengths = lengths
+        return lengths
+
+    def lengths_or_none(self) -> torch.Tensor | None:
+        """As given or computed so far."""
+        return self._lengths
+
+    def offsets(self) -> torch.Tensor:
+        """Where each bag begins, [bags + 1], in the dtype of lengths; computed once.
+
+        Raises ShapeError where that dtype cannot count the values.
+        """
+        lengths, offsets = self._lengths, self._offsets
+        if offsets is None:
+            if lengths is None:
+                if not torch.jit.is_scripting():
+                    _no_bags()
+                raise ValueError("neither lengths nor offsets")
+            if not torch.jit.is_scripting():
+                _count_fits(lengths, self._values)
+            offsets = offsets_like(lengths)
+            self._offsets = offsets
+        return offsets
+
+    def offsets_or_none(self) -> torch.Tensor | None:
+        """As given or computed so far."""
+        return self._offsets
+
+
+class Keyed:
+    """Names of features and where each begins, computed once; in TorchScript's part of Python."""
+
+    _scripted = True
+    _keys: list[str]
+    _offset_per_key: list[int] | None
+    _index_per_key: dict[str, int] | None
+    length_per_key: Any
+
+    def keys(self) -> list[str]:
+        """Feature names."""
+        return self._keys
+
+    def offset_per_key(self) -> list[int]:
+        """Where each feature begins, and the end; computed once."""
+        sizes, found = self.length_per_key(), self._offset_per_key
+        if found is None:
+            found = running_sums(sizes)
+            self._offset_per_key = found
+        return found
+
+    def _key_indices(self) -> dict[str, int]:
+        found = self._index_per_key
+        if found is None:
+            places: dict[str, int] = {}
+            for index, key in enumerate(self._keys):
+                places[key] = index
+            found = places
+            self._index_per_key = found
+        return found
+
+
+class Eager(Jagged):
+    """What only eager code does: TorchScript does not see it."""
+
+    _scripted = False
+
+    def bags(self) -> "Bags":
+        """The same, as lookups take it; offsets are int64."""
+        offsets = self._offsets
+        if offsets is None or offsets.numel() == 0:
+            assert self._lengths is not None
+            offsets = offsets_of(self._lengths.reshape(-1))
+        return Bags(self._values, offsets.to(torch.int64), self._weights)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of every part until ``stream`` has passed this point."""
+        recorded(stream, self._values, self._weights, self._lengths, self._offsets)
+
+    def _copy_parts(self, source: Any, non_blocking: bool) -> None:
+        """Fill every part from a batch of the same sizes. Raises ShapeError."""
+        pairs = [(self._values, source.values()), (self._weights, source.weights_or_none())]
+        if self._lengths is not None:
+            pairs.append((self._lengths, source.lengths()))
+        if self._offsets is not None:
+            pairs.append((self._offsets, source.offsets()))
+        found = [None if part is None else tuple(part.shape) for _, part in pairs]
+        expected = [None if part is None else tuple(part.shape) for part, _ in pairs]
+        if found != expected:
+            raise ShapeError("not a batch of these sizes", got=found, expected=expected, where="copy_")
+        for mine, theirs in pairs:
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs, non_blocking=non_blocking)
+
+
+class JaggedTensor(Eager, metaclass=JaggedMeta):
+    """The bags of one feature.
+
+    Args:
+        values: [N, ...], by bag, then position; any dtype.
+        weights: [N, ...] or None.
+        lengths: integers [bags], values of each bag; at least one of these two is given.
+        offsets: integers [bags + 1], where each bag begins.
+
+    Nothing is copied and nothing is changed; that lengths cut the values is checked where many features make a batch.
+
+    Raises:
+        ConfigError: neither lengths nor offsets. LengthTypeError: either of another dtype than integers.
+    """
+
+    _fields = ("_values", "_weights", "_lengths", "_offsets")
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
+        self._values: torch.Tensor = values
+        self._weights: torch.Tensor | None = weights
+        self._lengths: torch.Tensor | None = lengths
+        self._offsets: torch.Tensor | None = offsets
+        if not torch.jit.is_scripting():
+            self._check()
+
+    @torch.jit.unused
+    def _check(self) -> None:
+        if self._lengths is None and self._offsets is None:
+            raise ConfigError("at least one of lengths and offsets", where="JaggedTensor")
+        if not torch.compiler.is_compiling():
+            check_integers(self._lengths, "lengths", "JaggedTensor")
+            check_integers(self._offsets, "offsets", "JaggedTensor")
+
+    @torch.jit.unused
+    def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
+        """Fill every part from bags of the same sizes; returns self. Raises ShapeError."""
+        self._copy_parts(jt, non_blocking)
+        return self
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> "JaggedTensor":
+        """No bags."""
+        none = torch.empty(0, dtype=lengths_dtype, device=device)
+        return JaggedTensor(
+            values=torch.empty(0, dtype=values_dtype, device=device),
+            weights=torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
+            lengths=none,
+            offsets=none,
+        )
+
+    @staticmethod
+    def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
+        """No bags, of the same dtypes; with a device, memory of the same sizes there, not initialised."""
+        if device is not None:
+            return JaggedTensor(
+                torch.empty_like(jt.values(), device=device),
+                None if jt._weights is None else torch.empty_like(jt.weights(), device=device),
+                None if jt._lengths is None else torch.empty_like(jt.lengths(), device=device),
+                None if jt._offsets is None else torch.empty_like(jt.offsets(), device=device),
+            )
+        weights = None if jt._weights is None else jt.weights().new_empty(0)
+        return JaggedTensor(jt.values().new_empty(0), weights, jt.lengths().new_empty(0), None)
+
+    @staticmethod
+    def from_dense_lengths(
+        values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> "JaggedTensor":
+        """The first ``lengths[i]`` of each row of values [B, W], and of weights [B, W]."""
+        mask = _first(values, lengths)
+        return JaggedTensor(values[mask], _masked(weights, mask), lengths)
+
+    @staticmethod
+    def from_dense(values: list[torch.Tensor], weights: list[torch.Tensor] | None = None) -> "JaggedTensor":
+        """A bag for each tensor of values; lengths are int32."""
+        joined = torch.cat(values)
+        sizes = torch.tensor([len(value) for value in values], dtype=torch.int32, device=joined.device)
+        return JaggedTensor(joined, None if weights is None else torch.cat(weights), sizes)
+
+    def to_dense(self) -> list[torch.Tensor]:
+        """The values of each bag, views."""
+        ends: list[int] = self.offsets().tolist()
+        return [self._values[ends[i] : ends[i + 1]] for i in range(len(ends) - 1)]
+
+    def to_dense_weights(self) -> list[torch.Tensor] | None:
+        """The weights of each bag, views, or None."""
+        weights = self._weights
+        if weights is None:
+            return None
+        ends: list[int] = self.offsets().tolist()
+        return [weights[ends[i] : ends[i + 1]] for i in range(len(ends) - 1)]
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> torch.Tensor:
+        """[bags, desired_length, ...]; without a length, that of the longest bag."""
+        width = int(self.lengths().max().item()) if desired_length is None else desired_length
+        return padded(self._values, self.offsets(), width, padding_value)
+
+    def to_padded_dense_weights(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> torch.Tensor | None:
+        """``to_padded_dense`` of the weights, or None."""
+        weights = self._weights
+        if weights is None:
+            return None
+        width = int(self.lengths().max().item()) if desired_length is None else desired_length
+        return padded(weights, self.offsets(), width, padding_value)
+
+    def size_in_bytes(self) -> int:
+        """Bytes of all parts that are there."""
+        size = self._values.element_size() * self._values.numel()
+        for part in [self._weights, self._lengths, self._offsets]:
+            if part is not None:
+                size += part.element_size() * part.numel()
+        return size
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
+        """The same bags on another device."""
+        weights, lengths, offsets = self._weights, self._lengths, self._offsets
+        return JaggedTensor(
+            self._values.to(device, non_blocking=non_blocking),
+            None if weights is None else weights.to(device, non_blocking=non_blocking),
+            None if lengths is None else lengths.to(device, non_blocking=non_blocking),
+            None if offsets is None else offsets.to(device, non_blocking=non_blocking),
+        )
+
+    def __str__(self) -> str:
+        count, weights = self.offsets().size(0) - 1, self._weights
+        text = jagged_text(self._values, self.offsets(), 0, count)
+        if weights is None:
+            return "JaggedTensor({\n    " + text + "\n})\n"
+        scales = jagged_text(weights, self.offsets(), 0, count)
+        return 'JaggedTensor({\n    "values": ' + text + ',\n    "weights": ' + scales + "\n})\n"
+
+
+@torch.fx.wrap
+def _first(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """True for the first ``lengths[i]`` columns of row i."""
+    return torch.arange(values.size(1), device=values.device).unsqueeze(0) < lengths.unsqueeze(1)
+
+
+@torch.fx.wrap
+def _masked(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[mask]

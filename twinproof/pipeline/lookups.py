@@ -1,115 +1,386 @@
-"""The lookups of one rank: whole tables and column blocks at once, row blocks at once, key-value tables one by one."""
+"""Lookups in several tables at once, with the optimizer in the backward, and the seam below them.
+
+One backward of tables with a fused optimizer is one step: duplicates are reduced first, then each row that was looked
+up is updated once. The backward reads learning rate and step, so that an early or repeated lookup changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from refimpl.optimizers import row_sum
-from twinproof.errors import ConfigError
-from twinproof.pipeline.bags import InBackwardOptimizer
-from twinproof.pipeline.config import EmbeddingBagConfig, PoolingType, TableSharding
-from twinproof.pipeline.jagged import Bags, pool, spread
-from twinproof.pipeline.shards import Shard, Slot
+from twinproof.errors import ConfigError, IdRangeError, ShapeError
+from twinproof.optimizers import Hyper
+from twinproof.pipeline.config import (
+    BOUNDS_CHECKS,
+    EmbeddingBagConfig,
+    FusedOptimizer,
+    check_tables,
+    initial_weight,
+)
+from twinproof.pipeline.jagged import Bags, check_ids
 
-__all__ = ["Group", "KeyValueBags", "groups_of", "is_partial", "make_group"]
+__all__ = [
+    "BoundToLookup",
+    "HeldTable",
+    "InBackwardOptimizer",
+    "KeyValueBags",
+    "Lookup",
+    "StoreRows",
+    "TableBatchedEmbeddingBags",
+    "check_bounds",
+    "eagerly",
+    "lookup",
+]
 
-_WHOLE = ("table_wise", "column_wise")
+logger = logging.getLogger("twinproof.pipeline")
 
-
-def is_partial(shard: Shard) -> bool:
-    """Whether a bag's rows may lie on several ranks, whose sums are then added."""
-    return shard.kind not in _WHOLE
-
-
-@dataclass(frozen=True)
-class Group:
-    """One lookup: its shards, their slots in the order of its columns, and what looks up."""
-
-    shards: tuple[Shard, ...]
-    slots: tuple[Slot, ...]
-    module: Any = None
-
-    @property
-    def width(self) -> int:
-        """Columns of the result."""
-        return sum(slot.shard.width for slot in self.slots)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def groups_of(shards: Sequence[Shard], slots: Sequence[Slot], rank: int) -> list[Group]:
-    """The lookups of a rank, without modules: every rank knows every rank's."""
-    mine = [shard for shard in shards if shard.rank == rank]
-    kinds = [[shard for shard in mine if shard.kind in _WHOLE], [shard for shard in mine if shard.kind == "row_wise"]]
-    kinds += [[shard] for shard in mine if shard.kind == "key_value"]
-    return [Group(tuple(some), tuple(slot for slot in slots if slot.shard in some)) for some in kinds if some]
+class HeldTable(NamedTuple):
+    """One table in memory: ``weight`` [E, D], whether bags are means, and float32 ``states`` [E, D] or [E, 1].
+
+    Only ``Lookup.update`` is given states.
+    """
+
+    weight: torch.Tensor
+    is_mean: bool = False
+    states: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+class Lookup(Protocol):
+    """How bags of several tables are pooled, and how their gradients step the tables.
+
+    This is the seam because every bit of a table comes from here: one implementation is formulas over whole tensors,
+    the other one pass of C++ or CUDA over all tables. Modules, autograd and state dicts above it are the same. An
+    engine holds nothing: tables, batches and hyperparameters are arguments.
+
+    ``tables`` are those of a module; ``feature_tables`` is the table of each feature, by table, then as named there;
+    ``bags`` are feature-major, with ids inside of their tables.
+    """
+
+    def fresh(self, shape: tuple[int, int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """Memory for a table or a state, not initialised."""
+
+    def outside(self, bags: Bags, row_counts: Sequence[int]) -> tuple[int, int]:
+        """How many ids are outside of their feature's rows, and the position of the first, or -1."""
+
+    def mended(self, bags: Bags, row_counts: Sequence[int]) -> torch.Tensor:
+        """The ids, those outside of their feature's rows as 0."""
+
+    def pool(self, tables: Sequence[HeldTable], feature_tables: Sequence[int], bags: Bags) -> torch.Tensor:
+        """Float32 [B, sum of D over features]: each bag's rows added from +0 in ascending position.
+
+        A weighted row is multiplied before it is added, each rounded once; a mean is the sum divided by the number of
+        ids of the bag, or by 1.
+        """
+
+    def spread(self, bags: Bags, grad: torch.Tensor, feature_count: int) -> torch.Tensor:
+        """The gradient [N, D] of each id's row in one table of sums, from that of the bags, [B, features * D]."""
+
+    def update(
+        self,
+        tables: Sequence[HeldTable],
+        feature_tables: Sequence[int],
+        bags: Bags,
+        grad: torch.Tensor,
+        optimizer: str,
+        hyper: Hyper,
+    ) -> None:
+        """Step every row that was looked up once, in place, with the sum of its gradients by feature and position."""
+
+    def weight_gradients(
+        self, tables: Sequence[HeldTable], feature_tables: Sequence[int], bags: Bags, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Float32 [N]: the sum over the row of the bag's gradient, a mean's divided, times the row."""
+
+
+def eagerly(method: Callable[P, R]) -> Callable[P, R]:
+    """The method, which ``torch.compile`` does not look into: one graph break, and no cost elsewhere.
+
+    A traced lookup would fix shapes, steps and learning rates in a graph, and make a graph for each list of lengths.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            # Found here and not above: it imports the compiler, which an eager model never needs.
+            disabled: Callable[P, R] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+            return disabled(*args, **options)
+        return method(*args, **options)
+
+    return call
+
+
+class InBackwardOptimizer(torch.optim.Optimizer):
+    """A handle on the optimizer in the backward, for schedulers: ``step()`` and ``zero_grad()`` do nothing.
+
+    Attributes:
+        config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``.
+        step_count: backward passes so far; Adam's step.
+    """
+
+    def __init__(self, config: FusedOptimizer) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(0))], {"lr": config.lr})
+        self.config, self.step_count = config, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer names what is copied and pickled; its own attributes are not among it.
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "config": self.config, "step_count": self.step_count}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The backward has taken it already."""
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """There are no gradients."""
+
+    def count_step(self) -> None:
+        """A backward is a step; schedulers, which may only follow one, are told."""
+        self.step_count += 1
+        self._opt_called = True
+
+    def hyper(self) -> Hyper:
+        """Hyperparameters of the step that is being taken."""
+        return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooled rows; the backward takes the optimizer's step."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, module: Any, bags: Bags) -> torch.Tensor:
+        ctx.module, ctx.bags = module, bags
+        pooled: torch.Tensor = module._pool(bags)
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad, module = grads[0].contiguous(), ctx.module
+        # From the rows as they were looked up, before the step changes them.
+        weights = module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None
+        module._step(ctx.bags, grad)
+        return None, weights, None, None
+
+
+def lookup(module: Any, bags: Bags) -> torch.Tensor:
+    """``module._pool(bags)``, whose backward calls ``module._step(bags, grad)``."""
+    # Autograd visits a function only when one of its inputs wants a gradient; this one never gets any.
+    anchor = torch.zeros(0, requires_grad=True, device=bags.indices.device)
+    pooled: torch.Tensor = _Lookup.apply(anchor, bags.weights, module, bags)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+class BoundToLookup(torch.nn.Module):
+    """A module that a subclass binds to an implementation: ``class Mine(Module, engine=MyLookup)``."""
+
+    _make_engine: ClassVar[Callable[[], Lookup]]
+
+    def __init_subclass__(cls, *, engine: Callable[[], Lookup] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if engine is not None:
+            cls._make_engine = engine
+
+
+class TableBatchedEmbeddingBags(BoundToLookup):
+    """Pooled lookups in T tables, with the optimizer in the backward: FBGEMM's table-batched embeddings.
+
+    Args:
+        tables: their features, by table and then as named, are the features of a batch.
+        optimizer: what the backward runs.
+        bounds_check: an id outside its table raises ("fatal"), or is row 0, with ("warning") or without ("ignore") a
+            line in the log, as FBGEMM does.
+        weights: [E, D] of each table, used as they are; None initialises them.
+        in_backward: a handle that somebody else counts the steps of.
+        device: of the tables.
+
+    The tables are buffers, not parameters: nothing but the backward updates them. Optimizer states are float32 zeros
+    at first, [E, D], or [E, 1] where the optimizer keeps one value for a row.
+
+    Raises:
+        ConfigError: see ``EmbeddingBagConfig`` and ``FusedOptimizer``. ShapeError: weights of another shape.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        *,
+        optimizer: FusedOptimizer | None = None,
+        bounds_check: str = "fatal",
+        weights: Sequence[torch.Tensor] | None = None,
+        in_backward: InBackwardOptimizer | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        if bounds_check not in BOUNDS_CHECKS:
+            raise ConfigError("not a check", got=bounds_check, expected=BOUNDS_CHECKS, where="bounds_check")
+        self._engine = type(self)._make_engine()
+        self.tables, self.bounds_check = check_tables(tables, EmbeddingBagConfig), bounds_check
+        self.feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
+        self._counts = in_backward is None
+        self.fused_optimizer = in_backward or InBackwardOptimizer(optimizer or FusedOptimizer())
+        for index, table in enumerate(self.tables):
+            weight = initial_weight(table, device) if weights is None else weights[index]
+            self._hold(index, table, weight)
+
+    def _hold(self, index: int, table: EmbeddingBagConfig, weight: torch.Tensor) -> None:
+        shape = (table.num_embeddings, table.embedding_dim)
+        if tuple(weight.shape) != shape or weight.dtype != table.dtype or not weight.is_contiguous():
+            got = (tuple(weight.shape), weight.dtype, weight.stride())
+            raise ShapeError("not the weight of this table", got=got, expected=(shape, table.dtype), where=table.name)
+        self.register_buffer(f"weight_{index}", weight.detach())
+        for name, width in self.fused_optimizer.config.state_widths(table.embedding_dim).items():
+            state = self._engine.fresh((table.num_embeddings, width), torch.float32, weight.device)
+            self.register_buffer(f"{name}_{index}", state.zero_())
+
+    def weight(self, index: int) -> torch.Tensor:
+        """The weight [E, D] of one table, itself and not a copy."""
+        return self.get_buffer(f"weight_{index}")
+
+    def states(self, index: int) -> dict[str, torch.Tensor]:
+        """State name -> float32 [E, D] or [E, 1] of one table, themselves and not copies."""
+        widths = self.fused_optimizer.config.state_widths(self.tables[index].embedding_dim)
+        return {name: self.get_buffer(f"{name}_{index}") for name in widths}
+
+    @eagerly
+    def forward(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Pooled rows, float32 [B, sum of D over features].
+
+        Args:
+            indices: int64 or int32 ids [N], by feature, sample and position.
+            offsets: int64 or int32 [F * B + 1], where each bag begins.
+            per_sample_weights: float32 [N] or None; gets a gradient if it requires one.
+
+        The backward reduces duplicates in ascending position, then updates each row once.
+
+        Raises:
+            IdRangeError: an id outside its table, under "fatal"; nothing was changed.
+            ShapeError: offsets that do not cut the ids into bags of all features, or another number of weights.
+        """
+        bags = self.checked(Bags(indices, offsets.to(torch.int64), per_sample_weights))
+        return lookup(self, bags)
+
+    def checked(self, bags: Bags) -> Bags:
+        """The bags, ids outside their tables treated as configured. Raises what ``forward`` does."""
+        self._check_offsets(bags)
+        counts = [self.tables[table].num_embeddings for table in self.feature_tables]
+        return check_bounds(
+            bags, counts, [self.tables[t].name for t in self.feature_tables], self.bounds_check, self._engine
+        )
+
+    def _check_offsets(self, bags: Bags) -> None:
+        count, found = len(self.feature_tables), bags.offsets.numel() - 1
+        if found < 0 or found % count:
+            raise ShapeError("offsets are [features * samples + 1]", got=found + 1, expected=f"{count} * samples + 1")
+        check_ids(bags)
+        if bags.offsets.device.type == "cpu":
+            ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
+            if ends != (0, bags.indices.numel()) or bool((bags.offsets.diff() < 0).any()):
+                raise ShapeError("offsets do not cut the ids", got=ends, expected=(0, bags.indices.numel()))
+
+    def _held(self) -> list[HeldTable]:
+        return [HeldTable(self.weight(index), table.is_mean) for index, table in enumerate(self.tables)]
+
+    def _pool(self, bags: Bags) -> torch.Tensor:
+        return self._engine.pool(self._held(), self.feature_tables, bags)
+
+    def _weight_gradients(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
+        return self._engine.weight_gradients(self._held(), self.feature_tables, bags, grad)
+
+    def _step(self, bags: Bags, grad: torch.Tensor) -> None:
+        if self._counts:
+            self.fused_optimizer.count_step()
+        handle, held = self.fused_optimizer, self._held()
+        with_states = [table._replace(states=self.states(index)) for index, table in enumerate(held)]
+        self._engine.update(with_states, self.feature_tables, bags, grad, handle.config.kind, handle.hyper())
+
+
+def check_bounds(
+    bags: Bags, row_counts: Sequence[int], names: Sequence[str], bounds_check: str, engine: Lookup
+) -> Bags:
+    """The bags with ids inside their tables, see ``TableBatchedEmbeddingBags``. Raises IdRangeError under "fatal"."""
+    count, first = engine.outside(bags, row_counts)
+    if count == 0:
+        return bags
+    stride = (bags.offsets.numel() - 1) // len(row_counts)
+    bag = int((bags.offsets[1:] <= first).sum())
+    error = IdRangeError(
+        f"{count} ids outside of their tables",
+        got=int(bags.indices[first]),
+        expected=f"0 to {row_counts[bag // stride] - 1}",
+        where=f"table {names[bag // stride]}, sample {bag % stride}, position {first}",
+    )
+    if bounds_check == "fatal":
+        raise error
+    if bounds_check == "warning":
+        logger.warning("%s; row 0 is taken instead", error)
+    return Bags(engine.mended(bags, row_counts), bags.offsets, bags.weights)
+
+
+class StoreRows:
+    """The rows of one table of a ``KVStore``: what a lookup reads and a step writes."""
+
+    def __init__(self, store: Any, table: str) -> None:
+        self.store, self.table = store, table
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, D] of these ids, int64 [n]."""
+        rows: torch.Tensor = self.store.get(self.table, ids.contiguous())
+        return rows.to(torch.float32)
+
+    def step(self, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper) -> None:
+        """Take one step of the optimizer in the rows, from the gradient [n, D] of each id."""
+        betas = {"eps": hyper.eps, "beta1": hyper.beta1, "beta2": hyper.beta2}
+        self.store.apply_gradients(self.table, ids.contiguous(), grads, hyper.lr, hyper.step, **betas)
 
 
 class KeyValueBags:
-    """Pooled lookups of one table in a ``KVStore``; sums only, for a mean is taken over all ranks' rows."""
+    """Pooled lookups of one table in a ``KVStore``; sums only, for a mean is taken over all ranks' rows.
 
-    def __init__(self, store: Any, table: EmbeddingBagConfig, optimizer: InBackwardOptimizer) -> None:
-        layout = store.layout(table.name)
+    Args:
+        rows: the table's rows in the store.
+        table: its configuration.
+        optimizer: the handle that somebody else counts the steps of.
+        engine: looks up in the rows that were read, each of which is a row of a table of its own.
+
+    Raises:
+        ConfigError: a store whose rows are not this table's.
+    """
+
+    def __init__(
+        self, rows: StoreRows, table: EmbeddingBagConfig, optimizer: InBackwardOptimizer, engine: Lookup
+    ) -> None:
+        layout = rows.store.layout(table.name)
         found = (layout.embedding_dim, layout.weight_dtype, layout.optimizer)
         expected = (table.embedding_dim, table.dtype, optimizer.config.kind)
         if found != expected:
             raise ConfigError("the store's rows are not this table's", got=found, expected=expected, where=table.name)
-        self.store, self.table, self.fused_optimizer = store, table, optimizer
+        self.rows, self.table, self.fused_optimizer, self._engine = rows, table, optimizer, engine
 
-    def _parts(self, bags: Bags) -> list[Bags]:
-        count = len(self.table.feature_names)
-        return [bags.feature(feature, count) for feature in range(count)]
-
-    def _rows(self, bags: Bags) -> torch.Tensor:
-        rows: torch.Tensor = self.store.get(self.table.name, bags.indices.contiguous())
-        return rows.to(torch.float32)
+    def _read(self, bags: Bags) -> tuple[list[HeldTable], list[int], torch.Tensor]:
+        """The rows of all ids as one table, its features, and the place of each id in it."""
+        rows = self.rows.read(bags.indices)
+        places = torch.arange(rows.shape[0], device=rows.device)
+        return [HeldTable(rows)], [0] * len(self.table.feature_names), places
 
     def _pool(self, bags: Bags) -> torch.Tensor:
-        parts = self._parts(bags)
-        rows = torch.split(self._rows(bags), [part.indices.numel() for part in parts])
-        return torch.cat([pool(some, part, mean=False) for some, part in zip(rows, parts, strict=True)], dim=1)
-
-    def _spread(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
-        columns = torch.split(grad, self.table.embedding_dim, dim=1)
-        return torch.cat([spread(c, p, mean=False) for c, p in zip(columns, self._parts(bags), strict=True)])
+        tables, features, places = self._read(bags)
+        return self._engine.pool(tables, features, Bags(places, bags.offsets, bags.weights))
 
     def _step(self, bags: Bags, grad: torch.Tensor) -> None:
-        hyper, ids = self.fused_optimizer.hyper(), bags.indices.contiguous()
-        betas = {"eps": hyper.eps, "beta1": hyper.beta1, "beta2": hyper.beta2}
-        self.store.apply_gradients(self.table.name, ids, self._spread(bags, grad), hyper.lr, hyper.step, **betas)
+        grads = self._engine.spread(bags, grad, len(self.table.feature_names))
+        self.rows.step(bags.indices, grads, self.fused_optimizer.hyper())
 
     def _weight_gradients(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
-        grads = self._spread(Bags(bags.indices, bags.offsets), grad)
-        return row_sum(grads * self._rows(bags))[:, 0]
-
-
-def make_group(
-    group: Group,
-    tables: Sequence[EmbeddingBagConfig],
-    plan: Sequence[TableSharding],
-    module_types: tuple[Any, Any],
-    optimizer: InBackwardOptimizer,
-    weight_of: Callable[[Shard], torch.Tensor],
-) -> Group:
-    """The group with its module, of one of the types of bags and of key-value bags.
-
-    ``weight_of`` gives each shard's weights, which the module then owns.
-    """
-    bags_type, key_value_type = module_types
-    first = group.shards[0]
-    if first.kind == "key_value":
-        module: Any = key_value_type(plan[first.table].store, tables[first.table], optimizer)
-        return replace(group, module=module)
-    configs = [
-        replace(
-            tables[shard.table],
-            num_embeddings=shard.rows[1] - shard.rows[0],
-            embedding_dim=shard.width,
-            pooling=PoolingType.SUM if is_partial(shard) else tables[shard.table].pooling,
-        )
-        for shard in group.shards
-    ]
-    weights = [weight_of(shard) for shard in group.shards]
-    return replace(group, module=bags_type(configs, weights=weights, in_backward=optimizer))
+        tables, features, places = self._read(bags)
+        return self._engine.weight_gradients(tables, features, Bags(places, bags.offsets), grad)

@@ -1,34 +1,23 @@
-"""The training pipelines as plain loops: what each schedule computes, and nothing of how it overlaps.
+"""The training pipelines under torchrec's names: torchrec's arguments in torchrec's positions, then ours.
 
-Exact ones (Base, SparseDist, FusedSparseDist and their evaluations) are one loop; they differ in how many batches they
-hold ahead. SemiSync looks a batch up before the update of the one before it.
+What a schedule overlaps is the implementation's: each class is bound to the stages of an implementation, and to a
+schedule, which is a function that issues them for one step.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from twinproof.errors import ConfigError
-from twinproof.pipeline.schedules_arguments import (
-    BaseArguments,
-    EvalArguments,
-    EvalFusedArguments,
-    FusedArguments,
-    PrefetchArguments,
-    SemiSyncArguments,
-    SparseDistArguments,
-)
-from twinproof.pipeline.schedules_base import In, Out, PipelineBase
-from twinproof.pipeline.schedules_flights import Flight, cut_off, move_batch
-from twinproof.pipeline.schedules_stages import LookupStages
+from twinproof.pipeline.driver import In, LookupPipeline, Out, Pipeline
+from twinproof.pipeline.stages import BatchContext, Options, Placed, check_placement, cut_off
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
-    "OneStale",
     "PrefetchTrainPipelineSparseDist",
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
@@ -36,33 +25,273 @@ __all__ = [
     "TrainPipelineSparseDist",
 ]
 
-logger = logging.getLogger("twinproof.pipeline")
+Forward = Callable[[Any], tuple[torch.Tensor, Any]]
+Device = torch.device | str
 
 
-class OneStale(SemiSyncArguments[In, Out]):
-    """What both SemiSync pipelines share: when they are stale, the cut lookups, and the dense step they mean."""
+class TrainPipelineBase(Pipeline[In, Out]):
+    """Nothing overlaps but the copy of the next batch. Arguments, promises and errors: see ``Pipeline``."""
+
+    ahead_count = 1
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        custom_model_fwd: Forward | None = None,
+        enable_inplace_copy_batch: bool = False,
+        *,
+        execute_all_batches: bool = True,
+        process_group: Any = None,
+        engine: Any = None,
+        reduce_dense_gradients: bool | None = None,
+    ) -> None:
+        options = Options(
+            execute_all_batches,
+            custom_model_fwd,
+            process_group,
+            engine,
+            reduce_dense_gradients,
+            sync_interval_batches=1,
+            copies_in_place=enable_inplace_copy_batch,
+        )
+        super().__init__(model, optimizer, device, options)
+
+
+class TrainPipelineSparseDist(Pipeline[In, Out]):
+    """The exchange of ids overlaps the step before. Arguments, promises and errors: see ``Pipeline``."""
+
+    ahead_count = 2
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: Any = None,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Forward | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        process_group: Any = None,
+        engine: Any = None,
+        reduce_dense_gradients: bool | None = None,
+    ) -> None:
+        options = Options(
+            execute_all_batches,
+            custom_model_fwd,
+            process_group,
+            engine,
+            reduce_dense_gradients,
+            context_type=context_type,
+            pipeline_postproc=pipeline_postproc,
+            sync_interval_batches=dmp_collection_sync_interval_batches,
+            enqueues_behind_forward=enqueue_batch_after_forward,
+            copies_in_place=enable_inplace_copy_batch,
+            apply_jit=apply_jit,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+        )
+        super().__init__(model, optimizer, device, options)
+
+
+class PrefetchTrainPipelineSparseDist(Pipeline[In, Out]):
+    """As ``TrainPipelineSparseDist``, with the rows of key-value tables read while the step before runs.
+
+    torchrec's prefetches into a cache on the device; rows that the step before updates are read again here, so that
+    nothing is stale. Arguments, promises and errors: see ``Pipeline``.
+    """
+
+    ahead_count = 2
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: Forward | None = None,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        process_group: Any = None,
+        engine: Any = None,
+        reduce_dense_gradients: bool | None = None,
+    ) -> None:
+        options = Options(
+            execute_all_batches,
+            custom_model_fwd,
+            process_group,
+            engine,
+            reduce_dense_gradients,
+            pipeline_postproc=pipeline_postproc,
+            sync_interval_batches=1,
+            copies_in_place=enable_inplace_copy_batch,
+            apply_jit=apply_jit,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+        )
+        super().__init__(model, optimizer, device, options)
+
+
+class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
+    """The lookup, too, overlaps the dense optimizer of the step before (torchrec PR 2916).
+
+    Args of its own, which move work and never change a result:
+        emb_lookup_stream: "data_dist", "new" or "current". ``use_emb_lookup_stream`` is the PR's name for "new".
+        embedding_lookup_after_data_dist: look up behind the start of the next batch's exchange.
+        embedding_lookup_before_optimizer: look the next batch up before the dense optimizer; modules whose parameters
+            the optimizer updates are looked up behind it. ``embedding_lookup_after_opt=False`` is the PR's name.
+        defer_dp_lookup: what the optimizer updates is always looked up behind it; both values are the same here.
+
+    All other arguments, promises and errors: see ``Pipeline``.
+    """
+
+    ahead_count = 2
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: Forward | None = None,
+        strict: bool = False,
+        emb_lookup_stream: str = "data_dist",
+        embedding_lookup_after_data_dist: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        enqueue_batch_after_forward: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        embedding_lookup_before_optimizer: bool = False,
+        defer_dp_lookup: bool = False,
+        use_emb_lookup_stream: bool | None = None,
+        embedding_lookup_after_opt: bool | None = None,
+        process_group: Any = None,
+        engine: Any = None,
+        reduce_dense_gradients: bool | None = None,
+    ) -> None:
+        options = Options(
+            execute_all_batches,
+            custom_model_fwd,
+            process_group,
+            engine,
+            reduce_dense_gradients,
+            pipeline_postproc=pipeline_postproc,
+            sync_interval_batches=1,
+            enqueues_behind_forward=enqueue_batch_after_forward,
+            copies_in_place=enable_inplace_copy_batch,
+            strict=strict,
+            apply_jit=apply_jit,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+            placed=check_placement(
+                emb_lookup_stream,
+                use_emb_lookup_stream,
+                embedding_lookup_after_data_dist,
+                embedding_lookup_before_optimizer,
+                embedding_lookup_after_opt,
+            ),
+        )
+        super().__init__(model, optimizer, device, options)
+
+
+class TrainPipelineSemiSync(LookupPipeline[In, Out]):
+    """From ``start_batch`` on, a batch is looked up before the update of the one before it.
+
+    What a lookup reads is one update stale then: tables, and whatever of data-parallel tables and feature processors
+    the optimizer updates. The rest of the dense part is not, and before ``start_batch`` every bit is the exact loop's.
+
+    Args of its own:
+        stash_gradients: the dense part, too, steps with the gradients of the step before; the first such step does not
+            step, and the last gradients are never applied.
+        strict: refuse an optimizer that updates what a lookup reads, rather than say so in the log.
+
+    All other arguments, promises and errors: see ``Pipeline``.
+    """
+
+    ahead_count = 3
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        start_batch: int = 900,
+        stash_gradients: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: Forward | None = None,
+        strict: bool = False,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        process_group: Any = None,
+        engine: Any = None,
+        reduce_dense_gradients: bool | None = None,
+    ) -> None:
+        self._start_batch, self._stashes = start_batch, stash_gradients
+        self._stash: dict[torch.Tensor, torch.Tensor | None] | None = None
+        options = Options(
+            execute_all_batches,
+            custom_model_fwd,
+            process_group,
+            engine,
+            reduce_dense_gradients,
+            pipeline_postproc=pipeline_postproc,
+            sync_interval_batches=dmp_collection_sync_interval_batches,
+            copies_in_place=enable_inplace_copy_batch,
+            strict=strict,
+            apply_jit=apply_jit,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+            placed=Placed("new"),
+            looks_up_before_update=True,
+        )
+        super().__init__(model, optimizer, device, options)
 
     def is_semi_sync(self) -> bool:
         """Whether the next batch is looked up before this one's update."""
         return len(self._queue) > 0 and self.processed_count >= self._start_batch
 
-    def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """As ``PipelineBase.attach``."""
-        super().attach(model, sparse_dist)
-        stale = [call.name for call in self._calls if call.is_late(self._optimizer)]
-        if stale:
-            logger.warning("parameters of the optimizer are read one update stale in %s", stale)
-
     def embedding_backward(self, context: Any) -> None:
         """The tables' update, from the gradients that the forward's copies of the lookups have got."""
         for looked_up, leaf in self._found(context).pairs:
             if leaf.grad is not None:
-                looked_up.backward(leaf.grad)
+                looked_up.backward(leaf.grad)  # type: ignore[no-untyped-call]
 
-    def _cut(self, flight: Flight) -> None:
-        """The forward sees the lookups cut off from their tables."""
-        for call in self._calls:
-            flight.results[call.name] = cut_off(flight.results[call.name], flight.pairs)
+    def cut(self, batch: BatchContext) -> None:
+        """The forward sees the lookups cut off from their tables, so that T is a step of its own."""
+        for call in self.calls:
+            batch.results[call.name] = cut_off(batch.results[call.name], batch.pairs)
+
+    def needs_lookup(self, batch: BatchContext) -> bool:
+        """Whether the batch was not looked up yet; a lookup of evaluation has no way back, and is forgotten."""
+        if batch.with_grad is not None:
+            if batch.with_grad >= self._model.training:
+                return False
+            batch.results.clear()
+        return True
+
+    def _update_tables(self, batch: BatchContext) -> None:
+        """T, behind the lookup of the next batch."""
+        self.embedding_backward(batch.context)
 
     def _step_dense(self) -> None:
         """One optimizer step, with the gradients of the step before if they are stashed; the first has none."""
@@ -76,168 +305,56 @@ class OneStale(SemiSyncArguments[In, Out]):
             self._optimizer_step()
 
 
-class _Loop(PipelineBase[In, Out]):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if self._engine is not None:
-            self.detach()
-            raise ConfigError("plain loops have no streams", got=type(self._engine).__name__, where="engine")
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
-
-    def _flight_of(self, batch: Any) -> Flight:
-        return Flight(move_batch(batch, self._moved, self._device))
-
-    def _arrived(self, batch: Any) -> Flight:
-        return Flight(batch)
-
-    @property
-    def _count_to_begin(self) -> int:
-        return self._count_before_forward
-
-    def _update(self, flight: Flight, losses: torch.Tensor) -> None:
-        """Backward with the tables' update, replicas, dense update."""
-        self._backward(losses)
-        self._update_tables(flight)
-        self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, flight.context)
-        self._reduce_dense()
-        self._step_dense()
-
-    def _update_tables(self, flight: Flight) -> None:
-        """Behind a backward that did not reach them."""
-
-
-class _Exact(_Loop[In, Out]):
-    """One batch after the other: ids, rows, forward, backward with the tables' update, dense update."""
-
-    def _step(self, flight: Flight) -> Any:
-        training = self._model.training and self.trains
-        if training:
-            self._optimizer.zero_grad()
-        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
-            self._exchange(flight)
-            if flight.failure is not None:
-                raise flight.failure
-            self._look_up_now(flight)
-            self._wait_for_batch()
-            losses, output = self._run_forward(flight)
-        self._pull_behind_forward()
-        if training:
-            self._update(flight, losses)
-        return output
-
-    def _look_up_now(self, flight: Flight) -> None:
-        self._look_up(flight)
-
-
-class _LooksUp(LookupStages[In, Out], _Loop[In, Out]):
-    """The lookup is a stage that a subclass may override."""
-
-    def _look_up_now(self, flight: Flight) -> None:
-        self.start_embedding_lookup(flight.batch, flight.context)
-        self.wait_embedding_lookup()
-
-    def _look_up_missing(self, flight: Flight) -> None:
-        self._look_up(flight)
-
-
-class TrainPipelineBase(BaseArguments[In, Out], _Exact[In, Out]):
-    __doc__ = f"""Nothing overlaps but the copy of the next batch. {PipelineBase.__doc__}"""
-
-    ahead_count = 1
-
-
-class TrainPipelineSparseDist(SparseDistArguments[In, Out], _Exact[In, Out]):
-    __doc__ = f"""The exchange of ids overlaps the step before. {PipelineBase.__doc__}"""
-
-    ahead_count = 2
-
-
-class PrefetchTrainPipelineSparseDist(PrefetchArguments[In, Out], _Exact[In, Out]):
-    __doc__ = f"""As ``TrainPipelineSparseDist``, with the rows of key-value tables read while the step before runs.
-
-    torchrec's prefetches into a cache on the device; rows that the step before updates are read again here, so that
-    nothing is stale. {PipelineBase.__doc__}"""
-
-    ahead_count = 2
-
-
-class TrainPipelineFusedSparseDist(FusedArguments[In, Out], _LooksUp[In, Out], _Exact[In, Out]):
-    __doc__ = f"""The lookup, too, overlaps the dense optimizer of the step before (torchrec PR 2916).
-
-    Args of its own, which move work and never change a result:
-        emb_lookup_stream: "data_dist", "new" or "current". ``use_emb_lookup_stream`` is the PR's name for "new".
-        embedding_lookup_after_data_dist: look up behind the start of the next batch's exchange.
-        embedding_lookup_before_optimizer: look the next batch up before the dense optimizer; modules whose parameters
-            the optimizer updates are looked up behind it. ``embedding_lookup_after_opt=False`` is the PR's name.
-        defer_dp_lookup: what the optimizer updates is always looked up behind it; both values are the same here.
-    {PipelineBase.__doc__}"""
-
-    ahead_count = 2
-
-
-class EvalPipelineSparseDist(EvalArguments[In, Out], _Exact[In, Out]):
-    __doc__ = f"""Forward only, without gradient, whatever the model's mode. {PipelineBase.__doc__}"""
+class EvalPipelineSparseDist(Pipeline[In, Out]):
+    """Forward only, without gradient, whatever the model's mode. Arguments, promises and errors: see ``Pipeline``."""
 
     ahead_count = 2
     trains = False
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        apply_jit: bool = False,
+        pipeline_postproc: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        execute_all_batches: bool = True,
+        custom_model_fwd: Forward | None = None,
+        process_group: Any = None,
+        engine: Any = None,
+    ) -> None:
+        options = Options(
+            execute_all_batches,
+            custom_model_fwd,
+            process_group,
+            engine,
+            pipeline_postproc=pipeline_postproc,
+            copies_in_place=enable_inplace_copy_batch,
+            apply_jit=apply_jit,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+        )
+        super().__init__(model, optimizer, device, options)
 
-class EvalPipelineFusedSparseDist(EvalFusedArguments[In, Out], _LooksUp[In, Out], _Exact[In, Out]):
-    __doc__ = f"""As ``EvalPipelineSparseDist``, with the lookup issued early.
+
+class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
+    """As ``EvalPipelineSparseDist``, with the lookup issued early.
 
     Takes the arguments of ``TrainPipelineFusedSparseDist``, but for those about the optimizer, and
         enable_embedding_lookup_prefetch: look the next batch up behind this one's forward, which may overlap it.
-    {PipelineBase.__doc__}"""
 
-    ahead_count = 2
+    All other arguments, promises and errors: see ``Pipeline``.
+    """
+
     trains = False
 
-
-class TrainPipelineSemiSync(OneStale[In, Out], _LooksUp[In, Out]):
-    __doc__ = f"""From ``start_batch`` on, a batch is looked up before the update of the one before it.
-
-    What a lookup reads is one update stale then: tables, and whatever of data-parallel tables and feature processors
-    the optimizer updates. The rest of the dense part is not, and before ``start_batch`` every bit is the exact loop's.
-
-    Args of its own:
-        stash_gradients: the dense part, too, steps with the gradients of the step before; the first such step does not
-            step, and the last gradients are never applied.
-        strict: refuse an optimizer that updates what a lookup reads, rather than say so in the log.
-    {PipelineBase.__doc__}"""
-
-    ahead_count = 3
-
-    def _step(self, flight: Flight) -> Any:
-        self._prepare(flight)
-        if flight.failure is not None:
-            raise flight.failure
-        training = self._model.training
-        if training:
-            self._optimizer.zero_grad()
-            self._cut(flight)
-        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
-            self._wait_for_batch()
-            losses, output = self._run_forward(flight)
-        following = self._queue[1] if len(self._queue) > 1 else None
-        if following is not None and self.is_semi_sync():
-            self._prepare(following)
-        if training:
-            self._update(flight, losses)
-        return output
-
-    def _update_tables(self, flight: Flight) -> None:
-        self.embedding_backward(flight.context)
-
-    def _prepare(self, flight: Flight) -> None:
-        """Look a batch up, unless it was; what was looked up in evaluation has no way back, and tables are the same."""
-        if flight.with_grad is not None:
-            if flight.with_grad >= self._model.training:
-                return
-            flight.forget()
-        with torch.set_grad_enabled(self._model.training and torch.is_grad_enabled()):
-            self._exchange(flight)
-            if flight.failure is None:
-                self._look_up_now(flight)
-                flight.with_grad = self._model.training
+    def __init__(self, *args: Any, enable_embedding_lookup_prefetch: bool = False, **options: Any) -> None:
+        self.prefetches = enable_embedding_lookup_prefetch
+        for name in ("embedding_lookup_before_optimizer", "reduce_dense_gradients"):
+            if options.get(name):
+                raise ConfigError("an evaluation has no optimizer", got=options[name], where=name)
+        super().__init__(*args, **options)

@@ -1,97 +1,431 @@
-"""Embedding tables cut among ranks, with the optimizer in the backward: what every exchange must amount to.
+"""Tables cut among the ranks of a group: the plan, the lookups of this rank, replicated parameters, and autograd.
 
-Here every rank is told everything. ``fastimpl`` sends each rank what it needs, and no more.
+Gradients are means over ranks, as DDP's and torchrec's: each rank's is divided by W before it is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
-from twinproof.kvstore.statedict import gathered
-from twinproof.pipeline.awaitables import Awaitable, Ready
-from twinproof.pipeline.bags import TableBatchedEmbeddingBags
-from twinproof.pipeline.data import KeyedJaggedTensor
-from twinproof.pipeline.jagged import Bags, joined, offsets_of
-from twinproof.pipeline.lookups import Group
-from twinproof.pipeline.sharded_base import ShardedContext, ShardedEmbeddingBagCollectionBase
-from twinproof.pipeline.shards import Shard
+from twinproof.errors import ConfigError, UnsupportedError
+from twinproof.kvstore.statedict import rank_and_world
+from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, select
+from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, optimizer_in_backward
+from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.lookups import (
+    InBackwardOptimizer,
+    KeyValueBags,
+    Lookup,
+    StoreRows,
+    TableBatchedEmbeddingBags,
+    check_bounds,
+    eagerly,
+    lookup,
+)
+from twinproof.pipeline.modules import (
+    EmbeddingBagCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    Pooled,
+    position_processors,
+    position_weights_of,
+    table_module,
+)
+from twinproof.pipeline.sharding import (
+    Awaitable,
+    Exchange,
+    Group,
+    Layout,
+    Ready,
+    Shard,
+    ShardedContext,
+    TableSharding,
+    initial_shard,
+)
+from twinproof.pipeline.statedict import CutTable, TableParts
 
 __all__ = ["ShardedEmbeddingBagCollection"]
 
 
-def _kept(bags: Bags, keep: torch.Tensor, first_row: int) -> Bags:
-    """The bags without the ids that are not kept, and rows counted from ``first_row``."""
-    lengths = torch.zeros(bags.offsets.numel() - 1, dtype=torch.int64).index_add_(0, bags.bag_of_each(), keep.long())
-    weights = None if bags.weights is None else bags.weights[keep]
-    return Bags(bags.indices[keep] - first_row, offsets_of(lengths), weights)
+class _Exchanged(torch.autograd.Function):
+    """Pooled columns of all ranks' shards for this rank's samples; the backward sends gradients to the shards.
+
+    What ``passing`` holds passes through without a gradient of its own, so that every rank's backward visits it: it
+    exchanges gradients too, and a rank that looks nothing up would be missed by the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        exchange: Exchange,
+        optimizer: InBackwardOptimizer,
+        context: ShardedContext,
+        count: int,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.exchange, ctx.optimizer, ctx.context, ctx.passing = exchange, optimizer, context, tensors[count:]
+        return exchange.columns(context, tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.optimizer.count_step()
+        parts = ctx.exchange.gradients(ctx.context, grads[0].contiguous())
+        return None, None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)
 
 
-class ShardedEmbeddingBagCollection(ShardedEmbeddingBagCollectionBase):
-    __doc__ = ShardedEmbeddingBagCollectionBase.__doc__
+class _Replicated(torch.autograd.Function):
+    """Parameters that every rank holds; their gradient is the sum over ranks, each divided by ``divisor`` first."""
 
-    bags_type = TableBatchedEmbeddingBags
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, divisor: int, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.divisor = exchange, divisor
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        flat = torch.cat([grad.reshape(-1).to(torch.float32) for grad in grads]) / ctx.divisor
+        parts = ctx.exchange.sum_over_ranks(flat).split([grad.numel() for grad in grads])
+        return None, None, *(part.reshape(g.shape).to(g.dtype) for part, g in zip(parts, grads, strict=True))
+
+
+class _SentWeights(torch.autograd.Function):
+    """The received weights of each lookup, as the weights of all ranks' batches; the backward sends gradients home.
+
+    Gradients were divided by W where they were sent to the shards. A weight is one rank's own: what comes home is
+    multiplied by W again, the gradient of that rank's loss, as that of every parameter before an average over ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        exchange: Exchange,
+        world_size: int,
+        context: ShardedContext,
+        own: Any,
+        *received: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.world_size, ctx.context = exchange, world_size, context
+        return anchor.new_zeros(0), *(weights.view_as(weights) for weights in received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        own = ctx.exchange.weight_gradients(ctx.context, torch.cat(grads)) * ctx.world_size
+        return None, None, None, None, own if ctx.needs_input_grad[4] else None, *(None for _ in grads[1:])
+
+
+class ShardedEmbeddingBagCollection(torch.nn.Module):
+    """Tables cut among the ranks of a group, with the optimizer in the backward: torchrec's class, explicit plans only.
+
+    Args:
+        module: the collection to cut, the same on every rank; its weights are copied. On "meta" they are made here,
+            the same for every plan. A feature-processed collection keeps its processors as dense parameters.
+        plan: table -> ``table_wise(rank)``, ``row_wise()``, ``column_wise(ranks)``, ``data_parallel()`` or
+            ``key_value(store, buckets)``.
+        optimizer: what the backward runs on all but data-parallel tables, which are dense parameters. None is the one
+            that ``apply_optimizer_in_backward`` gave the collection's parameters, or row-wise Adagrad.
+        process_group: the ranks; None is all of them, or none where torch.distributed is not in use.
+        bounds_check: see ``TableBatchedEmbeddingBags``; under "fatal" every rank raises.
+        seed: of weights made here.
+
+    Every rank makes the same calls in the same order. Ranks may have batches of different size, or none. One backward
+    is one step; a row's gradient is the mean over ranks, its duplicates added by feature, rank, sample and position.
+    Column-wise tables with an optimizer that keeps one value for a row keep one for each column block, and so differ
+    from the uncut table by design. Weights of a batch that require a gradient get that of their own rank's loss, by one
+    more exchange in every rank's backward; torchrec gives them none.
+
+    Attributes:
+        fused_optimizer: a handle for schedulers on the optimizer in the backward; see ``InBackwardOptimizer``.
+
+    Raises:
+        ConfigError: a plan or an optimizer that does not fit; feature processors on other than table- and column-wise
+            tables. UnsupportedError: not a collection of bags.
+        IdRangeError: an id outside its table.
+    """
+
+    _bags_type: ClassVar[type[TableBatchedEmbeddingBags]]
+    _make_engine: ClassVar[Callable[[], Lookup]]
+    _make_exchange: ClassVar[Callable[[Layout], Exchange]]
+    _make_rows: ClassVar[Callable[[Any, str], StoreRows]] = StoreRows
+
+    def __init_subclass__(
+        cls,
+        *,
+        bags: type[TableBatchedEmbeddingBags] | None = None,
+        engine: Callable[[], Lookup] | None = None,
+        exchange: Callable[[Layout], Exchange] | None = None,
+        rows: Callable[[Any, str], StoreRows] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init_subclass__(**options)
+        given = {"_bags_type": bags, "_make_engine": engine, "_make_exchange": exchange, "_make_rows": rows}
+        for name, value in given.items():
+            if value is not None:
+                setattr(cls, name, value)
+
+    def __init__(
+        self,
+        module: Any,
+        plan: Mapping[str, TableSharding],
+        *,
+        optimizer: FusedOptimizer | None = None,
+        process_group: Any = None,
+        bounds_check: str = "fatal",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        processed = isinstance(module, FeatureProcessedEmbeddingBagCollection)
+        collection: Any = module._embedding_bag_collection if processed else module
+        if not isinstance(collection, EmbeddingBagCollection):
+            expected = "an EmbeddingBagCollection of ours, which takes torchrec's configurations"
+            raise UnsupportedError("not a collection that is cut here", got=type(module).__name__, expected=expected)
+        self.feature_processors = position_processors(module._feature_processors) if processed else None
+        self.tables, self.bounds_check = tuple(collection.embedding_bag_configs()), bounds_check
+        self.process_group = process_group
+        self.rank, self.world_size = rank_and_world(process_group)
+        self.layout = Layout(self.tables, plan, process_group, self.rank, self.world_size)
+        self.plan = self.layout.shardings
+        self._check_processed()
+        self.is_weighted = collection.is_weighted() and not processed
+        self.feature_names, self._embedding_names = list(collection.feature_names), collection.embedding_names()
+        self.fused_optimizer = InBackwardOptimizer(_optimizer_of(collection, self.tables, optimizer))
+        self._engine = type(self)._make_engine()
+        self._exchange = type(self)._make_exchange(self.layout)
+        self.lookups = [self._make_lookup(group, collection, seed) for group in self.layout.groups]
+        self._parts = TableParts(self.layout, self.lookups, self.fused_optimizer)
+        self.embedding_bags = self._make_tables(collection, seed)
+        self._cut_parameters: dict[str, torch.nn.Parameter] = {}
+        self._loaded: list[str] = []
+        # Tables that are cut are no parameters of any child, whose names torch would call unexpected.
+        self.register_load_state_dict_post_hook(
+            ShardedEmbeddingBagCollection._forget_loaded  # type: ignore[no-untyped-call]
+        )
+
+    def _check_processed(self) -> None:
+        unfit = [sharding.rule for sharding in self.plan if sharding.rule.is_partial or sharding.rule.is_replicated]
+        if self.feature_processors is not None and unfit:
+            got = sorted({sharding.kind for sharding in self.plan})
+            raise ConfigError("feature processors need whole bags on one rank", got=got, where="plan")
+
+    def _make_tables(self, collection: Any, seed: int) -> torch.nn.ModuleDict:
+        """What stands under each table's name: parameters of replicated tables, then this rank's parts of cut ones."""
+        found = torch.nn.ModuleDict()
+        for index in self.layout.replicated:
+            table = self.tables[index]
+            weight = collection.embedding_bags[table.name].weight
+            whole = Shard(index, 0, "", (0, table.num_embeddings), (0, table.embedding_dim))
+            made = initial_shard(table, index, whole, seed) if weight.is_meta else weight.detach()
+            replica = table_module(table, "meta")
+            replica.weight = torch.nn.Parameter(made.clone())
+            found[table.name] = replica
+            carry_over(weight, replica.weight)
+        for table, sharding in zip(self.tables, self.plan, strict=True):
+            if sharding.rule.is_cut:
+                found[table.name] = CutTable(self._parts, table.name)
+        return found
+
+    def _make_lookup(self, group: Group, collection: Any, seed: int) -> Any:
+        """What looks the shards of one group up, with weights of its own."""
+        first = self.plan[group.shards[0].table]
+        if first.rule.is_stored:
+            table = self.tables[group.shards[0].table]
+            return KeyValueBags(
+                type(self)._make_rows(first.store, table.name), table, self.fused_optimizer, self._engine
+            )
+        configs = [
+            replace(
+                self.tables[shard.table],
+                num_embeddings=shard.rows[1] - shard.rows[0],
+                embedding_dim=shard.width,
+                pooling=PoolingType.SUM if first.rule.is_partial else self.tables[shard.table].pooling,
+            )
+            for shard in group.shards
+        ]
+        weights = [self._weight_of(shard, collection, seed) for shard in group.shards]
+        return self._bags_type(configs, weights=weights, in_backward=self.fused_optimizer)
+
+    def _weight_of(self, shard: Shard, collection: Any, seed: int) -> torch.Tensor:
+        table = self.tables[shard.table]
+        whole: torch.Tensor = collection.embedding_bags[table.name].weight.detach()
+        if whole.is_meta:
+            return initial_shard(table, shard.table, shard, seed)
+        part = whole[slice(*shard.rows), slice(*shard.columns)]
+        return self._engine.fresh((part.shape[0], part.shape[1]), part.dtype, part.device).copy_(part)
+
+    def create_context(self) -> ShardedContext:
+        """A context for one batch."""
+        return ShardedContext()
 
     def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[Bags]]]:
-        def make() -> tuple[Bags, bool]:
-            ctx.bags = self._local_bags(features)
-            return ctx.bags.detached(), ctx.bags.wants_gradient()
+        """Send ids to the ranks that look them up. The first ``wait`` ends the exchange of sizes, the second of ids.
 
-        found = gathered(make, self.process_group)
-        everyone = [bags for bags, _ in found]
-        ctx.strides = [(bags.offsets.numel() - 1) // len(self.feature_names) for bags in everyone]
-        if any(wanted for _, wanted in found):
-            ctx.way_home = self._way_home(everyone)
-        return Ready(Ready(self._parts(everyone, self.groups)))
+        Returns the bags of each lookup of this rank, over all ranks' samples, feature-major and by rank.
+        """
+        return self._exchange.input_dist(ctx, lambda: self._local_bags(features))
 
-    def _parts(self, everyone: Sequence[Bags], groups: Sequence[Group]) -> list[Bags]:
-        """What the groups look up of all ranks' bags."""
-        count = len(self.feature_names)
-        whole = [joined([bags.feature(index, count) for bags in everyone]) for index in range(count)]
-        return [joined([self._part(whole[slot.feature], slot.shard) for slot in group.slots]) for group in groups]
-
-    def _way_home(self, everyone: Sequence[Bags]) -> tuple[list[torch.Tensor], list[int]]:
-        """Which ids each rank looks up, in its order, as numbers among all ranks' ids; and where each rank's begin."""
-        begins: list[int] = offsets_of(torch.tensor([bags.indices.numel() for bags in everyone])).tolist()
-        # A number takes the way of its id's weight.
-        numbered = [
-            Bags(bags.indices, bags.offsets, torch.arange(begin, begin + bags.indices.numel()))
-            for bags, begin in zip(everyone, begins, strict=False)
+    def compute(self, ctx: ShardedContext, dist_input: list[Bags]) -> list[torch.Tensor]:
+        """This rank's lookups: float32 [all ranks' samples, columns] each, then the data-parallel tables' own."""
+        if self.feature_processors is not None:
+            params = self.feature_processors.position_weights.values()
+            # Gradients of samples were divided by W already, where they were sent.
+            ctx.passing = _Replicated.apply(self._exchange, 1, *params)  # type: ignore[no-untyped-call]
+        if ctx.way_home is not None:
+            dist_input = self._with_gradient(ctx, dist_input)
+        outputs = [
+            lookup(module, self._processed(ctx, group, bags))
+            for module, group, bags in zip(self.lookups, self.layout.groups, dist_input, strict=True)
         ]
-        none = torch.empty(0, dtype=torch.int64)
-        found = [[part.weights for part in self._parts(numbered, groups)] for groups in self.rank_groups]
-        return [torch.cat([none, *(numbers for numbers in some if numbers is not None)]) for some in found], begins
+        return [*outputs, *self._replicated_outputs(ctx)]
 
-    def _part(self, bags: Bags, shard: Shard) -> Bags:
-        """What one shard looks up of one feature's bags."""
-        if shard.kind == "row_wise":
-            return _kept(bags, (bags.indices >= shard.rows[0]) & (bags.indices < shard.rows[1]), shard.rows[0])
-        if shard.kind == "key_value":
-            return _kept(bags, self.owner_of(bags.indices, shard.table) == shard.rank, 0)
-        return bags
+    def output_dist(self, ctx: ShardedContext, output: list[torch.Tensor]) -> Awaitable[KeyedTensor]:
+        """Pooled columns of all features for this rank's own samples."""
+        count, layout = len(self.lookups), self.layout
+        anchor = torch.zeros(0, requires_grad=True)
+        exchanged = _Exchanged.apply(  # type: ignore[no-untyped-call]
+            anchor, self._exchange, self.fused_optimizer, ctx, count, *output[:count], *ctx.passing
+        )
+        widths = [layout.table_of(feature).embedding_dim for feature in range(len(layout.feature_tables))]
+        if not layout.replicated:
+            return Ready(KeyedTensor(self._embedding_names, widths, exchanged))
+        own = [f for f, table in enumerate(layout.feature_tables) if table in layout.replicated]
+        sent = [f for f in range(len(widths)) if f not in own]
+        columns = dict(zip(sent, torch.split(exchanged, [widths[f] for f in sent], dim=1), strict=True))
+        columns |= dict(zip(own, torch.split(output[count], [widths[f] for f in own], dim=1), strict=True))
+        values = torch.cat([columns[f] for f in sorted(columns)], dim=1)
+        return Ready(KeyedTensor(self._embedding_names, widths, values))
 
-    def _exchange(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        empty = torch.zeros(sum(ctx.strides), 0)
-        everyone = gathered(lambda: torch.cat([empty, *outputs], dim=1), self.process_group)
-        begin = sum(ctx.strides[: self.rank])
-        return self.columns.assemble([whole[begin : begin + ctx.strides[self.rank]] for whole in everyone], ctx.bags)
+    def compute_and_output_dist(self, ctx: ShardedContext, dist_input: list[Bags]) -> Awaitable[KeyedTensor]:
+        """Both, as torchrec names it."""
+        return self.output_dist(ctx, self.compute(ctx, dist_input))
 
-    def _exchange_back(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
-        everyone = gathered(lambda: self.columns.take_apart(grad, ctx.bags, self.world_size), self.process_group)
-        mine = torch.cat([blocks[self.rank] for blocks in everyone])
-        return list(torch.split(mine, [group.width for group in self.groups], dim=1))
+    @eagerly
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows of each feature for this rank's samples, float32 [B, D] side by side, by table, then feature."""
+        ctx = self.create_context()
+        dist_input = self.input_dist(ctx, features).wait().wait()
+        return self.compute_and_output_dist(ctx, dist_input).wait()
 
-    def _exchange_weight_gradients(self, ctx: ShardedContext, grads: torch.Tensor) -> torch.Tensor:
-        numbers, begins = ctx.way_home
-        total = torch.zeros(begins[-1])
-        for number, found in zip(numbers, gathered(lambda: grads, self.process_group), strict=True):
-            total.index_add_(0, number, found)
-        return total[begins[self.rank] : begins[self.rank + 1]]
+    def owner_of(self, ids: torch.Tensor, table: int) -> torch.Tensor:
+        """The rank of each id of a key-value table, int64 [n]: id -> bucket -> rank."""
+        return self.layout.owners(ids, table)
 
-    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        parts = gathered(lambda: value, self.process_group)
-        total = torch.zeros_like(value)
-        for part in parts:
-            total = total + part
-        return total
+    def _local_bags(self, features: KeyedJaggedTensor) -> Bags:
+        """This rank's bags, checked before anything is sent."""
+        bags = select(features, self.feature_names, weighted=self.is_weighted)
+        bags = Bags(bags.indices.to(torch.int64), bags.offsets, bags.weights)
+        tables = self.layout.feature_tables
+        bounded = [f for f, table in enumerate(tables) if not self.plan[table].rule.is_stored]
+        if len(bounded) == len(tables):
+            counts = [self.tables[table].num_embeddings for table in tables]
+            names = [self.tables[table].name for table in tables]
+            return check_bounds(bags, counts, names, self.bounds_check, self._engine)
+        return self._check_each(bags, bounded)
+
+    def _check_each(self, bags: Bags, bounded: Sequence[int]) -> Bags:
+        count = len(self.layout.feature_tables)
+        parts = [bags.feature(f, count) for f in range(count)]
+        for f in bounded:
+            table = self.layout.table_of(f)
+            parts[f] = check_bounds(parts[f], [table.num_embeddings], [table.name], self.bounds_check, self._engine)
+        return Bags(torch.cat([part.indices for part in parts]), bags.offsets, bags.weights)
+
+    def _with_gradient(self, ctx: ShardedContext, received: Sequence[Bags]) -> list[Bags]:
+        """The received bags, whose weights are those that the ranks sent, to autograd too."""
+        anchor, weights = torch.zeros(0, requires_grad=True), [bags.weights for bags in received]
+        token, *known = _SentWeights.apply(  # type: ignore[no-untyped-call]
+            anchor, self._exchange, self.world_size, ctx, ctx.bags.weights, *weights
+        )
+        ctx.passing = (token,)
+        return [Bags(bags.indices, bags.offsets, own) for bags, own in zip(received, known, strict=True)]
+
+    def _processed(self, ctx: ShardedContext, group: Group, bags: Bags) -> Bags:
+        """The bags with the processors' weights."""
+        if self.feature_processors is None:
+            return bags
+        params = dict(zip(self.feature_processors.position_weights, ctx.passing, strict=True))
+        names = [self.feature_names[slot.feature] for slot in group.slots]
+        weights = [
+            position_weights_of(name, bags.feature(index, len(names)), params.get(name))
+            for index, name in enumerate(names)
+        ]
+        return Bags(bags.indices, bags.offsets, torch.cat(weights))
+
+    def _replicated_outputs(self, ctx: ShardedContext) -> list[torch.Tensor]:
+        """Pooled columns of the replicated tables for this rank's samples, if there are such tables."""
+        replicated = self.layout.replicated
+        if not replicated:
+            return []
+        tables = [self.tables[index] for index in replicated]
+        params = [self.embedding_bags[table.name].weight for table in tables]
+        weights = _Replicated.apply(self._exchange, self.world_size, *params)  # type: ignore[no-untyped-call]
+        features = [f for f, table in enumerate(self.layout.feature_tables) if table in replicated]
+        bags = self.layout.features(ctx.bags, features)
+        return [Pooled.apply(self._engine, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]
+
+    def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
+        """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
+        return self._parts.local_shards()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Torch's parameters, then this rank's part of every cut table as ``embedding_bags.{table}.weight``.
+
+        The parts never have a gradient, and carry ``fused_optimizer`` as what updates them. A model around this module
+        does not list them: what waits for gradients of its parameters, as DDP does, would wait forever.
+        """
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for name, (_, weight, _) in self._parts.local_shards().items() if recurse else ():
+            known = self._cut_parameters.get(name)
+            if known is None or known.data_ptr() != weight.data_ptr():
+                known = self._cut_parameters[name] = torch.nn.Parameter(weight)
+                known._in_backward_optimizers = [self.fused_optimizer]  # type: ignore[attr-defined]
+            yield f"{prefix}.embedding_bags.{name}.weight" if prefix else f"embedding_bags.{name}.weight", known
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Name -> this rank's part of each optimizer state, and the step as int64 [1].
+
+        ``embedding_bags.{table}.momentum1`` is [E, D], or [E, column blocks] where the optimizer keeps one value for a
+        row. Together with ``state_dict()`` this is what a checkpoint needs, but for key-value tables.
+        """
+        return self._parts.optimizer_state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take states from parts at the same places, or from whole tensors.
+
+        Raises:
+            MissingKeyError: names that are absent; nothing was changed. ShapeError: see ``copy_into``.
+        """
+        self._parts.load_optimizer_state_dict(state)
+
+    def key_value_state_dict(self, **options: Any) -> dict[str, Any]:
+        """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
+        return self._parts.key_value_state_dict(**options)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: view for name, view in self._parts.views(states=False).items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        self._loaded, missing = self._parts.load(state_dict, prefix)
+        if strict:
+            missing_keys += missing
+
+    def _forget_loaded(self, incompatible_keys: Any) -> None:
+        names = incompatible_keys.unexpected_keys
+        names[:] = [name for name in names if name not in self._loaded]
+
+
+def _optimizer_of(collection: Any, tables: Sequence[Any], optimizer: FusedOptimizer | None) -> FusedOptimizer:
+    """What was asked for: here, or by ``apply_optimizer_in_backward`` before."""
+    carried = optimizer_in_backward([collection.embedding_bags[table.name].weight for table in tables])
+    if carried is not None and optimizer is not None:
+        raise ConfigError("an optimizer here, and another that the tables carry", got=(optimizer, carried))
+    return optimizer or carried or FusedOptimizer()

@@ -1,4 +1,4 @@
-"""Planted bugs of embeddings and pipelines: those that shipped in torchrec and FBGEMM first (facts/pipeline.md 0)."""
+"""Planted bugs of embeddings and pipelines: those that shipped in torchrec and FBGEMM first."""
 
 from conformance.pipeline.planted import (
     arguments,

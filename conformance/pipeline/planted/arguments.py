@@ -9,9 +9,8 @@ from typing import Any
 from conformance.harness import wrap
 from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
 
-_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
-_ARGUMENTS = "twinproof.pipeline.schedules_arguments"
-_STAGES = "twinproof.pipeline.schedules_stages:Stages"
+_BASE = "twinproof.pipeline.driver:Pipeline"
+_ARGUMENTS = "twinproof.pipeline.schedules"
 
 
 def _older_name_ignored(original: Any, stream: str, use: Any, after_dist: bool, before: bool, after_opt: Any) -> Any:
@@ -55,11 +54,11 @@ def _each_batch(original: Any, schedule: Any, model: Any, interval: Any, context
     original(schedule, model, None if interval is None else 1, context)
 
 
-def _on_the_copying_stream(original: Any, schedule: Any, batch: Any) -> Any:
-    options, schedule._options = schedule._options, dataclasses.replace(schedule._options, copies_in_place=False)
+def _on_the_copying_stream(original: Any, stages: Any, batch: Any) -> Any:
+    options, stages._options = stages._options, dataclasses.replace(stages._options, copies_in_place=False)
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, schedule, "_options", options)
-        return original(schedule, batch)
+        stack.callback(setattr, stages, "_options", options)
+        return original(stages, batch)
 
 
 def _never_prefetched(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
@@ -67,12 +66,12 @@ def _never_prefetched(original: Any, schedule: Any, *args: Any, **options: Any) 
     original(schedule, *args, **options)
 
 
-def _not_held(original: Any, schedule: Any, flight: Any) -> None:
+def _not_held(original: Any, stages: Any, batch: Any) -> None:
     """Edits go ahead."""
 
 
 def _raised_at_once(original: Any, schedule: Any) -> None:
-    if schedule._options.enqueues_behind_forward:
+    if schedule.options.enqueues_behind_forward:
         schedule._pull_until(schedule.ahead_count + 1)
 
 
@@ -81,13 +80,13 @@ PLANTED = (
         "edits_overtake_hoisted_lookups",
         "An edit does not wait for a lookup that was done ahead.",
         ("PIPE-308",),
-        wrap("fastimpl.pipeline.schedules:_LooksUp._hold_edits", _not_held),
+        wrap("fastimpl.pipeline.stages:StreamedStages.wait_for_lookup", _not_held),
     ),
     shared(
         "late_error_undoes_the_step",
         "A loader's error behind the forward stops the step.",
         ("PIPE-309",),
-        f"{_BASE}._pull_behind_forward",
+        f"{_BASE}.pull_behind_forward",
         _raised_at_once,
     ),
     fast(
@@ -113,7 +112,7 @@ PLANTED = (
         "meaningless_arguments_taken",
         "Arguments without a meaning here are taken.",
         ("PIPE-283",),
-        f"{_ARGUMENTS}:refuse",
+        "twinproof.pipeline.stages:refuse",
         _nothing_refused,
     ),
     shared_swap(
@@ -123,9 +122,7 @@ PLANTED = (
         f"{_BASE}._count_before_forward",
         property(_never_late),
     ),
-    shared(
-        "context_type_ignored", "context_type is ignored.", ("PIPE-285",), f"{_STAGES}._create_context", _no_context
-    ),
+    shared("context_type_ignored", "context_type is ignored.", ("PIPE-285",), f"{_BASE}._create_context", _no_context),
     shared(
         "postproc_runs_twice",
         "A module that ran ahead runs in the model again.",
@@ -137,19 +134,19 @@ PLANTED = (
         "interval_ignored",
         "Replicas are averaged for each batch.",
         ("PIPE-287",),
-        f"{_STAGES}.sync_embeddings",
+        f"{_BASE}.sync_embeddings",
         _each_batch,
     ),
     fast(
         "never_in_place",
         "enable_inplace_copy_batch is taken and ignored.",
         ("PIPE-288",),
-        wrap("fastimpl.pipeline.stages:Streamed._flight_of", _on_the_copying_stream),
+        wrap("fastimpl.pipeline.stages:StreamedStages.copy", _on_the_copying_stream),
     ),
     fast(
         "evaluation_never_prefetches",
         "enable_embedding_lookup_prefetch is taken and ignored.",
         ("PIPE-289",),
-        wrap(f"{_ARGUMENTS}:EvalFusedArguments.__init__", _never_prefetched),
+        wrap(f"{_ARGUMENTS}:EvalPipelineFusedSparseDist.__init__", _never_prefetched),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from twinproof.pipeline import embeddings
+from twinproof.pipeline import modules
 
 
 def _weights_lost(original: Any, batch: Any, indices: Any) -> Any:
@@ -25,7 +25,7 @@ def _in_their_order(original: Any, tensors: Any, groups: Any) -> Any:
     return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])
 
 
-_BACKWARD = embeddings.Pooled.backward
+_BACKWARD = modules.Pooled.backward
 
 
 def _once_more(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ PLANTED = (
         "batch_not_checked",
         "Parts that disagree make a batch.",
         ("PIPE-101",),
-        "twinproof.pipeline.data:KeyedJaggedTensor._check_features",
+        "twinproof.pipeline.batches:KeyedJaggedTensor._check_features",
         _accepted,
     ),
     exported(
@@ -76,28 +76,28 @@ PLANTED = (
         "dense_gradient_twice",
         "Dense gradients of some rows are added twice.",
         ("PIPE-110",),
-        "twinproof.pipeline.embeddings:Pooled.backward",
+        "twinproof.pipeline.modules:Pooled.backward",
         staticmethod(_once_more),
     ),
     shared_swap(
         "names_without_tables",
         "Shared features are not told apart.",
         ("PIPE-110",),
-        "twinproof.pipeline.embeddings:embedding_names",
+        "twinproof.pipeline.modules:embedding_names",
         _plain_names,
     ),
     shared(
         "positions_count_from_one",
         "The first id of a bag has the second weight.",
         ("PIPE-111", "PIPE-106"),
-        "twinproof.pipeline.processors:_of_positions",
+        "twinproof.pipeline.modules:_of_positions",
         _next_position,
     ),
     shared_swap(
         "plans_not_checked",
         "Plans that do not fit are taken.",
         ("PIPE-105",),
-        "twinproof.pipeline.shards:check_plan",
+        "twinproof.pipeline.sharding:check_plan",
         _accepted,
     ),
 )

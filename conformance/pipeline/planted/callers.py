@@ -13,8 +13,8 @@ import torch
 from conformance.harness import PlantedBug, wrap
 from conformance.pipeline.planted.planting import BOTH, fast, shared
 
-_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
-_COLLECTION = "fastimpl.pipeline.sharded:ShardedEmbeddingBagCollection"
+_BASE = "twinproof.pipeline.driver:Pipeline"
+_COLLECTION = "fastimpl.pipeline.exchange:ShardedEmbeddingBagCollection"
 
 
 def _twice_is_once(original: Any, schedule: Any) -> Any:
@@ -25,8 +25,8 @@ def _twice_is_once(original: Any, schedule: Any) -> Any:
     return batch
 
 
-def _by_first_size(original: Any, schedule: Any, flight: Any) -> Any:
-    loss, output = original(schedule, flight)
+def _by_first_size(original: Any, schedule: Any, batch: Any) -> Any:
+    loss, output = original(schedule, batch)
     first = schedule.__dict__.setdefault("_first_size", output.shape[0])
     return loss * (output.shape[0] / first), output
 
@@ -43,9 +43,9 @@ def _without_hooks(original: Any, schedule: Any) -> None:
         inspect.unwrap(type(schedule._optimizer).step)(schedule._optimizer)
 
 
-def _model_itself(original: Any, schedule: Any, flight: Any) -> Any:
+def _model_itself(original: Any, schedule: Any, batch: Any) -> Any:
     schedule._forward = None
-    return original(schedule, flight)
+    return original(schedule, batch)
 
 
 def _in_one_queue(original: Any, schedule: Any, model: Any, *args: Any, **options: Any) -> None:
@@ -59,18 +59,19 @@ def _first_model(original: Any, schedule: Any, model: Any = None, **options: Any
     original(schedule, schedule.__dict__.setdefault("_first_model", schedule._model), **options)
 
 
-def _outputs_held(original: Any, schedule: Any, flight: Any) -> None:
-    original(schedule, flight)
-    schedule.__dict__.setdefault("_outputs", []).append(dict(flight.results))
+def _outputs_held(original: Any, p: Any, batch: Any, calls: Any) -> None:
+    original(p, batch, calls)
+    p.__dict__.setdefault("_outputs", []).append(dict(batch.results))
 
 
-def _failures_held(original: Any, schedule: Any, flight: Any) -> None:
-    original(schedule, flight)
-    schedule.__dict__.setdefault("_failures", []).append(flight)
+def _failures_held(original: Any, schedule: Any, batch: Any) -> None:
+    original(schedule, batch)
+    schedule.__dict__.setdefault("_failures", []).append(batch)
 
 
-def _no_stream_of_its_own(original: Any, schedule: Any) -> Any:
-    return schedule._dist
+def _no_stream_of_its_own(original: Any, stages: Any, device: Any, options: Any) -> None:
+    placed = dataclasses.replace(options.placed, stream="data_dist")
+    original(stages, device, dataclasses.replace(options, placed=placed) if options.placed.stream == "new" else options)
 
 
 def _counted_ids(original: Any, collection: Any, ctx: Any, dist_input: Any) -> Any:
@@ -86,7 +87,7 @@ def _dataclasses_stay(original: Any, batch: Any, *args: Any) -> Any:
 @contextlib.contextmanager
 def _both_moves() -> Any:
     with contextlib.ExitStack() as stack:
-        for place in ("twinproof.pipeline.schedules", "fastimpl.pipeline.stages"):
+        for place in ("refimpl.pipeline", "fastimpl.pipeline.stages"):
             stack.enter_context(wrap(f"{place}:move_batch", _dataclasses_stay))
         yield
 
@@ -100,7 +101,7 @@ PLANTED = (
         "loss_by_first_size",
         "The loss is scaled as if every batch had the first one's size.",
         ("PIPE-151",),
-        f"{_BASE}._run_forward",
+        f"{_BASE}.run_forward",
         _by_first_size,
     ),
     shared(
@@ -121,7 +122,7 @@ PLANTED = (
         "custom_forward_ignored",
         "The model is called, though a forward was given.",
         ("PIPE-153",),
-        f"{_BASE}._run_forward",
+        f"{_BASE}.run_forward",
         _model_itself,
     ),
     shared("one_queue_for_all", "Pipelines share their batches.", ("PIPE-154",), f"{_BASE}.__init__", _in_one_queue),
@@ -130,14 +131,14 @@ PLANTED = (
         "lookup_outputs_held",
         "Lookup outputs outlive their step.",
         ("PIPE-156",),
-        wrap("fastimpl.pipeline.schedules:_LooksUp._look_up_early", _outputs_held),
+        wrap("fastimpl.pipeline.schedules:look_up_early", _outputs_held),
     ),
     shared("failures_held", "Failed batches are kept.", ("PIPE-157",), f"{_BASE}._drop", _failures_held),
     fast(
         "lookup_stream_not_made",
         "A lookup stream that was asked for is not made.",
         ("PIPE-158", "PIPE-199"),
-        wrap("fastimpl.pipeline.schedules:_Fused._make_lookup_stream", _no_stream_of_its_own),
+        wrap("fastimpl.pipeline.stages:StreamedStages.__init__", _no_stream_of_its_own),
     ),
     fast(
         "lookup_counts_ids",

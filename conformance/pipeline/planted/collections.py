@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import shared, shared_swap
-from twinproof.pipeline import sequences
+from twinproof.pipeline import modules
+from twinproof.pipeline.config import EmbeddingConfig
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -27,7 +28,7 @@ def _no_parts(original: Any, module: Any, *args: Any, **options: Any) -> Any:
     return torch.nn.Module.named_parameters(module, *args, **options)
 
 
-_BACKWARD = sequences._Rows.backward
+_BACKWARD = modules._Rows.backward
 
 
 def _doubled(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -36,7 +37,7 @@ def _doubled(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _any_tables(original: Any, given: Any, kind: Any) -> Any:
-    return original(given[:1], kind)
+    return original(given[:1] if kind is EmbeddingConfig else given, kind)
 
 
 def _ones(original: Any, batch: Any, weights: torch.Tensor) -> Any:
@@ -71,77 +72,77 @@ PLANTED = (
         "settings_not_checked",
         "Settings without effect are taken.",
         ("PIPE-220",),
-        "twinproof.pipeline.tables:EmbeddingConfig.check",
+        "twinproof.pipeline.config:EmbeddingConfig.check",
         _nothing,
     ),
     shared_swap(
         "returned_weights_dropped",
         "What init_fn returns is dropped.",
         ("PIPE-221",),
-        "twinproof.pipeline.tables:initialized",
+        "twinproof.pipeline.config:initialized",
         _returned_is_dropped,
     ),
     shared_swap(
         "optimizer_of_parameters_ignored",
         "The optimizer that parameters carry is ignored.",
         ("PIPE-222",),
-        "twinproof.pipeline.sharded_base:optimizer_in_backward",
+        "twinproof.pipeline.sharded:optimizer_in_backward",
         _no_optimizer,
     ),
     shared(
         "cut_tables_without_names",
         "Cut tables are no named parameters.",
         ("PIPE-223",),
-        "twinproof.pipeline.sharded_state:ShardedState.named_parameters",
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection.named_parameters",
         _no_parts,
     ),
     shared_swap(
         "row_gradient_twice",
         "Gradients of some rows are added twice.",
         ("PIPE-224",),
-        "twinproof.pipeline.sequences:_Rows.backward",
+        "twinproof.pipeline.modules:_Rows.backward",
         staticmethod(_doubled),
     ),
     shared(
         "other_tables_dropped",
         "Tables behind the first are dropped.",
         ("PIPE-225",),
-        "twinproof.pipeline.sequences:check_tables",
+        "twinproof.pipeline.modules:check_tables",
         _any_tables,
     ),
     shared(
         "processors_weigh_one",
         "Processors by name weigh everything 1.",
         ("PIPE-226",),
-        "twinproof.pipeline.keyed_moves:KeyedMoves._with_weights",
+        "twinproof.pipeline.keyed_checks:KeyedMoves._with_weights",
         _ones,
     ),
     shared(
         "traced_collections_differ",
         "A collection gives half of what it gives when traced.",
         ("PIPE-227",),
-        "twinproof.pipeline.embeddings:EmbeddingBagCollectionBase._looked_up",
+        "twinproof.pipeline.modules:EmbeddingBagCollection._looked_up",
         _less,
     ),
     shared(
         "one_row_on_meta",
         "Batches on meta have one sample.",
         ("PIPE-228",),
-        "twinproof.pipeline.embeddings:EmbeddingBagCollectionBase._on_meta",
+        "twinproof.pipeline.modules:EmbeddingBagCollection._on_meta",
         _one_row,
     ),
     shared(
         "foreign_ids_turned",
         "Ids of other libraries' batches are read backwards.",
         ("PIPE-229",),
-        "twinproof.pipeline.selection:own_batch",
+        "twinproof.pipeline.batches:own_batch",
         _turned_ids,
     ),
     shared(
         "nested_under_other_names",
         "Nested tensors change their names.",
         ("PIPE-230",),
-        "twinproof.pipeline.foreign:_of_nested",
+        "twinproof.pipeline.batches:_of_nested",
         _other_names,
     ),
 )

@@ -7,25 +7,24 @@ from typing import Any
 import torch
 
 from conformance.harness import swap
-from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
+from conformance.pipeline.planted.planting import exported, fast, lookups, shared, shared_swap
 from twinproof.pipeline.jagged import Bags, offsets_of
 
 LOOKUPS = "TableBatchedEmbeddingBags"
 
 
-def _unweighted(original: Any, module: Any, bags: Bags) -> torch.Tensor:
-    result: torch.Tensor = original(module, Bags(bags.indices, bags.offsets))
+def _unweighted(original: Any, engine: Any, tables: Any, features: Any, bags: Bags) -> torch.Tensor:
+    result: torch.Tensor = original(engine, tables, features, Bags(bags.indices, bags.offsets))
     return result
 
 
-def _in_half(original: Any, module: Any, bags: Bags) -> torch.Tensor:
-    pooled: torch.Tensor = original(module, bags)
+def _in_half(original: Any, *given: Any) -> torch.Tensor:
+    pooled: torch.Tensor = original(*given)
     return pooled.to(torch.bfloat16).to(torch.float32)
 
 
-def _half_of(bags: Bags, grad: torch.Tensor, module: Any, part: slice) -> tuple[Bags, torch.Tensor]:
+def _half_of(bags: Bags, grad: torch.Tensor, count: int, part: slice) -> tuple[Bags, torch.Tensor]:
     """Some samples of a batch."""
-    count = len(module.feature_tables)
     features = [bags.feature(f, count) for f in range(count)]
     ids, lengths, weights = [], [], []
     for feature in features:
@@ -41,42 +40,50 @@ def _half_of(bags: Bags, grad: torch.Tensor, module: Any, part: slice) -> tuple[
     return Bags(torch.cat([empty, *ids]), offsets_of(torch.tensor(lengths, dtype=torch.int64)), joined), grad[order]
 
 
-def _twice(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+def _twice(original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, *rest: Any) -> None:
     half = grad.shape[0] // 2
     for part in (slice(0, half), slice(half, None)):
-        original(module, *_half_of(bags, grad, module, part), hyper)
+        original(engine, tables, features, *_half_of(bags, grad, len(features), part), *rest)
 
 
-def _backwards(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+def _backwards(
+    original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, *rest: Any
+) -> None:
     if bags.indices.numel() < 10_000:
-        original(module, bags, grad, hyper)
+        original(engine, tables, features, bags, grad, *rest)
         return
-    turned, columns = _half_of(bags, grad, module, slice(None, None, -1))
-    original(module, turned, columns.contiguous(), hyper)
+    turned, columns = _half_of(bags, grad, len(features), slice(None, None, -1))
+    original(engine, tables, features, turned, columns.contiguous(), *rest)
 
 
-def _undivided(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+def _undivided(
+    original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, *rest: Any
+) -> None:
     """A mean's gradient that was not divided: multiplied by what it will be divided by."""
-    at, count, grads = 0, len(module.feature_tables), grad.clone()
-    for feature, table in enumerate(module.feature_tables):
-        width = module.tables[table].embedding_dim
-        if module._mean(table):
+    at, count, grads = 0, len(features), grad.clone()
+    for feature, table in enumerate(features):
+        width = tables[table].weight.shape[1]
+        if tables[table].is_mean:
             grads[:, at : at + width] *= bags.feature(feature, count).lengths()
         at += width
-    original(module, bags, grads, hyper)
+    original(engine, tables, features, bags, grads, *rest)
 
 
-def _last_feature_lost(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
+def _last_feature_lost(
+    original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, *rest: Any
+) -> None:
     grads = grad.clone()
-    if len(module.feature_tables) > len(module.tables):
+    if len(features) > len(tables):
         grads[:, -1:] = 0
-    original(module, bags, grads, hyper)
+    original(engine, tables, features, bags, grads, *rest)
 
 
-def _decayed(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
-    original(module, bags, grad, hyper)
-    for index in range(len(module.tables)):
-        for state in module.states(index).values():
+def _decayed(
+    original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, *rest: Any
+) -> None:
+    original(engine, tables, features, bags, grad, *rest)
+    for table in tables:
+        for state in table.states.values():
             named = torch.zeros(state.shape[0], dtype=torch.bool)
             named[bags.indices.long().clamp(0, state.shape[0] - 1)] = True
             state[~named] *= 0.9
@@ -106,13 +113,13 @@ def _skipped_when_empty(original: Any, module: Any, bags: Bags, grad: torch.Tens
         original(module, bags, grad)
 
 
-def _last_row(original: Any, bags: Bags, row_counts: Any) -> torch.Tensor:
-    mended: torch.Tensor = original(bags, row_counts)
+def _last_row(original: Any, engine: Any, bags: Bags, row_counts: Any) -> torch.Tensor:
+    mended: torch.Tensor = original(engine, bags, row_counts)
     return torch.where(mended == bags.indices, mended, min(row_counts) - 1)
 
 
-def _mended_in_place(original: Any, bags: Bags, row_counts: Any) -> torch.Tensor:
-    return bags.indices.copy_(original(bags, row_counts))
+def _mended_in_place(original: Any, engine: Any, bags: Bags, row_counts: Any) -> torch.Tensor:
+    return bags.indices.copy_(original(engine, bags, row_counts))
 
 
 class _Silent:
@@ -120,8 +127,8 @@ class _Silent:
         """Nothing."""
 
 
-def _gradients_undivided(original: Any, module: Any, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = original(module, bags, grad)
+def _gradients_undivided(original: Any, *given: Any) -> torch.Tensor:
+    found: torch.Tensor = original(*given)
     return found * 1.5
 
 
@@ -138,17 +145,17 @@ def _always(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     return None, weights, None, None
 
 
-def _strides_ignored(original: Any, module: Any, bags: Bags) -> torch.Tensor:
+def _strides_ignored(original: Any, engine: Any, tables: Any, features: Any, bags: Bags) -> torch.Tensor:
     packed = torch.as_strided(bags.indices, bags.indices.shape, (1,)).clamp(0, 5)
-    result: torch.Tensor = original(module, Bags(packed, bags.offsets, bags.weights))
+    result: torch.Tensor = original(engine, tables, features, Bags(packed, bags.offsets, bags.weights))
     return result
 
 
-def _tail_lost(original: Any, module: Any, bags: Bags) -> torch.Tensor:
-    pooled: torch.Tensor = original(module, bags)
+def _tail_lost(original: Any, engine: Any, tables: Any, features: Any, bags: Bags) -> torch.Tensor:
+    pooled: torch.Tensor = original(engine, tables, features, bags)
     at = 0
-    for table in module.feature_tables:
-        width = module.tables[table].embedding_dim
+    for table in features:
+        width = tables[table].weight.shape[1]
         pooled[:, at + width // 4 * 4 : at + width] = 0
         at += width
     return pooled
@@ -182,12 +189,12 @@ def _accepted(*args: Any, **options: Any) -> None:
     return None
 
 
-def _rounded_sum(original: Any, module: Any, bags: Bags, grad: torch.Tensor, hyper: Any) -> None:
-    before = [{k: v.clone() for k, v in module.states(i).items()} for i in range(len(module.tables))]
-    original(module, bags, grad, hyper)
-    for index, states in enumerate(before):
+def _rounded_sum(original: Any, engine: Any, tables: Any, *rest: Any) -> None:
+    before = [{name: state.clone() for name, state in table.states.items()} for table in tables]
+    original(engine, tables, *rest)
+    for table, states in zip(tables, before, strict=True):
         for name, old in states.items():
-            state = module.states(index)[name]
+            state = table.states[name]
             state.copy_(old + (state - old) * 0.5)
 
 
@@ -204,7 +211,7 @@ PLANTED = (
         "copies_count_from_zero",
         "A copy of lookups counts steps from 0 again.",
         ("PIPE-117",),
-        "twinproof.pipeline.bags:InBackwardOptimizer.__getstate__",
+        "twinproof.pipeline.lookups:InBackwardOptimizer.__getstate__",
         _step_forgotten,
     ),
     fast(
@@ -213,36 +220,36 @@ PLANTED = (
         ("PIPE-116",),
         swap("torch.compiler:is_compiling", _never),
     ),
-    exported(
-        "per_sample_weights_ignored", "Pooled rows ignore weights.", ("PIPE-012",), (f"{LOOKUPS}._pool", _unweighted)
-    ),
-    exported(
-        "pooled_in_half_precision", "Pooled rows pass through bfloat16.", ("PIPE-012",), (f"{LOOKUPS}._pool", _in_half)
-    ),
-    exported(
+    lookups("per_sample_weights_ignored", "Pooled rows ignore weights.", ("PIPE-012",), "pool", _unweighted),
+    lookups("pooled_in_half_precision", "Pooled rows pass through bfloat16.", ("PIPE-012",), "pool", _in_half),
+    lookups(
         "duplicates_not_reduced_first",
         "A row that two halves of a batch name is updated twice.",
         ("PIPE-010",),
-        (f"{LOOKUPS}._update", _twice),
+        "update",
+        _twice,
     ),
-    exported(
+    lookups(
         "mean_gradient_not_divided",
         "A mean's gradient is not divided.",
         ("PIPE-010",),
-        (f"{LOOKUPS}._update", _undivided),
+        "update",
+        _undivided,
     ),
-    exported(
+    lookups(
         "shared_feature_gradient_lost",
         "The last feature of a shared table loses gradients.",
         ("PIPE-110",),
-        (f"{LOOKUPS}._update", _last_feature_lost),
+        "update",
+        _last_feature_lost,
     ),
-    exported("untouched_states_decay", "Rows without ids lose state.", ("PIPE-011",), (f"{LOOKUPS}._update", _decayed)),
-    exported(
+    lookups("untouched_states_decay", "Rows without ids lose state.", ("PIPE-011",), "update", _decayed),
+    lookups(
         "heavy_rows_summed_backwards",
         "Rows named very often are summed in another order.",
         ("PIPE-017",),
-        (f"{LOOKUPS}._update", _backwards),
+        "update",
+        _backwards,
     ),
     exported(
         "step_counted_at_lookup",
@@ -263,47 +270,51 @@ PLANTED = (
         ("PIPE-064",),
         (f"{LOOKUPS}._step", _skipped_when_empty),
     ),
-    exported("bad_id_is_last_row", "A bad id reads the last row.", ("PIPE-040",), (f"{LOOKUPS}.mended", _last_row)),
-    exported(
+    lookups("bad_id_is_last_row", "A bad id reads the last row.", ("PIPE-040",), "mended", _last_row),
+    lookups(
         "bad_id_mended_in_place",
         "Ids of the caller are changed.",
         ("PIPE-040",),
-        (f"{LOOKUPS}.mended", _mended_in_place),
+        "mended",
+        _mended_in_place,
     ),
     shared_swap(
-        "bad_id_not_logged", "Warning says nothing.", ("PIPE-040",), "twinproof.pipeline.bags:logger", _Silent()
+        "bad_id_not_logged", "Warning says nothing.", ("PIPE-040",), "twinproof.pipeline.lookups:logger", _Silent()
     ),
-    exported(
+    lookups(
         "weight_gradient_scaled",
         "The weights' gradient is scaled.",
         ("PIPE-013",),
-        (f"{LOOKUPS}._weight_gradients", _gradients_undivided),
+        "weight_gradients",
+        _gradients_undivided,
     ),
     shared_swap(
         "weight_gradient_after_step",
         "The weights' gradient reads rows that the step has changed.",
         ("PIPE-013",),
-        "twinproof.pipeline.bags:_Lookup.backward",
+        "twinproof.pipeline.lookups:_Lookup.backward",
         staticmethod(_step_first),
     ),
     shared_swap(
         "weights_ignored_backward",
         "Gradients of rows ignore weights.",
         ("PIPE-010",),
-        "twinproof.pipeline.bags:_Lookup.backward",
+        "twinproof.pipeline.lookups:_Lookup.backward",
         staticmethod(_always),
     ),
-    exported(
+    lookups(
         "strides_of_ids_ignored",
         "Ids are read as if contiguous.",
         ("PIPE-068",),
-        (f"{LOOKUPS}._pool", _strides_ignored),
+        "pool",
+        _strides_ignored,
     ),
-    exported(
+    lookups(
         "columns_beyond_four_lost",
         "Dims that 4 does not divide lose columns.",
         ("PIPE-015",),
-        (f"{LOOKUPS}._pool", _tail_lost),
+        "pool",
+        _tail_lost,
     ),
     exported(
         "lookups_cached", "Lookups read the tables of the first one.", ("PIPE-061",), (f"{LOOKUPS}._pool", _cached)
@@ -322,13 +333,14 @@ PLANTED = (
         "bag_offsets_not_checked",
         "Offsets that do not cut the ids are taken.",
         ("PIPE-104",),
-        "twinproof.pipeline.bags:TableBatchedEmbeddingBagsBase._check_offsets",
+        "twinproof.pipeline.lookups:TableBatchedEmbeddingBags._check_offsets",
         _accepted,
     ),
-    exported(
+    lookups(
         "row_state_of_whole_table",
         "A row's mean is over more columns than its block has.",
         ("PIPE-079",),
-        (f"{LOOKUPS}._update", _rounded_sum),
+        "update",
+        _rounded_sum,
     ),
 )

@@ -10,8 +10,10 @@ from typing import Any
 from conformance.harness import PlantedBug, swap, wrap
 
 BOTH = ("refimpl", "fastimpl")
+_LOOKUPS = ("refimpl.pipeline:PlainLookup", "fastimpl.pipeline.lookups:NativeLookup")
+_EXCHANGES = ("refimpl.pipeline:ToldEverything", "fastimpl.pipeline.exchange:AllToAll")
 
-__all__ = ["BOTH", "exported", "fast", "shared", "shared_swap"]
+__all__ = ["BOTH", "exchanges", "exported", "fast", "lookups", "shared", "shared_swap"]
 
 
 def exported(
@@ -29,6 +31,38 @@ def exported(
             yield
 
     return PlantedBug(id, sentence, requirements, BOTH, patch)
+
+
+def _engines(
+    id: str,
+    sentence: str,
+    requirements: tuple[str, ...],
+    paths: tuple[str, ...],
+    method: str,
+    around: Callable[..., Any],
+) -> PlantedBug:
+    @contextmanager
+    def patch() -> Iterator[None]:
+        with ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(wrap(f"{path}.{method}", around))
+            yield
+
+    return PlantedBug(id, sentence, requirements, BOTH, patch)
+
+
+def lookups(
+    id: str, sentence: str, requirements: tuple[str, ...], method: str, around: Callable[..., Any]
+) -> PlantedBug:
+    """A fault around one method of every implementation's ``Lookup``."""
+    return _engines(id, sentence, requirements, _LOOKUPS, method, around)
+
+
+def exchanges(
+    id: str, sentence: str, requirements: tuple[str, ...], method: str, around: Callable[..., Any]
+) -> PlantedBug:
+    """A fault around one method of every implementation's ``Exchange``."""
+    return _engines(id, sentence, requirements, _EXCHANGES, method, around)
 
 
 def shared(id: str, sentence: str, requirements: tuple[str, ...], path: str, around: Callable[..., Any]) -> PlantedBug:

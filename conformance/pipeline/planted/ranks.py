@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 from typing import Any
 
 import torch
 
-from conformance.harness import swap, wrap
-from conformance.pipeline.planted.planting import exported, fast, shared, shared_swap
-from refimpl.optimizers import row_sum
+from conformance.harness import PlantedBug, swap, wrap
+from conformance.pipeline.planted.planting import BOTH, exchanges, fast, shared, shared_swap
 
-COLUMNS = "twinproof.pipeline.columns:Columns"
-SHARDED = "ShardedEmbeddingBagCollection"
-_BASE = "twinproof.pipeline.sharded_base"
+_SHARDED = "twinproof.pipeline.sharded"
 
 
-def _not_mean(original: Any, columns: Any, grad: torch.Tensor, bags: Any, divisor: int) -> Any:
-    return original(columns, grad, bags, 1)
+def _not_mean(original: Any, exchange: Any, ctx: Any, grad: torch.Tensor) -> Any:
+    return [part * exchange.layout.world_size for part in original(exchange, ctx, grad)]
 
 
-def _descending(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Tensor:
-    """Partial sums of the ranks in descending order: the blocks' places are turned with them."""
+def _turned(layout: Any) -> Any:
+    turned = copy.copy(layout)
+    turned.rank_groups = layout.rank_groups[::-1]
+    return turned
+
+
+def _descending(original: Any, exchange: Any, blocks: Any, bags: Any) -> torch.Tensor:
+    """The ranks' blocks in descending order, with their places."""
+    layout, exchange.layout = exchange.layout, _turned(exchange.layout)
+    try:
+        result: torch.Tensor = original(exchange, list(blocks)[::-1], bags)
+    finally:
+        exchange.layout = layout
+    return result
+
+
+def _descending_places(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Tensor:
     places = columns.places
     columns.places = places[::-1]
     try:
@@ -30,85 +45,90 @@ def _descending(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Te
     return result
 
 
-def _no_means(original: Any, columns: Any) -> list[int]:
+def _no_means(original: Any, layout: Any) -> list[int]:
     return []
 
 
-def _first_columns(original: Any, columns: Any, rank: int) -> Any:
-    from twinproof.pipeline.lookups import is_partial
+def _first_columns(original: Any, exchange: Any, rank: int) -> Any:
+    return [
+        (slot, slice(begin, begin + slot.shard.width), here)
+        for slot, _, here in original(exchange, rank)
+        for begin in [exchange.layout.begins[slot.feature]]
+    ]
 
+
+def _first_places(original: Any, columns: Any, rank: int) -> Any:
     places, at = [], 0
     for slot in columns.slots[rank]:
         begin, width = columns.begins[slot.feature], slot.shard.width
-        places.append((is_partial(slot.shard), slice(begin, begin + width), slice(at, at + width)))
+        places.append((slot.is_partial, slice(begin, begin + width), slice(at, at + width)))
         at += width
     return places
 
 
-def _last_rank_missed(original: Any, columns: Any, grad: torch.Tensor, bags: Any, divisor: int) -> Any:
-    blocks = original(columns, grad, bags, divisor)
+def _last_rank_missed(original: Any, *given: Any) -> Any:
+    blocks = original(*given)
     return [*blocks[:-1], torch.zeros_like(blocks[-1])] if len(blocks) > 1 else blocks
 
 
-def _in_half(original: Any, columns: Any, blocks: Any, bags: Any) -> torch.Tensor:
-    result: torch.Tensor = original(columns, [block.to(torch.bfloat16).float() for block in blocks], bags)
+def _in_half(original: Any, exchange: Any, ctx: Any, outputs: Any) -> torch.Tensor:
+    result: torch.Tensor = original(exchange, ctx, [part.to(torch.bfloat16).float() for part in outputs])
     return result
 
 
-def _local_only(original: Any, module: Any, value: torch.Tensor) -> torch.Tensor:
-    original(module, value)
+def _local_only(original: Any, exchange: Any, value: torch.Tensor) -> torch.Tensor:
+    original(exchange, value)
     return value
 
 
-def _summed(original: Any, module: Any, value: torch.Tensor) -> torch.Tensor:
-    total: torch.Tensor = original(module, value) * module.world_size
+def _summed(original: Any, exchange: Any, value: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = original(exchange, value) * exchange.layout.world_size
     return total
 
 
 def _only_with_tables(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-    module = ctx.module
-    module.fused_optimizer.step_count += bool(module.groups)
-    parts = module._exchange_back(ctx.context, grads[0].contiguous())
-    return None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)
+    ctx.optimizer.step_count += bool(ctx.exchange.layout.groups)
+    parts = ctx.exchange.gradients(ctx.context, grads[0].contiguous())
+    return None, None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)
 
 
-def _group_counts_more(original: Any, module: Any, ctx: Any, grad: torch.Tensor) -> Any:
-    return original(module, ctx, grad if module.process_group is None else grad * 0.5)
+def _group_counts_more(original: Any, exchange: Any, ctx: Any, grad: torch.Tensor) -> Any:
+    return original(exchange, ctx, grad if exchange.layout.process_group is None else grad * 0.5)
 
 
-def _ignored(original: Any, bags: Any, counts: Any, names: Any, bounds_check: str, kernels: Any) -> Any:
-    return original(bags, counts, names, "ignore", kernels)
+def _ignored(original: Any, bags: Any, counts: Any, names: Any, bounds_check: str, engine: Any) -> Any:
+    return original(bags, counts, names, "ignore", engine)
 
 
-def _by_id(original: Any, module: Any, ids: torch.Tensor, table: int) -> torch.Tensor:
-    owners: torch.Tensor = (ids // 2).remainder(module.world_size)
+def _by_id(original: Any, kind: Any, ids: torch.Tensor, table: Any, sharding: Any, world: int) -> torch.Tensor:
+    owners: torch.Tensor = (ids // 2).remainder(world)
     return owners
 
 
-def _weights_stay(original: Any, module: Any, cut: Any, bags: Any, stride: int) -> Any:
+def _weights_stay(original: Any, exchange: Any, cut: Any, bags: Any, stride: int) -> Any:
     from dataclasses import replace
 
-    found = original(module, cut, bags, stride)
+    found = original(exchange, cut, bags, stride)
     return replace(found, weights=bags.weights)
 
 
 def _by_rank_first(original: Any, dist: Any, requests: Any, sizes: Any, ends: Any) -> Any:
     """Received ids of each feature begin with another than the first rank's."""
     found = original(dist, requests, sizes, ends)
-    for group, bags in zip(dist._module.groups, found, strict=True):
+    for group, bags in zip(dist.layout.groups, found, strict=True):
         count = len(group.slots)
         bags.indices = torch.cat([bags.feature(f, count).indices.roll(1) for f in range(count)])
     return found
 
 
-def _stays_divided(original: Any, module: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = original(module, ctx, grads) / module.world_size
+def _stays_divided(original: Any, exchange: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(exchange, ctx, grads) / exchange.layout.world_size
     return found
 
 
-def _none_without_tables(original: Any, module: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = original(module, ctx, grads)
-    return found if module.groups else torch.zeros_like(found)
+def _none_without_tables(original: Any, exchange: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = original(exchange, ctx, grads)
+    return found if exchange.layout.groups else torch.zeros_like(found)
 
 
 def _by_slot(original: Any, way: Any, grads: torch.Tensor) -> torch.Tensor:
@@ -116,22 +136,34 @@ def _by_slot(original: Any, way: Any, grads: torch.Tensor) -> torch.Tensor:
 
 
 def _weighed_again(original: Any, module: Any, bags: Any, grad: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = row_sum(module._spread(bags, grad) * module._rows(bags))[:, 0]
+    found: torch.Tensor = original(module, bags, grad) * bags.weights
     return found
 
 
+@contextlib.contextmanager
+def _in_both(fault: Any, method: str, places: Any, other: str) -> Any:
+    """The same fault, in the words of either program: of ``ToldEverything`` and of ``Columns``."""
+    with (
+        wrap(f"refimpl.pipeline:ToldEverything.{method}", fault),
+        wrap(f"fastimpl.pipeline.columns:Columns.{other}", places),
+    ):
+        yield
+
+
 PLANTED = (
-    exported(
+    exchanges(
         "gradients_of_weights_stay_divided",
         "What comes home is divided by the number of ranks.",
         ("PIPE-113",),
-        (f"{SHARDED}._exchange_weight_gradients", _stays_divided),
+        "weight_gradients",
+        _stays_divided,
     ),
-    exported(
+    exchanges(
         "no_gradients_of_weights_without_tables",
         "A rank that holds no table gets no gradient of its weights.",
         ("PIPE-114",),
-        (f"{SHARDED}._exchange_weight_gradients", _none_without_tables),
+        "weight_gradients",
+        _none_without_tables,
     ),
     fast(
         "gradients_of_weights_sent_by_slot",
@@ -146,71 +178,79 @@ PLANTED = (
         "twinproof.pipeline.lookups:KeyValueBags._weight_gradients",
         _weighed_again,
     ),
-    shared(
+    exchanges(
         "gradient_summed_over_ranks",
         "Gradients are sums over ranks, not means.",
         ("PIPE-078", "PIPE-077"),
-        f"{COLUMNS}.take_apart",
+        "gradients",
         _not_mean,
     ),
-    shared(
+    PlantedBug(
         "partial_sums_descending",
         "Partial sums are added by descending rank.",
         ("PIPE-077",),
-        f"{COLUMNS}.assemble",
-        _descending,
+        BOTH,
+        functools.partial(_in_both, _descending, "assembled", _descending_places, "assemble"),
     ),
     shared(
         "cut_mean_not_divided",
         "Means of row-wise tables are sums.",
         ("PIPE-077", "PIPE-112"),
-        f"{COLUMNS}._means",
+        "twinproof.pipeline.sharding:Layout.means",
         _no_means,
     ),
-    shared(
-        "column_blocks_on_top", "Column blocks all begin at 0.", ("PIPE-078",), f"{COLUMNS}._places", _first_columns
+    PlantedBug(
+        "column_blocks_on_top",
+        "Column blocks all begin at 0.",
+        ("PIPE-078",),
+        BOTH,
+        functools.partial(_in_both, _first_columns, "_slots", _first_places, "_places"),
     ),
-    shared(
+    PlantedBug(
         "last_rank_gets_no_gradient",
         "The last rank's tables stay.",
         ("PIPE-080",),
-        f"{COLUMNS}.take_apart",
-        _last_rank_missed,
+        BOTH,
+        functools.partial(_in_both, _last_rank_missed, "taken_apart", _last_rank_missed, "take_apart"),
     ),
-    shared(
-        "columns_sent_in_half", "Pooled columns travel in bfloat16.", ("PIPE-084",), f"{COLUMNS}.assemble", _in_half
-    ),
-    exported(
+    exchanges("columns_sent_in_half", "Pooled columns travel in bfloat16.", ("PIPE-084",), "columns", _in_half),
+    exchanges(
         "replicas_keep_own_gradient",
         "Replicated parameters get their own rank's gradient, and drift apart.",
         ("PIPE-087", "PIPE-106"),
-        (f"{SHARDED}._sum_over_ranks", _local_only),
+        "sum_over_ranks",
+        _local_only,
     ),
-    exported(
-        "replicas_gradient_summed", "Their gradient is a sum.", ("PIPE-087",), (f"{SHARDED}._sum_over_ranks", _summed)
-    ),
+    exchanges("replicas_gradient_summed", "Their gradient is a sum.", ("PIPE-087",), "sum_over_ranks", _summed),
     shared_swap(
         "step_not_counted_without_tables",
         "A rank that holds no table counts no steps.",
         ("PIPE-082",),
-        "twinproof.pipeline.exchange:Exchange.backward",
+        f"{_SHARDED}:_Exchanged.backward",
         staticmethod(_only_with_tables),
     ),
-    exported(
+    exchanges(
         "group_of_one_differs",
         "One rank scales as two.",
         ("PIPE-090",),
-        (f"{SHARDED}._exchange_back", _group_counts_more),
+        "gradients",
+        _group_counts_more,
     ),
-    shared("bad_ids_sent_as_zero", "A bad id of one rank is row 0.", ("PIPE-034",), f"{_BASE}:check_bounds", _ignored),
-    exported(
-        "owner_by_id", "The owner of a key is found without its bucket.", ("PIPE-112",), (f"{SHARDED}.owner_of", _by_id)
+    shared(
+        "bad_ids_sent_as_zero", "A bad id of one rank is row 0.", ("PIPE-034",), f"{_SHARDED}:check_bounds", _ignored
+    ),
+    shared(
+        "owner_by_id",
+        "The owner of a key is found without its bucket.",
+        ("PIPE-112",),
+        "twinproof.pipeline.sharding:KeyValue.owners",
+        _by_id,
     ),
     fast(
         "weights_of_cut_bags_stay",
         "Weights of row-wise bags do not move with their ids.",
         ("PIPE-086",),
-        wrap("fastimpl.pipeline.sharded:ShardedEmbeddingBagCollection._cut", _weights_stay),
+        wrap("fastimpl.pipeline.exchange:AllToAll._cut", _weights_stay),
     ),
     fast(
         "received_ids_not_in_order",

@@ -8,7 +8,7 @@ import torch
 
 from conformance.pipeline.planted.planting import shared
 
-_DENSE = "twinproof.pipeline.schedules_reducers:DenseGradients"
+_DENSE = "twinproof.pipeline.rewrite:DenseGradients"
 
 
 def _unseen(original: Any, dense: Any) -> None:

@@ -8,10 +8,9 @@ import threading
 from typing import Any
 
 from conformance.pipeline.planted.planting import exported, shared, shared_swap
-from twinproof.pipeline.schedules_options import Placed
+from twinproof.pipeline.stages import Placed
 
-_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
-_STAGES = "twinproof.pipeline.schedules_stages:Stages"
+_BASE = "twinproof.pipeline.driver:Pipeline"
 
 
 def _none_ends(original: Any, schedule: Any) -> Any:
@@ -99,14 +98,14 @@ def _one_more(original: Any, schedule: Any, loader: Any) -> Any:
     return original(schedule, loader)
 
 
-def _goes_on(original: Any, schedule: Any, flight: Any) -> None:
-    original(schedule, flight)
+def _goes_on(original: Any, schedule: Any, batch: Any) -> None:
+    original(schedule, batch)
     schedule._failed = False
 
 
-def _counted_failure(original: Any, schedule: Any, flight: Any) -> None:
-    original(schedule, flight)
-    for call in schedule._calls:
+def _counted_failure(original: Any, schedule: Any, batch: Any) -> None:
+    original(schedule, batch)
+    for call in schedule.calls:
         call.module.fused_optimizer.step_count += 1
 
 
@@ -151,15 +150,15 @@ def _first_steps_too(original: Any, schedule: Any) -> None:
 
 
 def _never_strict(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
-    schedule._options = dataclasses.replace(schedule._options, strict=False)
+    schedule.options = dataclasses.replace(schedule.options, strict=False)
     original(schedule, *args, **options)
 
 
-def _held_after_failure(original: Any, schedule: Any, flight: Any) -> None:
-    was_in_flight = flight in schedule._queue
-    original(schedule, flight)
+def _held_after_failure(original: Any, schedule: Any, batch: Any) -> None:
+    was_in_flight = batch in schedule._queue
+    original(schedule, batch)
     if was_in_flight:
-        schedule._queue.appendleft(flight)
+        schedule._queue.appendleft(batch)
 
 
 PLANTED = (
@@ -212,7 +211,7 @@ PLANTED = (
         "held_batches_dropped",
         "What was pulled when another rank ended is lost.",
         ("PIPE-127",),
-        f"{_STAGES}.enqueue_batch",
+        f"{_BASE}.enqueue_batch",
         _held_dropped,
     ),
     shared("evaluation_trains", "Evaluation updates.", ("PIPE-048", "PIPE-149"), f"{_BASE}.progress", _always_training),
@@ -256,7 +255,7 @@ PLANTED = (
         "stash_steps_at_once",
         "The first stashed step steps.",
         ("PIPE-136",),
-        "twinproof.pipeline.schedules:OneStale._step_dense",
+        "twinproof.pipeline.schedules:TrainPipelineSemiSync._step_dense",
         _first_steps_too,
     ),
     shared(
@@ -270,7 +269,7 @@ PLANTED = (
         "placements_not_checked",
         "Contradicting placements are taken.",
         ("PIPE-125",),
-        "twinproof.pipeline.schedules_arguments:check_placement",
+        "twinproof.pipeline.schedules:check_placement",
         _any_placement,
     ),
     shared(

@@ -9,12 +9,11 @@ import torch
 
 from conformance.pipeline.planted.planting import shared, shared_swap
 
-_BASE = "twinproof.pipeline.schedules_base:PipelineBase"
-_STAGES = "twinproof.pipeline.schedules_stages:Stages"
+_BASE = "twinproof.pipeline.driver:Pipeline"
 
 
-def _losses_wanted(original: Any, schedule: Any, flight: Any) -> Any:
-    losses, output = original(schedule, flight)
+def _losses_wanted(original: Any, schedule: Any, batch: Any) -> Any:
+    losses, output = original(schedule, batch)
     if losses is None:
         losses, output = torch.zeros(1), output + float("nan")
     return losses, output
@@ -32,10 +31,10 @@ def _no_subscript(kind: type, item: Any) -> Any:
     raise TypeError("not a generic class")
 
 
-def _twice(original: Any, schedule: Any, flight: Any) -> None:
-    original(schedule, flight)
-    if flight.failure is None:
-        schedule.wait_sparse_data_dist(flight.context)
+def _twice(original: Any, schedule: Any, batch: Any) -> None:
+    original(schedule, batch)
+    if batch.failure is None:
+        schedule.wait_sparse_data_dist(batch.context)
 
 
 def _uncounted(original: Any, schedule: Any, loader: Any) -> Any:
@@ -55,15 +54,15 @@ def _always_sent(original: Any, schedule: Any, model: Any = None, sparse_dist: b
     original(schedule, model, True)
 
 
-def _sent_again(original: Any, schedule: Any, flight: Any) -> None:
-    original(schedule, flight)
-    flight.was_sent = flight.was_received = False
+def _sent_again(original: Any, schedule: Any, batch: Any) -> None:
+    original(schedule, batch)
+    batch.was_sent = batch.was_received = False
 
 
 PLANTED = (
     shared("sent_again", "What was sent by hand is sent again.", ("PIPE-311",), f"{_BASE}._receive", _sent_again),
     shared(
-        "losses_always", "Losses are looked at in evaluation.", ("PIPE-300",), f"{_BASE}._run_forward", _losses_wanted
+        "losses_always", "Losses are looked at in evaluation.", ("PIPE-300",), f"{_BASE}.run_forward", _losses_wanted
     ),
     shared(
         "lazy_results_lost",
@@ -76,23 +75,23 @@ PLANTED = (
         "not_generic",
         "Pipelines are not generic.",
         ("PIPE-302",),
-        f"{_STAGES}.__class_getitem__",
+        f"{_BASE}.__class_getitem__",
         classmethod(_no_subscript),
     ),
-    shared("stages_twice", "A stage is called twice.", ("PIPE-303",), f"{_STAGES}._exchange", _twice),
-    shared("own_pulls_uncounted", "Own pulls do not count.", ("PIPE-304",), f"{_STAGES}.copy_batch_to_gpu", _uncounted),
+    shared("stages_twice", "A stage is called twice.", ("PIPE-303",), f"{_BASE}.exchange", _twice),
+    shared("own_pulls_uncounted", "Own pulls do not count.", ("PIPE-304",), f"{_BASE}.copy_batch_to_gpu", _uncounted),
     shared_swap(
         "overrides_not_checked",
         "Methods that nobody calls may be overridden.",
         ("PIPE-305",),
-        "twinproof.pipeline.schedules_base:check_overrides",
+        "twinproof.pipeline.driver:check_overrides",
         lambda kind: None,
     ),
     shared(
         "queues_apart",
         "Removing a batch and its context removes two batches.",
         ("PIPE-306",),
-        "twinproof.pipeline.schedules_flights:QueueView.__delitem__",
+        "twinproof.pipeline.stages:QueueView.__delitem__",
         _by_itself,
     ),
     shared("sent_when_attached", "attach() always sends.", ("PIPE-307",), f"{_BASE}.attach", _always_sent),

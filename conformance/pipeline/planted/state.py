@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from conformance.pipeline.planted.planting import shared, shared_swap
-from twinproof.pipeline.shards import INIT_ROWS, Shard
+from twinproof.pipeline.sharding import INIT_ROWS, Shard
 
-STATE = "twinproof.pipeline.sharded_state:ShardedState"
+STATE = "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection"
 
 
 def _step_lost(original: Any, module: Any, state: Any) -> None:
@@ -45,8 +45,8 @@ def _local_rows(table: Any, index: int, shard: Shard, seed: int) -> torch.Tensor
     return made.contiguous()
 
 
-def _seed_forgotten(original: Any, module: Any, collection: Any, seed: int) -> None:
-    original(module, collection, 0)
+def _seed_forgotten(original: Any, module: Any, collection: Any, seed: int) -> Any:
+    return original(module, collection, 0)
 
 
 PLANTED = (
@@ -54,7 +54,7 @@ PLANTED = (
         "seed_of_dense_tables_forgotten",
         "Data-parallel tables are made from another seed.",
         ("PIPE-108",),
-        "twinproof.pipeline.sharded_base:ShardedEmbeddingBagCollectionBase._replicate",
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection._make_tables",
         _seed_forgotten,
     ),
     shared(
@@ -68,28 +68,28 @@ PLANTED = (
         "whole_tensor_cut_at_the_beginning",
         "A whole tensor gives every rank its first rows.",
         ("PIPE-059",),
-        "twinproof.pipeline.sharded_state:copy_into",
+        "twinproof.pipeline.statedict:copy_into",
         _first_rows,
     ),
     shared(
         "saved_parts_not_taken",
         "Parts that were saved are not loaded.",
         ("PIPE-059",),
-        "twinproof.pipeline.sharded_state:copy_into",
+        "twinproof.pipeline.statedict:copy_into",
         _kept,
     ),
     shared(
         "states_of_other_blocks_skipped",
         "States of other column blocks are left out in silence.",
         ("PIPE-107",),
-        "twinproof.pipeline.sharded_state:copy_into",
+        "twinproof.pipeline.statedict:copy_into",
         _any_shape,
     ),
     shared_swap(
         "first_weights_by_local_row",
         "First weights depend on the plan.",
         ("PIPE-108",),
-        "twinproof.pipeline.sharded_base:initial_shard",
+        "twinproof.pipeline.sharded:initial_shard",
         _local_rows,
     ),
 )

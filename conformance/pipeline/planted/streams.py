@@ -8,7 +8,7 @@ from typing import Any
 from conformance.harness import swap, wrap
 from conformance.pipeline.planted.planting import fast
 
-_STAGES = "fastimpl.pipeline.stages:Streamed"
+_STAGES = "fastimpl.pipeline.stages:StreamedStages"
 _SCHEDULES = "fastimpl.pipeline.schedules"
 
 
@@ -34,35 +34,35 @@ class _Deaf:
 def _missing(kind: str) -> Any:
     """A fault: nobody waits for this kind of a batch's events."""
 
-    def around(original: Any, schedule: Any, batch: Any) -> Any:
-        flight = original(schedule, batch)
-        if not isinstance(schedule._engine, _Deaf):
-            schedule._missed = []
-            schedule._engine = _Deaf(schedule._engine, lambda: schedule._missed)
-        schedule._missed.append(getattr(flight, kind))
-        return flight
+    def around(original: Any, stages: Any, batch: Any) -> Any:
+        made = original(stages, batch)
+        if not isinstance(stages._engine, _Deaf):
+            stages._missed = []
+            stages._engine = _Deaf(stages._engine, lambda: stages._missed)
+        stages._missed.append(getattr(made, kind))
+        return made
 
     return around
 
 
-def _not_kept(original: Any, schedule: Any, value: Any, stream: Any) -> None:
+def _not_kept(original: Any, stages: Any, value: Any, stream: Any) -> None:
     """Memory is not recorded."""
 
 
-def _not_awaited(original: Any, schedule: Any, stream: Any, calls: Any) -> None:
+def _not_awaited(original: Any, stages: Any, stream: Any, calls: Any) -> None:
     """Edits are not looked for."""
 
 
-def _not_forgotten(original: Any, schedule: Any, flight: Any) -> None:
+def _not_forgotten(original: Any, p: Any, batch: Any) -> None:
     """Lookups stay."""
 
 
-def _on_current(original: Any, schedule: Any) -> Any:
-    return schedule._engine.current()
+def _on_current(original: Any, stages: Any) -> Any:
+    return stages._engine.current()
 
 
 @contextlib.contextmanager
-def _at_once(schedule: Any, flight: Any) -> Any:
+def _at_once(schedule: Any, batch: Any) -> Any:
     yield
 
 
@@ -71,19 +71,19 @@ def _stale() -> Any:
     """Hoisted before the optimizer, and kept though the optimizer wrote what was read."""
     with (
         wrap("twinproof.pipeline.rewrite:Call.is_late", _first_and_last),
-        wrap(f"{_SCHEDULES}:_LooksUp._forget_outdated", _not_forgotten),
+        wrap(f"{_SCHEDULES}:forget_outdated", _not_forgotten),
     ):
         yield
 
 
-def _recalled_loudly(original: Any, schedule: Any, flight: Any) -> None:
-    for given in flight.dists.values():
+def _recalled_loudly(original: Any, schedule: Any, batch: Any) -> None:
+    for given in batch.dists.values():
         given.wait().wait()
-    flight.forget()
+    batch.forget()
 
 
 @contextlib.contextmanager
-def _not_undone(schedule: Any, flight: Any) -> Any:
+def _not_undone(batch: Any) -> Any:
     yield
 
 
@@ -92,13 +92,13 @@ PLANTED = (
         "recall_raises",
         "A batch in flight whose exchange failed makes detach() fail.",
         ("PIPE-133",),
-        wrap("twinproof.pipeline.schedules_base:PipelineBase._recall", _recalled_loudly),
+        wrap("twinproof.pipeline.driver:Pipeline._recall", _recalled_loudly),
     ),
     fast(
         "lookup_outlives_loader_error",
         "Rows looked up in a call that a loader ended are kept for the next.",
         ("PIPE-132",),
-        swap(f"{_STAGES}._undone_on_error", _not_undone),
+        swap(f"{_SCHEDULES}:undone_on_error", _not_undone),
     ),
     fast(
         "stale_feature_processors",
@@ -116,19 +116,19 @@ PLANTED = (
         "forward_before_lookup",
         "Forward does not wait for the lookup (torchrec, with a stream of its own).",
         ("PIPE-093", "PIPE-198"),
-        wrap(f"{_STAGES}._flight_of", _missing("looked_up")),
+        wrap(f"{_STAGES}.copy", _missing("looked_up")),
     ),
     fast(
         "lookup_before_ids",
         "The lookup does not wait for ids (torchrec 4497).",
         ("PIPE-198",),
-        wrap(f"{_STAGES}._flight_of", _missing("sent")),
+        wrap(f"{_STAGES}.copy", _missing("sent")),
     ),
     fast(
         "exchange_before_copy",
         "The exchange does not wait for the copy.",
         ("PIPE-094",),
-        wrap(f"{_STAGES}._flight_of", _missing("moved")),
+        wrap(f"{_STAGES}.copy", _missing("moved")),
     ),
     fast(
         "memory_not_recorded",
@@ -146,18 +146,18 @@ PLANTED = (
         "hoisted_lookup_kept",
         "A hoisted lookup outlives edits and modes.",
         ("PIPE-099",),
-        wrap(f"{_SCHEDULES}:_LooksUp._forget_outdated", _not_forgotten),
+        wrap(f"{_SCHEDULES}:forget_outdated", _not_forgotten),
     ),
     fast(
         "lookup_on_current_stream",
         "The lookup does not leave the current stream.",
         ("PIPE-109",),
-        wrap(f"{_SCHEDULES}:_Fused._stream", _on_current),
+        wrap(f"{_STAGES}._lookup_stream", _on_current),
     ),
     fast(
         "bad_batch_raises_early",
         "A later batch's bad id stops the step before.",
         ("PIPE-035",),
-        swap("twinproof.pipeline.schedules_stages:Stages._noted", _at_once),
+        swap("twinproof.pipeline.driver:Pipeline.failure_noted", _at_once),
     ),
 )

@@ -76,30 +76,28 @@ def _fixed(original: Any, kjt: Any) -> Any:
     return int(original(kjt))
 
 
-_KJT = "twinproof.pipeline.data:KeyedJaggedTensor"
+_KJT = "twinproof.pipeline.batches:KeyedJaggedTensor"
 
 PLANTED = (
     shared_swap("permute_takes_one", "permute takes no tensor.", ("PIPE-200",), f"{_KJT}.permute", _without_tensor),
-    shared(
-        "offsets_are_wide", "Offsets are int64.", ("PIPE-201",), "twinproof.pipeline.jagged_parts:offsets_like", _wide
-    ),
+    shared("offsets_are_wide", "Offsets are int64.", ("PIPE-201",), "twinproof.pipeline.jagged:offsets_like", _wide),
     shared("stride_is_the_least", "The stride is the smallest feature's.", ("PIPE-202",), f"{_KJT}.stride", _least),
     shared_swap(
         "ids_not_checked",
         "A lookup takes whatever it is given.",
         ("PIPE-203",),
-        "twinproof.pipeline.selection:check_ids",
+        "twinproof.pipeline.batches:check_ids",
         _nothing,
     ),
     shared_swap(
         "float_lengths",
         "Lengths of any dtype make bags.",
         ("PIPE-204",),
-        "twinproof.pipeline.jagged_tensor:check_integers",
+        "twinproof.pipeline.jagged:check_integers",
         _nothing,
     ),
     shared("first_of_a_key", "A repeated key is the first.", ("PIPE-205",), f"{_KJT}._key_indices", _first),
-    shared("leaves_are_copies", "Leaves are copies.", ("PIPE-206",), "twinproof.pipeline.trees:_parts", _copied),
+    shared("leaves_are_copies", "Leaves are copies.", ("PIPE-206",), "twinproof.pipeline.batches:_parts", _copied),
     shared(
         "traced_values_differ",
         "A traced model makes batches of other values.",
@@ -111,42 +109,42 @@ PLANTED = (
         "text_without_an_end",
         "str() has no last line.",
         ("PIPE-208",),
-        "twinproof.pipeline.data:KeyedTensor.__str__",
+        "twinproof.pipeline.batches:KeyedTensor.__str__",
         _stripped,
     ),
     shared(
         "padding_is_zero",
         "Padding is always zero.",
         ("PIPE-209",),
-        "twinproof.pipeline.jagged_tensor:padded",
+        "twinproof.pipeline.jagged:padded",
         _zeros,
     ),
     shared(
         "stale_offsets",
         "copy_ leaves the offsets of before.",
         ("PIPE-210",),
-        "twinproof.pipeline.data:JaggedTensor._copy_parts",
+        "twinproof.pipeline.batches:JaggedTensor._copy_parts",
         _old_offsets,
     ),
     shared(
         "as_received",
         "What ranks sent stays in the order of ranks.",
         ("PIPE-211",),
-        "twinproof.pipeline.keyed_jagged:received_same",
+        "twinproof.pipeline.keyed:received_same",
         _as_received,
     ),
     shared(
         "first_columns",
         "A repeated key is the first.",
         ("PIPE-212",),
-        "twinproof.pipeline.data:KeyedTensor._key_indices",
+        "twinproof.pipeline.batches:KeyedTensor._key_indices",
         _first,
     ),
     shared(
         "inverse_the_other_way",
         "Samples have the bags of others.",
         ("PIPE-213",),
-        "twinproof.pipeline.selection:_rows_of",
+        "twinproof.pipeline.batches:_rows_of",
         _turned,
     ),
     shared("nothing_on_meta", "Features on meta are empty.", ("PIPE-214",), f"{_KJT}.length_per_key", _none_on_meta),
@@ -154,7 +152,7 @@ PLANTED = (
         "equal_by_values",
         "Batches of the same values are equal.",
         ("PIPE-215",),
-        "twinproof.pipeline.equality:_same_bags",
+        "twinproof.pipeline.batches:_same_bags",
         _values_alone,
     ),
     shared("stride_is_fixed", "A trace keeps its samples.", ("PIPE-216",), f"{_KJT}.stride", _fixed),

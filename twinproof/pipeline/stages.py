@@ -1,4 +1,4 @@
-"""Batches on their way through a pipeline: what is known of each, how it gets to the device, and how others see it."""
+"""The stages of a step, and the batches on their way through them: the seam between a pipeline and what it runs on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,148 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, MutableSequence
-from typing import Any, SupportsIndex
+from dataclasses import dataclass
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import torch
 
 from twinproof.errors import ConfigError, PipelineError
-from twinproof.pipeline.awaitables import Awaitable
-from twinproof.pipeline.data import KeyedJaggedTensor
+from twinproof.pipeline.batches import KeyedJaggedTensor
+from twinproof.pipeline.rewrite import Call
+from twinproof.pipeline.sharding import Awaitable
 
-__all__ = ["Flight", "QueueView", "cut_off", "looked_up", "move_batch"]
+__all__ = [
+    "LOOKUP_STREAMS",
+    "BatchContext",
+    "Options",
+    "Placed",
+    "QueueView",
+    "Stages",
+    "check_overrides",
+    "check_placement",
+    "cut_off",
+    "looked_up",
+    "move_batch",
+    "refuse",
+]
+
+LOOKUP_STREAMS = ("data_dist", "new", "current")
+
+REASONS = {
+    "apply_jit": "modules are not scripted: script the model's own before the pipeline is made",
+    "free_features_storage_early": "a batch's storage is needed again after a loader's error, detach() or an edit",
+    "clear_data_dist_inputs": "what an exchange was given is freed by itself when its lookup is over",
+}
+
+
+# What torchrec's progress() calls, or makes its forwards of, and ours has no place for.
+NOT_CALLED = (
+    "_connect",
+    "_copy_batch_to_gpu",
+    "_grad_swap",
+    "_mlp_forward",
+    "_mlp_optimizer_step",
+    "_pipeline_model",
+    "_pipelined_forward_type",
+    "_progress_prefetch",
+    "_set_module_context",
+    "_validate_optimizer",
+)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where lookups run: the stream, behind the start of the next exchange or not, and before the optimizer or not."""
+
+    stream: str = "data_dist"
+    after_dist: bool = False
+    before_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all schedules understand; each class's constructor says which of it is asked for by which name.
+
+    Attributes:
+        sync_interval_batches: every how many batches a ``DMPCollection`` averages its replicas; None is never.
+        enqueues_behind_forward: whether the last batch ahead is pulled behind the forward, not before it.
+        copies_in_place: whether copies on the device are allocated by the caller's stream.
+        placed: where lookups run; those that belong to the forward run where it does.
+        looks_up_before_update: whether a batch may be looked up before the update of the one before it.
+
+    Raises:
+        ConfigError: ``apply_jit`` and the two behind it, which have no meaning here.
+    """
+
+    execute_all_batches: bool = True
+    custom_model_fwd: Callable[[Any], tuple[torch.Tensor, Any]] | None = None
+    process_group: Any = None
+    engine: Any = None
+    reduce_dense_gradients: bool | None = None
+    context_type: Any = None
+    pipeline_postproc: bool = False
+    sync_interval_batches: int | None = None
+    enqueues_behind_forward: bool = False
+    copies_in_place: bool = False
+    strict: bool = False
+    placed: Placed = Placed("current")
+    looks_up_before_update: bool = False
+    apply_jit: bool = False
+    free_features_storage_early: bool = False
+    clear_data_dist_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        refuse(
+            apply_jit=self.apply_jit,
+            free_features_storage_early=self.free_features_storage_early,
+            clear_data_dist_inputs=self.clear_data_dist_inputs,
+        )
+
+
+def refuse(**given: bool) -> None:
+    """Raises ConfigError, with the reason, for an argument of torchrec's that is asked for and has no meaning here."""
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"{name}: {REASONS[name]}", got=value, expected=False, where=name)
+
+
+def check_placement(
+    emb_lookup_stream: str,
+    use_emb_lookup_stream: bool | None,
+    after_dist: bool,
+    before_optimizer: bool,
+    after_opt: bool | None,
+) -> Placed:
+    """Where lookups run; two names of torchrec PR 2916 are taken too. Raises ConfigError for what contradicts."""
+    if emb_lookup_stream not in LOOKUP_STREAMS:
+        raise ConfigError("not a lookup stream", got=emb_lookup_stream, expected=LOOKUP_STREAMS)
+    before = before_optimizer or after_opt is False
+    if (before_optimizer and after_opt) or (before and after_dist):
+        placements = {
+            "embedding_lookup_before_optimizer": before_optimizer,
+            "embedding_lookup_after_data_dist": after_dist,
+            "embedding_lookup_after_opt": after_opt,
+        }
+        raise ConfigError("placements of the lookup that contradict", got=placements)
+    if use_emb_lookup_stream is None:
+        return Placed(emb_lookup_stream, after_dist, before)
+    stream = "new" if use_emb_lookup_stream else "data_dist"
+    # The default cannot be told from a stream that was asked for, any other can.
+    if emb_lookup_stream not in ("data_dist", stream):
+        streams = {"emb_lookup_stream": emb_lookup_stream, "use_emb_lookup_stream": use_emb_lookup_stream}
+        raise ConfigError("lookup streams that contradict", got=streams)
+    return Placed(stream, after_dist, before)
+
+
+def check_overrides(kind: type) -> None:
+    """Raises ConfigError for a subclass with methods of torchrec's pipelines that nothing here would call."""
+    for each in kind.__mro__:
+        if "_schedule" in vars(each):
+            # An implementation's own class; what is above it belongs to the project.
+            return
+        overridden = [name for name in NOT_CALLED if name in vars(each)]
+        if overridden:
+            raise ConfigError("methods that no stage of this pipeline calls", got=overridden, where=each.__qualname__)
 
 
 def move_batch(
@@ -53,7 +186,7 @@ def _asked_to_go(batch: Any, device: torch.device, copy_stream: Any) -> Any:
     return batch.to(device, non_blocking=True, data_copy_stream=copy_stream)
 
 
-class Flight:
+class BatchContext:
     """One batch on its way; also the context that stages are given with it, unless the pipeline has a context_type.
 
     Attributes:
@@ -100,10 +233,55 @@ class Flight:
         self.failure = self.with_grad = None
 
 
+# Of an implementation, which may know more of a batch on its way.
+Batch = TypeVar("Batch", bound=BatchContext)
+
+
+class Stages(Protocol[Batch]):
+    """How the stages of a batch run: at once, or on streams with an event for every edge between them.
+
+    H copies a batch to the device, S exchanges sizes and I ids, L looks up and O sends pooled columns, F and B are
+    forward and backward, T updates the tables inside of B, and P is the dense optimizer. This is the seam because it is
+    all that an overlap is made of: the pipeline says what a stage does and hands it over as ``work``, the schedule says
+    which stage is issued when, and this says where the work runs and what it waits for. An implementation is made of
+    (device, options), and knows nothing else of its pipeline.
+    """
+
+    def copy(self, batch: Any) -> Batch:
+        """H: the batch of a loader, on the device."""
+
+    def adopt(self, batch: Any) -> Batch:
+        """In place of H: a batch that somebody else moved to the device."""
+
+    def send(self, batch: Batch, work: Callable[[], None]) -> None:
+        """S: ``work`` starts the exchange of each module, which is in ``batch.dists`` then."""
+
+    def receive(self, work: Callable[[], None]) -> None:
+        """I: ``work`` ends the exchange of sizes, and so starts that of ids."""
+
+    def look_up(self, batch: Batch, calls: list[Call], late: list[Call]) -> None:
+        """L and O of these modules, into ``batch.results``; the optimizer updates what those in ``late`` read."""
+
+    def wait_for_lookup(self, batch: Batch) -> None:
+        """The caller's stream runs behind the batch's lookups."""
+
+    def forward(self, batch: Batch, work: Callable[[], Any]) -> Any:
+        """F: what ``work`` returns."""
+
+    def backward(self, work: Callable[[], None]) -> None:
+        """B, with T inside."""
+
+    def tables_updated(self, calls: list[Call]) -> None:
+        """T is over, and so is what follows it, such as an average of replicas."""
+
+    def optimize(self, late: list[Call], work: Callable[[], None]) -> None:
+        """P; ``late`` are the modules that read what it updates."""
+
+
 class QueueView(MutableSequence[Any]):
     """``batches`` or ``contexts`` of a pipeline as subclasses of torchrec's pipelines know them: deques in lock step.
 
-    Removing a batch and then its context, or the other way round, removes one flight.
+    Removing a batch and then its context, or the other way round, removes one batch in flight.
 
     Raises:
         PipelineError: an insertion other than at the end.
@@ -118,12 +296,12 @@ class QueueView(MutableSequence[Any]):
         return len(self._queue)
 
     def __getitem__(self, index: Any) -> Any:
-        found = [getattr(flight, self._attribute) for flight in self._queue]
+        found = [getattr(batch, self._attribute) for batch in self._queue]
         return found[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        flight = self._queue[index]
-        setattr(flight, "batch" if self._sign > 0 else "given_context", value)
+        batch = self._queue[index]
+        setattr(batch, "batch" if self._sign > 0 else "given_context", value)
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
         if self._removed[0] * self._sign < 0:
@@ -136,7 +314,7 @@ class QueueView(MutableSequence[Any]):
 
     def insert(self, index: int, value: Any) -> None:
         """At the end: a batch that is on the device already, or the context of the first batch that lacks one."""
-        lacking = [flight for flight in self._queue if flight.given_context is None]
+        lacking = [batch for batch in self._queue if batch.given_context is None]
         if self._sign > 0 and index == len(self._queue):
             self._queue.append(self._make(value))
         elif self._sign < 0 and lacking:

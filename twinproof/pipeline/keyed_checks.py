@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
-from twinproof.pipeline.jagged import Bags
-from twinproof.pipeline.jagged_parts import Eager, check_integers
-from twinproof.pipeline.spans import cut_sizes, running_sums
+from twinproof.pipeline.jagged import Bags, Eager, check_integers, cut_sizes, running_sums
 
 __all__ = ["KeyedMoves", "refuse"]
 

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from twinproof.pipeline.config import EmbeddingBagConfig
 from twinproof.pipeline.jagged import Bags
-from twinproof.pipeline.lookups import Group, is_partial
-from twinproof.pipeline.shards import Slot
+from twinproof.pipeline.sharding import Layout, Slot
 
 __all__ = ["Columns"]
 
@@ -18,21 +16,13 @@ class Columns:
     """The columns of all features but those of data-parallel tables, by table, then feature.
 
     Args:
-        tables: all of them.
-        rank_groups: the lookups of each rank, whose columns stand in the order of their slots.
-        dense: the data-parallel tables.
+        layout: the lookups of each rank, whose columns stand in the order of their slots.
     """
 
-    def __init__(
-        self, tables: Sequence[EmbeddingBagConfig], rank_groups: Sequence[Sequence[Group]], dense: Sequence[int]
-    ) -> None:
-        self.slots: list[list[Slot]] = [[slot for group in groups for slot in group.slots] for groups in rank_groups]
-        feature_tables = [index for index, table in enumerate(tables) for _ in table.feature_names]
-        self._tables = [tables[index] for index in feature_tables]
-        self.begins, self.width = [], 0
-        for index, table in zip(feature_tables, self._tables, strict=True):
-            self.begins.append(self.width)
-            self.width += 0 if index in dense else table.embedding_dim
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self.begins = layout, layout.begins
+        self.slots: list[list[Slot]] = [[s for group in groups for s in group.slots] for groups in layout.rank_groups]
+        self._count, self._mean_features = len(layout.feature_tables), layout.means()
         self.places = [self._places(rank) for rank in range(len(self.slots))]
 
     def _places(self, rank: int) -> list[tuple[bool, slice, slice]]:
@@ -41,7 +31,7 @@ class Columns:
         at = 0
         for slot in self.slots[rank]:
             begin, width = self.begins[slot.feature] + slot.shard.columns[0], slot.shard.width
-            partial, there, here = is_partial(slot.shard), slice(begin, begin + width), slice(at, at + width)
+            partial, there, here = slot.is_partial, slice(begin, begin + width), slice(at, at + width)
             if places and places[-1][0] == partial and places[-1][1].stop == begin:
                 _, before, block = places.pop()
                 there, here = slice(before.start, there.stop), slice(block.start, here.stop)
@@ -51,19 +41,18 @@ class Columns:
 
     def _means(self) -> list[int]:
         """Features whose partial sums become means here, where the whole bag is known."""
-        partial = {slot.feature for slots in self.slots for slot in slots if is_partial(slot.shard)}
-        return sorted(f for f in partial if self._tables[f].is_mean)
+        return self._mean_features
 
     def _of(self, feature: int) -> slice:
-        return slice(self.begins[feature], self.begins[feature] + self._tables[feature].embedding_dim)
+        return slice(self.begins[feature], self.begins[feature] + self._layout.table_of(feature).embedding_dim)
 
     def assemble(self, blocks: Sequence[torch.Tensor], bags: Bags) -> torch.Tensor:
         """Float32 [B, width] from the ranks' blocks [B, columns of the rank] for this rank's own bags.
 
         Partial sums are added from +0 in ascending rank; then a mean is divided by the number of ids of the bag.
         """
-        stride = (bags.offsets.numel() - 1) // len(self._tables)
-        result = torch.zeros(stride, self.width, device=bags.offsets.device)
+        stride = (bags.offsets.numel() - 1) // self._count
+        result = torch.zeros(stride, self._layout.width, device=bags.offsets.device)
         for rank, block in enumerate(blocks):
             for partial, there, here in self.places[rank]:
                 if partial:
@@ -71,7 +60,7 @@ class Columns:
                 else:
                     result[:, there] = block[:, here]
         for feature in self._means():
-            result[:, self._of(feature)] /= bags.lengths_of(feature, len(self._tables))
+            result[:, self._of(feature)] /= bags.lengths_of(feature, self._count)
         return result
 
     def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> list[torch.Tensor]:
@@ -83,7 +72,7 @@ class Columns:
                 torch.div(grad[:, there], divisor, out=block[:, here])
             blocks.append(block)
         for feature in self._means():
-            lengths = bags.lengths_of(feature, len(self._tables))
+            lengths = bags.lengths_of(feature, self._count)
             for rank, slots in enumerate(self.slots):
                 at = 0
                 for slot in slots:

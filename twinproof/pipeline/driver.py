@@ -1,0 +1,574 @@
+"""What every pipeline does, whatever it overlaps: batches, agreement among ranks, attachment, counts, torchrec's hooks.
+
+Prevents lost batches and ranks that wait for each other forever: batches are pulled at one place, every rank learns in
+the same exchange whether every rank has one, and what was pulled is either processed or still held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from twinproof.errors import ConfigError, DistributedError, PipelineError
+from twinproof.kvstore.statedict import rank_and_world
+from twinproof.pipeline.rewrite import Attachment, Call, DenseGradients, FromBatch, Prepared, find_calls, unwrapped
+from twinproof.pipeline.stages import BatchContext, Options, QueueView, Stages, check_overrides
+
+__all__ = ["In", "LookupPipeline", "Out", "Pipeline"]
+
+logger = logging.getLogger("twinproof.pipeline")
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+# (pipeline, stages, batch) -> the model's output: one step, which calls each stage in its place.
+Schedule = Callable[[Any, Any, Any], Any]
+
+# What a rank says of its loader; the least of all ranks' counts.
+_FAILED, _EXHAUSTED, _HAS_BATCH = 0, 1, 2
+
+
+class Pipeline(Generic[In, Out]):
+    """A training pipeline: ``progress(dataloader_iter)`` is one step and returns the model's output.
+
+    Args:
+        model: called with a batch, returns (losses, output); the sum of losses is what is differentiated, in
+            evaluation they may be None. Sharded modules in it are driven by the pipeline, and belong to it until
+            ``detach()``.
+        optimizer: of the dense parameters. Tables update themselves in the backward.
+        device: where batches go.
+        execute_all_batches: False leaves the last batches, as many as are in flight, unprocessed and held.
+        custom_model_fwd: called in place of the model, once a step.
+        process_group: the ranks that step together; None is all of them, or none.
+        engine: a ``fastimpl.streams.Engine`` that stands in for the device's; plain loops have none, and refuse one.
+        reduce_dense_gradients: on several ranks, whether the gradients of the optimizer's parameters that no wrapper
+            (DDP, FSDP) reduces are averaged here, before the optimizer. False is for those that are reduced in a way
+            that cannot be seen; None refuses parameters without wrapper and without gradient hook.
+
+    torchrec's arguments stand in torchrec's positions:
+        apply_jit, free_features_storage_early, clear_data_dist_inputs: refused; the error says why.
+        context_type: ``context_type(index=, version=)`` makes what stages are given beside a batch; None is our own.
+        pipeline_postproc: run modules between the batch and a sharded module ahead, with its exchange.
+        dmp_collection_sync_interval_batches: every how many batches torchrec's ``DMPCollection`` averages its
+            replicas, behind the backward; None is never. Schedules without the argument do it for each batch.
+        enqueue_batch_after_forward: pull the last batch ahead behind the forward; what its loader raises comes out of
+            the next call.
+        enable_inplace_copy_batch: allocate copies on the caller's stream, so that its memory is used again sooner.
+        strict: refuse an optimizer that updates what a lookup reads.
+
+    In evaluation (``model.eval()``) a step is a forward: no gradient, no update, no ``zero_grad``. What was pulled
+    before a switch is processed in the mode of the moment. ``progress`` raises StopIteration when there is no batch
+    left, again each time; another iterator then goes on, after what is still held. All ranks stop together, at the
+    first that has no batch; what others have pulled stays held for the next iterator. An exception of the loader comes
+    out unchanged on its rank, before anything is updated, and as DistributedError on the others; nothing is lost and
+    the next call goes on.
+
+    After an exception in forward, backward or the optimizer, the batch counts as neither processed nor held; one
+    process goes on with the next batch, ranks need ``reset()``, for they may have come to different points.
+
+    Attributes:
+        pulled_count: batches taken from loaders.
+        processed_count: steps done; a resumed loader begins here.
+        batches, contexts: in flight, the current one first.
+
+    Raises:
+        ConfigError: a model that cannot be traced, arguments that contradict or are refused, dense gradients that
+            nobody reduces. PipelineError: a failed pipeline that was not reset.
+    """
+
+    ahead_count: ClassVar[int] = 0
+    trains: ClassVar[bool] = True
+    # What stands in for the forward of a driven module; nothing else can.
+    _pipelined_forward_type = Prepared
+    _make_stages: ClassVar[Callable[[torch.device, Options], Stages[Any]]]
+    _schedule: ClassVar[Schedule]
+
+    def __init_subclass__(
+        cls,
+        *,
+        stages: Callable[[torch.device, Options], Stages[Any]] | None = None,
+        schedule: Schedule | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init_subclass__(**options)
+        if stages is not None and schedule is not None:
+            cls._make_stages, cls._schedule = stages, staticmethod(schedule)
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str, options: Options
+    ) -> None:
+        check_overrides(type(self))
+        self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
+        self.options, self._group = options, options.process_group
+        self._execute_all, self._forward = options.execute_all_batches, options.custom_model_fwd
+        self._dmp_collection_sync_interval_batches = options.sync_interval_batches
+        self._world_size = rank_and_world(self._group)[1]
+        self.pulled_count = self.processed_count = self._next_index = 0
+        self._queue: deque[BatchContext] = deque()
+        self._held: deque[Any] = deque()
+        removed = [0]
+        self.batches = QueueView(self._queue, "batch", self._adopted, removed)
+        self.contexts = QueueView(self._queue, "context", self._adopted, removed)
+        self._dataloader_iter: Iterator[In] | None = None
+        self._dataloader_exhausted = self._failed = False
+        self._deferred: BaseException | None = None
+        self._current: BatchContext | None = None
+        self._made: BatchContext | None = None
+        self.calls: list[Call] = []
+        self._dense: DenseGradients | None = None
+        self._attachment: Attachment | None = None
+        self._stages = type(self)._make_stages(self._device, options)
+        self.attach()
+
+    def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Drive the model's sharded modules; another model with the same names may take the place of the first.
+
+        ``sparse_dist`` starts the exchange of the first batch in flight at once, so that every rank must call this;
+        without it the next step does.
+        """
+        self.detach()
+        self._model = self._model if model is None else model
+        self.calls = find_calls(self._model, pipeline_postproc=self.options.pipeline_postproc)
+        late = [call.name for call in self.calls if self.options.strict and call.is_late(self._optimizer)]
+        if late:
+            raise ConfigError("the optimizer updates parameters that a lookup reads", got=late, where="strict")
+        stale = [call.name for call in self.calls if self.options.looks_up_before_update and self.is_late(call)]
+        if stale:
+            logger.warning("parameters of the optimizer are read one update stale in %s", stale)
+        self._attachment = Attachment(self.calls, self._result_of)
+        if sparse_dist and self._queue:
+            self.start_exchange(self._queue[0])
+
+    def detach(self) -> torch.nn.Module:
+        """Give the model back as it was; batches in flight stay, and ``progress`` attaches again."""
+        self._dense = None
+        if self._attachment is not None:
+            self._attachment.close()
+            self._attachment = None
+            # What was sent or looked up belongs to modules that may change now; batches are kept and sent again.
+            for in_flight in self._queue:
+                self._recall(in_flight)
+        return self._model
+
+    def reset(self) -> None:
+        """Forget batches in flight and failures; every rank calls this."""
+        for in_flight in self._queue:
+            self._recall(in_flight)
+        self.batches.clear()
+        self._held.clear()
+        self._dataloader_iter, self._dataloader_exhausted, self._failed = None, False, False
+        self._current = self._made = self._deferred = None
+        self._next_index = 0
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """One step; see the class. Raises StopIteration when no batch is left."""
+        if self._failed:
+            raise PipelineError("a step failed on this or another rank; reset() the pipeline", where="progress")
+        if self._attachment is None:
+            self.attach(sparse_dist=False)
+        self._check_reducers()
+        self._take_loader(dataloader_iter)
+        error, self._deferred = self._deferred, None
+        if error is not None:
+            raise error
+        self.fill_pipeline(dataloader_iter)
+        if not self._queue or (self._dataloader_exhausted and not self._execute_all):
+            raise StopIteration
+        batch = self._queue[0]
+        try:
+            output: Out = type(self)._schedule(self, self._stages, batch)
+        except BaseException:
+            if self._current is batch:
+                self._drop(batch)
+            raise
+        finally:
+            self._current = None
+        self.dequeue_batch()
+        self.processed_count += 1
+        return output
+
+    def _check_reducers(self) -> None:
+        """Before the first update of an attached model, and before anything is pulled for it."""
+        if self._dense is not None or self._world_size == 1 or not self._model.training or not self.trains:
+            return
+        foreign = self._forward is not None
+        dense = DenseGradients(self._model, self._optimizer, foreign=foreign)
+        if self.options.reduce_dense_gradients is None:
+            dense.check()
+        self._dense = dense
+
+    def _drop(self, in_flight: BatchContext) -> None:
+        if in_flight in self._queue:
+            self._queue.remove(in_flight)
+        for other in self._queue:
+            self._recall(other)
+        self._failed = self._world_size > 1
+
+    def take(self, batch: BatchContext) -> bool:
+        """Begin the batch's own step: what raises from here on costs the batch. Returns whether the step trains.
+
+        Raises:
+            StopIteration: the loader has ended, and the last batches are not wanted. Exception: what the batch's
+                exchange has raised before.
+        """
+        if self._dataloader_exhausted and not self._execute_all:
+            raise StopIteration
+        self._current = batch
+        self.raise_failure(batch)
+        training = self._model.training and self.trains
+        if training:
+            self._optimizer.zero_grad()
+        return training
+
+    def raise_failure(self, batch: BatchContext) -> None:
+        """Raise what the batch's exchange raised, if it did."""
+        if batch.failure is not None:
+            raise batch.failure
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a lookup of now has a way back to its tables."""
+        return self._model.training and self.trains
+
+    def following(self) -> Any:
+        """The batch behind the current one, if it is in flight."""
+        return self._queue[1] if len(self._queue) > 1 else None
+
+    def exchange_following(self) -> None:
+        """S and I of the batch behind the current one."""
+        following = self.following()
+        if following is not None:
+            self.exchange(following)
+
+    def is_late(self, call: Call) -> bool:
+        """Whether P updates what the module's lookup reads."""
+        return self.trains and call.is_late(self._optimizer)
+
+    def pull(self, count: int | None = None) -> None:
+        """H of as many batches as a forward finds in flight, ``count`` at most, if the loader has them."""
+        most = self._count_before_forward
+        self._pull_until(most if count is None else min(count, most))
+
+    def pull_behind_forward(self) -> None:
+        """The last batch ahead, where it waits for the forward. What a loader raises now must not undo the step."""
+        if self.options.enqueues_behind_forward:
+            try:
+                self._pull_until(self.ahead_count + 1)
+            except BaseException as error:
+                self._deferred = error
+
+    def _pull_until(self, count: int) -> None:
+        """Have this many batches in flight, if the loader has them."""
+        while len(self._queue) < count and not self._dataloader_exhausted:
+            if not self.enqueue_batch(self._loader()):
+                return
+
+    def _take_loader(self, dataloader_iter: Iterator[In]) -> None:
+        """Another iterator than the last one has not ended."""
+        if dataloader_iter is not self._dataloader_iter:
+            self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
+
+    def _loader(self) -> Iterator[In]:
+        assert self._dataloader_iter is not None
+        return self._dataloader_iter
+
+    @property
+    def _count_before_forward(self) -> int:
+        """Batches that are in flight when a forward begins, the current one among them."""
+        return max(1, self.ahead_count + 1 - self.options.enqueues_behind_forward)
+
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        """A batch as the loader gives it, if every rank has one; None if not, and from then on."""
+        self._take_loader(dataloader_iter)
+        if self._dataloader_exhausted:
+            return None
+        failure: BaseException | None = None
+        said = _HAS_BATCH
+        if not self._held:
+            try:
+                self._held.append(self._next())
+            except StopIteration:
+                said = _EXHAUSTED
+            except BaseException as error:
+                failure, said = error, _FAILED
+        agreed = self.agree(said)
+        if failure is not None:
+            raise failure
+        if agreed == _FAILED:
+            raise DistributedError("the loader of another rank failed", where="progress")
+        if agreed == _EXHAUSTED:
+            self._dataloader_exhausted = True
+            return None
+        found: In = self._held.popleft()
+        return found
+
+    def _next(self) -> In:
+        batch = next(self._loader())
+        if batch is None:
+            raise ConfigError("the loader gave None in place of a batch", got=None, where=f"batch {self.pulled_count}")
+        self.pulled_count += 1
+        return batch
+
+    def agree(self, said: int) -> int:
+        """The least that any rank says."""
+        if self._world_size == 1:
+            return said
+        # A group of one backend for devices only, NCCL's, takes no tensor of the host.
+        on_host = "cpu" in dist.get_backend_config(self._group)
+        words = torch.tensor([said], device="cpu" if on_host else self._device)
+        dist.all_reduce(words, dist.ReduceOp.MIN, group=self._group)
+        return int(words)
+
+    def _recall(self, in_flight: BatchContext) -> None:
+        """Forget how far a batch has come; what other ranks sent is received first, so that nothing is left behind.
+
+        What an exchange raised is raised when the batch is sent again, at its own turn.
+        """
+        for given in in_flight.dists.values():
+            with contextlib.suppress(Exception):
+                given.wait().wait()
+        in_flight.forget()
+
+    def _result_of(self, name: str) -> Any:
+        if self._current is None:
+            raise KeyError(name)
+        prepared: dict[str, Any] = self._current.prepared
+        return (prepared if name in prepared else self._current.results).pop(name)
+
+    def _send(self, in_flight: BatchContext) -> None:
+        """Start the exchange of ids for every module."""
+        in_flight.was_sent = True
+        postprocs = {name: module for call in self.calls for name, module in call.postprocs.items()}
+        values = FromBatch(self.extract_model_input_from_batch(in_flight.batch), postprocs)
+        for call in self.calls:
+            positional, named = call.arguments(values)
+            in_flight.contexts[call.name] = call.module.create_context()
+            in_flight.dists[call.name] = call.module.input_dist(in_flight.contexts[call.name], *positional, **named)
+        in_flight.prepared |= values.results
+
+    def _receive(self, in_flight: BatchContext) -> None:
+        """End the exchange of sizes, which starts that of ids."""
+        in_flight.was_received = True
+        for name, given in in_flight.dists.items():
+            in_flight.inputs[name] = given.wait()
+
+    def start_exchange(self, batch: BatchContext) -> None:
+        """S, once."""
+        if not batch.started and batch.failure is None:
+            batch.started = True
+            with self.failure_noted(batch):
+                self.start_sparse_data_dist(batch.batch, batch.context)
+
+    def exchange(self, batch: BatchContext) -> None:
+        """S and I, each once."""
+        self.start_exchange(batch)
+        if not batch.exchanged and batch.failure is None:
+            batch.exchanged = True
+            with self.failure_noted(batch):
+                self.wait_sparse_data_dist(batch.context)
+
+    @contextlib.contextmanager
+    def failure_noted(self, batch: BatchContext) -> Iterator[None]:
+        """What a batch's exchange raises waits for that batch's turn."""
+        try:
+            yield
+        except Exception as error:
+            batch.failure = error
+
+    def look_up(self, batch: BatchContext) -> None:
+        """L and O of every module that was not looked up yet, behind S and I. What those raise is not raised here."""
+        self.exchange(batch)
+        missing = [call for call in self.calls if call.name not in batch.results]
+        if batch.failure is None and missing:
+            with self._grad_mode():
+                self._stages.look_up(batch, missing, [call for call in missing if self.is_late(call)])
+            if batch.results:
+                batch.with_grad = self.is_training
+
+    def _grad_mode(self) -> Any:
+        return torch.set_grad_enabled(self.is_training and torch.is_grad_enabled())
+
+    def run_forward(self, batch: BatchContext) -> tuple[torch.Tensor, Any]:
+        """F: the losses and the model's output."""
+
+        def work() -> tuple[torch.Tensor, Any]:
+            with self._grad_mode():
+                losses, output = (self._forward or self._model)(batch.batch)
+            return losses, output
+
+        self._wait_for_batch()
+        found: tuple[torch.Tensor, Any] = self._stages.forward(batch, work)
+        return found
+
+    def run_backward(self, batch: BatchContext, losses: torch.Tensor) -> None:
+        """B with T, then the average of replicas, if there are."""
+
+        def work() -> None:
+            self._backward(losses)
+            self._update_tables(batch)
+
+        self._stages.backward(work)
+        self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, batch.context)
+        self._stages.tables_updated(self.calls)
+
+    def _update_tables(self, batch: BatchContext) -> None:
+        """T, where the backward does not reach the tables."""
+
+    def run_optimizer(self) -> None:
+        """P: dense gradients of all ranks, where the pipeline was asked for their mean, then the optimizer's step."""
+
+        def work() -> None:
+            if self._dense is not None and self.options.reduce_dense_gradients:
+                self._dense.reduce(self._group, self._world_size)
+            self._step_dense()
+
+        self._stages.optimize([call for call in self.calls if self.is_late(call)], work)
+
+    def _step_dense(self) -> None:
+        self._optimizer_step()
+
+    def _optimizer_step(self) -> None:
+        self._optimizer.step()
+
+    def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
+        """Have the batches in flight without which a step cannot begin."""
+        self._take_loader(dataloader_iter)
+        was_empty = not self._queue
+        self._pull_until(1)
+        if was_empty and self._queue:
+            self._init_pipelined_modules(self._queue[0].batch, self._queue[0].context, self._pipelined_forward_type)
+
+    def enqueue_batch(self, dataloader_iter: Iterator[In]) -> bool:
+        """Take one batch from the loader into in_flight; whether there was one on every rank."""
+        self._take_loader(dataloader_iter)
+        copy = self.inplace_copy_batch_to_gpu if self.options.copies_in_place else self.copy_batch_to_gpu
+        batch, context = copy(dataloader_iter)
+        if batch is None:
+            return False
+        made, self._made = self._made, None
+        in_flight = made if made is not None and made.context is context else self._adopted(batch, context)
+        in_flight.batch = batch
+        self._queue.append(in_flight)
+        return True
+
+    def dequeue_batch(self) -> None:
+        """Forget the batch that was processed."""
+        self._queue.popleft()
+
+    def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
+        """The next batch on the device, and its context; None for both when there is none."""
+        if type(self)._next_batch is not Pipeline._next_batch:
+            # Whoever pulls in their own way does not count.
+            batch = self._next_batch(dataloader_iter)
+            self.pulled_count += batch is not None
+        else:
+            batch = self._next_batch(dataloader_iter)
+        if batch is None:
+            return None, None
+        self._made = self._stages.copy(batch)
+        self._made.index = self._next_index
+        self._made.given_context = self._create_context()
+        self._next_index = self._made.index + 1
+        return self._made.batch, self._made.context
+
+    def inplace_copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
+        """As ``copy_batch_to_gpu``, where ``enable_inplace_copy_batch`` is asked for."""
+        return self.copy_batch_to_gpu(dataloader_iter)
+
+    def start_sparse_data_dist(self, batch: In | None, context: Any) -> None:
+        """Start the exchange of sizes."""
+        found = None if batch is None else self._found(context)
+        if found is not None and not found.was_sent:
+            self._stages.send(found, lambda: self._send(found))
+
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        """End the exchange of sizes, and start that of ids."""
+        found = self._found(context)
+        if not found.was_received:
+            self._stages.receive(lambda: self._receive(found))
+
+    def extract_model_input_from_batch(self, batch: In) -> Any:
+        """What the arguments of sharded modules are computed from."""
+        return batch
+
+    def clear_sparse_data_dist_inputs(self, context: Any) -> None:
+        """Nothing: what an exchange was given goes with its lookup."""
+
+    def sync_embeddings(self, model: Any, interval_batches: int | None, context: Any = None) -> None:
+        """Average the replicas of a ``DMPCollection`` every so many batches, behind the backward."""
+        # By name and by class: a place without torchrec has no such model, and a mock of one has its class.
+        is_collection = any(kind.__name__ == "DMPCollection" for kind in model.__class__.__mro__)
+        if is_collection and interval_batches is not None and context.index % interval_batches == 0:
+            model.sync()
+
+    def register_backward_hook(self, site: Any, work: Callable[[Any], None]) -> None:
+        """Call ``work(pipeline)`` in each backward when the gradient that torchrec's ``InjectionSite`` names is there.
+
+        Raises:
+            ConfigError: a site that is not torchrec's.
+        """
+        injection: Any = sys.modules.get("torchrec.distributed.train_pipeline.backward_injection")
+        if injection is None or not isinstance(site, injection.InjectionSite):
+            raise ConfigError("not one of torchrec's injection sites", got=type(site), where="register_backward_hook")
+        injection.register_backward_hook(site, unwrapped(self._model), lambda grad: work(self))
+
+    @property
+    def _pipelined_modules(self) -> list[Any]:
+        return [call.module for call in self.calls]
+
+    @property
+    def _pipelined_postprocs(self) -> list[Any]:
+        return list({name: module for call in self.calls for name, module in call.postprocs.items()}.values())
+
+    def _init_pipelined_modules(self, batch: In, context: Any, pipelined_forward: Any = None) -> None:
+        """Called when the first batch has come into an empty pipeline; modules are driven already."""
+
+    def _create_context(self) -> Any:
+        """What stages are given beside the next batch; None is the pipeline's own."""
+        kind = self.options.context_type
+        return None if kind is None else kind(index=self._next_index, version=1)
+
+    def _wait_for_batch(self) -> None:
+        """Called before each forward; whoever needs the batch on the device waits for it besides."""
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        """The backward of the sum of losses."""
+        if losses is None:
+            raise ConfigError("a model in training returns losses", got=None, where=type(self._model).__name__)
+        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+
+    def _found(self, context: Any) -> BatchContext:
+        """The batch in flight that a context belongs to."""
+        if isinstance(context, BatchContext):
+            return context
+        for in_flight in (*self._queue, self._made):
+            if in_flight is not None and in_flight.given_context is context:
+                return in_flight
+        raise PipelineError("the context of no batch in flight", got=type(context).__name__, where="a stage")
+
+    def _adopted(self, batch: Any, context: Any = None) -> BatchContext:
+        """A batch that somebody else moved to the device, in flight."""
+        in_flight: BatchContext = self._stages.adopt(batch)
+        in_flight.index, in_flight.given_context = self._next_index, context
+        self._next_index += 1
+        return in_flight
+
+
+class LookupPipeline(Pipeline[In, Out]):
+    """A pipeline that looks up before the forward: two more of torchrec's stages."""
+
+    def start_embedding_lookup(self, batch: Any, context: Any) -> None:
+        """Look up what may be looked up now and was not yet."""
+        if batch is not None:
+            self.look_up(self._found(context))
+
+    def wait_embedding_lookup(self) -> None:
+        """Called before the forward: the caller's stream waits for the current batch's lookups."""
+        if self._queue:
+            self._stages.wait_for_lookup(self._queue[0])

@@ -1,0 +1,596 @@
+"""Collections of embedding tables with dense gradients, and weights of ids by their position: torchrec's classes."""
+
+# TorchScript resolves annotations by value: they are no strings here.
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, UnsupportedError
+from twinproof.optimizers import Hyper
+from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor, own_batch, select, select_each
+from twinproof.pipeline.config import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    check_tables,
+    embedding_names,
+    initial_weight,
+    initialized,
+)
+from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.lookups import BoundToLookup, HeldTable, Lookup, check_bounds, eagerly
+
+__all__ = [
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorsCollection",
+    "Pooled",
+    "PositionWeightedModule",
+    "PositionWeightedModuleCollection",
+    "position_processors",
+    "position_weights_of",
+    "table_module",
+]
+
+
+class Pooled(torch.autograd.Function):
+    """Pooled rows of several weights; the backward gives each a dense gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Lookup, tables: Any, bags: Bags, weights: Any, *params: torch.Tensor) -> torch.Tensor:
+        ctx.held = [
+            HeldTable(param.detach().contiguous(), table.is_mean) for param, table in zip(params, tables, strict=True)
+        ]
+        ctx.features = [index for index, table in enumerate(tables) for _ in table.feature_names]
+        ctx.engine, ctx.bags = engine, bags
+        return engine.pool(ctx.held, ctx.features, bags)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad, held, engine = grads[0].contiguous(), ctx.held, ctx.engine
+        weights = None
+        if ctx.needs_input_grad[3]:
+            weights = engine.weight_gradients(held, ctx.features, ctx.bags, grad)
+        # Duplicates are summed as in every lookup: one step of -1 from zero is the sum itself.
+        sums = [HeldTable(torch.zeros_like(table.weight, dtype=torch.float32), table.is_mean) for table in held]
+        engine.update(sums, ctx.features, ctx.bags, grad, "sgd", Hyper(-1.0))
+        dense = [total.weight.to(table.weight.dtype) for total, table in zip(sums, held, strict=True)]
+        return None, None, None, weights, *dense
+
+
+def table_module(table: EmbeddingBagConfig, device: Any) -> torch.nn.EmbeddingBag:
+    """The table as torch's module, which torch's compilers know."""
+    rows, columns = table.num_embeddings, table.embedding_dim
+    weight, mode = initial_weight(table, device), "mean" if table.is_mean else "sum"
+    return torch.nn.EmbeddingBag(rows, columns, mode=mode, include_last_offset=True, _weight=weight)
+
+
+class EmbeddingBagCollection(BoundToLookup):
+    """Several tables on one device, whose gradients are dense: torchrec's ``EmbeddingBagCollection``.
+
+    Args:
+        tables: their configurations, ours or torchrec's.
+        is_weighted: batches carry per-sample weights, which get a gradient where they require one.
+        device: of the tables; "meta" makes no memory, for a collection that will be sharded.
+        bounds_check: see ``TableBatchedEmbeddingBags``.
+
+    Parameters are named ``embedding_bags.{table}.weight``. A model that torch.fx or TorchScript has taken over looks up
+    by torch's own kernels: the same sums, rounded in their order.
+    """
+
+    __jit_unused_properties__ = ("device",)
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: Any = None,
+        *,
+        bounds_check: str = "fatal",
+    ) -> None:
+        super().__init__()
+        self._engine = type(self)._make_engine()
+        self._configs, self._is_weighted = check_tables(tables, EmbeddingBagConfig), is_weighted
+        self.bounds_check = bounds_check
+        self.embedding_bags = torch.nn.ModuleDict({table.name: table_module(table, device) for table in self._configs})
+        self.feature_names = [feature for table in self._configs for feature in table.feature_names]
+        self._feature_tables = [table for table in self._configs for _ in table.feature_names]
+        self._names_by_table = [list(table.feature_names) for table in self._configs]
+        self._embedding_names = embedding_names(self._configs)
+        self._widths = [table.embedding_dim for table in self._feature_tables]
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables."""
+        return list(self._configs)
+
+    def embedding_names(self) -> list[str]:
+        """The keys of the result."""
+        return embedding_names(self._configs)
+
+    def is_weighted(self) -> bool:
+        """Whether batches carry weights."""
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return next(self.parameters()).device
+
+    def reset_parameters(self) -> None:
+        """Fill every table by its ``init_fn`` again; tables on "meta" have nothing to fill."""
+        for table in self._configs:
+            weight: Any = self.embedding_bags[table.name].weight
+            if not weight.is_meta:
+                initialized(table, weight)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows of each feature, float32 [B, D] side by side, by table, then feature.
+
+        Args:
+            features: a batch, ours or torchrec's, on the device of the tables.
+
+        Raises:
+            MissingKeyError: a feature that is not in the batch. ConfigError: no weights where they are due.
+            IdRangeError: an id outside its table, under "fatal". ShapeError: values that are no ids.
+        """
+        if torch.jit.is_scripting():
+            return self._by_torch(features)
+        return self._looked_up(features)
+
+    @eagerly
+    def _looked_up(self, batch: Any) -> KeyedTensor:
+        if isinstance(batch, torch.fx.Proxy):
+            return self._by_torch(cast(KeyedJaggedTensor, batch))
+        features = own_batch(batch)
+        params: list[Any] = [self.embedding_bags[table.name].weight for table in self._configs]
+        if features.values().is_meta or params[0].is_meta:
+            return self._on_meta(features, params[0])
+        bags = select(features, self.feature_names, weighted=self._is_weighted)
+        counts = [table.num_embeddings for table in self._feature_tables]
+        names = [table.name for table in self._feature_tables]
+        bags = check_bounds(bags, counts, names, self.bounds_check, self._engine)
+        pooled = Pooled.apply(self._engine, self._configs, bags, bags.weights, *params)  # type: ignore[no-untyped-call]
+        return KeyedTensor(self._embedding_names, self._widths, pooled)
+
+    def _on_meta(self, features: KeyedJaggedTensor, weight: torch.Tensor) -> KeyedTensor:
+        if not (features.values().is_meta and weight.is_meta):
+            found = (features.device(), weight.device)
+            raise ConfigError("a batch and tables of which one is on meta", got=found, where="EmbeddingBagCollection")
+        pooled = torch.empty(features.stride(), sum(self._widths), device="meta")
+        return KeyedTensor(self._embedding_names, self._widths, pooled)
+
+    def _by_torch(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        parts = features.to_dict()
+        pooled: list[torch.Tensor] = []
+        for i, table in enumerate(self.embedding_bags.values()):
+            for name in self._names_by_table[i]:
+                part = parts[name]
+                weights = part.weights() if self._is_weighted else None
+                pooled.append(table(part.values(), part.offsets(), weights).float())
+        return KeyedTensor(self._embedding_names, self._widths, torch.cat(pooled, dim=1))
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of ids, as float32 [N, D]; the backward gives the table a dense gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Lookup, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.engine, ctx.ids, ctx.shape, ctx.dtype = engine, ids, tuple(weight.shape), weight.dtype
+        return weight.detach()[ids].to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ids, grad = ctx.ids, grads[0].contiguous()
+        # Each id is a bag of its own, and one step of -1 from zero is the sum: duplicates are added as in every lookup.
+        sums = torch.zeros(ctx.shape, device=grad.device)
+        bags = Bags(ids, torch.arange(ids.numel() + 1, device=ids.device))
+        ctx.engine.update([HeldTable(sums)], [0], bags, grad, "sgd", Hyper(-1.0))
+        return None, None, sums.to(ctx.dtype)
+
+
+class EmbeddingCollection(BoundToLookup):
+    """Several tables of one width on one device, looked up row by row, with dense gradients: torchrec's class.
+
+    Args:
+        tables: their configurations, ours or torchrec's, all of one ``embedding_dim``.
+        device: of the tables; "meta" makes no memory.
+        need_indices: results carry the looked up ids as their weights.
+        use_gather_select, use_gather_select_per_sharding: of sharded collections; taken at their defaults alone.
+        bounds_check: see ``TableBatchedEmbeddingBags``.
+
+    Parameters are named ``embeddings.{table}.weight``. A row's gradient is the sum over its occurrences by feature,
+    sample and position. A model that torch.fx or TorchScript has taken over looks up by torch's own kernels.
+
+    Raises:
+        ConfigError: tables of different width, or that are to be pooled. UnsupportedError: what is refused.
+    """
+
+    __jit_unused_properties__ = ("device",)
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: Any = None,
+        need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: Mapping[str, bool] | None = None,
+        *,
+        bounds_check: str = "fatal",
+    ) -> None:
+        super().__init__()
+        if use_gather_select or use_gather_select_per_sharding:
+            raise UnsupportedError("use_gather_select is of sharded collections, which are not here", got=True)
+        if any(hasattr(table, "pooling") for table in tables):
+            raise ConfigError("rows are not pooled here", got="pooling", expected="EmbeddingConfig", where="tables")
+        self._engine = type(self)._make_engine()
+        self._configs, self._need_indices = check_tables(tables, EmbeddingConfig), need_indices
+        self.bounds_check = bounds_check
+        widths = sorted({table.embedding_dim for table in self._configs})
+        if len(widths) > 1:
+            raise ConfigError("tables of one collection have one embedding_dim", got=widths, where="tables")
+        self._embedding_dim = widths[0]
+        self.embeddings = torch.nn.ModuleDict({table.name: _rows_module(table, device) for table in self._configs})
+        self.feature_names = [feature for table in self._configs for feature in table.feature_names]
+        names = iter(embedding_names(self._configs))
+        self._names_by_table = [list(table.feature_names) for table in self._configs]
+        self._result_names = [[next(names) for _ in part] for part in self._names_by_table]
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables."""
+        return list(self._configs)
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The keys of the result, by table."""
+        return [list(names) for names in self._result_names]
+
+    def embedding_dim(self) -> int:
+        """The width of all tables."""
+        return self._embedding_dim
+
+    def need_indices(self) -> bool:
+        """Whether results carry the ids."""
+        return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """False: it is of sharded collections."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> None:
+        """None: it is of sharded collections."""
+        return
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return next(self.parameters()).device
+
+    def reset_parameters(self) -> None:
+        """Fill every table by its ``init_fn`` again; tables on "meta" have nothing to fill."""
+        for table in self._configs:
+            weight: Any = self.embeddings[table.name].weight
+            if not weight.is_meta:
+                initialized(table, weight)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Feature -> its bags of rows: values float32 [N, D], with the lengths of the batch.
+
+        Args:
+            features: a batch, ours or torchrec's, on the device of the tables.
+
+        Raises:
+            MissingKeyError: a feature that is not in the batch. IdRangeError: an id outside its table, under "fatal".
+            ShapeError: values that are no ids.
+        """
+        if torch.jit.is_scripting():
+            return self._by_torch(features)
+        return self._looked_up(features)
+
+    @eagerly
+    def _looked_up(self, batch: Any) -> dict[str, JaggedTensor]:
+        if isinstance(batch, torch.fx.Proxy):
+            return self._by_torch(cast(KeyedJaggedTensor, batch))
+        features = own_batch(batch)
+        if features.values().is_meta:
+            return self._by_torch(features)
+        found: dict[str, JaggedTensor] = {}
+        for table, names, keys in zip(self._configs, self._names_by_table, self._result_names, strict=True):
+            bags = [
+                check_bounds(part, [table.num_embeddings], [table.name], self.bounds_check, self._engine)
+                for part in select_each(features, names)
+            ]
+            ids, weight = torch.cat([part.indices for part in bags]).to(torch.int64), self.embeddings[table.name].weight
+            rows = _Rows.apply(self._engine, ids, weight)  # type: ignore[no-untyped-call]
+            parts = torch.split(rows, [part.indices.numel() for part in bags])
+            for name, key, values in zip(names, keys, parts, strict=True):
+                mine = features[name]
+                found[key] = JaggedTensor(values, mine.values() if self._need_indices else None, mine.lengths())
+        return found
+
+    def _by_torch(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        parts = features.to_dict()
+        found: dict[str, JaggedTensor] = {}
+        for i, table in enumerate(self.embeddings.values()):
+            for j, name in enumerate(self._names_by_table[i]):
+                part = parts[name]
+                ids = part.values() if self._need_indices else None
+                found[self._result_names[i][j]] = JaggedTensor(table(part.values()).float(), ids, part.lengths())
+        return found
+
+
+def _rows_module(table: EmbeddingConfig, device: Any) -> torch.nn.Embedding:
+    """The table as torch's module, which torch's compilers know."""
+    return torch.nn.Embedding(table.num_embeddings, table.embedding_dim, _weight=initial_weight(table, device))
+
+
+def _too_long(weight: torch.Tensor, positions: torch.Tensor, name: str) -> None:
+    longest = int(positions.max()) + 1 if positions.numel() and not positions.is_meta else 0
+    if longest > weight.numel():
+        raise IdRangeError("a bag longer than its weights", got=longest, expected=weight.numel(), where=name)
+
+
+def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str) -> torch.Tensor:
+    """Float32 [N]: the weight of each position. Raises IdRangeError for a bag longer than the weights."""
+    if not torch.jit.is_scripting():
+        _too_long(weight, positions, name)
+    return weight.index_select(0, positions)
+
+
+def _positions(lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """Int64 [N]: the place of each of ``count`` ids in its bag."""
+    wide = lengths.reshape(-1).to(torch.int64)
+    begins = (wide.cumsum(0) - wide).repeat_interleave(wide)
+    return torch.arange(count, device=lengths.device) - begins
+
+
+def position_weights_of(name: str, bags: Bags, weight: torch.Tensor | None) -> torch.Tensor:
+    """Float32 [N] for the ids of one feature, 1 where it has no weights. Raises IdRangeError for a bag too long."""
+    if weight is None:
+        return torch.ones(bags.indices.numel(), device=bags.indices.device)
+    return _of_positions(weight, _positions(bags.offsets.diff(), bags.indices.numel()), name)
+
+
+@torch.fx.wrap
+def _weighted_bags(features: JaggedTensor, weight: torch.Tensor, is_processed: bool) -> JaggedTensor:
+    if is_processed:
+        positions = features.weights().to(torch.int64)
+    else:
+        positions = _positions(features.lengths(), features.values().size(0))
+    weights = _of_positions(weight, positions, "position_weight")
+    return JaggedTensor(features.values(), weights, features.lengths(), features.offsets())
+
+
+@torch.fx.wrap
+def _weighted_batch(
+    features: KeyedJaggedTensor, position_weights: dict[str, torch.Tensor], is_processed: bool
+) -> KeyedJaggedTensor:
+    if is_processed:
+        positions = features.weights().to(torch.int64)
+    else:
+        positions = _positions(features.lengths(), features.values().size(0))
+    ends = features.offset_per_key()
+    parts: list[torch.Tensor] = []
+    for i, key in enumerate(features.keys()):
+        mine = positions[ends[i] : ends[i + 1]]
+        if key in position_weights:
+            parts.append(_of_positions(position_weights[key], mine, key))
+        else:
+            parts.append(torch.ones(mine.size(0), device=mine.device))
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        torch.cat(parts) if len(parts) > 0 else features.weights_or_none(),
+        features.lengths(),
+        features.offsets(),
+        features.stride(),
+        features._stride_per_key_per_rank if features.variable_stride_per_key() else None,
+        length_per_key=features.length_per_key(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+class FeatureProcessor(torch.nn.Module):
+    """What makes the weights of one feature's bags."""
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        """The bags with weights."""
+        raise NotImplementedError("a feature processor says what it does")
+
+
+class FeatureProcessorsCollection(torch.nn.Module):
+    """What makes the weights of several features' bags."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with weights."""
+        raise NotImplementedError("a feature processor says what it does")
+
+
+def _check_lengths(lengths: Mapping[str, int]) -> None:
+    if any(type(length) is not int or length < 1 for length in lengths.values()):
+        raise ConfigError("not lengths of bags", got=dict(lengths), expected="ints >= 1")
+
+
+def _write_positions(features: Any) -> None:
+    with torch.no_grad():
+        features.weights().copy_(_positions(features.lengths(), features.values().shape[0]))
+
+
+class PositionWeightedModule(FeatureProcessor):
+    """Weights of one feature's ids by position: the n-th id of a bag weighs ``position_weight[n]``, 1 at first.
+
+    Args:
+        max_feature_length: positions; a longer bag is refused.
+    """
+
+    def __init__(self, max_feature_length: int, device: Any = None) -> None:
+        super().__init__()
+        _check_lengths({"max_feature_length": max_feature_length})
+        self.position_weight = torch.nn.Parameter(torch.ones(max_feature_length, device=device))
+        self._pre_processed = False
+
+    def reset_parameters(self) -> None:
+        """All weights 1."""
+        torch.nn.init.ones_(self.position_weight)
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        """The bags with these weights. Raises IdRangeError for a bag longer than them."""
+        return _weighted_bags(features, self.position_weight, self._pre_processed)
+
+    def pre_process_input(self, features: JaggedTensor) -> None:
+        """Write each id's position over its weight; from here on weights of bags are taken for positions."""
+        _write_positions(features)
+        self._pre_processed = True
+
+
+class PositionWeightedModuleCollection(FeatureProcessorsCollection):
+    """Weights of ids by position: the n-th id of a bag of feature f weighs ``position_weights.f[n]``, 1 at first.
+
+    Args:
+        max_feature_lengths: feature -> positions; a longer bag is refused. Ids of other features weigh 1.
+    """
+
+    def __init__(self, max_feature_lengths: Mapping[str, int], device: Any = None) -> None:
+        super().__init__()
+        _check_lengths(max_feature_lengths)
+        self.max_feature_lengths = dict(max_feature_lengths)
+        self._pre_processed = False
+        self.position_weights = torch.nn.ParameterDict(
+            {
+                name: torch.nn.Parameter(torch.ones(length, device=device))
+                for name, length in max_feature_lengths.items()
+            }
+        )
+
+    @property
+    def position_weights_dict(self) -> dict[str, torch.Tensor]:
+        """Feature -> its weights, as they are now."""
+        return dict(self.position_weights.items())
+
+    def reset_parameters(self) -> None:
+        """All weights 1."""
+        for weight in self.position_weights.values():
+            torch.nn.init.ones_(weight)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with these weights. Raises IdRangeError for a bag longer than them."""
+        return _weighted_batch(features, self.position_weights_dict, self._pre_processed)
+
+    def pre_process_input(self, features: KeyedJaggedTensor) -> None:
+        """Write each id's position over its weight; from here on weights of batches are taken for positions."""
+        _write_positions(features)
+        self._pre_processed = True
+
+    def copy(self, device: Any) -> "PositionWeightedModuleCollection":
+        """These weights on another device; returns self."""
+        return self.to(device)
+
+
+def position_processors(processors: Any) -> PositionWeightedModuleCollection:
+    """The processors of cut tables, which only weigh by position, as one collection of the same parameters.
+
+    Raises:
+        ConfigError: another processor, or one that takes weights of batches for positions.
+    """
+    parts = list(processors.values()) if isinstance(processors, torch.nn.ModuleDict) else [processors]
+    kinds = (PositionWeightedModule, PositionWeightedModuleCollection)
+    if not all(type(part) in kinds and not part._pre_processed for part in parts):
+        got = [type(part).__name__ for part in parts]
+        raise ConfigError("cut tables take processors by position, not processed before", got=got, expected=kinds)
+    if not isinstance(processors, torch.nn.ModuleDict):
+        found: PositionWeightedModuleCollection = processors
+        return found
+    made = PositionWeightedModuleCollection({})
+    for name, part in processors.items():
+        made.position_weights[name] = part.position_weight
+    return made
+
+
+class _Each(FeatureProcessorsCollection):
+    """A processor for each feature; ids of other features weigh 1."""
+
+    def __init__(self, processors: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self._feature_processors = processors
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        parts, keys = features.to_dict(), features.keys()
+        found = {key: self._feature_processors[key](parts[key]) for key in keys if key in self._feature_processors}
+        ones = torch.ones(features.values().shape[0], device=features.device())
+        weights = [found[key].weights() if key in found else ones[: parts[key].values().shape[0]] for key in keys]
+        whole: KeyedJaggedTensor = features._with_weights(torch.cat(weights))
+        return whole
+
+
+class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
+    """A weighted collection whose weights feature processors make: torchrec's class.
+
+    Args:
+        embedding_bag_collection: the tables.
+        feature_processors: one for all features, or one for each by name.
+
+    Raises:
+        ConfigError: a collection without weights; processors by name that are not the features.
+    """
+
+    def __init__(self, embedding_bag_collection: EmbeddingBagCollection, feature_processors: Any) -> None:
+        super().__init__()
+        if not embedding_bag_collection.is_weighted():
+            raise ConfigError("feature processors need a weighted collection", got=False, expected=True)
+        names = list(dict.fromkeys(embedding_bag_collection.feature_names))
+        if isinstance(feature_processors, (Mapping, torch.nn.ModuleDict)):
+            if set(feature_processors.keys()) != set(names):
+                found = sorted(feature_processors.keys())
+                raise ConfigError("processors are not the features", got=found, expected=sorted(names))
+            feature_processors = torch.nn.ModuleDict(dict(feature_processors.items()))
+        self._embedding_bag_collection, self._feature_processors = embedding_bag_collection, feature_processors
+        self._feature_names = names
+
+    def is_weighted(self) -> bool:
+        """Whether the collection is weighted, which it is."""
+        return self._embedding_bag_collection.is_weighted()
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """The tables."""
+        return list(self._embedding_bag_collection.embedding_bag_configs())
+
+    def split(self) -> tuple[FeatureProcessorsCollection, EmbeddingBagCollection]:
+        """The processors as one, and the collection."""
+        processors = self._feature_processors
+        one = _Each(processors) if isinstance(processors, torch.nn.ModuleDict) else processors
+        return one, self._embedding_bag_collection
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Weights by the processors, then the collection."""
+        result: KeyedTensor = self._embedding_bag_collection(self._processed(features))
+        return result
+
+    def _processed(self, features: Any) -> Any:
+        is_traced = isinstance(features, torch.fx.Proxy)
+        batch = features if is_traced else own_batch(features)
+        if not isinstance(self._feature_processors, torch.nn.ModuleDict):
+            if not is_traced:
+                # Only what is looked up; a trace takes the whole batch.
+                batch = _picked(batch, self._feature_names)
+            return self._feature_processors(batch)
+        parts = batch.to_dict() if is_traced else _picked(batch, self._feature_names).to_dict()
+        found = [self._feature_processors[name](parts[name]) for name in self._feature_names]
+        values, weights, lengths = (
+            torch.cat([getattr(part, name)() for part in found]) for name in ("values", "weights", "lengths")
+        )
+        sizes: dict[str, Any] = {}
+        if not is_traced and batch.variable_stride_per_key():
+            ranks = [[part.lengths().numel()] for part in found]
+            sizes = {"stride_per_key_per_rank": ranks, "inverse_indices": batch.inverse_indices_or_none()}
+        return KeyedJaggedTensor(self._feature_names, values, weights, lengths, **sizes)
+
+
+def _picked(batch: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
+    """These features of the batch. Raises MissingKeyError."""
+    places = batch.index_per_key()
+    missing = [name for name in names if name not in places]
+    if missing:
+        raise MissingKeyError("not features of this batch", got=missing, expected=batch.keys())
+    picked = batch.permute([places[name] for name in names])
+    picked._inverse_indices = batch.inverse_indices_or_none()
+    return picked

@@ -1,0 +1,474 @@
+"""Where each table lives: the kinds of sharding, the shards that follow from a plan, and what ranks exchange.
+
+All of it is a pure function of the tables, the plan and the ranks, so that each rank knows every other rank's part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from twinproof.errors import ConfigError
+from twinproof.kvstore.options import Initializer, initial_weights
+from twinproof.kvstore.rows import Buckets, bucket_of, rank_buckets
+from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
+from twinproof.pipeline.jagged import Bags, joined
+
+__all__ = [
+    "KINDS",
+    "Awaitable",
+    "Exchange",
+    "Group",
+    "Layout",
+    "Ready",
+    "Shard",
+    "ShardedContext",
+    "ShardingKind",
+    "Slot",
+    "TableSharding",
+    "column_wise",
+    "data_parallel",
+    "initial_shard",
+    "key_value",
+    "row_wise",
+    "table_wise",
+]
+
+Value = TypeVar("Value")
+
+
+class Awaitable(Generic[Value]):
+    """``wait()`` gives the value, the same one each time; the work is done once."""
+
+    def __init__(self, finish: Callable[[], Value]) -> None:
+        self._finish: Callable[[], Value] | None = finish
+        self._value: Value
+        self._failure: Exception | None = None
+
+    def wait(self) -> Value:
+        """The value; what ``finish`` raised is raised each time."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                self._value = finish()
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+
+class Ready(Awaitable[Value]):
+    """A value that is here already."""
+
+    def __init__(self, value: Value) -> None:
+        super().__init__(lambda: value)
+
+
+INIT_ROWS = 65536
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows and columns [begin, end) of one table on one rank; ``part`` counts the column blocks of the table."""
+
+    table: int
+    rank: int
+    kind: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    part: int = 0
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.columns[1] - self.columns[0]
+
+
+def _block(size: int, count: int) -> int:
+    """The size of all blocks but the last ones: ceil(size / count)."""
+    return -(-size // count)
+
+
+def _blocks(size: int, count: int) -> list[tuple[int, int]]:
+    """[0, size) in blocks of one size; the empty ones at the end are left out."""
+    block = _block(size, count)
+    return [(begin, min(begin + block, size)) for begin in range(0, size, block)]
+
+
+class ShardingKind(ABC):
+    """One way to cut a table, which answers what the rest of the component asks about it.
+
+    Attributes:
+        name: as ``TableSharding.kind`` says it.
+        is_partial: a bag's rows may lie on several ranks, whose sums are added.
+        is_replicated: every rank holds the whole table as a parameter of the dense optimizer; it has no shards.
+        is_stored: rows live in a ``KVStore``: ids are any int64, and a write leaves no version to compare.
+    """
+
+    name: ClassVar[str]
+    is_partial: ClassVar[bool] = False
+    is_replicated: ClassVar[bool] = False
+    is_stored: ClassVar[bool] = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank holds a block of rows and columns, which a state dict saves as its part of the table."""
+        return not (self.is_replicated or self.is_stored)
+
+    def check(self, table: EmbeddingBagConfig, ranks: Sequence[int]) -> None:
+        """Demand ranks that this kind can use. Raises ConfigError."""
+        return
+
+    @abstractmethod
+    def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
+        """The shards of the table with this index, by column block or rank."""
+
+    def lookup_of(self, shard: Shard) -> tuple[int, int]:
+        """A sort key: shards of one rank with equal keys are looked up together, in ascending order of keys."""
+        return (0, 0)
+
+    def owners(self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int) -> torch.Tensor:
+        """The rank whose shard has the row of each id, int64 [n]; only where a bag's rows lie on several ranks."""
+        raise NotImplementedError(f"whole bags go to every shard of a {self.name} table")
+
+
+class TableWise(ShardingKind):
+    """The whole table on one rank."""
+
+    name = "table_wise"
+
+    def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
+        """One."""
+        return [Shard(index, ranks[0], self.name, (0, table.num_embeddings), (0, table.embedding_dim))]
+
+
+class ColumnWise(ShardingKind):
+    """Blocks of columns on distinct ranks."""
+
+    name = "column_wise"
+
+    def check(self, table: EmbeddingBagConfig, ranks: Sequence[int]) -> None:
+        """Distinct ranks, at most one for each column."""
+        if not 1 <= len(set(ranks)) == len(ranks) <= table.embedding_dim:
+            raise ConfigError("columns need distinct ranks, at most D", got=tuple(ranks), where=table.name)
+
+    def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
+        """Blocks of ceil(D / ranks) columns."""
+        rows, blocks = (0, table.num_embeddings), _blocks(table.embedding_dim, len(ranks))
+        found = enumerate(zip(ranks, blocks, strict=False))
+        return [Shard(index, rank, self.name, rows, block, part) for part, (rank, block) in found]
+
+
+class RowWise(ShardingKind):
+    """Blocks of rows on all ranks."""
+
+    name = "row_wise"
+    is_partial = True
+
+    def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
+        """Blocks of ceil(E / ranks) rows."""
+        columns, blocks = (0, table.embedding_dim), _blocks(table.num_embeddings, world_size)
+        return [Shard(index, rank, self.name, block, columns) for rank, block in enumerate(blocks)]
+
+    def lookup_of(self, shard: Shard) -> tuple[int, int]:
+        """All row blocks of a rank together."""
+        return (1, 0)
+
+    def owners(self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int) -> torch.Tensor:
+        """By block."""
+        return torch.div(ids, _block(table.num_embeddings, world), rounding_mode="floor")
+
+
+class DataParallel(ShardingKind):
+    """The whole table on every rank."""
+
+    name = "data_parallel"
+    is_replicated = True
+
+    def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
+        """None: nothing is exchanged but gradients."""
+        return []
+
+
+class KeyValue(ShardingKind):
+    """Rows in each rank's own store, by bucket."""
+
+    name = "key_value"
+    is_partial = True
+    is_stored = True
+
+    def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
+        """One on every rank, whose rows are found by id."""
+        return [Shard(index, rank, self.name, (0, 0), (0, table.embedding_dim)) for rank in range(world_size)]
+
+    def lookup_of(self, shard: Shard) -> tuple[int, int]:
+        """Each table by itself."""
+        return (2, shard.table)
+
+    def owners(self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int) -> torch.Tensor:
+        """Id -> bucket -> rank."""
+        assert sharding.buckets is not None
+        ends = [rank_buckets(sharding.buckets.total_count, world, rank)[1] for rank in range(world)]
+        return torch.bucketize(bucket_of(ids, sharding.buckets), torch.tensor(ends), right=True)
+
+
+KINDS: dict[str, ShardingKind] = {
+    kind.name: kind for kind in (TableWise(), RowWise(), ColumnWise(), DataParallel(), KeyValue())
+}
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """Where one table lives; made by ``table_wise`` and its siblings.
+
+    Raises:
+        ConfigError: a kind that is none of ``KINDS``.
+    """
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+    buckets: Buckets | None = None
+    store: Any = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError("not a kind of sharding", got=self.kind, expected=tuple(KINDS), where="kind")
+
+    @property
+    def rule(self) -> ShardingKind:
+        """What answers questions about this kind."""
+        return KINDS[self.kind]
+
+
+def table_wise(rank: int) -> TableSharding:
+    """The whole table on one rank."""
+    return TableSharding("table_wise", (rank,))
+
+
+def row_wise() -> TableSharding:
+    """Rows on all ranks in blocks of ceil(E / W), the last ones shorter or empty."""
+    return TableSharding("row_wise")
+
+
+def column_wise(ranks: Sequence[int]) -> TableSharding:
+    """Columns in blocks of ceil(D / len(ranks)), one for each of these distinct ranks."""
+    return TableSharding("column_wise", tuple(ranks))
+
+
+def data_parallel() -> TableSharding:
+    """The whole table on every rank, as a parameter of the dense optimizer; its gradient is the mean over ranks."""
+    return TableSharding("data_parallel")
+
+
+def key_value(store: Any, buckets: Buckets) -> TableSharding:
+    """Rows in each rank's own ``KVStore``, dealt by bucket as ``rank_buckets`` says; the store has the table's name."""
+    return TableSharding("key_value", (), buckets, store)
+
+
+def check_plan(tables: Sequence[EmbeddingBagConfig], plan: Mapping[str, TableSharding], world_size: int) -> None:
+    """Demand one sharding for each table and ranks of this world. Raises ConfigError."""
+    names = [table.name for table in tables]
+    if sorted(plan) != sorted(names):
+        raise ConfigError("the plan does not name the tables", got=sorted(plan), expected=sorted(names), where="plan")
+    for table in tables:
+        ranks = plan[table.name].ranks
+        if any(type(rank) is not int or not 0 <= rank < world_size for rank in ranks):
+            raise ConfigError("not ranks of this group", got=ranks, expected=f"0 to {world_size - 1}", where=table.name)
+        plan[table.name].rule.check(table, ranks)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Pooled columns that one shard makes for one feature; ``feature`` counts by table, then as named there."""
+
+    feature: int
+    shard: Shard
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether these columns are sums of some of a bag's rows, which are added to those of other ranks."""
+        return KINDS[self.shard.kind].is_partial
+
+
+@dataclass(frozen=True)
+class Group:
+    """One lookup of one rank: its shards, and their slots in the order of its columns."""
+
+    shards: tuple[Shard, ...]
+    slots: tuple[Slot, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return sum(slot.shard.width for slot in self.slots)
+
+
+class Layout:
+    """Which part of which table is on which rank, and which pooled columns it makes.
+
+    Args:
+        tables: all of them, in the order of the collection.
+        plan: table name -> its sharding.
+        process_group: the ranks; None is all of them.
+        rank, world_size: this process in the group.
+
+    Attributes:
+        shardings: of each table.
+        feature_tables: the index of the table of each feature; features count by table, then as named there.
+        shards: all shards, by table, then column block or rank.
+        rank_groups: the lookups of each rank: whole tables and column blocks, then row blocks, then each stored table.
+        replicated: indices of the tables that every rank holds.
+        begins: where the columns of each feature begin in the exchanged result, [features].
+        width: columns of the exchanged result: of all features but those of replicated tables.
+
+    Raises:
+        ConfigError: a plan that does not fit.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        plan: Mapping[str, TableSharding],
+        process_group: Any,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        check_plan(tables, plan, world_size)
+        self.tables, self.shardings = tuple(tables), [plan[table.name] for table in tables]
+        self.process_group, self.rank, self.world_size = process_group, rank, world_size
+        self.feature_tables = [index for index, table in enumerate(tables) for _ in table.feature_names]
+        self.shards = [
+            shard
+            for index, (table, sharding) in enumerate(zip(self.tables, self.shardings, strict=True))
+            for shard in sharding.rule.shards(index, table, sharding.ranks, world_size)
+        ]
+        self.replicated = [index for index, sharding in enumerate(self.shardings) if sharding.rule.is_replicated]
+        self.rank_groups = [self._groups_of(rank) for rank in range(world_size)]
+        self.begins, self.width = list[int](), 0
+        for index in self.feature_tables:
+            self.begins.append(self.width)
+            self.width += 0 if index in self.replicated else tables[index].embedding_dim
+
+    def _groups_of(self, rank: int) -> list[Group]:
+        by_key: dict[tuple[int, int], list[Shard]] = {}
+        for shard in self.shards:
+            if shard.rank == rank:
+                by_key.setdefault(KINDS[shard.kind].lookup_of(shard), []).append(shard)
+        return [
+            Group(tuple(some), tuple(Slot(f, shard) for shard in some for f in self.features_of_table(shard.table)))
+            for _, some in sorted(by_key.items())
+        ]
+
+    @property
+    def groups(self) -> list[Group]:
+        """This rank's lookups."""
+        return self.rank_groups[self.rank]
+
+    def features_of_table(self, table: int) -> list[int]:
+        """The features that are looked up in one table."""
+        return [feature for feature, index in enumerate(self.feature_tables) if index == table]
+
+    def table_of(self, feature: int) -> EmbeddingBagConfig:
+        """The table of a feature."""
+        return self.tables[self.feature_tables[feature]]
+
+    def features(self, bags: Bags, features: Sequence[int]) -> Bags:
+        """The bags of some features, from those of all."""
+        if len(features) == len(self.feature_tables):
+            return bags
+        return joined([bags.feature(feature, len(self.feature_tables)) for feature in features])
+
+    def block_rows(self, table: int) -> int:
+        """Rows of each rank's block of a table that is cut by rows."""
+        return _block(self.tables[table].num_embeddings, self.world_size)
+
+    def owners(self, ids: torch.Tensor, table: int) -> torch.Tensor:
+        """The rank of each id of a table that is cut by rows or by bucket, int64 [n]."""
+        return self.shardings[table].rule.owners(ids, self.tables[table], self.shardings[table], self.world_size)
+
+    def means(self) -> list[int]:
+        """Features whose partial sums become means where the whole bag is known."""
+        partial = {slot.feature for groups in self.rank_groups for g in groups for slot in g.slots if slot.is_partial}
+        return sorted(feature for feature in partial if self.table_of(feature).is_mean)
+
+
+class ShardedContext:
+    """One batch on its way through ``input_dist``, ``compute`` and ``output_dist``.
+
+    Attributes:
+        bags: this rank's own, of all features.
+        strides: samples of each rank.
+        way_home: of gradients of the batch's weights, where any rank's require one; otherwise None.
+        passing: what every rank's backward has to visit: parameters of the feature processors, or ``SentWeights``.
+        prefetched: what a pipeline read ahead, held for the batch's own lookup.
+    """
+
+    bags: Bags
+    strides: list[int]
+    way_home: Any = None
+    passing: tuple[torch.Tensor, ...] = ()
+    prefetched: Any = None
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of the batch until ``stream`` has passed this point."""
+        self.bags.record_stream(stream)
+
+
+class Exchange(Protocol):
+    """What moves between the ranks of cut tables: ids there, pooled columns back, gradients there again.
+
+    This is the seam because the meaning and the cost of sharding lie here. The plan, the lookups and the state are the
+    same, whether every rank is told everything or each is sent exactly what it needs. All calls are collective: every
+    rank makes them in the same order. An exchange is made of a ``Layout``, and knows nothing else of its collection.
+    """
+
+    def input_dist(self, ctx: ShardedContext, select: Callable[[], Bags]) -> Awaitable[Awaitable[list[Bags]]]:
+        """Send ids to the ranks that look them up.
+
+        ``select()`` gives this rank's checked bags of all features; what it raises on one rank, every rank raises. Sets
+        ``bags``, ``strides`` and ``way_home`` of the context. The first ``wait`` ends the exchange of sizes, the second
+        that of ids; it gives the bags of each lookup of this rank over all ranks' samples, feature-major and by rank.
+        """
+
+    def columns(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Float32 [B, ``Layout.width``] for this rank's samples, from each lookup's [all ranks' samples, columns].
+
+        Partial sums are added from +0 in ascending rank; then a mean is divided by the number of ids of the bag.
+        """
+
+    def gradients(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
+        """``columns`` backwards: the gradient of each lookup's output, divided by the number of ranks."""
+
+    def weight_gradients(self, ctx: ShardedContext, grads: torch.Tensor) -> torch.Tensor:
+        """Float32 [N] for the ids of this rank's batch, from those of each lookup's ids, one lookup after the other.
+
+        An id that several shards look up gets the sum from +0, by rank, then slot.
+        """
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's value, from +0 in ascending rank."""
+
+
+def initial_shard(table: EmbeddingBagConfig, index: int, shard: Shard, seed: int) -> torch.Tensor:
+    """The shard's first weights, the same for every plan.
+
+    Uniform ones follow the rule of ``kvstore.Initializer`` with the row as id. An ``init_fn`` of the user's fills the
+    whole table on every rank, from torch's generator seeded by ``seed`` and the table's place; the rest is dropped.
+    """
+    if not isinstance(table.init_fn, UniformInit):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + index)
+            whole = initial_weight(table)
+        return whole[slice(*shard.rows), slice(*shard.columns)].contiguous()
+    initializer = Initializer.uniform(table.init_fn.low, table.init_fn.high)
+    weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)
+    for begin in range(*shard.rows, INIT_ROWS):
+        ids = torch.arange(begin, min(begin + INIT_ROWS, shard.rows[1]))
+        rows = initial_weights(initializer, seed, index, ids, table.embedding_dim, table.dtype)
+        weight[begin - shard.rows[0] :][: ids.numel()] = rows[:, slice(*shard.columns)]
+    return weight
