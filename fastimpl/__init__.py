@@ -10,7 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["build_info"]
+from twinproof import errors
+from twinproof.errors import *  # noqa: F403
+
+__all__ = [*errors.__all__, "build_info"]
 
 # CUDA operators that a GPU has run, each with evidence under perf/results; what is registered beside them is unproven.
 _PROVEN_CUDA_OPS: frozenset[str] = frozenset()
@@ -26,7 +29,7 @@ def build_info() -> dict[str, Any]:
     library = ops.library_path()
     unproven = sorted(set(ops.cuda_operators()) - _PROVEN_CUDA_OPS)
     info: dict[str, Any] = {"library": library.name if library else None, "unproven_cuda_ops": unproven}
-    for folder in (Path(p) for p in __path__):
+    for folder in map(Path, __path__):  # noqa: F405
         if (folder / "build_info.json").exists():
             info |= json.loads((folder / "build_info.json").read_text())
     try:

@@ -46,7 +46,7 @@ class Pipeline(Generic[In, Out]):
         execute_all_batches: False leaves the last batches, as many as are in flight, unprocessed and held.
         custom_model_fwd: called in place of the model, once a step.
         process_group: the ranks that step together; None is all of them, or none.
-        engine: a ``fastimpl.streams.Engine`` that stands in for the device's; plain loops have none, and refuse one.
+        engine: a ``twinproof.engine.Engine`` that stands in for the device's; plain loops have none, and refuse one.
         reduce_dense_gradients: on several ranks, whether the gradients of the optimizer's parameters that no wrapper
             (DDP, FSDP) reduces are averaged here, before the optimizer. False is for those that are reduced in a way
             that cannot be seen; None refuses parameters without wrapper and without gradient hook.

@@ -53,7 +53,7 @@ class _Queue:
 
 
 class VirtualEngine:
-    """A ``fastimpl.streams.Engine`` whose every edge is seen.
+    """A ``twinproof.engine.Engine`` whose every edge is seen.
 
     Args:
         tracker: where accesses go.

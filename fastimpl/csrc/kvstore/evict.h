@@ -1,4 +1,4 @@
-// Which rows an eviction round removes; the predicates are those of refimpl.kvstore.
+// Which rows an eviction round removes; the predicates are those of refimpl.kvstore.condemned.
 #pragma once
 
 #include "common/sums.h"

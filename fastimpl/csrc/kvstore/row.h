@@ -1,6 +1,6 @@
 // What the bytes of a row mean: header fields, the values that carry information, the initial row of an id.
 //
-// The layout itself is decided in twinproof.kvstore.layout; here are its numbers.
+// The layout itself is decided in twinproof.kvstore.options; here are its numbers.
 #pragma once
 
 #include <utility>
@@ -67,7 +67,7 @@ struct RowFormat {
     return result;
   }
 
-  // twinproof.kvstore.config.Initializer: a pure function of seed, table, id and element.
+  // twinproof.kvstore.options.Initializer: a pure function of seed, table, id and element.
   void initial_weights(int64_t key, uint8_t* weights) const {
     if (!uniform) {
       std::memset(weights, 0, static_cast<size_t>(weight_bytes()));
