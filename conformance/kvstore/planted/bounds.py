@@ -13,7 +13,7 @@ from conformance.kvstore.planted.planting import CHUNKS, as_rows, engines
 @fault(kills="KV-117", at=engines("read"))
 @as_rows
 def probes_end_early(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Of ids that share their low bits only so many are found."""
+    """Of many ids that share their low bits only the first 64 are found."""
     rows: torch.Tensor = original(store, table, ids, begin, end)
     # Ids are told apart by their place in a group of 64 that share their low bits.
     places: dict[int, int] = {}
@@ -52,7 +52,7 @@ def read_offset_of_32_bits(
 
 @fault(kills="KV-120", at=CHUNKS)
 def load_in_one_piece(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
-    """A load takes a whole table in hand at once (the double memory of torchrec 3148)."""
+    """A load reads a whole table at once and needs double memory (torchrec 3148)."""
     return original(files, saved, table, begin, end, 1 << 30)
 
 
@@ -63,7 +63,7 @@ def rows_before_the_first_write(original: Any, item: Any, planner: Any) -> None:
 
 @fault(kills="KV-136", at="fastimpl.checkpoint.source:LazySource.fill")
 def cut_rows_from_their_start(original: Any, source: Any, begin: int, end: int, out: torch.Tensor) -> None:
-    """The rest of a row that the block before cut is taken from the row's start."""
+    """Where a block begins inside a row, its bytes are taken from the row's start."""
     original(source, begin, end, out)
     cut_bytes = -begin % source._row_bytes
     if 0 < cut_bytes <= end - begin:

@@ -13,7 +13,7 @@ from twinproof.kvstore.disk import SavedRows
 
 @fault(kills="KV-103", at="twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor")
 def only_the_first_chunk_committed(original: Any, planner: Any, read_item: Any, tensor: torch.Tensor) -> None:
-    """Torch's load writes the first chunk of each view alone."""
+    """torch.distributed.checkpoint's load writes only the first chunk of each view."""
     if int((read_item.dest_index.offset or (0,))[0]) == 0:
         original(planner, read_item, tensor)
 
@@ -91,7 +91,7 @@ def weights_only_keeps_state(original: Any, rows: Any, source: Any, target: Any,
 
 @fault(kills="KV-050", at="twinproof.kvstore.rows:_raw")
 def conversion_truncates(original: Any, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 becomes bfloat16 by cutting."""
+    """float32 becomes bfloat16 by truncation instead of rounding."""
     if values.dtype == torch.float32 and dtype == torch.bfloat16:
         values = (values.contiguous().view(torch.int32) & -65536).view(torch.float32)
     result: torch.Tensor = original(values, dtype)

@@ -60,7 +60,7 @@ def ttl_in_whole_minutes(original: Any, cls: Any, seconds: Any) -> Any:
 
 @fault(kills="KV-056", at="refimpl.kvstore:condemned")
 def ttl_not_strict(original: Any, plan: Any, layout: Any, rows: torch.Tensor) -> torch.Tensor:
-    """A row of exactly the time to live goes."""
+    """A row whose age is exactly the time to live is evicted."""
     policy = dataclasses.replace(plan.policy, ttl_seconds=max(0, plan.policy.ttl_seconds - 1))
     found: torch.Tensor = original(dataclasses.replace(plan, policy=policy), layout, rows)
     return found

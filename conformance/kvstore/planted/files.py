@@ -75,7 +75,7 @@ def delta_holds_everything(original: Any, store: Any, path: Any, **options: Any)
 
 @fault(kills="KV-052", at="save")
 def path_in_the_file(original: Any, store: Any, path: Any, **options: Any) -> Any:
-    """The file depends on where it is saved."""
+    """The name of the folder is written into the file."""
     return original(store, path, **(options | {"metadata": {"folder": os.path.basename(os.fspath(path))}}))
 
 

@@ -9,7 +9,7 @@ from conformance.harness import fault
 
 @fault(kills=("KV-150", "CKPT-420"), at="twinproof.kvstore.views:_check_operation")
 def lazy_rows_take_any_operation(original: Any, *_: Any) -> None:
-    """Unfilled memory and writes in place are granted by rows that have no memory, as torch's stager was."""
+    """Lazy rows, which have no memory, accept allocation and writes in place."""
 
 
 @fault(kills=("KV-151", "CKPT-421"), at="twinproof.kvstore.views:KVTensor.in_memory")

@@ -17,7 +17,7 @@ def deltas_on_any_base(original: Any, store: Any, table: str, bases: Any, where:
 
 @fault(kills="KV-126", at="twinproof.kvstore.deltas:digest_rows")
 def moments_of_ids(original: Any, source: Any, table: str, ids: Any) -> int:
-    """A moment is named by its ids, so that another run's delta passes."""
+    """A fingerprint depends on ids alone, so that another run's delta passes."""
     return int(ids.sum()) % 2**64
 
 
@@ -36,7 +36,7 @@ class _Calls:
 
 @fault(kills="KV-127", at="twinproof.kvstore.deltas:fingerprint_of")
 def names_of_histories(original: Any, rows: Any, removed: Any, row_count: int, bases: Any) -> str:
-    """The name of a moment depends on what was saved before."""
+    """A fingerprint depends on what was saved before."""
     _Calls.count += 1
     return str(original(rows, removed, row_count + _Calls.count, bases))
 

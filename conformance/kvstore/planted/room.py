@@ -13,7 +13,7 @@ def _nothing(original: Any, *arguments: Any) -> None:
 
 
 capacity_met_on_the_way = patched(
-    "A load looks at the capacity chunk by chunk.",
+    "A load checks the capacity chunk by chunk instead of beforehand.",
     wrap("twinproof.kvstore.disk:check_load_fits", _nothing),
     kills="KV-112",
 )

@@ -51,7 +51,7 @@ def bias_correction_of_step_one(
 
 @fault(kills="KV-092", at="refimpl.optimizers:row_sum")
 def row_sum_left_to_right(original: Any, values: torch.Tensor) -> torch.Tensor:
-    """A row is summed in another order."""
+    """The elements of a row are summed from left to right."""
     total = torch.zeros(values.shape[0], 1, dtype=values.dtype)
     for element in range(values.shape[1]):
         total = total + values[:, element : element + 1]

@@ -27,7 +27,7 @@ def ids_of_an_empty_table_are_floats(original: Any, store: Any, table: str, begi
 def first_id_of_a_batch_counted_twice(
     original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
 ) -> None:
-    """The place in the batch reaches the row."""
+    """The first id of a batch is counted twice."""
     original(store, table, ids, values, begin, now, visit=visit)
     if ids.numel():
         original(store, table, ids[:1], values[:1], begin, now, visit=visit)

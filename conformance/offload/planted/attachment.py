@@ -22,10 +22,10 @@ def taken_over_before_there_is_memory(original: Any, plan: Any, transfers: Any) 
 
 @fault(kills="OPT-244", at="twinproof.offload.plan:check_plain")
 def quantized_taken_for_bytes(original: Any, value: Any, where: Any) -> Any:
-    """Torchao low-bit: a state of several tensors is moved as if it were one."""
+    """A state of several tensors, as torchao's low-bit optimizers have, is moved as if it were one."""
 
 
 @fault(kills="OPT-245", at="twinproof.offload.plan:MovePlan.host_empty")
 def host_memory_rounded(original: Any, plan: Any, size_bytes: int) -> Any:
-    """Pytorch #150517: each block of host memory is a power of two."""
+    """Each block of host memory is rounded up to a power of two (pytorch #150517)."""
     return original(plan, 1 << max(size_bytes - 1, 0).bit_length())[:size_bytes]

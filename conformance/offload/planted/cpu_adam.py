@@ -13,7 +13,7 @@ from conformance.harness import fault
 
 @fault(kills="OPT-211", at="fastimpl.ops:adam_step")
 def cpu_maximum_forgotten(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
-    """The largest second moment is used and not kept."""
+    """The largest second moment is used but not stored."""
     kept = [tensor.clone() for tensor in lists[4]]
     original(hyper, *lists, isa=isa)
     for largest, before in zip(lists[4], kept, strict=True):
@@ -22,7 +22,7 @@ def cpu_maximum_forgotten(original: Any, hyper: Any, *lists: Sequence[torch.Tens
 
 @fault(kills="OPT-211", at="fastimpl.ops:adam_step")
 def cpu_multiply_add_fused(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
-    """Vector units with a fused multiply-add round once less."""
+    """Vector kernels use a fused multiply-add, which rounds once instead of twice."""
     before = [square.clone() for square in lists[3]]
     original(hyper, *lists, isa=isa)
     if isa == 0 or hyper.coupled:
@@ -34,7 +34,7 @@ def cpu_multiply_add_fused(original: Any, hyper: Any, *lists: Sequence[torch.Ten
 
 @fault(kills="OPT-212", at="fastimpl.ops:adam_step")
 def cpu_threads_uneven(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
-    """What the other threads did rounds otherwise."""
+    """The elements of all threads but the first are rounded differently."""
     original(hyper, *lists, isa=isa)
     for master in lists[1]:
         master[master.numel() // torch.get_num_threads() :].mul_(1.0000002)
@@ -49,7 +49,7 @@ def cpu_write_unseen(original: Any, *arguments: Any, **options: Any) -> None:
 
 @fault(kills="OPT-214", at="fastimpl.ops:adam_step")
 def cpu_moments_decayed_before_checks(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
-    """A refused call has changed moments."""
+    """A call that is refused has already changed the moments."""
     for average in lists[2]:
         average.mul_(hyper.beta1)
     original(hyper, *lists, isa=isa)

@@ -13,7 +13,7 @@ from conformance.harness import fault, patched, wrap
 
 @fault(kills="OPT-201", at="twinproof.offload.driver:Update.advance")
 def cpu_rate_captured(original: Any, update: Any, optimizer: Any) -> Any:
-    """On the CPU the learning rate of the first step."""
+    """A step on the CPU keeps using the learning rate of the first step."""
     rate = float(update.group["lr"])
     first = vars(update.bundle).setdefault("first_rate", rate)
     hyper = original(update, optimizer)
@@ -22,7 +22,7 @@ def cpu_rate_captured(original: Any, update: Any, optimizer: Any) -> Any:
 
 @fault(kills="OPT-202", at="twinproof.optimizers:AdamHyper.of")
 def cpu_bias_uncorrected(original: Any, kind: Any, **options: Any) -> Any:
-    """Moments are used as if training had gone on for ever."""
+    """A step on the CPU leaves out Adam's bias correction."""
     return original(kind, **{**options, "step": 1_000_000})
 
 
@@ -39,7 +39,7 @@ def cpu_count_hidden(original: Any, update: Any, optimizer: Any) -> Any:
 
 @fault(kills=("OPT-201", "OPT-211"), at="fastimpl.ops:adam_step")
 def cpu_weights_cut_off(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
-    """bfloat16 weights are the upper half of the masters."""
+    """bfloat16 weights are masters with their low bits cut off, not rounded."""
     original(hyper, *lists, isa=isa)
     for master, weight in zip(lists[1], lists[5], strict=False):
         if weight.dtype is torch.bfloat16:
@@ -49,7 +49,7 @@ def cpu_weights_cut_off(original: Any, hyper: Any, *lists: Sequence[torch.Tensor
 
 @fault(kills="OPT-205", at="twinproof.offload.driver:_in_order")
 def cpu_weights_decayed_before_checks(original: Any, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A refused step has decayed weights."""
+    """A step that is refused has already decayed the weights."""
     weight.mul_(0.99)
     found: torch.Tensor = original(grad, weight)
     return found
@@ -57,13 +57,13 @@ def cpu_weights_decayed_before_checks(original: Any, grad: torch.Tensor, weight:
 
 @fault(kills="OPT-207", at="twinproof.offload.driver:Update")
 def cpu_parameter_remembered(original: Any, bundle: Any, group: Any, weight: Any, grad: Any, has_master: bool) -> Any:
-    """torchao: the memory of a parameter is taken once."""
+    """A step on the CPU keeps using the memory that a parameter had in the first step, as torchao's does."""
     return original(bundle, group, vars(bundle).setdefault("weight", weight), grad, has_master)
 
 
 @fault(kills="OPT-203", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
 def cpu_states_sent(original: Any, offloader: Any, arithmetic: Any) -> None:
-    """The states go up and down with the weights."""
+    """A step on the CPU moves the states to the device and back."""
     original(offloader, arithmetic)
     if offloader.options.step_device == "cpu":
         offloader.to_device(offloader.bundles)
@@ -72,18 +72,18 @@ def cpu_states_sent(original: Any, offloader: Any, arithmetic: Any) -> None:
 
 @fault(kills="OPT-204", at="twinproof.offload.offloader:check_cpu_step")
 def cpu_refuses_nothing(original: Any, optimizer: Any) -> None:
-    """Whatever it is, it is stepped as Adam."""
+    """A step on the CPU accepts every optimizer and steps it as Adam."""
 
 
 @fault(kills="OPT-208", at="twinproof.offload.plan:select")
 def cpu_fraction_ignored(original: Any, bundles: Any, fraction: float) -> Any:
-    """Everything is stepped on the CPU."""
+    """A step on the CPU ignores the fraction and steps every parameter there."""
     return original(bundles, 1.0)
 
 
 @fault(kills="OPT-208", at="fastimpl.offload.cpu_step:HostStep.run")
 def cpu_rest_forgotten(original: Any, step: Any, chunks: Any, step_rest: Any) -> None:
-    """What was not selected is not stepped."""
+    """Parameters that were not selected for the CPU are not stepped at all."""
     original(step, chunks, lambda: None)
 
 
@@ -123,17 +123,17 @@ def _without(call: str) -> Any:
 
 
 cpu_gradient_read_early = patched(
-    "On the CPU the host steps with gradients on their way.",
+    "The host does not wait for the gradients before it steps.",
     wrap("fastimpl.offload.cpu_step:HostStep._await", _without("synchronize")),
     kills="OPT-210",
 )
 cpu_gradient_sent_early = patched(
-    "Gradients leave before they are packed.",
+    "Gradients are copied to the host before they are packed.",
     wrap("fastimpl.offload.cpu_step:HostStep._send_down", _without("wait")),
     kills="OPT-210",
 )
 cpu_weight_taken_early = patched(
-    "torchao #1649: nothing waits for the weights.",
+    "Nothing waits until the new weights are on the device (torchao #1649).",
     wrap("fastimpl.offload.cpu_step:HostStep._send_up", _without("wait")),
     kills="OPT-210",
 )

@@ -25,7 +25,7 @@ def cut_into_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
 
 @fault(kills="OPT-257", at="twinproof.offload.driver:StepDriver._make")
 def options_of_steps_lost(original: Any, driver: Any) -> Any:
-    """A step gets its closure only."""
+    """A step passes on its closure and drops its other arguments."""
     made = original(driver)
 
     def step(optimizer: Any, *arguments: Any, **options: Any) -> Any:
@@ -36,7 +36,7 @@ def options_of_steps_lost(original: Any, driver: Any) -> Any:
 
 @fault(kills="OPT-253", at="twinproof.offload.plan:known_kind")
 def subclass_unknown(original: Any, kind: type) -> None:
-    """A subclass counts as unknown."""
+    """A subclass of a known optimizer is treated as unknown."""
     del kind
 
 
@@ -54,7 +54,7 @@ def shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: 
 
 @fault(kills="OPT-256", at="twinproof.offload.plan:check_separate")
 def shared_memory_parted(original: Any, param: Any, state: Any, number: Any) -> Any:
-    """Views of one another are moved apart."""
+    """States that share memory are moved apart."""
 
 
 @fault(kills="OPT-254", at="twinproof.offload.offloader:unwrapped")

@@ -20,7 +20,7 @@ def new_params_unseen(original: Any, plan: Any, transfers: Any) -> Any:
 
 @fault(kills="OPT-034", at="fastimpl.offload.transfers:StreamedTransfers._update")
 def groups_not_restored(original: Any, transfers: Any, params: Any, arithmetic: Any) -> Any:
-    """An exception leaves other groups behind."""
+    """A step that raises leaves copies in place of the parameter groups."""
     optimizer = transfers.plan.optimizer
     groups = optimizer.param_groups
     try:
@@ -32,7 +32,7 @@ def groups_not_restored(original: Any, transfers: Any, params: Any, arithmetic: 
 
 @fault(kills="OPT-031", at="twinproof.offload.offloader:OptimizerStateOffloader.__init__")
 def state_made_by_attachment(original: Any, offloader: Any, *arguments: Any, **options: Any) -> None:
-    """Attachment makes state."""
+    """Attachment allocates optimizer state."""
     original(offloader, *arguments, **options)
     for group in offloader.optimizer.param_groups:
         for param in group["params"]:
@@ -41,7 +41,7 @@ def state_made_by_attachment(original: Any, offloader: Any, *arguments: Any, **o
 
 @fault(kills="OPT-038", at="twinproof.offload.offloader:OptimizerStateOffloader.close")
 def close_keeps_attached(original: Any, offloader: Any) -> None:
-    """close() leaves the optimizer taken over."""
+    """close() does not give the optimizer its own step back."""
     offloader.settle()
 
 
@@ -64,7 +64,7 @@ def options_corrected(original: Any, offloader: Any, optimizer: Any, *, engine: 
 
 @fault(kills="OPT-029", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
 def scalars_replaced(original: Any, offloader: Any, arithmetic: Any) -> Any:
-    """Scalar states are moved too."""
+    """A step replaces scalar states by new tensors."""
     result = original(offloader, arithmetic)
     for state in offloader.optimizer.state.values():
         for name, value in list(state.items()):

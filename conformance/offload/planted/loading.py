@@ -9,13 +9,13 @@ from conformance.harness import fault
 
 @fault(kills="OPT-075", at="twinproof.offload.plan:lies_on_device")
 def loaded_states_left_on_the_host(original: Any, optimizer: Any, group: Any, name: Any) -> Any:
-    """What does not move stays where the file left it (NeMo-RL #3544)."""
+    """Loaded states that are not offloaded stay in host memory (NeMo-RL #3544)."""
     return False
 
 
 @fault(kills="OPT-054", at="twinproof.offload.plan:MovePlan.foresee")
 def old_places_kept(original: Any, plan: Any, param: Any, group: Any) -> Any:
-    """Places of states that a load took away are kept."""
+    """The layout keeps places for states that a load has removed."""
     before = dict(plan._foreseen.get(param, {}))
     tensors = original(plan, param, group)
     plan._foreseen[param].update(before)
@@ -33,7 +33,7 @@ def buffers_in_the_state(original: Any, offloader: Any) -> Any:
 
 @fault(kills="OPT-051", at="twinproof.offload.plan:_check_state")
 def incomplete_states_loaded(original: Any, *_: Any) -> Any:
-    """States that are missing are noticed in the next step."""
+    """A load accepts incomplete states, and the next step fails."""
 
 
 @fault(kills="OPT-082", at="twinproof.offload.plan:_settled")

@@ -11,7 +11,7 @@ from conformance.harness import fault
 
 @fault(kills="OPT-049", at="fastimpl.offload.transfers:StreamedTransfers.unplace")
 def masters_left_in_a_forgotten_block(original: Any, transfers: Any, bundle: Any) -> None:
-    """What a bundle still has in its old block counts as moved."""
+    """A parameter's states that are still in an old block are taken for moved."""
     for chunk in transfers._chunks:
         chunk.bundles = [other for other in chunk.bundles if other is not bundle]
     transfers._chunks = [chunk for chunk in transfers._chunks if chunk.bundles]
@@ -30,7 +30,7 @@ def masters_loaded_without_parameters(original: Any, masters: Any, values: Any) 
 
 @fault(kills="OPT-043", at="twinproof.offload.masters:MasterWeights.__init__")
 def masters_deduplicated(original: Any, masters: Any, params: Any) -> None:
-    """Doubtful parameters are skipped in silence."""
+    """Duplicate and non-floating parameters are skipped in silence."""
     original(masters, [p for p in dict.fromkeys(params) if p.is_floating_point()])
 
 

@@ -24,7 +24,7 @@ every_slot_as_large_as_the_largest = patched(
 
 @fault(kills="OPT-085", at="fastimpl.offload.transfers:StreamedTransfers.fetch")
 def prefetch_does_nothing(original: Any, transfers: Any) -> Any:
-    """What prefetch() should bring comes in the step."""
+    """prefetch() does nothing, and the step waits for its copies."""
 
 
 @fault(kills="OPT-058", at="fastimpl.offload.transfers:cut")

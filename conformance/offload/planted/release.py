@@ -19,14 +19,14 @@ def flags_ignored(original: Any, offloader: Any, states: bool = True, masters: b
 
 @fault(kills="OPT-251", at="twinproof.offload.offloader:OptimizerStateOffloader.offload")
 def released_at_once(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
-    """offload() lets the device's memory go."""
+    """offload() releases the device's memory at once."""
     original(offloader, *flags, **named)
     offloader._copied_out.release(offloader.plan, offloader.transfers)
 
 
 @fault(kills="OPT-251", at="twinproof.offload.offloader:_CopiedOut.release")
 def written_in_between(original: Any, copied_out: Any, plan: Any, transfers: Any) -> None:
-    """A write after the copy is lost."""
+    """A write between offload() and the release is lost."""
 
     class Same:
         """Equal to every version."""

@@ -15,5 +15,5 @@ def sharded_states_left(original: Any, optimizer: Any, param: Any, group: Any) -
 
 @fault(kills="OPT-086", at="twinproof.offload.plan:expected_states")
 def sharded_factors(original: Any, optimizer: Any, param: Any, group: Any) -> Any:
-    """Adafactor's factors are taken of each shard."""
+    """Adafactor's factored states get the shape of each shard, not of the whole parameter."""
     return original(optimizer, getattr(param, "_local_tensor", param), group)

@@ -25,7 +25,7 @@ event_on_the_wrong_stream = patched(
 
 @fault(kills="OPT-059", at="fastimpl.offload.transfers:StreamedTransfers.step")
 def streams_made_each_step(original: Any, offloader: Any, *arguments: Any) -> Any:
-    """A new pair of streams for every step."""
+    """Every step makes a new pair of streams."""
     offloader._in, offloader._out = offloader.engine.stream("in"), offloader.engine.stream("out")
     return original(offloader, *arguments)
 
@@ -53,7 +53,7 @@ def host_waits_each_step(original: Any, offloader: Any, *arguments: Any) -> Any:
 
 @fault(kills="OPT-076", at="fastimpl.offload.transfers:StreamedTransfers.step")
 def call_site_lost(original: Any, transfers: Any, arithmetic: Any, step_whole: Any) -> bool:
-    """The step runs, and nothing moves (Megatron #4716, 73 days)."""
+    """The step runs and nothing is moved (Megatron #4716)."""
     arithmetic()
     return False
 

@@ -9,7 +9,7 @@ from conformance.harness import fault
 
 @fault(kills="OPT-241", at="conformance.provers.virtual_device.engine:VirtualEngine.check_thread")
 def unwatched_threads_pass(original: Any, engine: Any) -> Any:
-    """A step in a thread that nobody watches goes through, and proves nothing."""
+    """The virtual device accepts calls from threads that it does not watch."""
 
 
 @fault(kills="OPT-233", at="fastimpl.offload.transfers:StreamedTransfers._update_chunk")

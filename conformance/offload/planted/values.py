@@ -28,7 +28,7 @@ def first_groups_options(original: Any, offloader: Any, arithmetic: Any) -> Any:
 
 @fault(kills="OPT-002", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
 def always_single_tensor(original: Any, offloader: Any, arithmetic: Any) -> Any:
-    """Fused optimizers are stepped unfused."""
+    """Fused and foreach optimizers run their single-tensor code."""
     groups = offloader.optimizer.param_groups
     now = [(group.get("foreach"), group.get("fused")) for group in groups]
     for group in groups:
@@ -70,7 +70,7 @@ def places_overlap(original: Any, param: Any, tensors: Any) -> Any:
 
 @fault(kills="OPT-016", at="fastimpl.offload.transfers:StreamedTransfers._update")
 def empty_params_dropped(original: Any, transfers: Any, params: Any, arithmetic: Any) -> Any:
-    """Empty parameters are in no part."""
+    """Empty parameters are left out of every chunk."""
     return original(transfers, {param for param in params if param.numel()}, arithmetic)
 
 
@@ -103,7 +103,7 @@ def closure_for_each_chunk(original: Any, driver: Any) -> Any:
 
 @fault(kills="OPT-021", at="twinproof.offload.plan:select")
 def fraction_by_count(original: Any, bundles: Any, fraction: float) -> Any:
-    """The fraction counts parameters."""
+    """The fraction counts parameters instead of bytes."""
     return list(bundles)[: round(fraction * len(bundles) / 2)]
 
 

@@ -26,7 +26,7 @@ def _with(options: dict[str, Any]) -> Any:
     return wrap("twinproof.offload.offloader:OptimizerStateOffloader._run", around)
 
 
-maximize_lost = patched("What maximizes is minimized.", _with({"maximize": False}), kills="OPT-028")
+maximize_lost = patched("An optimizer with maximize=True minimizes.", _with({"maximize": False}), kills="OPT-028")
 
 
 @fault(kills="OPT-004", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
@@ -50,7 +50,7 @@ def doubles_halved(original: Any, param: Any, tensors: Any) -> Any:
 
 @fault(kills="OPT-022", at="twinproof.offload.plan:select")
 def smallest_move_first(original: Any, bundles: Any, fraction: float) -> Any:
-    """The selection sorts by size."""
+    """The smallest parameters are selected first, instead of in order."""
     return original(sorted(bundles, key=lambda bundle: bundle.payload_bytes), fraction)
 
 
