@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         assert_same_tensors,
     )
     from conformance.harness.derived import assert_within_derived
-    from conformance.harness.planted import PlantedBug, swap, wrap
+    from conformance.harness.planted import PlantedBug, fault, patched, swap, wrap
     from conformance.harness.profiles import examples, run_machine
     from conformance.harness.raising import Raised, raises
     from conformance.harness.requirements import Requirement, RequirementError, collect_requirements, requirement
@@ -42,6 +42,8 @@ __all__ = [
     "assert_within_derived",
     "collect_requirements",
     "examples",
+    "fault",
+    "patched",
     "raises",
     "requirement",
     "run_machine",
@@ -59,7 +61,7 @@ _HOMES = {
         "assert_same_tensors",
     ),
     "derived": ("assert_within_derived",),
-    "planted": ("PlantedBug", "swap", "wrap"),
+    "planted": ("PlantedBug", "fault", "patched", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),
     "raising": ("Raised", "raises"),
     "conformance.provers.ranks": ("Rank", "RankDied", "RankError", "RankPool", "RankTimeout"),

@@ -48,6 +48,9 @@ def parametrize(metafunc: pytest.Metafunc, suite: Suite) -> None:
         return
     module, bugs = bugs_beside(metafunc.module.__name__)
     fitting = [bug for bug in bugs if requirement.id in bug.requirements and suite.implementation in bug.targets]
+    unresolved = [sentence for bug in fitting for sentence in bug.unresolved()]
+    if unresolved:
+        raise pytest.Collector.CollectError("\n".join(unresolved))
     parameters = [pytest.param(_Planted(module, bug), id=f"planted:{bug.id}") for bug in fitting]
     if suite.planted_mode == "all":
         parameters.insert(0, pytest.param(None, id=pytest.HIDDEN_PARAM))

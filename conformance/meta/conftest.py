@@ -48,7 +48,8 @@ def toy(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
     def run(tests: str, *arguments: str, planted: str | None = None, impl: str = _IMPLEMENTATION) -> pytest.RunResult:
         files = {"__init__": "", "impl": impl, "test_toy": _HEADER + dedent(tests)}
         if planted is not None:
-            files["planted"] = "from conformance.harness import PlantedBug, swap, wrap\n" + dedent(planted)
+            names = "PlantedBug, fault, patched, swap, wrap"
+            files["planted"] = f"from conformance.harness import {names}\n{dedent(planted)}"
         folder = pytester.path / "toy"
         folder.mkdir(exist_ok=True)
         for name, text in files.items():

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis.errors import FlakyFailure
 
-from conformance.harness import Mismatch, swap, wrap
-from conformance.harness.planted import active_bug, bugs_beside, is_kill
+from conformance.harness import Mismatch, fault, patched, swap, wrap
+from conformance.harness.planted import PlantedBug, active_bug, bugs_beside, bugs_in, check_matrix, is_kill
+from conformance.harness.requirements import Requirement
 
 _TESTS = """
 @requirement("CKPT-001", "MUST double")
@@ -214,3 +215,125 @@ def test_malformed_paths(path: str) -> None:
 def test_a_component_without_bugs() -> None:
     assert bugs_beside("conformance.meta.test_planted") == ("conformance.meta.planted", ())
     assert bugs_beside("toplevel")[1] == ()
+
+
+def test_faults_are_collected_and_killed(toy: Callable[..., pytest.RunResult]) -> None:
+    bugs = """
+    @fault(kills=("CKPT-001", "CKPT-004"), at="toy.impl:checkpoint.double", of="toy.impl")
+    def adds_one(original, x):
+        "Adds one."
+        return original(x) + 1
+
+    @fault(kills="CKPT-003", of="toy.impl")
+    def plants_itself():
+        "Is planted by itself."
+        with wrap("toy.impl:checkpoint.double", lambda original, x: -x):
+            yield
+
+    listed = swap("toy.impl:checkpoint.sort", staticmethod(list))
+    unsorted = patched("Sorts nothing.", listed, kills="CKPT-002", of="toy.impl")
+    """
+    result = toy(_TESTS, "--twinproof-planted", "only", planted=bugs)
+    result.assert_outcomes(passed=6)
+    result.stdout.fnmatch_lines(["twinproof: planted bugs, by requirement: 4 killed"])
+
+
+def test_places_are_resolved_at_collection(toy: Callable[..., pytest.RunResult]) -> None:
+    bugs = """
+    gone = patched("Is gone.", swap("toy.impl:checkpoint.absent", None), kills="CKPT-002", of="toy.impl")
+    """
+    result = toy(_TESTS, "--twinproof-planted", "only", planted=bugs)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*planted bug gone: toy.impl:checkpoint.absent names nothing (AttributeError: *"])
+
+
+def _module(**contents: object) -> types.ModuleType:
+    module = types.ModuleType("conformance.kvstore.planted.values")
+    vars(module).update(contents)
+    return module
+
+
+def _wrong(original: Callable[..., int], self: _Subject, x: int) -> int:
+    """Is wrong."""
+    return original(self, x) + 1
+
+
+def test_a_fault_says_where_and_what() -> None:
+    shared = fault(kills="KV-001", at=f"{__name__}:_Subject.method")(_wrong)
+    public = fault(kills="KV-001", at="KVStore.set")(_wrong)
+    fast = fault(kills="KV-001", at="KVStore.set", of="fastimpl", id="other")(_wrong)
+    bound = patched("Is two.", swap("refimpl.kvstore:decayed", 2), kills=("KV-001", "KV-002"))
+    module = _module(shared=shared, public=public, fast=fast, bound=bound, helper=_wrong)
+    bugs = {bug.id: bug for bug in bugs_in(module)}
+    assert list(bugs) == ["shared", "public", "other", "bound"]
+    assert bugs_in(module) == tuple(bugs.values())
+    assert {bug.module for bug in bugs.values()} == {module.__name__}
+    assert (bugs["shared"].sentence, bugs["shared"].requirements) == ("Is wrong.", ("KV-001",))
+    assert [bug.targets for bug in bugs.values()] == [("refimpl", "fastimpl")] * 2 + [("fastimpl",), ("refimpl",)]
+    assert bugs["public"].paths == ("refimpl.kvstore:KVStore.set", "fastimpl.kvstore:KVStore.set")
+    assert bugs["other"].paths == ("fastimpl.kvstore:KVStore.set",)
+    with bugs["shared"].patch():
+        assert _Subject().method(1) == 3
+    assert _Subject().method(1) == 2
+
+
+def test_several_places_are_planted_and_cleared_together() -> None:
+    patch = wrap((f"{__name__}:_Subject.method", f"{__name__}:_Subject.absent"), _wrong)
+    with pytest.raises(AttributeError), patch:
+        raise AssertionError("not planted")
+    assert _Subject().method(1) == 2
+    with swap((f"{__name__}:_Subject.value", f"{__name__}:_Subject.inherited"), 5):
+        assert [getattr(_Subject, name) for name in ("value", "inherited")] == [5, 5]
+    assert (_Subject.value, _Subject().inherited()) == (1, "right")
+
+
+def _undocumented(original: Callable[..., None]) -> None:
+    original()
+
+
+def _two_sentences(original: Callable[..., None]) -> None:
+    """Is wrong.
+
+    At length.
+    """
+
+
+@pytest.mark.parametrize(
+    ("kills", "at", "function", "message"),
+    [
+        ("KV-8", "KVStore.set", _wrong, "kills requirements such as KV-008"),
+        ("FOO-001", "a:b", _wrong, "kills requirements such as KV-008"),
+        ((), "a:b", _wrong, "kills requirements such as KV-008"),
+        ("KV-001", "a:b:c", _wrong, "expected 'module:attribute'"),
+        ("KV-001", "a:b", _undocumented, "the docstring must say what is wrong"),
+        ("KV-001", "a:b", _two_sentences, "one sentence"),
+        ("KV-001", (), _wrong, "a fault without a place must be a generator"),
+    ],
+)
+def test_malformed_faults(kills: str, at: str, function: Callable[..., None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fault(kills=kills, at=at)(function)
+
+
+def test_malformed_replacements_and_ids() -> None:
+    with pytest.raises(ValueError, match="needs a patch"):
+        patched("Is wrong.", kills="KV-001")
+    with pytest.raises(ValueError, match="one sentence"):
+        patched("is wrong", swap("a:b", 1), kills="KV-001")
+    with pytest.raises(ValueError, match="expected lower-case words"):
+        bugs_in(_module(Upper=patched("Is wrong.", swap("a:b", 1), kills="KV-001")))
+
+
+def test_a_bug_lies_in_the_file_of_a_test_that_kills_it() -> None:
+    requirement = Requirement("KV-001", "MUST", "MUST hold", (), "conformance.kvstore.test_values", "test")
+
+    def bug(file: str, path: str) -> PlantedBug:
+        folder = "conformance.kvstore.planted"
+        return PlantedBug("a", "Is wrong.", ("KV-001",), "refimpl", swap(path, 1), (path,), f"{folder}.{file}")
+
+    here = f"{__name__}:_Subject.value"
+    assert check_matrix([bug("values", here)], [requirement]) == []
+    (misplaced,) = check_matrix([bug("views", here)], [requirement])
+    assert "no requirement in test_views kills it" in misplaced
+    (unresolved,) = check_matrix([bug("values", "conformance.meta:gone")], [requirement])
+    assert "conformance.meta:gone names nothing" in unresolved

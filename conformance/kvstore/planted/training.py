@@ -1,15 +1,73 @@
-"""Faults in steps of the fused optimizers."""
+"""Faults that ``test_training`` must notice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import dataclasses
 from typing import Any
 
-from conformance.harness import PlantedBug, swap, wrap
-from conformance.kvstore.planted.planting import BOTH, _packages
+import torch
+
+from conformance.harness import fault, patched, swap, wrap
+from conformance.kvstore.planted.planting import engines
 from refimpl import optimizers as formulas
+from twinproof.errors import ShapeError
 from twinproof.optimizers import OPTIMIZERS
+
+
+@fault(kills="KV-077", at="KVStore.state_dict")
+def state_dict_of_live_rows(original: Any, store: Any, **options: Any) -> Any:
+    """Weight and state are read at different moments (DeepRec 1023)."""
+    return original(store, **(options | {"snapshot": False}))
+
+
+@fault(kills="KV-094", at="twinproof.kvstore.modules:KVEmbeddingBag._bags")
+def offsets_not_checked(original: Any, module: Any, input: Any, offsets: Any) -> torch.Tensor:
+    """Offsets that do not cut the ids are taken."""
+    try:
+        bags: torch.Tensor = original(module, input, offsets)
+    except ShapeError:
+        return torch.zeros(input.numel(), dtype=torch.int64)
+    return bags
+
+
+@fault(kills=("KV-092", "KV-093"), at=engines("update"))
+def duplicate_gradients_overwrite(
+    original: Any, store: Any, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Any, now: int
+) -> None:
+    """Of duplicate gradients the last one counts."""
+    last = {key: position for position, key in enumerate(ids.tolist())}
+    kept = grads.clone()
+    for position, key in enumerate(ids.tolist()):
+        if last[key] != position:
+            kept[position] = 0
+    original(store, table, ids, kept, hyper, now)
+
+
+@fault(kills="KV-076", at=engines("update"))
+def bias_correction_of_step_one(
+    original: Any, store: Any, table: str, ids: Any, grads: Any, hyper: Any, now: int
+) -> None:
+    """Adam corrects every step like the first."""
+    original(store, table, ids, grads, dataclasses.replace(hyper, step=1), now)
+
+
+@fault(kills="KV-092", at="refimpl.optimizers:row_sum")
+def row_sum_left_to_right(original: Any, values: torch.Tensor) -> torch.Tensor:
+    """The elements of a row are summed from left to right."""
+    total = torch.zeros(values.shape[0], 1, dtype=values.dtype)
+    for element in range(values.shape[1]):
+        total = total + values[:, element : element + 1]
+    return total
+
+
+@fault(kills="KV-093", at="twinproof.kvstore.modules:KVEmbeddingBag.forward")
+def mean_is_a_sum(original: Any, module: Any, input: Any, offsets: Any = None) -> Any:
+    """A mean is not divided."""
+    mode, module.mode = module.mode, "sum"
+    try:
+        return original(module, input, offsets)
+    finally:
+        module.mode = mode
 
 
 def _told_adam(original: Any, *arguments: Any) -> Any:
@@ -18,13 +76,9 @@ def _told_adam(original: Any, *arguments: Any) -> Any:
     return message._replace(optimizer=OPTIMIZERS["adam"].code) if is_lamb else message
 
 
-@contextmanager
-def _never_scaled() -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(swap("refimpl.optimizers:FORMULAS", formulas.FORMULAS | {"lamb": formulas.adam})())
-        if "fastimpl" in _packages():
-            stack.enter_context(wrap("fastimpl.kvstore.native:_table_message", _told_adam)())
-        yield
-
-
-PLANTED = (PlantedBug("steps_never_scaled", "LAMB steps as Adam does.", ("KV-160",), BOTH, _never_scaled),)
+steps_never_scaled = patched(
+    "LAMB steps as Adam does.",
+    swap("refimpl.optimizers:FORMULAS", formulas.FORMULAS | {"lamb": formulas.adam}),
+    wrap("fastimpl.kvstore.native:_table_message", _told_adam),
+    kills="KV-160",
+)

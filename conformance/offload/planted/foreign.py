@@ -1,49 +1,15 @@
-"""Faults in which part moves, in when memory goes, and in what optimizers of other makers get."""
+"""Faults that ``test_foreign`` must notice."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from conformance.harness import PlantedBug, swap, wrap
-
-BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
-BOOKS = "twinproof.offload.plan"
-COPIED_OUT = "twinproof.offload.offloader:_CopiedOut"
-DRIVER = "twinproof.offload.driver"
+from conformance.harness import fault
 
 
-def _bug(id: str, sentence: str, requirement: str, patch: Any, target: Any = BOTH) -> PlantedBug:
-    return PlantedBug(id, sentence, (requirement,), target, patch)
-
-
-def _everything(original: Any, offloader: Any, states: bool = True, masters: bool = True, **flags: Any) -> None:
-    original(offloader)
-    if not states and flags.get("offload_optimizer_states"):
-        original(offloader, states, **flags)
-
-
-def _at_once(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
-    original(offloader, *flags, **named)
-    offloader._copied_out.release(offloader.plan, offloader.transfers)
-
-
-def _old_copies(original: Any, copied_out: Any, plan: Any, transfers: Any) -> None:
-    class Same:
-        """Equal to every version."""
-
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = object.__hash__
-
-    copied_out._noted = {key: (tensor, Same()) for key, (tensor, _) in copied_out._noted.items()}
-    original(copied_out, plan, transfers)
-
-
-def _in_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
+@fault(kills="OPT-252", at="twinproof.offload.offloader:OptimizerStateOffloader._step_whole")
+def cut_into_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
+    """An unknown optimizer is cut into parts."""
     groups = offloader.optimizer.param_groups
     offloader._bring_all()
     try:
@@ -57,7 +23,9 @@ def _in_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
             offloader.offload()
 
 
-def _without_options(original: Any, driver: Any) -> Any:
+@fault(kills="OPT-257", at="twinproof.offload.driver:StepDriver._make")
+def options_of_steps_lost(original: Any, driver: Any) -> Any:
+    """A step passes on its closure and drops its other arguments."""
     made = original(driver)
 
     def step(optimizer: Any, *arguments: Any, **options: Any) -> Any:
@@ -66,11 +34,15 @@ def _without_options(original: Any, driver: Any) -> Any:
     return type(made)(step, driver.optimizer)
 
 
-def _none_known(kind: type) -> None:
+@fault(kills="OPT-253", at="twinproof.offload.plan:known_kind")
+def subclass_unknown(original: Any, kind: type) -> None:
+    """A subclass of a known optimizer is treated as unknown."""
     del kind
 
 
-def _shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: Any, where: str) -> None:
+@fault(kills="OPT-258", at="twinproof.offload.plan:_check_state")
+def shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: Any, where: str) -> None:
+    """States of another shape than the parameter's are dropped."""
     was, plan.is_separable = plan.is_separable, True
     try:
         original(plan, param, state, options, where)
@@ -80,56 +52,12 @@ def _shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options:
         plan.is_separable = was
 
 
-def _masters_stay(original: Any, given: Any) -> Any:
+@fault(kills="OPT-256", at="twinproof.offload.plan:check_separate")
+def shared_memory_parted(original: Any, param: Any, state: Any, number: Any) -> Any:
+    """States that share memory are moved apart."""
+
+
+@fault(kills="OPT-254", at="twinproof.offload.offloader:unwrapped")
+def masters_of_wrapper_stay(original: Any, given: Any) -> Any:
+    """The masters of a wrapper stay on the device."""
     return original(given)[0], []
-
-
-def _dulled(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
-    original(offloader, *flags, **named)
-    if offloader.masters is not None and offloader.options.release == "on_request":
-        with torch.no_grad():
-            for master in offloader.masters.parameters():
-                master.copy_(master.bfloat16())
-
-
-PLANTED = (
-    _bug("flags_ignored", "offload() ignores its flags.", "OPT-250", wrap(f"{BASE}.offload", _everything)),
-    _bug("released_at_once", "offload() lets the device's memory go.", "OPT-251", wrap(f"{BASE}.offload", _at_once)),
-    _bug(
-        "written_in_between", "A write after the copy is lost.", "OPT-251", wrap(f"{COPIED_OUT}.release", _old_copies)
-    ),
-    _bug("masters_rounded", "Masters lose bits when they are copied.", "OPT-259", wrap(f"{BASE}.offload", _dulled)),
-    _bug(
-        "cut_into_parts", "An unknown optimizer is cut into parts.", "OPT-252", wrap(f"{BASE}._step_whole", _in_parts)
-    ),
-    _bug(
-        "options_of_steps_lost",
-        "A step gets its closure only.",
-        "OPT-257",
-        wrap(f"{DRIVER}:StepDriver._make", _without_options),
-    ),
-    _bug(
-        "subclass_unknown",
-        "A subclass counts as unknown.",
-        "OPT-253",
-        swap("twinproof.offload.plan:known_kind", _none_known),
-    ),
-    _bug(
-        "shapes_of_params",
-        "States of another shape than the parameter's are dropped.",
-        "OPT-258",
-        wrap("twinproof.offload.plan:_check_state", _shapes_of_params),
-    ),
-    _bug(
-        "shared_memory_parted",
-        "Views of one another are moved apart.",
-        "OPT-256",
-        swap(f"{BOOKS}:check_separate", lambda param, state, number: None),
-    ),
-    _bug(
-        "masters_of_wrapper_stay",
-        "The masters of a wrapper stay on the device.",
-        "OPT-254",
-        wrap("twinproof.offload.offloader:unwrapped", _masters_stay),
-    ),
-)

@@ -1,73 +1,56 @@
-"""Faults in where a load leaves states, what it refuses, and what it leaves behind."""
+"""Faults that ``test_loading`` must notice."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import PlantedBug, swap, wrap
-
-BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
-LOADING = "twinproof.offload.plan"
+from conformance.harness import fault
 
 
-def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
-    return PlantedBug(id, sentence, requirements, target, patch)
+@fault(kills="OPT-075", at="twinproof.offload.plan:lies_on_device")
+def loaded_states_left_on_the_host(original: Any, optimizer: Any, group: Any, name: Any) -> Any:
+    """Loaded states that are not offloaded stay in host memory (NeMo-RL #3544)."""
+    return False
 
 
-def _remembers_all(original: Any, plan: Any, param: Any, group: Any) -> Any:
+@fault(kills="OPT-054", at="twinproof.offload.plan:MovePlan.foresee")
+def old_places_kept(original: Any, plan: Any, param: Any, group: Any) -> Any:
+    """The layout keeps places for states that a load has removed."""
     before = dict(plan._foreseen.get(param, {}))
     tensors = original(plan, param, group)
     plan._foreseen[param].update(before)
     return tensors
 
 
-def _through_the_device(original: Any, *arguments: Any, moves: bool) -> Any:
-    return original(*arguments, moves=False)
-
-
-def _buffers_in_state(original: Any, offloader: Any) -> Any:
+@fault(kills="OPT-055", at="twinproof.offload.offloader:OptimizerStateOffloader.snapshot")
+def buffers_in_the_state(original: Any, offloader: Any) -> Any:
+    """Host buffers are kept inside of the optimizer's state (DeepSpeed)."""
     for state in offloader.optimizer.state.values():
         if "exp_avg" in state:
             state["exp_avg_offload_buffer"] = state["exp_avg"]
     return original(offloader)
 
 
-PLANTED = (
-    _bug(
-        "loaded_states_left_on_the_host",
-        "What does not move stays where the file left it (NeMo-RL #3544).",
-        ("OPT-075",),
-        swap(f"{LOADING}:lies_on_device", lambda optimizer, group, name: False),
-    ),
-    _bug(
-        "old_places_kept",
-        "Places of states that a load took away are kept.",
-        ("OPT-054",),
-        wrap(f"{LOADING}:MovePlan.foresee", _remembers_all),
-    ),
-    _bug(
-        "buffers_in_the_state",
-        "Host buffers are kept inside of the optimizer's state (DeepSpeed).",
-        ("OPT-055",),
-        wrap(f"{BASE}.snapshot", _buffers_in_state),
-    ),
-    _bug(
-        "incomplete_states_loaded",
-        "States that are missing are noticed in the next step.",
-        ("OPT-051",),
-        swap(f"{LOADING}:_check_state", lambda *_: None),
-    ),
-    _bug(
-        "loaded_through_the_device",
-        "A load brings everything to the device first (Megatron #4638).",
-        ("OPT-082",),
-        wrap(f"{LOADING}:_settled", _through_the_device),
-    ),
-    _bug(
-        "counts_left_as_numbers",
-        "A loaded step count that is a number stays one, which adding to it does not change.",
-        ("OPT-246",),
-        swap(f"{LOADING}:make_counters", lambda optimizer: None),
-    ),
-)
+@fault(kills="OPT-051", at="twinproof.offload.plan:_check_state")
+def incomplete_states_loaded(original: Any, *_: Any) -> Any:
+    """A load accepts incomplete states, and the next step fails."""
+
+
+@fault(kills="OPT-082", at="twinproof.offload.plan:_settled")
+def loaded_through_the_device(original: Any, *arguments: Any, moves: bool) -> Any:
+    """A load brings everything to the device first (Megatron #4638)."""
+    return original(*arguments, moves=False)
+
+
+@fault(kills="OPT-246", at="twinproof.offload.plan:make_counters")
+def counts_left_as_numbers(original: Any, optimizer: Any) -> Any:
+    """A loaded step count that is a number stays one, which adding to it does not change."""
+
+
+@fault(kills="OPT-088", at="twinproof.offload.offloader:load_states")
+def loaded_options_merged(original: Any, plan: Any, state_dict: Any) -> None:
+    """A load keeps options that the saved groups do not have."""
+    before = [dict(group) for group in plan.optimizer.param_groups]
+    original(plan, state_dict)
+    for group, old in zip(plan.optimizer.param_groups, before, strict=True):
+        group.update({key: value for key, value in old.items() if key not in group})

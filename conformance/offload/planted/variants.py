@@ -1,4 +1,4 @@
-"""Faults in the variants of an optimizer's arithmetic, in what parameters there are, and in which ones move."""
+"""Faults that ``test_variants`` must notice."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, wrap
-
-BOTH = ("fastimpl", "refimpl")
-BASE = "twinproof.offload.offloader:OptimizerStateOffloader"
-
-
-def _bug(id: str, sentence: str, requirements: tuple[str, ...], patch: Any, target: Any = BOTH) -> PlantedBug:
-    return PlantedBug(id, sentence, requirements, target, patch)
+from conformance.harness import fault, patched, wrap
 
 
 def _with(options: dict[str, Any]) -> Any:
@@ -30,17 +23,24 @@ def _with(options: dict[str, Any]) -> Any:
             for group, old in zip(groups, before, strict=True):
                 group.update(old)
 
-    return wrap(f"{BASE}._run", around)
+    return wrap("twinproof.offload.offloader:OptimizerStateOffloader._run", around)
 
 
-def _rate_as_number(original: Any, offloader: Any, arithmetic: Any) -> Any:
+maximize_lost = patched("An optimizer with maximize=True minimizes.", _with({"maximize": False}), kills="OPT-028")
+
+
+@fault(kills="OPT-004", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
+def rate_copied(original: Any, offloader: Any, arithmetic: Any) -> Any:
+    """A learning rate that is a tensor is copied in the first step."""
     for group in offloader.optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"] = group["lr"].detach().clone()
     return original(offloader, arithmetic)
 
 
-def _in_half(original: Any, param: Any, tensors: Any) -> Any:
+@fault(kills="OPT-013", at="twinproof.offload.plan:make_bundle", of="refimpl")
+def doubles_halved(original: Any, param: Any, tensors: Any) -> Any:
+    """States of float64 lie in host memory as float32."""
     bundle = original(param, tensors)
     for name, place in bundle.places.items():
         if place.dtype is torch.float64:
@@ -48,67 +48,32 @@ def _in_half(original: Any, param: Any, tensors: Any) -> Any:
     return bundle
 
 
-def _smallest_first(original: Any, bundles: Any, fraction: float) -> Any:
+@fault(kills="OPT-022", at="twinproof.offload.plan:select")
+def smallest_move_first(original: Any, bundles: Any, fraction: float) -> Any:
+    """The smallest parameters are selected first, instead of in order."""
     return original(sorted(bundles, key=lambda bundle: bundle.payload_bytes), fraction)
 
 
-def _listed_again(original: Any, plan: Any, transfers: Any) -> None:
+@fault(kills="OPT-018", at="twinproof.offload.plan:MovePlan.adopt")
+def listed_once(original: Any, plan: Any, transfers: Any) -> None:
+    """A parameter that is listed twice is stepped once."""
     for group in plan.optimizer.param_groups:
         group["params"] = list(dict.fromkeys(group["params"]))
     original(plan, transfers)
 
 
-def _real_part(original: Any, optimizer: Any, bundle: Any, name: str, memory: torch.Tensor) -> None:
+@fault(kills="OPT-023", at="refimpl.offload:rebind")
+def real_part_only(original: Any, optimizer: Any, bundle: Any, name: str, memory: torch.Tensor) -> None:
+    """Complex states lose their imaginary part on the way."""
     if memory.is_complex():
         memory.imag.zero_()
     original(optimizer, bundle, name, memory)
 
 
-def _gradients_clipped_again(original: Any, offloader: Any, arithmetic: Any) -> Any:
+@fault(kills="OPT-010", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
+def clipped_again(original: Any, offloader: Any, arithmetic: Any) -> Any:
+    """Gradients are altered in the step."""
     for param in offloader.plan.known:
         if param.grad is not None:
             param.grad.clamp_(-0.001, 0.001)
     return original(offloader, arithmetic)
-
-
-PLANTED = (
-    _bug("maximize_lost", "What maximizes is minimized.", ("OPT-028",), _with({"maximize": False})),
-    _bug(
-        "rate_copied",
-        "A learning rate that is a tensor is copied in the first step.",
-        ("OPT-004",),
-        wrap(f"{BASE}._run", _rate_as_number),
-    ),
-    _bug(
-        "doubles_halved",
-        "States of float64 lie in host memory as float32.",
-        ("OPT-013",),
-        wrap("twinproof.offload.plan:make_bundle", _in_half),
-        "refimpl",
-    ),
-    _bug(
-        "smallest_move_first",
-        "The selection sorts by size.",
-        ("OPT-022",),
-        wrap("twinproof.offload.plan:select", _smallest_first),
-    ),
-    _bug(
-        "listed_once",
-        "A parameter that is listed twice is stepped once.",
-        ("OPT-018",),
-        wrap("twinproof.offload.plan:MovePlan.adopt", _listed_again),
-    ),
-    _bug(
-        "real_part_only",
-        "Complex states lose their imaginary part on the way.",
-        ("OPT-023",),
-        wrap("refimpl.offload:rebind", _real_part),
-        "refimpl",
-    ),
-    _bug(
-        "clipped_again",
-        "Gradients are altered in the step.",
-        ("OPT-010",),
-        wrap(f"{BASE}._run", _gradients_clipped_again),
-    ),
-)

@@ -1,18 +1,18 @@
-"""Faults of locks: readers that exclude each other, and two locks that are taken in either order."""
+"""Faults that ``test_blocking`` must notice."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from conformance.harness import PlantedBug, wrap
-from conformance.kvstore.planted.planting import in_engines, shared
+from conformance.harness import fault, wrap
+from conformance.kvstore.planted.planting import engines
 
 
-@contextmanager
-def _exclusive_readers() -> Iterator[None]:
+@fault(kills="KV-123", of="fastimpl")
+def readers_exclude_each_other() -> Iterator[None]:
+    """Reading rows takes an exclusive lock."""
     lock = threading.RLock()
 
     def around(original: Any, *arguments: Any) -> Any:
@@ -23,8 +23,9 @@ def _exclusive_readers() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _either_order() -> Iterator[None]:
+@fault(kills="KV-124")
+def locks_in_either_order() -> Iterator[None]:
+    """A write and a snapshot take the same two locks in opposite orders."""
     first, second = threading.Lock(), threading.Lock()
 
     def meet(one: threading.Lock, other: threading.Lock, original: Any, arguments: Any, options: Any) -> Any:
@@ -40,22 +41,5 @@ def _either_order() -> Iterator[None]:
     def taking(original: Any, *arguments: Any, **options: Any) -> Any:
         return meet(second, first, original, arguments, options)
 
-    with in_engines("write", writing)(), in_engines("snapshot", taking)():
+    with wrap(engines("write"), writing), wrap(engines("snapshot"), taking):
         yield
-
-
-PLANTED = (
-    PlantedBug(
-        "readers_exclude_each_other",
-        "Reading rows takes an exclusive lock (hazard 5).",
-        ("KV-123",),
-        "fastimpl",
-        _exclusive_readers,
-    ),
-    shared(
-        "locks_in_either_order",
-        "A write and a snapshot take the same two locks in opposite orders.",
-        ("KV-124",),
-        _either_order,
-    ),
-)

@@ -1,0 +1,39 @@
+"""Faults that ``test_allocation`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.kvstore.planted.planting import keys_of
+
+
+@fault(kills="KV-121", at="fastimpl.kvstore.store:NativeRows.write")
+def half_a_batch_before_memory_ran_out(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    """What was written before an allocation failed stays."""
+    half = ids.numel() // 2
+    original(store, table, ids[:half], values[:half].contiguous(), begin, now, visit=visit)
+    original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
+
+
+@fault(kills="KV-122", at="fastimpl.kvstore.store:NativeRows.write_rows")
+def row_cleared_before_memory_ran_out(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    """A row that a failing load was about to replace is left blank."""
+    try:
+        original(store, table, rows)
+    except MemoryError:
+        known = rows[store.find(table, keys_of(rows))][:1].clone()
+        known[:, 8:] = 0
+        original(store, table, known)
+        raise
+
+
+@fault(kills="KV-135", at="fastimpl.kvstore.store:NativeRows.write")
+def duplicates_need_room(original: Any, store: Any, table: str, ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    """A batch makes room for as many rows as it has ids, duplicates and rows that are there included."""
+    store.reserve(table, store.size(table) + ids.numel())
+    return original(store, table, ids, *rest, **options)

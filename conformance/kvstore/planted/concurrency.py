@@ -1,0 +1,71 @@
+"""Faults that ``test_concurrency`` must notice."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.kvstore.planted.planting import bytes_of, engines, keys_of
+
+
+@fault(kills="KV-104", at="twinproof.kvstore.eviction:BackgroundEvictor._written")
+def background_threshold_ignored(original: Any, evictor: Any, table: str) -> None:
+    """The background evictor starts a round after every write."""
+    trigger, evictor._trigger_rows = evictor._trigger_rows, 1
+    try:
+        original(evictor, table)
+    finally:
+        evictor._trigger_rows = trigger
+
+
+def _pause() -> None:
+    # Long enough for another thread to look between two halves; waiting on nothing gives up the interpreter lock.
+    threading.Event().wait(0.002)
+
+
+@fault(kills="KV-065", at=engines("write"))
+def rows_written_in_halves(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    """A row is written in two steps without a lock."""
+    half = values.shape[1] // 2
+    original(store, table, ids, values[:, :half].contiguous(), begin, now, visit=visit)
+    _pause()
+    original(store, table, ids, values[:, half:].contiguous(), begin + half, now, visit=False)
+
+
+@fault(kills="KV-067", at=engines("write_rows"))
+def loaded_rows_in_halves(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    """A loaded row is written in two steps without a lock."""
+    mixed, half = bytes_of(store, table, keys_of(rows)), rows.shape[1] // 2
+    mixed[:, :half] = rows[:, :half]
+    original(store, table, mixed)
+    _pause()
+    original(store, table, rows)
+
+
+@fault(kills="KV-066", at=engines("write"))
+def racing_writers_lose_counts(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    """A count is read, then written, without a lock."""
+    words = bytes_of(store, table, ids, 8, 16).contiguous().view(torch.int64)[:, 0]
+    _pause()
+    original(store, table, ids, values, begin, now, visit=visit)
+    if visit:
+        one = torch.ones_like(words) << 32
+        store.write_metadata(table, ids, (words & ~(2**32 - 1)) + one, (2**31 - 1) << 32)
+
+
+@fault(kills="KV-095", at=engines("write"))
+def snapshot_inside_a_batch(
+    original: Any, store: Any, table: str, ids: Any, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    """A snapshot sees half of a batch."""
+    half = ids.numel() // 2
+    original(store, table, ids[:half], values[:half].contiguous(), begin, now, visit=visit)
+    _pause()
+    original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)

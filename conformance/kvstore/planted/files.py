@@ -1,0 +1,97 @@
+"""Faults that ``test_files`` must notice."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from conformance.harness import fault, patched, swap, wrap
+from conformance.kvstore.planted.planting import CHUNKS
+from twinproof.errors import TwinproofError
+from twinproof.kvstore.disk import SavedRows
+
+
+def _as_columns(original: Any, rows: torch.Tensor, *chunk_rows: Any) -> Any:
+    return original(rows.reshape(-1, 1), *chunk_rows)
+
+
+def _saved_as_columns(original: Any, files: Any, part: Any) -> Any:
+    return {name: value.reshape(value.shape[0], -1) for name, value in original(files, part).items()}
+
+
+ids_saved_as_a_column = patched(
+    "Ids are saved as [N, 1] instead of [N].",
+    wrap("fastimpl.kvstore.files:dense_rows", _as_columns),
+    wrap("refimpl.kvstore:WholeTensors.tensors", _saved_as_columns),
+    kills="KV-100",
+)
+
+
+def _old_parts_cut(original: Any, waiting: Any, saved: Any, parts: range) -> None:
+    original(waiting, saved, range(parts.start, parts.stop - (saved.version == 1), parts.step))
+
+
+def _old_files_cut(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    for ids, rows in original(files, saved, table, begin, end, chunk_rows):
+        kept = ids.numel() - (saved.version == 1)
+        yield ids[:kept], rows[:kept]
+
+
+old_files_lose_a_row = patched(
+    "The last row of a version 1 file is not loaded.",
+    wrap(CHUNKS, _old_files_cut),
+    wrap("fastimpl.kvstore.filling:WaitingRows.read", _old_parts_cut),
+    kills="KV-099",
+)
+
+
+@fault(kills="KV-048", at="load")
+def load_before_check(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    """A load writes rows before it has checked all of them."""
+    with suppress(TwinproofError, OSError):
+        saved = SavedRows(path)
+        for table in saved.tables:
+            store.set_rows(table, saved.rows(table, 0, min(1, saved.saved[table].row_count))[1])
+    return original(store, path, **options)
+
+
+newer_version_accepted = patched(
+    "Files of a newer version are read as if they were of this one.",
+    swap("twinproof.kvstore.deltas:FORMAT_VERSION", 99),
+    kills="KV-048",
+)
+
+
+@fault(kills="KV-098", at="save")
+def delta_holds_everything(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    """A delta holds every row ever written."""
+    if options.get("since") is not None:
+        options["since"] = 0
+    return original(store, path, **options)
+
+
+@fault(kills="KV-052", at="save")
+def path_in_the_file(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    """The name of the folder is written into the file."""
+    return original(store, path, **(options | {"metadata": {"folder": os.path.basename(os.fspath(path))}}))
+
+
+@fault(kills="KV-053", at="load")
+def single_row_not_loaded(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    """A table of one row loads as empty."""
+    report = original(store, path, **options)
+    for table in store.tables:
+        if store.size(table) == 1:
+            store.clear(table)
+    return report
+
+
+@fault(kills="KV-101", at="load")
+def tables_silently_left_out(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    """Tables that only the file has are left out in silence."""
+    if options.get("tables") is None:
+        options["tables"] = tuple(t for t in store.tables if t in SavedRows(path).tables)
+    return original(store, path, **options)

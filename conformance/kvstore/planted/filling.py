@@ -1,0 +1,31 @@
+"""Faults that ``test_filling`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+from conformance.kvstore.planted.planting import CHUNKS
+
+
+@fault(kills="KV-137", at="fastimpl.kvstore.filling:WaitingRows.read")
+def tables_shown_before_the_last_check(original: Any, waiting: Any, saved: Any, chunks: range) -> None:
+    """A table that a load fills is visible before its last chunk is checked."""
+    original(waiting, saved, chunks[:-1])
+    waiting.publish()
+    original(waiting, saved, chunks[-1:])
+
+
+@fault(kills="KV-138", at="fastimpl.kvstore.filling:WaitingRows.publish")
+def tables_written_meanwhile(original: Any, waiting: Any) -> bool:
+    """Loaded rows are dropped when their table was written to meanwhile."""
+    original(waiting)
+    return True
+
+
+@fault(kills="KV-139", at=CHUNKS)
+def chunks_each_alone(original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int) -> Any:
+    """Ids are compared within a chunk only, not from one chunk to the next."""
+    first, behind = saved.saved_table(table).rows_of(begin, end)
+    for start in range(first, behind, chunk_rows):
+        yield saved.rows(table, start, min(chunk_rows, behind - start))

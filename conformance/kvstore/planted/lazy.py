@@ -1,0 +1,31 @@
+"""Faults that ``test_lazy`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills=("KV-150", "CKPT-420"), at="twinproof.kvstore.views:_check_operation")
+def lazy_rows_take_any_operation(original: Any, *_: Any) -> None:
+    """Lazy rows, which have no memory, accept allocation and writes in place."""
+
+
+@fault(kills=("KV-151", "CKPT-421"), at="twinproof.kvstore.views:KVTensor.in_memory")
+def copy_is_the_store(original: Any, view: Any, dtype: Any = None) -> Any:
+    """A copy of a view still reads the store."""
+    return original(view, dtype) if view.source.read_only else view._moved_to(view.source)
+
+
+@fault(kills="KV-152", at="twinproof.kvstore.views:KVTensor.accept")
+def metadata_not_loaded(original: Any, view: Any, start: int, rows: Any) -> None:
+    """dcp.load passes over timestamps and counts, whose view is read-only."""
+    if view.view_name != "metadata":
+        original(view, start, rows)
+
+
+@fault(kills="KV-143", at="twinproof.kvstore.views:KVTensor.staged")
+def snapshot_for_each_view(original: Any, view: Any, memo: Any) -> Any:
+    """Each view of a state dict is staged at a moment of its own."""
+    return original(view, {})

@@ -1,0 +1,85 @@
+"""Faults that ``test_missing`` must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.kvstore.planted.planting import as_rows, bytes_of, engines, missing
+
+
+@fault(kills="KV-011", at=engines("read"))
+@as_rows
+def missing_row_partly_cleared(
+    original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """Reading a missing id clears width bytes instead of width elements."""
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    rows[missing(store, table, ids), (end - begin) // 4 :] = 0xA5
+    return rows
+
+
+@fault(kills=("KV-012", "KV-015"), at=engines("read"))
+@as_rows
+def initial_weight_differs_each_time(
+    original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """Two reads of one missing id differ."""
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    turn = store.__dict__["_planted_turn"] = store.__dict__.get("_planted_turn", 0) + 1
+    weight = store.options.rows[table].header_bytes
+    if begin <= weight < end:
+        rows[missing(store, table, ids), weight - begin] ^= turn & 0x7F
+    return rows
+
+
+@fault(kills="KV-102", at=engines("find"))
+def row_of_zeros_is_a_miss(original: Any, store: Any, table: str, ids: torch.Tensor) -> torch.Tensor:
+    """A stored row of zeros counts as missing."""
+    found: torch.Tensor = original(store, table, ids)
+    layout = store.options.rows[table]
+    weights = bytes_of(store, table, ids, layout.header_bytes, layout.header_bytes + layout.weight_bytes)
+    found &= (weights != 0).any(dim=1)
+    return found
+
+
+@fault(kills="KV-011", at=engines("read"))
+@as_rows
+def missing_id_reads_first_row(
+    original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """A missing id shows the weight of some other id (FBGEMM 5048)."""
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    first = store.ids(table, -(2**63), 2**63 - 1)[:1]
+    if first.numel() and begin >= 8:
+        rows[missing(store, table, ids)] = original(store, table, first, begin, end)
+    return rows
+
+
+@fault(kills="KV-010", at=engines("read"))
+@as_rows
+def reading_inserts(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """A read of a missing id inserts it."""
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    new = ids[missing(store, table, ids)]
+    if new.numel():
+        store.write_rows(table, original(store, table, new, 0, store.options.rows[table].row_bytes))
+    return rows
+
+
+@fault(kills="KV-012", at="twinproof.kvstore.options:StoreOptions.make")
+def seed_not_used(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
+    """The seed is stored and never used."""
+    return original(cls, layouts, **(options | {"seed": 0}))
+
+
+@fault(kills="KV-013", at="twinproof.kvstore.options:StoreOptions.make")
+def initializer_of_the_first_table(original: Any, cls: Any, layouts: Any, **options: Any) -> Any:
+    """Every table has the first table's initializer."""
+    made = original(cls, layouts, **options)
+    kinds = made.initializers
+    first = next(iter(kinds.values()))
+    return dataclasses.replace(made, initializers=dict.fromkeys(kinds, first))

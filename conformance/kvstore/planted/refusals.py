@@ -1,0 +1,70 @@
+"""Faults that ``test_refusals`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.kvstore.planted.planting import engines
+from twinproof.errors import ShapeError
+
+
+@fault(kills="KV-024", at="twinproof.kvstore.views:check_matrix")
+def view_writes_any_width(
+    original: Any, values: Any, row_count: Any, width: int, dtype: Any, where: str
+) -> torch.Tensor:
+    """set_range takes values wider than the row."""
+    try:
+        result: torch.Tensor = original(values, row_count, width, dtype, where)
+    except ShapeError:
+        if values.dim() != 2 or values.shape[1] < width:
+            raise
+        result = values[:, :width].contiguous()
+    return result
+
+
+@fault(kills="KV-022", at=engines("write_rows"))
+def used_bit_set_in_callers_tensor(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
+    """Loading whole rows changes the caller's tensor."""
+    rows[:, 15] |= 0x80
+    original(store, table, rows)
+
+
+@fault(kills="KV-023", at="KVStore.set")
+def misuse_noticed_too_late(original: Any, store: Any, table: str, ids: Any, weights: Any, **options: Any) -> None:
+    """A batch of the wrong shape raises after something was written."""
+    try:
+        original(store, table, ids, weights, **options)
+    except ShapeError:
+        if table in store.tables:
+            layout = store.layout(table)
+            original(store, table, torch.tensor([1]), torch.ones(1, layout.embedding_dim, dtype=layout.weight_dtype))
+        raise
+
+
+@fault(kills="KV-129", at="KVStore.__init__")
+def options_by_position(original: Any, store: Any, layouts: Any, *positional: Any, **options: Any) -> None:
+    """Options are taken by position, so that a caller of another version sets the wrong one."""
+    names = ("optimizer_in_row", "return_whole_row", "num_shards")
+    original(store, layouts, **dict(zip(names, positional, strict=False)), **options)
+
+
+@fault(kills="KV-081", at=engines("delete"))
+def delete_counts_repeats(original: Any, store: Any, table: str, ids: torch.Tensor) -> int:
+    """Deleting counts an id as often as it is named."""
+    there = int(store.find(table, ids).sum())
+    original(store, table, ids)
+    return there
+
+
+@fault(kills="KV-083", at="KVStore.set_return_whole_row")
+def whole_rows_without_optimizer(original: Any, store: Any, enabled: bool) -> None:
+    """return_whole_row is accepted without optimizer_in_row."""
+    store.return_whole_row = bool(enabled)
+
+
+@fault(kills="KV-082", at=engines("close"))
+def closed_store_answers(original: Any, store: Any) -> None:
+    """A closed store goes on answering."""

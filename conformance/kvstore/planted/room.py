@@ -1,0 +1,43 @@
+"""Faults that ``test_room`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault, patched, wrap
+from twinproof.kvstore.disk import SavedRows
+
+
+def _nothing(original: Any, *arguments: Any) -> None:
+    return None
+
+
+capacity_met_on_the_way = patched(
+    "A load checks the capacity chunk by chunk instead of beforehand.",
+    wrap("twinproof.kvstore.disk:check_load_fits", _nothing),
+    kills="KV-112",
+)
+chunks_evict_each_other = patched(
+    "A later chunk of a load evicts the rows of an earlier one.",
+    wrap("twinproof.kvstore.disk:evict_for_load", _nothing),
+    kills="KV-113",
+)
+
+
+def _kept(gone: dict[str, Any]) -> Any:
+    def around(original: Any, store: Any, table: str, ids: Any) -> int:
+        listed = gone.get(table)
+        return 0 if listed is not None and ids.equal(listed) else int(original(store, table, ids))
+
+    return around
+
+
+@fault(kills="KV-114", at="load")
+def removals_after_writes(original: Any, store: Any, path: Any, **options: Any) -> Any:
+    """A delta's removals come after its rows, so that a full table loses others."""
+    gone = {table: SavedRows(path).deleted(table) for table in SavedRows(path).tables}
+    with wrap("twinproof.kvstore.store:KVStore.delete", _kept(gone)):
+        report = original(store, path, **options)
+    for table, ids in gone.items():
+        store.delete(table, ids)
+    return report

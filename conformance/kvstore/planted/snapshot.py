@@ -1,0 +1,50 @@
+"""Faults that ``test_snapshot`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.kvstore.planted.planting import as_rows, engines
+
+
+@fault(kills=("KV-064", "KV-061"), at=engines("snapshot"))
+def snapshot_shows_live_rows(original: Any, store: Any) -> Any:
+    """A snapshot lists ids of its moment and reads the live table."""
+    taken = original(store)
+    for name in ("read", "find"):
+        setattr(taken, name, getattr(store, name))
+    return taken
+
+
+@fault(kills="KV-061", at=engines("snapshot"))
+def snapshot_never_released(original: Any, store: Any) -> Any:
+    """A state dict's snapshot outlives it."""
+    taken = original(store)
+    store.__dict__.setdefault("_planted_snapshots", []).append(taken)
+    return taken
+
+
+@fault(kills="KV-091", at=engines("changes"))
+def removals_not_tracked(original: Any, store: Any, table: str, since: int) -> Any:
+    """Removed ids are not among the changes."""
+    changed, removed = original(store, table, since)
+    return changed, removed[:0]
+
+
+@fault(kills="KV-071", at=engines("read"))
+@as_rows
+def row_lost_by_growth(original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """A row is not found after the table has grown."""
+    rows: torch.Tensor = original(store, table, ids, begin, end)
+    if store.size(table) > 500:
+        rows[ids == 2**62] = 0
+    return rows
+
+
+@fault(kills="KV-072", at="fastimpl.kvstore.store:NativeRows.reserve")
+def reserve_half_the_room(original: Any, store: Any, table: str, row_count: Any) -> None:
+    """A reserved table allocates before it is full."""
+    original(store, table, row_count // 2 if type(row_count) is int else row_count)

@@ -1,0 +1,20 @@
+"""Faults that ``test_state_dict`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="KV-115", at="twinproof.kvstore.statedict:_check_values")
+def integers_taken_for_states(original: Any, value: Any, shape: Any, dtypes: Any, where: str) -> None:
+    """Values of any dtype are converted to the row's."""
+    original(value, shape, (*dtypes, getattr(value, "dtype", None)), where)
+
+
+@fault(kills="KV-116", at="twinproof.kvstore.statedict:_check_values")
+def only_rows_are_counted(original: Any, value: Any, shape: Any, dtypes: Any, where: str) -> None:
+    """Values of another width than the row's are found when they are written."""
+    width = value.shape[1] if getattr(value, "dim", int)() == 2 else shape[1]
+    original(value, (shape[0], width), dtypes, where)

@@ -1,0 +1,27 @@
+"""Faults that ``test_steps`` must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="KV-140", at="twinproof.kvstore.deltas:SavedContent.metadata")
+def step_in_no_file(original: Any, content: Any) -> Any:
+    """The optimizer's step is in no file, and Adam begins again."""
+    return original(dataclasses.replace(content, steps={}))
+
+
+@fault(kills="KV-141", at="twinproof.kvstore.disk:SavedRows.__init__")
+def old_files_reset_the_step(original: Any, saved: Any, *arguments: Any, **options: Any) -> None:
+    """A file that tells no step sets it to zero."""
+    original(saved, *arguments, **options)
+    saved.steps = {table: saved.steps.get(table, 0) for table in saved.tables}
+
+
+@fault(kills="KV-142", at="twinproof.kvstore.store:KVStore.load_state_dict")
+def module_keeps_other_rows(original: Any, store: Any, state: Any, **options: Any) -> Any:
+    """A module that was loaded keeps rows that the state dict does not have."""
+    return original(store, state, **options | {"clear": False})

@@ -1,0 +1,108 @@
+"""Faults that ``test_views`` must notice."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from conformance.harness import fault, patched, wrap
+
+
+@fault(kills="KV-087", at="twinproof.kvstore.views:KVTensor.__new__")
+def first_of_several_tables(original: Any, cls: Any, source: Any, *arguments: Any, **options: Any) -> Any:
+    """A view that does not say its table shows the first one."""
+    if options.get("table") is None:
+        options["table"] = source.tables[0]
+    return original(cls, source, *arguments, **options)
+
+
+@fault(kills="KV-040", at="twinproof.kvstore.views:KVTensor.__new__")
+def optimizer_view_over_other_ids(original: Any, cls: Any, *arguments: Any, **options: Any) -> Any:
+    """A state's view lists its ids in another order than the weights."""
+    made = original(cls, *arguments, **options)
+    if made.view_name.startswith("momentum"):
+        made._ids = made._ids.sort().values
+    return made
+
+
+@fault(kills="KV-086", at="twinproof.kvstore.views:LazyRows.__create_write_items__")
+def row_width_from_embedding_dim(original: Any, lazy: Any, fqn: str, object: Any) -> Any:
+    """The global width of whole rows is D instead of the row's bytes."""
+    items = original(lazy, fqn, object)
+    for item in items if getattr(lazy, "view_name", "") == "row" else ():
+        width = lazy.source.layout(lazy.table).embedding_dim
+        vars(item.tensor_data)["size"] = torch.Size((item.tensor_data.size[0], width))
+    return items
+
+
+def _stale_counts() -> AbstractContextManager[Any]:
+    counts: dict[str, int] = {}
+
+    def around(original: Any, lazy: Any, fqn: str, object: Any) -> Any:
+        items = original(lazy, fqn, object)
+        for item in items:
+            count = counts.setdefault(fqn, item.tensor_data.size[0])
+            vars(item.tensor_data)["size"] = torch.Size((count, *item.tensor_data.size[1:]))
+        return items
+
+    return wrap("twinproof.kvstore.views:LazyRows.__create_write_items__", around)
+
+
+stale_row_count = patched("Global row counts are those of the first state dict.", _stale_counts, kills="KV-086")
+
+
+@fault(kills=("KV-037", "KV-045"), at="twinproof.kvstore.views:KVTensor.set_weights_and_ids")
+def read_only_state_written(original: Any, view: Any, values: Any, ids: Any) -> int:
+    """A write to the read-only view of momentum1 reaches the store."""
+    read_only, view.read_only = view.read_only, view.read_only and view.view_name != "momentum1"
+    try:
+        return int(original(view, values, ids))
+    finally:
+        view.read_only = read_only
+
+
+@fault(kills="KV-037", at="twinproof.kvstore.views:KVTensor.set_weights_and_ids")
+def skipped_rows_not_reported(original: Any, view: Any, values: Any, ids: Any) -> int:
+    """A read-only view reports no skipped rows."""
+    original(view, values, ids)
+    return 0
+
+
+@fault(kills="KV-038", at="twinproof.kvstore.views:KVTensor.__reduce_ex__")
+def read_only_lost_in_pickle(original: Any, view: Any, protocol: Any) -> Any:
+    """Pickling loses the read-only flag."""
+    rebuild, (ids, width, dtype, state) = original(view, protocol)
+    return rebuild, (ids, width, dtype, state | {"read_only": False})
+
+
+@fault(kills="KV-039", at="twinproof.kvstore.views:LazyRows.narrow")
+def narrow_one_row_on(original: Any, lazy: Any, dim: int, start: int, length: int) -> torch.Tensor:
+    """A range of two rows begins one row late."""
+    lazy._check_range(dim, start, length)
+    rows: torch.Tensor = lazy.read_rows(min(start + (length == 2), max(0, lazy.shape[0] - length)), length)
+    return rows
+
+
+@fault(kills="KV-041", at="twinproof.kvstore.views:KVTensor.get_weights_by_ids")
+def local_keys_in_views(original: Any, view: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Views carry local keys (FBGEMM 4735)."""
+    rows: torch.Tensor = original(view, ids)
+    if view.view_name == "row" and rows.numel():
+        rows[:, :8] = (ids + 2**62).reshape(-1, 1).view(torch.uint8)
+    return rows
+
+
+@fault(kills="KV-085", at="twinproof.kvstore.views:KVTensor.get_weights_by_ids")
+def detached_view_reads_zeros(original: Any, view: Any, ids: torch.Tensor) -> torch.Tensor:
+    """A view without rows behind it reads zeros."""
+    if view._source is None and view._description is None:
+        return torch.zeros(ids.numel(), view.shape[1], dtype=view.dtype)
+    rows: torch.Tensor = original(view, ids)
+    return rows
+
+
+@fault(kills="KV-084", at="twinproof.kvstore.views:check_keys")
+def view_takes_any_keys(original: Any, *arguments: Any) -> None:
+    """set_range does not look at the keys of the rows."""

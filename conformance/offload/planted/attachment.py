@@ -1,0 +1,31 @@
+"""Faults that ``test_attachment`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault, patched
+from conformance.offload.planted.planting import altered
+
+host_read_before_it_was_written = patched(
+    "A copy in does not wait for the copy out of what was on the device.", altered("_fetch", "wait", 1), kills="OPT-087"
+)
+
+
+@fault(kills="OPT-035", at="twinproof.offload.plan:MovePlan.adopt")
+def taken_over_before_there_is_memory(original: Any, plan: Any, transfers: Any) -> None:
+    """Attachment that fails leaves a step that is not the optimizer's own."""
+    if not plan.known:
+        plan.optimizer.step = plan.optimizer.step
+    original(plan, transfers)
+
+
+@fault(kills="OPT-244", at="twinproof.offload.plan:check_plain")
+def quantized_taken_for_bytes(original: Any, value: Any, where: Any) -> Any:
+    """A state of several tensors, as torchao's low-bit optimizers have, is moved as if it were one."""
+
+
+@fault(kills="OPT-245", at="twinproof.offload.plan:MovePlan.host_empty")
+def host_memory_rounded(original: Any, plan: Any, size_bytes: int) -> Any:
+    """Each block of host memory is rounded up to a power of two (pytorch #150517)."""
+    return original(plan, 1 << max(size_bytes - 1, 0).bit_length())[:size_bytes]

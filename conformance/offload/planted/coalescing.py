@@ -1,0 +1,41 @@
+"""Faults that ``test_coalescing`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-221", at="fastimpl.offload.packing:pack")
+def packing_forgets_the_last(original: Any, sources: Any, slab: Any, offsets: Any) -> None:
+    """Packing leaves out the last tensor."""
+    original(sources[:-1] or sources, slab, offsets[:-1] or offsets)
+
+
+@fault(kills="OPT-221", at="fastimpl.offload.packing:pack")
+def packing_writes_behind(original: Any, sources: Any, slab: Any, offsets: Any) -> None:
+    """Packing writes one byte behind the last tensor."""
+    original(sources, slab, offsets)
+    if sources and offsets[-1] + sources[-1].nbytes < slab.numel():
+        slab[offsets[-1] + sources[-1].nbytes] = 0
+
+
+@fault(kills="OPT-223", at="fastimpl.offload.packing:_runs")
+def packing_for_each(original: Any, items: Any) -> Any:
+    """Packing copies every tensor by itself, also where several lie side by side."""
+    for item in items:
+        yield from original([item])
+
+
+@fault(kills="OPT-224", at="fastimpl.offload.layout:ChunkLayout.is_home")
+def home_by_hearsay(original: Any, layout: Any, bound: Any) -> Any:
+    """State that lies on the device is taken for state in host memory."""
+    return True
+
+
+@fault(kills="OPT-222", at="fastimpl.offload.packing:pack")
+def packing_before_checks(original: Any, sources: Any, slab: Any, offsets: Any) -> None:
+    """A call of the packing operator that is refused has already written."""
+    slab[:32].zero_()
+    original(sources, slab, offsets)

@@ -1,0 +1,20 @@
+"""Faults that ``test_cuda`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-110", at="twinproof.engine:CudaEngine.wait", of="fastimpl")
+def cuda_waits_for_nothing(original: Any, engine: Any, stream: Any, event: Any) -> Any:
+    """On a GPU streams do not wait for events."""
+
+
+@fault(kills="OPT-111", at="fastimpl.offload.transfers:StreamedTransfers._drop_fetched")
+def a_slot_leaks_each_step(original: Any, offloader: Any, *arguments: Any) -> None:
+    """A staging slot stays allocated after each step."""
+    slots = offloader._slots[:1]
+    original(offloader, *arguments)
+    offloader.__dict__.setdefault("_kept", []).extend(slots)

@@ -1,0 +1,18 @@
+"""Faults that ``test_gradients`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-025", at="twinproof.offload.offloader:OptimizerStateOffloader._check_gradients")
+def sparse_gradients_made_dense(original: Any, offloader: Any) -> None:
+    """Sparse gradients are stepped as if they were dense."""
+    for param in offloader.plan.known:
+        source = param if offloader.masters is None else offloader.masters.pairs[param]
+        if source.grad is not None and source.grad.layout is not torch.strided:
+            source.grad = source.grad.to_dense()

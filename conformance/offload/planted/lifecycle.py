@@ -1,0 +1,122 @@
+"""Faults that ``test_lifecycle`` must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.harness import fault, patched, wrap
+from conformance.offload.planted.planting import altered
+
+
+@fault(kills="OPT-036", at="twinproof.offload.plan:MovePlan.adopt")
+def new_params_unseen(original: Any, plan: Any, transfers: Any) -> Any:
+    """Parameters of a later group are not offloaded."""
+    if not plan.known:
+        original(plan, transfers)
+
+
+@fault(kills="OPT-034", at="fastimpl.offload.transfers:StreamedTransfers._update")
+def groups_not_restored(original: Any, transfers: Any, params: Any, arithmetic: Any) -> Any:
+    """A step that raises leaves copies in place of the parameter groups."""
+    optimizer = transfers.plan.optimizer
+    groups = optimizer.param_groups
+    try:
+        return original(transfers, params, arithmetic)
+    except Exception:
+        optimizer.param_groups = [dict(group) for group in groups]
+        raise
+
+
+@fault(kills="OPT-031", at="twinproof.offload.offloader:OptimizerStateOffloader.__init__")
+def state_made_by_attachment(original: Any, offloader: Any, *arguments: Any, **options: Any) -> None:
+    """Attachment allocates optimizer state."""
+    original(offloader, *arguments, **options)
+    for group in offloader.optimizer.param_groups:
+        for param in group["params"]:
+            offloader.optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
+
+
+@fault(kills="OPT-038", at="twinproof.offload.offloader:OptimizerStateOffloader.close")
+def close_keeps_attached(original: Any, offloader: Any) -> None:
+    """close() does not give the optimizer its own step back."""
+    offloader.settle()
+
+
+_KEPT: list[Any] = []
+
+
+@fault(kills="OPT-037", at="twinproof.offload.offloader:OptimizerStateOffloader.__init__")
+def offloader_kept(original: Any, offloader: Any, *arguments: Any, **options: Any) -> None:
+    """A global list keeps every offloader."""
+    _KEPT.append(offloader)
+    original(offloader, *arguments, **options)
+
+
+@fault(kills="OPT-074", at="twinproof.offload.offloader:OptimizerStateOffloader.__init__")
+def options_corrected(original: Any, offloader: Any, optimizer: Any, *, engine: Any = None, **options: Any) -> None:
+    """Options out of range are replaced in silence."""
+    known = {"master_weights": options.get("master_weights"), "slots": 2}
+    original(offloader, optimizer, engine=engine, **known)
+
+
+@fault(kills="OPT-029", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
+def scalars_replaced(original: Any, offloader: Any, arithmetic: Any) -> Any:
+    """A step replaces scalar states by new tensors."""
+    result = original(offloader, arithmetic)
+    for state in offloader.optimizer.state.values():
+        for name, value in list(state.items()):
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                state[name] = value.clone()
+    return result
+
+
+@fault(kills="OPT-045", at="conformance.provers.virtual_device.engine:VirtualEngine.is_capturing")
+def capture_ignored(original: Any, engine: Any) -> Any:
+    """A step is recorded into a graph."""
+    return False
+
+
+@fault(kills="OPT-039", at="torch.optim:Optimizer.__getstate__")
+def copies_without_state(original: Any, optimizer: Any) -> Any:
+    """A copy of an offloaded optimizer has no state."""
+    return {**original(optimizer), "state": {}}
+
+
+@fault(kills="OPT-243", at="twinproof.offload.plan:MovePlan._forget_unlisted")
+def unlisted_kept(original: Any, plan: Any, transfers: Any) -> Any:
+    """A parameter that left its group is offloaded for ever."""
+
+
+@fault(kills="OPT-243", at="fastimpl.offload.positions:GroupPositions.refresh")
+def order_remembered(original: Any, listing: Any, groups: Any, moving: Any) -> None:
+    """Where a parameter stands in its group is looked up once, and only a group of another length looked at again."""
+    # A group that has grown or shrunk is noticed; another order is not.
+    if [len(group["params"]) for group in groups] != list(map(len, listing._ids)) or not listing._moving:
+        original(listing, groups, moving)
+
+
+slots_written_before_their_allocation = patched(
+    "A copy in does not wait for the stream that allocated its slot.",
+    altered("_fetch_first", "wait", 1),
+    kills=("OPT-031", "OPT-012"),
+)
+
+
+def _fetched_anyway(original: Any, offloader: Any) -> None:
+    slots, fetched = offloader._slots, offloader._fetched
+    original(offloader)
+    offloader._slots, offloader._fetched = slots, fetched
+
+
+@fault(kills="OPT-072", of="fastimpl")
+def prefetched_values_trusted() -> Iterator[None]:
+    """What was written to host memory after a prefetch is lost."""
+    only_once = wrap(
+        "fastimpl.offload.transfers:StreamedTransfers._fetch_first",
+        lambda original, own: None if own._slots else original(own),
+    )
+    with only_once(), wrap("fastimpl.offload.transfers:StreamedTransfers.settle_for_writing", _fetched_anyway)():
+        yield

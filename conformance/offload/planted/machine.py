@@ -1,0 +1,29 @@
+"""Faults that ``test_machine`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-030", at="twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict", of="fastimpl")
+def prefetched_before_the_load(original: Any, offloader: Any, state_dict: Any) -> None:
+    """A step uses what was prefetched before a load."""
+    offloader.transfers._drop_fetched = lambda: None
+    try:
+        original(offloader, state_dict)
+    finally:
+        del offloader.transfers._drop_fetched
+    for chunk in offloader.transfers._chunks:
+        chunk.version = chunk.memory._version
+
+
+@fault(kills="OPT-030", at="twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict", of="fastimpl")
+def loaded_under_a_copy_in(original: Any, offloader: Any, state_dict: Any) -> None:
+    """A load writes host memory that a prefetch still reads."""
+    offloader.settle_for_writing = offloader.settle
+    try:
+        original(offloader, state_dict)
+    finally:
+        del offloader.settle_for_writing

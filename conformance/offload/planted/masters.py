@@ -1,0 +1,57 @@
+"""Faults that ``test_masters`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-049", at="fastimpl.offload.transfers:StreamedTransfers.unplace")
+def masters_left_in_a_forgotten_block(original: Any, transfers: Any, bundle: Any) -> None:
+    """A parameter's states that are still in an old block are taken for moved."""
+    for chunk in transfers._chunks:
+        chunk.bundles = [other for other in chunk.bundles if other is not bundle]
+    transfers._chunks = [chunk for chunk in transfers._chunks if chunk.bundles]
+
+
+@fault(kills="OPT-044", at="twinproof.offload.masters:MasterWeights.load")
+def masters_loaded_without_parameters(original: Any, masters: Any, values: Any) -> None:
+    """Loaded masters do not reach the parameters before the next step."""
+    before = [param.detach().clone() for param in masters.pairs.values()]
+    original(masters, values)
+    for (master, param), value in zip(masters.pairs.items(), before, strict=True):
+        with torch.no_grad():
+            param.copy_(value)
+        masters._note(master)
+
+
+@fault(kills="OPT-043", at="twinproof.offload.masters:MasterWeights.__init__")
+def masters_deduplicated(original: Any, masters: Any, params: Any) -> None:
+    """Duplicate and non-floating parameters are skipped in silence."""
+    original(masters, [p for p in dict.fromkeys(params) if p.is_floating_point()])
+
+
+@fault(kills="OPT-012", at="twinproof.offload.masters:MasterWeights.end")
+def masters_truncated(original: Any, masters: Any, some: Any) -> None:
+    """Masters are cut to bf16 instead of rounded."""
+    for master in some:
+        param = masters.pairs[master]
+        if param is not master and master.grad is not None:
+            with torch.no_grad():
+                param.copy_((master.view(torch.int32) >> 16 << 16).view(torch.float32))
+            master.grad = param.grad = None
+            masters._note(master)
+
+
+@fault(kills="OPT-041", at="twinproof.offload.masters:MasterWeights.check")
+def stale_masters_unnoticed(original: Any, masters: Any, some: Any) -> Any:
+    """A loaded model is overwritten by old masters."""
+
+
+@fault(kills="OPT-041", at="fastimpl.offload.transfers:StreamedTransfers.settle_for_writing")
+def masters_written_under_a_copy_in(original: Any, offloader: Any) -> Any:
+    """refresh_masters() writes host memory that a copy in still reads."""
+    return offloader.settle()

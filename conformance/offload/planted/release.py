@@ -1,0 +1,50 @@
+"""Faults that ``test_release`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-250", at="twinproof.offload.offloader:OptimizerStateOffloader.offload")
+def flags_ignored(original: Any, offloader: Any, states: bool = True, masters: bool = True, **flags: Any) -> None:
+    """offload() ignores its flags."""
+    original(offloader)
+    if not states and flags.get("offload_optimizer_states"):
+        original(offloader, states, **flags)
+
+
+@fault(kills="OPT-251", at="twinproof.offload.offloader:OptimizerStateOffloader.offload")
+def released_at_once(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
+    """offload() releases the device's memory at once."""
+    original(offloader, *flags, **named)
+    offloader._copied_out.release(offloader.plan, offloader.transfers)
+
+
+@fault(kills="OPT-251", at="twinproof.offload.offloader:_CopiedOut.release")
+def written_in_between(original: Any, copied_out: Any, plan: Any, transfers: Any) -> None:
+    """A write between offload() and the release is lost."""
+
+    class Same:
+        """Equal to every version."""
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = object.__hash__
+
+    copied_out._noted = {key: (tensor, Same()) for key, (tensor, _) in copied_out._noted.items()}
+    original(copied_out, plan, transfers)
+
+
+@fault(kills="OPT-259", at="twinproof.offload.offloader:OptimizerStateOffloader.offload")
+def masters_rounded(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
+    """Masters lose bits when they are copied."""
+    original(offloader, *flags, **named)
+    if offloader.masters is not None and offloader.options.release == "on_request":
+        with torch.no_grad():
+            for master in offloader.masters.parameters():
+                master.copy_(master.bfloat16())
