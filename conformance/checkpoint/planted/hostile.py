@@ -1,59 +1,108 @@
-"""Holes in the strict parser: what a reader must refuse passes, or what it must take is refused."""
+"""Faults that ``test_hostile`` must notice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from conformance.checkpoint.planted.making import both, nothing
-from conformance.harness import swap, wrap
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault, patched, swap, wrap
 from twinproof.errors import FormatError
 
-PARSE = "twinproof.checkpoint.format"
+
+@fault(kills="CKPT-412", at="twinproof.checkpoint.catalog:read_index")
+def unlisted_files_opened(original: Callable[[Path], Any], folder: Path) -> Any:
+    """Files that the index does not list are parsed."""
+    from twinproof.checkpoint.format import read_header
+
+    found = original(folder)
+    for path in sorted(folder.glob("*.safetensors")) if found is not None else ():
+        read_header(path)
+    return found
 
 
-def _refuse_extra(original: Any, name: str, fields: Any, where: str) -> Any:
-    if isinstance(fields, dict) and len(fields) > 3:
-        raise FormatError("unknown field", got=sorted(fields), where=f"{where}: tensor {name!r}")
-    return original(name, fields, where)
+duplicate_keys_pass = patched(
+    "Duplicate keys are accepted, and the last one wins.",
+    swap("twinproof.checkpoint.format:_unique", dict),
+    kills="CKPT-400",
+)
+cover_unchecked = patched(
+    "Files with holes, overlaps or trailing bytes are accepted.",
+    swap("twinproof.checkpoint.format:_check_cover", nothing),
+    kills=("CKPT-401", "CKPT-405", "CKPT-406"),
+)
+index_leads_anywhere = patched(
+    "An index may name any path.",
+    swap("twinproof.checkpoint.catalog:_check_member", nothing),
+    kills=("CKPT-402", "CKPT-404"),
+)
 
 
-def _refuse_foreign(original: Any, name: str, fields: Any, where: str) -> Any:
+@fault(kills="CKPT-410", at="twinproof.checkpoint.format:_parse_entry")
+def foreign_dtype_blocks(original: Any, name: str, fields: Any, where: str) -> Any:
+    """A tensor that torch cannot hold blocks its file; it does in torch's reader."""
     entry = original(name, fields, where)
     if entry.dtype.startswith("F6") or entry.kind != entry.dtype:
         raise FormatError("no torch dtype", got=entry.dtype, where=where)
     return entry
 
 
-PLANTED = (
-    both("duplicate_keys_pass", "The last of two equal keys wins.", ("CKPT-400",), swap(f"{PARSE}:_unique", dict)),
-    both(
-        "cover_unchecked",
-        "Holes, overlaps and trailing bytes pass.",
-        ("CKPT-401", "CKPT-405", "CKPT-406"),
-        swap(f"{PARSE}:_check_cover", nothing),
-    ),
-    both(
-        "index_leads_anywhere",
-        "An index may name any path.",
-        ("CKPT-402", "CKPT-404"),
-        swap("twinproof.checkpoint.catalog:_check_member", nothing),
-    ),
-    both(
-        "unknown_fields_refused",
-        "A field beyond the three is refused.",
-        ("CKPT-407", "CKPT-408", "CKPT-409"),
-        wrap(f"{PARSE}:_parse_entry", _refuse_extra),
-    ),
-    both(
-        "foreign_dtype_blocks",
-        "A tensor that torch cannot hold blocks its file; it does in torch's reader.",
-        ("CKPT-410",),
-        wrap(f"{PARSE}:_parse_entry", _refuse_foreign),
-    ),
-    both(
-        "every_link_refused",
-        "Links are refused, those of the hub's cache too.",
-        ("CKPT-411",),
-        swap("twinproof.checkpoint.catalog:_link_stays_near", lambda folder, name: False),
-    ),
+@fault(kills="CKPT-411", at="twinproof.checkpoint.catalog:_link_stays_near")
+def every_link_refused(original: Any, folder: Any, name: Any) -> Any:
+    """Links are refused, those of the hub's cache too."""
+    return False
+
+
+@fault(kills="CKPT-403", at="twinproof.checkpoint.catalog:_Builder.add_file")
+def later_file_wins(original: Any, builder: Any, file: str, header: Any, only: Any) -> None:
+    """Of two files with one tensor the later wins, as if it were not stale; in torch too."""
+    if "DCP_SHARDING_INFO" not in header.metadata:
+        for name in header.entries:
+            builder.catalog.tensors.pop(name, None)
+    original(builder, file, header, only)
+
+
+missing_number_ignored = patched(
+    "A file that is missing from a numbered set without an index is not noticed.",
+    swap("twinproof.checkpoint.catalog:_check_numbering", nothing),
+    kills="CKPT-403",
 )
+
+
+def _sizes(change: Any) -> Any:
+    """Change the dimensions before they are checked."""
+
+    def around(original: Any, name: str, fields: Any, where: str) -> Any:
+        shape = fields.get("shape") if isinstance(fields, dict) else None
+        if isinstance(shape, list):
+            fields = {**fields, "shape": [change(size) for size in shape]}
+        return original(name, fields, where)
+
+    return wrap("twinproof.checkpoint.format:_parse_entry", around)
+
+
+def _whole(size: Any) -> Any:
+    return int(size) if isinstance(size, float) and size.is_integer() else size
+
+
+floats_are_sizes = patched("A dimension of 2.0 is taken for 2.", _sizes(_whole), kills=("CKPT-400", "CKPT-401"))
+
+
+def _wrapped(size: Any) -> Any:
+    return size % 2**64 if type(size) is int else size
+
+
+sizes_wrap_around = patched("Dimensions are taken modulo 2**64.", _sizes(_wrapped), kills=("CKPT-400", "CKPT-401"))
+
+
+@fault(kills=("CKPT-405", "CKPT-406"), at="twinproof.checkpoint.format:_check_cover")
+def file_length_believed(original: Any, entries: Any, data_bytes: int, where: str) -> None:
+    """A header is believed about the length of its file."""
+    original(entries, max((entry.end for entry in entries.values()), default=data_bytes), where)
+
+
+@fault(kills=("CKPT-402", "CKPT-404"), at="twinproof.checkpoint.catalog:_link_stays_near")
+def links_lead_anywhere(original: Any, folder: Any, name: Any) -> Any:
+    """A link may lead out of the folder."""
+    return True

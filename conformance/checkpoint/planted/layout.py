@@ -1,39 +1,52 @@
-"""Faults in headers, dtypes, names and the order of tensors."""
+"""Faults that ``test_layout`` must notice."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from conformance.checkpoint.planted.making import (
-    both,
-    fast,
+from conformance.checkpoint.planted.planting import (
+    Patch,
     header_text,
     library_entries,
     library_order,
     library_text,
-    together,
 )
-from conformance.harness import swap, wrap
+from conformance.harness import fault, patched, swap, wrap
 from twinproof.checkpoint import format
 
-LAY_OUT = "twinproof.checkpoint.plan:lay_out"
+
+@fault(kills=("CKPT-019", "CKPT-104"), at="fastimpl.ops:rect_place")
+def placed_backwards(original: Any, window: Any, start: Any, dense: Any, words: Any) -> Any:
+    """A rectangle's bytes are placed in reverse."""
+    return original(window, start, dense.flip(0), words)
 
 
-def _shape_lost(original: Any, name: str, dtype: torch.dtype, shape: Any) -> list[int]:
-    return [0] if 0 in shape else original(name, dtype, shape)
+dtype_misnamed = patched(
+    "float16 is announced as bfloat16.",
+    swap("twinproof.checkpoint.format:_NAMES", {**format._NAMES, torch.float16: "BF16"}),
+    library_entries(lambda entry: {**entry, "dtype": "BF16" if entry["dtype"] == "F16" else entry["dtype"]}),
+    kills="CKPT-011",
+)
+sorted_by_name_alone = patched(
+    "Tensors lie by name, whatever their dtype.",
+    swap("twinproof.checkpoint.format:_RANK", dict.fromkeys(format.DTYPES, 0)),
+    library_order(lambda name: name),
+    kills=("CKPT-012", "CKPT-014"),
+)
+page_of_512 = patched(
+    "page_align pads to 512 bytes.", swap("twinproof.checkpoint.format:PAGE_BYTES", 512), kills="CKPT-013"
+)
 
 
-def _float4_as_in_torch(entry: dict[str, Any]) -> dict[str, Any]:
-    shape = entry["shape"]
-    return {**entry, "shape": [*shape[:-1], shape[-1] // 2]} if entry["dtype"] == "F4" else entry
-
-
-def _unpadded(original: Any, *arguments: Any, **options: Any) -> Any:
+@fault(kills="CKPT-014", at="twinproof.checkpoint.plan:lay_out", of="fastimpl")
+def header_not_padded(original: Any, *arguments: Any, **options: Any) -> Any:
+    """The header is not padded to 8, as torch's consolidation."""
     layout = original(*arguments, **options)
     text = layout.header[8:].rstrip(b" ")
     shift = len(layout.header) - 8 - len(text)
@@ -51,131 +64,101 @@ class _Folded(str):
         return self.casefold() < other.casefold()
 
 
-def _only_format(original: Any, tensors: Any, metadata: Any = None, **options: Any) -> Any:
-    return original(tensors, {"format": "pt"}, **options)
-
-
-def _changing_order(original: Any, metadata: Any) -> Any:
-    _changing_order.turn = not getattr(_changing_order, "turn", False)  # type: ignore[attr-defined]
-    items = list(original(metadata).items())
-    return dict(items if _changing_order.turn else reversed(items))  # type: ignore[attr-defined]
-
-
-def _empty_without_metadata(original: Any, tensors: Any, metadata: Any = None, **options: Any) -> Any:
-    members = list(tensors)
-    return original(members, metadata if members else None, **options)
-
-
-def _first_part(original: Any, tensor: Any, offset: Any) -> torch.Tensor:
-    from twinproof.checkpoint.planners import local_boxes
-
-    result: torch.Tensor = original(tensor, local_boxes(tensor)[0][0].offsets)
-    return result
+names_sorted_by_locale = patched(
+    "Names are sorted without regard to case.",
+    wrap("twinproof.checkpoint.format:check_name", lambda original, name: _Folded(original(name))),
+    library_order(str.casefold),
+    kills="CKPT-015",
+)
 
 
 _ASCII = SimpleNamespace(
     **{**vars(json), "dumps": lambda value, **options: json.dumps(value, **{**options, "ensure_ascii": True})}
 )
 
-
-_CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
-
-
-PLANTED = (
-    both(
-        "empty_shape_lost",
-        "A zero-size tensor keeps its dtype only.",
-        ("CKPT-005",),
-        together(
-            wrap("twinproof.checkpoint.format:format_shape", _shape_lost),
-            library_entries(lambda entry: {**entry, "shape": [0] if 0 in entry["shape"] else entry["shape"]}),
-        ),
-    ),
-    both(
-        "float4_not_doubled",
-        "The header shows torch's shape for float4.",
-        ("CKPT-006",),
-        together(
-            swap("twinproof.checkpoint.format:format_shape", lambda name, dtype, shape: list(shape)),
-            library_entries(_float4_as_in_torch),
-        ),
-    ),
-    both(
-        "dtype_misnamed",
-        "float16 is announced as bfloat16.",
-        ("CKPT-011",),
-        together(
-            swap("twinproof.checkpoint.format:_NAMES", {**format._NAMES, torch.float16: "BF16"}),
-            library_entries(lambda entry: {**entry, "dtype": "BF16" if entry["dtype"] == "F16" else entry["dtype"]}),
-        ),
-    ),
-    both(
-        "sorted_by_name_alone",
-        "Tensors lie by name, whatever their dtype.",
-        ("CKPT-012", "CKPT-014"),
-        together(
-            swap("twinproof.checkpoint.format:_RANK", dict.fromkeys(format.DTYPES, 0)), library_order(lambda name: name)
-        ),
-    ),
-    both("page_of_512", "page_align pads to 512.", ("CKPT-013",), swap("twinproof.checkpoint.format:PAGE_BYTES", 512)),
-    fast(
-        "header_not_padded",
-        "The header is not padded to 8, as torch's consolidation.",
-        ("CKPT-014",),
-        wrap(LAY_OUT, _unpadded),
-    ),
-    both(
-        "names_sorted_by_locale",
-        "Names are sorted without regard to case.",
-        ("CKPT-015",),
-        together(
-            wrap("twinproof.checkpoint.format:check_name", lambda original, name: _Folded(original(name))),
-            library_order(str.casefold),
-        ),
-    ),
-    both(
-        "names_escaped",
-        "Names are escaped to ASCII.",
-        ("CKPT-016",),
-        together(
-            swap("twinproof.checkpoint.format:json", _ASCII),
-            library_text(lambda text: header_text(json.loads(text), ensure_ascii=True)),
-        ),
-    ),
-    fast(
-        "metadata_dropped",
-        "User metadata is dropped, as torch's consolidation.",
-        ("CKPT-017",),
-        wrap(LAY_OUT, _only_format),
-    ),
-    both(
-        "header_limit_ignored",
-        "A header that no reader takes is written.",
-        ("CKPT-018",),
-        swap("twinproof.checkpoint.format:HEADER_BYTES_MAX", 1 << 40),
-    ),
-    fast(
-        "metadata_in_random_order",
-        "Metadata keys change places between saves.",
-        ("CKPT-020",),
-        wrap("twinproof.checkpoint.format:check_metadata", _changing_order),
-    ),
-    both(
-        "packed_blocks_confused",
-        "Every block of a packed shard holds the first one's values.",
-        ("CKPT-025",),
-        wrap("twinproof.checkpoint.planners:_part", _first_part),
-    ),
-    fast(
-        "empty_state_without_format",
-        "A file without tensors lacks its format.",
-        ("CKPT-050",),
-        wrap(LAY_OUT, _empty_without_metadata),
-    ),
-    both(
-        "integers_cast_on_export",
-        "An export casts integers too.",
-        ("CKPT-060",),
-        swap("twinproof.checkpoint.plan:_CASTABLE", _CASTABLE),
-    ),
+names_escaped = patched(
+    "Names are escaped to ASCII.",
+    swap("twinproof.checkpoint.format:json", _ASCII),
+    library_text(lambda text: header_text(json.loads(text), ensure_ascii=True)),
+    kills="CKPT-016",
 )
+
+
+@fault(kills="CKPT-017", at="twinproof.checkpoint.plan:lay_out", of="fastimpl")
+def metadata_dropped(original: Any, tensors: Any, metadata: Any = None, **options: Any) -> Any:
+    """User metadata is dropped, as torch's consolidation."""
+    return original(tensors, {"format": "pt"}, **options)
+
+
+header_limit_ignored = patched(
+    "A header that no reader takes is written.",
+    swap("twinproof.checkpoint.format:HEADER_BYTES_MAX", 1 << 40),
+    kills="CKPT-018",
+)
+
+
+_TURNS = itertools.count()
+
+
+@fault(kills="CKPT-020", at="twinproof.checkpoint.format:check_metadata", of="fastimpl")
+def metadata_in_random_order(original: Any, metadata: Any) -> Any:
+    """Metadata keys change places between saves."""
+    items = list(original(metadata).items())
+    return dict(reversed(items) if next(_TURNS) % 2 else items)
+
+
+def _padded_with_nul(original: Any, *arguments: Any, **options: Any) -> Any:
+    layout = original(*arguments, **options)
+    return dataclasses.replace(layout, header=_nul_for_spaces(layout.header))
+
+
+def _nul_for_spaces(header: bytes) -> bytes:
+    text = header.rstrip(b" ")
+    return text + b"\0" * (len(header) - len(text))
+
+
+padded_with_nul = patched(
+    "A header is padded with NUL bytes.",
+    wrap(("twinproof.checkpoint.plan:lay_out", "twinproof.checkpoint.format:lay_out"), _padded_with_nul),
+    library_text(_nul_for_spaces),
+    kills="CKPT-013",
+)
+
+
+def _named(kind: type[str]) -> Patch:
+    """Have names compare as ``kind`` says while they are sorted."""
+    return wrap("twinproof.checkpoint.format:check_name", lambda original, name: kind(original(name)))
+
+
+class _AsGiven(str):
+    """A name that stays where it was given."""
+
+    __slots__ = ()
+
+    def __lt__(self, other: str) -> bool:
+        return False
+
+
+names_as_given = patched(
+    "Tensors lie in the order of the state dict, as torch's consolidation writes them.",
+    _named(_AsGiven),
+    library_order(None),
+    kills=("CKPT-015", "CKPT-019"),
+)
+long_header_without_a_word = patched(
+    "A header that model hubs cannot parse is written without a warning.",
+    swap("twinproof.checkpoint.format:HEADER_BYTES_REMOTE", 1 << 40),
+    kills="CKPT-018",
+)
+
+
+def _data_begin(message: torch.Tensor) -> int:
+    return 16 + 8 * int(message[8:16].view(torch.int64))
+
+
+@fault(kills=("CKPT-019", "CKPT-021"), at="fastimpl.checkpoint.blockio:_place_message")
+def message_read_early(original: Any, window: torch.Tensor, block: Any, message: torch.Tensor) -> int:
+    """The data of an exchanged message is taken one word early."""
+    begin, early = _data_begin(message), message.clone()
+    early[begin:] = message[begin - 8 : -8]
+    return int(original(window, block, early))

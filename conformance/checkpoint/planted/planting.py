@@ -1,66 +1,19 @@
-"""How the bugs of this package are made: shorter constructors, and the faults that several of them are made of."""
+"""What several faults of checkpoint are made of."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, wrap
+from conformance.harness import wrap
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.errors import CorruptionError, TwinproofError
 
-__all__ = [
-    "SOURCE",
-    "Patch",
-    "both",
-    "broken_taken_as_empty",
-    "bytes_where",
-    "fast",
-    "first_only",
-    "header_text",
-    "library_entries",
-    "library_order",
-    "library_text",
-    "nothing",
-    "ref",
-    "together",
-    "values_changed",
-]
-
 Patch = Callable[[], AbstractContextManager[Any]]
-SOURCE = "fastimpl.checkpoint.source:Source.__init__"
-
-
-def fast(id: str, sentence: str, requirements: tuple[str, ...], patch: Patch) -> PlantedBug:
-    """A bug of the fast version alone."""
-    return PlantedBug(id, sentence, requirements, "fastimpl", patch)
-
-
-def ref(id: str, sentence: str, requirements: tuple[str, ...], patch: Patch) -> PlantedBug:
-    """A bug of the reference alone."""
-    return PlantedBug(id, sentence, requirements, "refimpl", patch)
-
-
-def both(id: str, sentence: str, requirements: tuple[str, ...], patch: Patch) -> PlantedBug:
-    """A bug of policy that both implementations share; its patch names modules of the reference only."""
-    return PlantedBug(id, sentence, requirements, ("fastimpl", "refimpl"), patch)
-
-
-def together(*patches: Patch) -> Patch:
-    """Plant several patches as one: the same fault where a name is looked up in several modules."""
-
-    @contextmanager
-    def planted() -> Iterator[None]:
-        with ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch())
-            yield
-
-    return planted
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
@@ -77,6 +30,11 @@ def first_only(error: type[TwinproofError]) -> Callable[..., TwinproofError]:
     return make
 
 
+def zero(data: torch.Tensor) -> torch.Tensor:
+    """Zeros in place of the bytes."""
+    return data.zero_()
+
+
 def bytes_where(condition: Callable[[Any], bool], change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """Change what the fast version takes from the tensors that a condition on their source picks."""
 
@@ -89,7 +47,10 @@ def bytes_where(condition: Callable[[Any], bool], change: Callable[[torch.Tensor
 
 def values_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """Change a tensor before the fast version takes its bytes."""
-    return wrap(SOURCE, lambda original, source, value, dtype: original(source, change(value), dtype))
+    return wrap(
+        "fastimpl.checkpoint.source:Source.__init__",
+        lambda original, source, value, dtype: original(source, change(value), dtype),
+    )
 
 
 def library_text(change: Callable[[bytes], bytes]) -> Patch:
@@ -147,3 +108,13 @@ def broken_taken_as_empty(original: Any, path: Any) -> Catalog:
     except CorruptionError:
         return Catalog()
     return found
+
+
+def parts_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+    """Change the bits of a chunk before the reference sends it to the coordinator."""
+
+    def around(original: Any, *arguments: Any) -> Any:
+        name, offsets, bits = original(*arguments)
+        return name, offsets, change(bits)
+
+    return wrap("refimpl.checkpoint:_part", around)

@@ -1,58 +1,34 @@
-"""Faults in what an asynchronous save copies before training goes on."""
+"""Faults that ``test_staging`` must notice."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault, patched, swap
 
-from conformance.checkpoint.planted.making import both
-from conformance.harness import swap, wrap
-
-
-def _storages(original: Any, value: Any, memo: Any) -> Any:
-    """As torch's stager does: the storage is copied, and what stands beside it is forgotten."""
-    if type(value) is torch.Tensor and (value.is_conj() or value.is_neg()):
-        value = torch._conj(value) if value.is_conj() else torch._neg_view(value)
-    return original(value, memo)
-
-
-def _filled(original: Any, value: Any, memo: Any) -> Any:
-    """As torch's stager does: what has no memory becomes memory."""
-    return torch.zeros(value.shape) if value.is_meta else original(value, memo)
+copies_not_waited_for = patched(
+    "A block is written before its bytes came from the device.",
+    swap("fastimpl.checkpoint.device_copies:Stager.finish", staticmethod(nothing)),
+    kills="CKPT-101",
+)
+buffer_reused_early = patched(
+    "A buffer is filled again while its copy is still to run.",
+    swap("fastimpl.checkpoint.device_copies:DoubleBuffer._settle", nothing),
+    kills="CKPT-102",
+)
 
 
-def _same_target(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
-    """What is loaded goes to a copy of the target when that is an optimizer's."""
-    return [
-        (item, target.clone() if "exp_avg" in item.dest_index.fqn else target)
-        for item, target in original(reader, plan, planner)
-    ]
+@fault(kills="CKPT-102", at="fastimpl.checkpoint.readio:_slices")
+def last_slice_skipped(original: Any, jobs: Any) -> Any:
+    """The last piece of a tensor that is read in several is left out."""
+    for part in original(jobs):
+        if not part.skip or part.skip + part.count < part.job.geometry.total_bytes:
+            yield part
 
 
-PLANTED = (
-    both(
-        "optimizer_not_loaded",
-        "Tensors of an optimizer are read into memory that nobody looks at.",
-        ("CKPT-424",),
-        wrap("twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets", _same_target),
-    ),
-    both(
-        "staged_by_reference",
-        "An asynchronous save reads the training's own tensors.",
-        ("CKPT-420", "CKPT-422", "CKPT-083"),
-        swap("twinproof.checkpoint.dcp:staged", lambda state: state),
-    ),
-    both(
-        "staged_by_storage",
-        "An asynchronous save forgets that a tensor is conjugated or negated.",
-        ("CKPT-422",),
-        wrap("twinproof.checkpoint.planners:_copied", _storages),
-    ),
-    both(
-        "meta_staged_as_memory",
-        "A meta tensor is staged as memory that nobody filled.",
-        ("CKPT-423",),
-        wrap("twinproof.checkpoint.planners:_copied", _filled),
-    ),
+cuda_copies_not_awaited = patched(
+    "Pinned buffers are read before their copies ended.",
+    swap("fastimpl.checkpoint.device_copies:CudaCopies.wait", nothing),
+    kills="CKPT-110",
 )

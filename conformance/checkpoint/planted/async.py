@@ -1,0 +1,44 @@
+"""Faults that ``test_async`` must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from conformance.harness import fault, patched, swap
+
+
+@fault(kills="CKPT-094", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.arranged")
+def cached_layout_reused(original: Any, writer: Any, planner: Any) -> Any:
+    """A save takes the layout of an earlier one from a cached plan."""
+    found = getattr(type(planner), "_planted_first", None)
+    if found is None:
+        found = type(planner)._planted_first = original(writer, planner)
+    writer.arrangement = found
+    return found
+
+
+@fault(kills="CKPT-095", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan")
+def several_ranks_unchecked(original: Any, writer: Any, plans: Any) -> Any:
+    """save_distributed=False is not refused with several ranks; torch writes a corrupt file."""
+    writer.options = dataclasses.replace(writer.options, save_distributed=True)
+    return original(writer, plans)
+
+
+one_process_writes_shards = patched(
+    "One process that asks for no consolidation gets shards and no final files; in torch too.",
+    swap(
+        "twinproof.checkpoint.plan:WriterOptions.writes_shards",
+        property(lambda options: not options.enable_consolidation),
+    ),
+    kills="CKPT-095",
+)
+
+
+@fault(kills="CKPT-084", at="twinproof.checkpoint.publish:Staging._publish_folder")
+def second_save_ignored(original: Any, staging: Any) -> None:
+    """A save over a checkpoint changes nothing."""
+    if staging.target.exists():
+        staging.discard()
+        return
+    original(staging)

@@ -1,0 +1,122 @@
+"""Faults that ``test_load`` must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+
+from conformance.checkpoint.planted.planting import first_only
+from conformance.harness import fault, patched, swap, wrap
+from twinproof.errors import MissingKeyError, PlanError
+
+
+@fault(kills="CKPT-060", at="twinproof.checkpoint.plan:fnmatchcase", of="fastimpl")
+def export_keep_ignored(original: Any, name: Any, pattern: Any) -> Any:
+    """The keep-list of an export is not looked at."""
+    return False
+
+
+_CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
+
+integers_cast_on_export = patched(
+    "An export casts integers too.", swap("twinproof.checkpoint.plan:_CASTABLE", _CASTABLE), kills="CKPT-060"
+)
+
+
+@fault(kills="CKPT-052", at="twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets")
+def loaded_into_copies(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    """A load fills copies of the targets."""
+    return [(item, target.clone()) for item, target in original(reader, plan, planner)]
+
+
+one_missing_name_shown = patched(
+    "Of several missing names only the first is shown.",
+    swap("twinproof.checkpoint.planners:MissingKeyError", first_only(MissingKeyError)),
+    kills="CKPT-053",
+)
+
+
+@fault(kills="CKPT-054", at="twinproof.checkpoint.planners:HuggingFaceLoadPlanner.create_local_plan")
+def unexpected_names_hidden(original: Any, planner: Any) -> Any:
+    """Names that the target lacks are not reported."""
+    plan = original(planner)
+    planner.unexpected_keys = []
+    return plan
+
+
+one_wrong_shape_shown = patched(
+    "Of several wrong shapes only the first is shown.",
+    swap("twinproof.checkpoint.planners:PlanError", first_only(PlanError)),
+    kills="CKPT-055",
+)
+
+
+@fault(kills="CKPT-056", at="twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets")
+def cast_in_silence(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    """A dtype mismatch is converted without being asked."""
+    reader.cast = True
+    return original(reader, plan, planner)
+
+
+@fault(kills="CKPT-057", at="fastimpl.checkpoint.reader:run_jobs")
+def whole_files_read(original: Any, jobs: Any, *rest: Any) -> Any:
+    """A load reads whole files."""
+    for file in {job.file for job in jobs}:
+        with open(file, "rb") as stream:
+            stream.read()
+    return original(jobs, *rest)
+
+
+def _any_as_bytes(original: Any, kind: str) -> torch.dtype:
+    return original(kind) or torch.uint8
+
+
+def _as_bytes(original: Any, stored: Any, where: str) -> torch.Tensor:
+    if stored["dtype"].startswith("F6"):
+        stored = {**stored, "dtype": "U8", "shape": [4], "data": bytearray(4)}
+    found: torch.Tensor = original(stored, where)
+    return found
+
+
+unknown_dtypes_as_bytes = patched(
+    "A dtype that torch lacks is loaded as bytes.",
+    wrap("twinproof.checkpoint.dcp:torch_dtype", _any_as_bytes),
+    wrap("refimpl.checkpoint:_tensor_of", _as_bytes),
+    kills="CKPT-058",
+)
+
+
+@fault(kills="CKPT-061", at="twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_metadata")
+def warns_on_every_load(original: Any, reader: Any) -> Any:
+    """A load warns of a buffer that is not writable, as torch does."""
+    warnings.warn("The given buffer is not writable", stacklevel=2)
+    return original(reader)
+
+
+@fault(kills="CKPT-053", at="twinproof.checkpoint.planners:HuggingFaceLoadPlanner.create_local_plan")
+def missing_targets_zeroed(original: Any, planner: Any) -> Any:
+    """strict=False clears the targets that the checkpoint lacks."""
+    plan = original(planner)
+    for name in planner.missing_keys:
+        planner.state_dict[name].zero_()
+    return plan
+
+
+@fault(kills="CKPT-056", at="twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets")
+def dtypes_checked_one_by_one(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    """The first wrong dtype ends the check, and the others are not shown."""
+    found = []
+    for item in plan.items:
+        found += original(reader, dataclasses.replace(plan, items=[item]), planner)
+    return found
+
+
+@fault(kills="CKPT-060", at="fastimpl.checkpoint.source:Source.__init__")
+def export_truncates(original: Any, source: Any, value: torch.Tensor, dtype: torch.dtype) -> None:
+    """An export cuts the low bits off instead of rounding to nearest even."""
+    if dtype is torch.bfloat16 and value.dtype is torch.float32:
+        value = (value.view(torch.int32) & -65536).view(torch.float32)
+    original(source, value, dtype)

@@ -1,0 +1,57 @@
+"""Faults that ``test_ops`` must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault, patched, swap
+
+version_not_bumped = patched(
+    "Operators write without raising version counters.",
+    swap("torch.autograd.graph:increment_version", nothing),
+    kills="CKPT-106",
+    of="fastimpl",
+)
+
+
+@fault(kills="CKPT-105", at="fastimpl.ops:rect_place")
+def misuse_ignored(original: Any, *arguments: Any) -> None:
+    """What an operator refuses is passed over in silence."""
+    try:
+        original(*arguments)
+    except RuntimeError:
+        return
+
+
+@fault(kills="CKPT-103", of="fastimpl")
+def write_not_in_schema() -> Iterator[None]:
+    """The schema of an operator does not say which tensor it writes."""
+    # torch's own stubs lack types here.
+    library: Any = torch.library.Library("twinproof_planted", "FRAGMENT")  # type: ignore[no-untyped-call]
+    try:
+        library.define("checkpoint_place(Tensor window, int start, Tensor dense, Tensor words) -> ()")
+        library.impl("checkpoint_place", torch.ops.twinproof.checkpoint_place.default, "CPU")
+        torch.library.register_fake("twinproof_planted::checkpoint_place", lambda *arguments: None, lib=library)
+        with swap("torch:ops.twinproof.checkpoint_place", torch.ops.twinproof_planted.checkpoint_place):
+            yield
+    finally:
+        library._destroy()
+
+
+def _register(length: int) -> None:
+    name = "twinproof::checkpoint_read"
+    torch.library.register_fake(name, lambda file, dense, window, words: words.new_empty(length))
+
+
+@fault(kills="CKPT-103", of="fastimpl")
+def fake_kernel_lies() -> Iterator[None]:
+    """An operator's fake kernel announces another shape than the operator gives."""
+    _register(2)
+    try:
+        yield
+    finally:
+        _register(3)

@@ -1,0 +1,113 @@
+"""Faults that ``test_sharding`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.checkpoint.planted.planting import bytes_where, nothing, parts_changed, values_changed, zero
+from conformance.harness import fault, patched, swap
+
+
+@fault(kills=("CKPT-021", "CKPT-022", "CKPT-096"), at="fastimpl.checkpoint.exchange:_frame")
+def message_loses_a_byte(original: Any, parts: Any, *, failed: bool) -> torch.Tensor:
+    """The last byte of each exchanged message is wrong."""
+    message: torch.Tensor = original(parts, failed=failed)
+    words = int(message[8:16].view(torch.int64))
+    data_bytes = sum(part.count for part in parts)
+    message[16 + 8 * words + data_bytes - 1] ^= 0x5A
+    return message
+
+
+inner_shards_reversed = patched(
+    "Shards of tensors with three and more dimensions are stored in reverse.",
+    values_changed(lambda v: v.flip(0) if v.dim() > 2 else v),
+    kills="CKPT-023",
+)
+
+
+@fault(kills="CKPT-024", at="fastimpl.checkpoint.writer:_parts")
+def shared_replica_is_blank(original: Any, plan: Any, items: Any, sources: Any, job: Any) -> Any:
+    """What a rank supplies in place of another replica is zeros."""
+    blank = {k: type(s)(torch.zeros_like(s.value), s.dtype) if k < 0 else s for k, s in sources.items()}
+    return original(plan, items, blank, job)
+
+
+vectors_lost = patched(
+    "Replicated vectors are stored as zeros.",
+    bytes_where(lambda s: s.value.dim() == 1, zero),
+    kills=("CKPT-028", "CKPT-090"),
+)
+
+
+@fault(kills=("CKPT-027", "CKPT-086"), at="twinproof.checkpoint.dcp:build_index")
+def index_lacks_a_name(original: Any, weight_map: Any, total: int) -> bytes:
+    """The last name is missing from the index."""
+    names = sorted(weight_map)[:-1]
+    return bytes(original({name: weight_map[name] for name in names}, total))
+
+
+tiling_unchecked = patched(
+    "Gaps between chunks are not looked for at save.",
+    swap("twinproof.checkpoint.plan:check_tiling", nothing),
+    kills="CKPT-030",
+)
+
+
+@fault(kills="CKPT-025", at="twinproof.checkpoint.planners:_part")
+def packed_blocks_confused(original: Any, tensor: Any, offset: Any) -> torch.Tensor:
+    """Every block of a packed shard holds the first one's values."""
+    from twinproof.checkpoint.planners import local_boxes
+
+    result: torch.Tensor = original(tensor, local_boxes(tensor)[0][0].offsets)
+    return result
+
+
+@fault(kills="CKPT-026", at="fastimpl.checkpoint.reader:geometry")
+def reshard_offset_ignored(original: Any, shape: Any, offsets: Any, sizes: Any, itemsize: int) -> Any:
+    """A load always reads a chunk from its start."""
+    return original(shape, (0,) * len(shape), sizes, itemsize)
+
+
+@fault(kills=("CKPT-026", "CKPT-057"), at="fastimpl.checkpoint.reader:geometry")
+def column_offset_ignored(original: Any, shape: Any, offsets: Any, sizes: Any, itemsize: int) -> Any:
+    """A load reads the right rows, but always from the first column."""
+    inner = (0,) * len(offsets[1:])
+    return original(shape, (*offsets[:1], *inner), sizes, itemsize)
+
+
+reference_reverses_inner_shards = patched(
+    "Shards of tensors with three and more dimensions are stored in reverse.",
+    parts_changed(lambda bits: bits.flip(0) if bits.dim() > 2 else bits),
+    kills="CKPT-023",
+)
+
+
+@fault(kills=("CKPT-021", "CKPT-024"), at="refimpl.checkpoint:assemble")
+def reference_stacks_shards(original: Any, shape: Any, dtype: Any, parts: Any) -> Any:
+    """Every chunk is placed at the start of its tensor."""
+    return original(shape, dtype, [(name, (0,) * len(offsets), bits) for name, offsets, bits in parts])
+
+
+# torch itself refuses it; an implementation that brings planning of its own has to, too.
+partial_taken_as_whole = patched(
+    "A partial sum is stored as if it were the value.",
+    swap("torch.distributed.tensor:DTensor._raise_if_contains_partial_placements", nothing),
+    kills="CKPT-029",
+)
+
+
+def _without_last_row(value: torch.Tensor) -> torch.Tensor:
+    if value.dim() != 2 or value.shape[0] % 2 == 0:
+        return value
+    changed = value.clone()
+    changed[-1] = 0
+    return changed
+
+
+last_row_lost = patched(
+    "The last row of a shard with an odd number of rows is not stored.",
+    values_changed(_without_last_row),
+    kills="CKPT-022",
+)

@@ -1,0 +1,60 @@
+"""Faults that ``test_shards`` must notice."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault, patched, swap
+
+
+@fault(kills="CKPT-035", at="fastimpl.checkpoint.writer:find_holders")
+def replicas_written_by_one(original: Any, arrangement: Any, held: Any) -> Any:
+    """One rank writes all of a replicated tensor."""
+    return {}
+
+
+@fault(kills="CKPT-031", at="twinproof.checkpoint.shards:_metadata")
+def global_shape_not_stored(original: Any, shards: Any, options: Any) -> Any:
+    """Shard files do not say the global shape; torch's do not."""
+    metadata = original(shards, options)
+    info = {
+        name: {"saved_offsets": value["saved_offsets"]}
+        for name, value in json.loads(metadata["DCP_SHARDING_INFO"]).items()
+    }
+    return {**metadata, "DCP_SHARDING_INFO": json.dumps(info)}
+
+
+@fault(kills=("CKPT-032", "CKPT-403"), at="twinproof.checkpoint.catalog:is_simple_tiling")
+def missing_shard_is_zeros(original: Any, shape: Any, boxes: Any) -> Any:
+    """A missing middle shard is not noticed; in torch it gives zeros."""
+    return True
+
+
+dtypes_reinterpreted = patched(
+    "Shards that disagree about their dtype are taken together; in torch they are.",
+    swap("twinproof.checkpoint.catalog:_Builder._disagree", staticmethod(nothing)),
+    kills="CKPT-033",
+)
+
+
+@fault(kills=("CKPT-034", "CKPT-325"), at="twinproof.checkpoint.publish:Staging._old_checkpoint")
+def stale_files_stay(original: Any, staging: Any) -> Any:
+    """Files of an earlier save stay; in torch they do."""
+    known = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    return [name for name in original(staging) if name in known]
+
+
+replicas_not_compared = patched(
+    "check_replicas compares nothing; torch keeps one rank's values.",
+    swap("twinproof.checkpoint.dcp:compare_checksums", nothing),
+    kills="CKPT-036",
+)
+
+
+@fault(kills=("CKPT-035", "CKPT-089"), at="fastimpl.checkpoint.run:Runner._write")
+def blocks_written_twice(original: Any, *arguments: Any) -> None:
+    """Every block is written twice, as by two holders of one replica."""
+    original(*arguments)
+    original(*arguments)

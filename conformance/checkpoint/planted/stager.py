@@ -1,0 +1,25 @@
+"""Faults that ``test_stager`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+
+@fault(kills="CKPT-422", at="twinproof.checkpoint.planners:_copied")
+def staged_by_storage(original: Any, value: Any, memo: Any) -> Any:
+    """An asynchronous save forgets that a tensor is conjugated or negated."""
+    # As torch's stager does: the storage is copied, and what stands beside it is forgotten.
+    if type(value) is torch.Tensor and (value.is_conj() or value.is_neg()):
+        value = torch._conj(value) if value.is_conj() else torch._neg_view(value)
+    return original(value, memo)
+
+
+@fault(kills="CKPT-423", at="twinproof.checkpoint.planners:_copied")
+def meta_staged_as_memory(original: Any, value: Any, memo: Any) -> Any:
+    """A meta tensor is staged as memory that nobody filled."""
+    # As torch's stager does: what has no memory becomes memory.
+    return torch.zeros(value.shape) if value.is_meta else original(value, memo)
