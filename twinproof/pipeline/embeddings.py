@@ -66,7 +66,7 @@ class EmbeddingBagCollectionBase(torch.nn.Module):
     by torch's own kernels: the same sums, rounded in their order.
     """
 
-    bags_type: Any
+    bags_type: type[Any]
     __jit_unused_properties__ = ("device",)
 
     def __init__(

@@ -64,7 +64,7 @@ class EmbeddingCollectionBase(torch.nn.Module):
         ConfigError: tables of different width, or that are to be pooled. UnsupportedError: what is refused.
     """
 
-    bags_type: Any
+    bags_type: type[Any]
     __jit_unused_properties__ = ("device",)
 
     def __init__(
