@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Gpu", "GpuSample", "Unavailable", "open_gpu", "throttled"]
+__all__ = ["Gpu", "GpuSample", "Unavailable", "counts_between", "open_gpu", "throttled", "used_bytes"]
 
 # nvmlClocksEventReasons bits that mean the clock was held down by power, heat or the board; idling is none of them.
 _THROTTLE_BITS = {
@@ -38,7 +38,11 @@ class Unavailable:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One reading. PCIe rates are NVML's own averages over its last 20 ms, in bytes per second."""
+    """One reading.
+
+    PCIe rates are NVML's own averages over its last 20 ms, in bytes per second. PCIe bytes are counts since the driver
+    was loaded, as the device sees them: it sends (tx) what goes to the host. They are None where a device counts none.
+    """
 
     memory_used_bytes: int
     memory_total_bytes: int
@@ -47,6 +51,8 @@ class GpuSample:
     throttle_reasons: tuple[str, ...]
     pcie_tx_bytes_per_s: int
     pcie_rx_bytes_per_s: int
+    pcie_tx_bytes: int | None = None
+    pcie_rx_bytes: int | None = None
 
 
 class Gpu:
@@ -70,6 +76,7 @@ class Gpu:
         # NVML counts PCIe in KB/s.
         tx = 1000 * nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
         rx = 1000 * nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        sent, received = self._pcie_counts()
         return GpuSample(
             memory_used_bytes=int(memory.used),
             memory_total_bytes=int(memory.total),
@@ -78,7 +85,32 @@ class Gpu:
             throttle_reasons=tuple(text for bit, text in _THROTTLE_BITS.items() if bits & bit),
             pcie_tx_bytes_per_s=int(tx),
             pcie_rx_bytes_per_s=int(rx),
+            pcie_tx_bytes=sent,
+            pcie_rx_bytes=received,
         )
+
+    def used_bytes(self) -> int:
+        """Memory of the device that is taken, by whomever."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def _pcie_counts(self) -> tuple[int | None, int | None]:
+        """Bytes sent and received; None for each that this library, driver or device does not count."""
+        nvml = self._nvml
+        fields = [getattr(nvml, f"NVML_FI_DEV_PCIE_COUNT_{way}_BYTES", None) for way in ("TX", "RX")]
+        if None in fields:
+            return None, None
+        try:
+            sent, received = nvml.nvmlDeviceGetFieldValues(self._handle, fields)
+        except nvml.NVMLError:
+            return None, None
+        return self._value_of(sent), self._value_of(received)
+
+    def _value_of(self, field: Any) -> int | None:
+        # A field says for itself whether it could be read, and which member of its union holds the value.
+        members = {1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal"}
+        if field.nvmlReturn != 0 or field.valueType not in members:
+            return None
+        return int(getattr(field.value, members[field.valueType]))
 
     def close(self) -> None:
         """Shut NVML down."""
@@ -112,6 +144,31 @@ def open_gpu(index: int = 0, *, library: Any = None) -> Gpu | Unavailable:
     except library.NVMLError as error:
         library.nvmlShutdown()
         return Unavailable(f"no device {index}: {error}")
+
+
+def used_bytes(*, library: Any = None) -> int | None:
+    """Memory of the first device that is taken; None where NVML is not there to ask."""
+    with open_gpu(library=library) as gpu:
+        return gpu.used_bytes() if isinstance(gpu, Gpu) else None
+
+
+def counts_between(before: GpuSample, after: GpuSample) -> dict[str, float]:
+    """What one run used of the device, by the names that gates know.
+
+    ``nvml_used_bytes`` is taken when it ends, ``nvml_growth_bytes`` more than when it began. ``pcie_tx_bytes`` and
+    ``pcie_rx_bytes`` are left out where the device counts none and where a count wrapped: a gate stays undecided then.
+    """
+    found = {
+        "nvml_used_bytes": float(after.memory_used_bytes),
+        "nvml_growth_bytes": float(after.memory_used_bytes - before.memory_used_bytes),
+        "pcie_tx_bytes_per_s": float(after.pcie_tx_bytes_per_s),
+        "pcie_rx_bytes_per_s": float(after.pcie_rx_bytes_per_s),
+    }
+    for name in ("pcie_tx_bytes", "pcie_rx_bytes"):
+        first, last = getattr(before, name), getattr(after, name)
+        if first is not None and last is not None and last >= first:
+            found[name] = float(last - first)
+    return found
 
 
 def throttled(samples: Sequence[GpuSample]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from perf.harness.nvml import Gpu, Unavailable, throttled
+from perf.harness.nvml import Gpu, Unavailable, counts_between, throttled
 from twinproof.errors import ConfigError
 
 __all__ = ["Round", "Sample", "interleave", "merge_ranks", "ratios", "seconds_of"]
@@ -30,6 +30,7 @@ _BY_MAXIMUM = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "nvml_used_bytes",
+    "nvml_growth_bytes",
     "open_fd_count",
     "thread_count",
 )
@@ -63,7 +64,8 @@ def interleave(
         round_count: rounds that count.
         seed: of the order.
         warm_up: run one more round first and forget it.
-        gpu: read around every run. Its memory and PCIe rates are counts of the sample, and a round in which its clock
+        gpu: read around every run. What it used of its memory and its link (``counts_between``) joins the sample,
+            where the run has not measured it more closely, and a round in which its clock
             was held down by power or heat is dropped, and measured once more at the end: at most ``round_count`` times.
             For jobs of one rank, since ranks would have to agree on it.
     """
@@ -96,12 +98,7 @@ def _watched(run: Callable[[], Sample], gpu: Gpu | None) -> tuple[Sample, tuple[
     before = gpu.sample()
     sample = run()
     after = gpu.sample()
-    counts = {
-        "nvml_used_bytes": float(after.memory_used_bytes),
-        "pcie_tx_bytes_per_s": float(after.pcie_tx_bytes_per_s),
-        "pcie_rx_bytes_per_s": float(after.pcie_rx_bytes_per_s),
-    }
-    return {**sample, **counts}, throttled([before, after])
+    return {**counts_between(before, after), **sample}, throttled([before, after])
 
 
 def merge_ranks(by_rank: Sequence[Sequence[Round]]) -> list[Round]:

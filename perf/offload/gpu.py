@@ -144,7 +144,7 @@ class _Serial:
 def moves(engine: Any, kind: Any, workload: Workload, round_count: int, seed: int) -> list[Round]:
     """All states out and in: ``ours``, as many bytes in one pinned ``copy``.
 
-    By tensor, a pageable ``loop`` and a ``pinned`` one.
+    By tensor, a pageable ``loop`` and a ``pinned`` one; and as many bytes copied ``twice``.
     """
     optimizer, copies = make_optimizer(engine, workload), _Copies(engine, 2 * workload.payload_bytes)
     tensors = [state[name].clone() for state in optimizer.state.values() for name in STATES]
@@ -172,7 +172,11 @@ def moves(engine: Any, kind: Any, workload: Workload, round_count: int, seed: in
         for home, tensor in zip(homes, tensors, strict=True):
             engine.copy(tensor, home)
 
-    jobs = {"ours": ours, "copy": copies.one_after_the_other, "loop": loop, "pinned": pinned}
+    def twice() -> None:
+        copies.one_after_the_other()
+        copies.one_after_the_other()
+
+    jobs = {"ours": ours, "copy": copies.one_after_the_other, "loop": loop, "pinned": pinned, "twice": twice}
     rounds = _run(engine, workload, jobs, round_count, seed)
     after = offloader.snapshot()["state"]
     offloader.close()

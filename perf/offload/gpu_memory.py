@@ -36,6 +36,12 @@ def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [state[name] for state in optimizer.state.values() for name in STATES]
 
 
+def _grown(meter: Meter, used_bytes: int | None) -> Sample:
+    """What the device has lost since, by NVML; nothing where NVML is not there."""
+    now = meter.used_bytes()
+    return {} if now is None or used_bytes is None else {"nvml_growth_bytes": float(now - used_bytes)}
+
+
 def host(engine: Any, meter: Meter, kind: Any, workload: Workload, round_count: int, seed: int) -> list[Round]:
     """The host's time, and its waits, to queue: ``ours``, both verbs; ``launches``, a copy for each tensor each way.
 
@@ -96,11 +102,14 @@ def memory(engine: Any, meter: Meter, kind: Any, workload: Workload, round_count
         meter.settle()
         base, saved = meter.active_bytes(), before - meter.active_bytes()
         optimizer.step()
-        begun, reserved = time.perf_counter(), meter.reserved_bytes()
+        offloader.settle()
+        reserved, used = meter.reserved_bytes(), meter.used_bytes()
+        begun = time.perf_counter()
         for _ in range(_CYCLES - 2):
             optimizer.step()
         offloader.settle()
         found = {
+            **_grown(meter, used),
             "seconds": time.perf_counter() - begun,
             "peak_bytes": float(meter.peak_bytes() - base),
             "growth_bytes": float(meter.reserved_bytes() - reserved),
@@ -115,7 +124,8 @@ def memory(engine: Any, meter: Meter, kind: Any, workload: Workload, round_count
         """Streams are made anew for each step, and each state has pinned memory of its own, rounded by torch."""
         optimizer = make_optimizer(engine, workload)
         meter.settle()
-        pinned, begun, reserved = meter.pinned_bytes(), time.perf_counter(), meter.reserved_bytes()
+        pinned, reserved, used = meter.pinned_bytes(), meter.reserved_bytes(), meter.used_bytes()
+        begun = time.perf_counter()
         homes = [meter.pinned_like(state).copy_(state) for state in _states(optimizer)]
         for _ in range(_CYCLES):
             with engine.on(engine.stream("anew")):
@@ -124,6 +134,7 @@ def memory(engine: Any, meter: Meter, kind: Any, workload: Workload, round_count
                     engine.copy(here, home.view(-1).view(torch.uint8))
         wait(engine)
         return {
+            **_grown(meter, used),
             "seconds": time.perf_counter() - begun,
             "growth_bytes": float(meter.reserved_bytes() - reserved),
             "pinned_bytes": float(meter.pinned_bytes() - pinned),

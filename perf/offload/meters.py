@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from perf.harness.nvml import used_bytes
+
 __all__ = ["CudaMeter", "Meter"]
 
 
@@ -25,6 +27,9 @@ class Meter(Protocol):
 
     def reserved_bytes(self) -> int:
         """Taken from the device, in use or not."""
+
+    def used_bytes(self) -> int | None:
+        """Taken of the whole device, as NVML counts: what torch does not count is in it. None without NVML."""
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of torch's own allocator of pinned memory."""
@@ -56,6 +61,10 @@ class CudaMeter:
     def reserved_bytes(self) -> int:
         """As torch counts."""
         return int(torch.cuda.memory_reserved())
+
+    def used_bytes(self) -> int | None:
+        """Of the first device; what other processes take is in it."""
+        return used_bytes()
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rounded up to a power of two."""

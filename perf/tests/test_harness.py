@@ -12,12 +12,14 @@ import pytest
 from perf.harness import cli
 from perf.harness.counters import Counters, peak_is_resettable
 from perf.harness.figures import figure_lines
-from perf.harness.judge import Machine, Outcome, Result, Ruling
-from perf.harness.nvml import Gpu, GpuSample, Unavailable, open_gpu, throttled
+from perf.harness.gates import read_gates
+from perf.harness.judge import Machine, Outcome, Result, Ruling, judge
+from perf.harness.nvml import Gpu, GpuSample, Unavailable, counts_between, open_gpu, throttled, used_bytes
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
 from perf.harness.results import Evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.verdicts import Verdict, compare, interval_of
+from perf.harness.workloads import read_workloads
 from twinproof.errors import ConfigError
 
 
@@ -99,9 +101,13 @@ class _FakeNvml:
     NVMLError = RuntimeError
     NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+    NVML_FI_DEV_PCIE_COUNT_TX_BYTES, NVML_FI_DEV_PCIE_COUNT_RX_BYTES = 197, 198
 
     def __init__(self) -> None:
         self.open_count = 0
+        self.used = 3 << 30
+        self.pcie_bytes = {197: 7, 198: 8}
+        self.field_result = 0
 
     def nvmlInit(self) -> None:
         self.open_count += 1
@@ -118,7 +124,7 @@ class _FakeNvml:
         return "Fake"
 
     def nvmlDeviceGetMemoryInfo(self, _: str) -> Any:
-        return SimpleNamespace(used=3 << 30, total=80 << 30)
+        return SimpleNamespace(used=self.used, total=80 << 30)
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, _: str) -> int:
         return 0x1 | 0x40
@@ -129,6 +135,17 @@ class _FakeNvml:
     def nvmlDeviceGetClockInfo(self, _: str, kind: int) -> int:
         return 1000 * kind
 
+    def nvmlDeviceGetFieldValues(self, _: str, fields: list[int]) -> list[Any]:
+        values = [SimpleNamespace(uiVal=0, ullVal=self.pcie_bytes[field]) for field in fields]
+        return [SimpleNamespace(nvmlReturn=self.field_result, valueType=3, value=value) for value in values]
+
+    def moves(self, tx_bytes: int, rx_bytes: int, used_bytes: int = 0) -> Sample:
+        """A contender's run."""
+        self.pcie_bytes[197] += tx_bytes
+        self.pcie_bytes[198] += rx_bytes
+        self.used += used_bytes
+        return {"seconds": 1.0}
+
 
 def test_a_gpu_is_read_and_closed() -> None:
     library = _FakeNvml()
@@ -138,11 +155,74 @@ def test_a_gpu_is_read_and_closed() -> None:
         sample = gpu.sample()
     assert (gpu.name, library.open_count) == ("Fake", 0)
     # Idling, the lowest bit, is no reason to distrust a time; NVML counts PCIe in thousands of bytes.
-    assert sample == GpuSample(3 << 30, 80 << 30, 1000, 2000, ("thermal (hardware)",), 5000, 6000)
+    assert sample == GpuSample(3 << 30, 80 << 30, 1000, 2000, ("thermal (hardware)",), 5000, 6000, 7, 8)
     assert throttled([sample, sample]) == ("thermal (hardware)",)
     missing = open_gpu(1, library=library)
     assert missing == Unavailable("no device 1: no such device")
     assert library.open_count == 0
+    assert (used_bytes(library=library), library.open_count) == (3 << 30, 0)
+
+
+def test_counts_that_a_device_does_not_have_are_absent() -> None:
+    library = _FakeNvml()
+    with open_gpu(library=library) as gpu:
+        assert isinstance(gpu, Gpu)
+        before = gpu.sample()
+        library.moves(100, 200, used_bytes=1 << 20)
+        after = gpu.sample()
+        found = counts_between(before, after)
+        assert (found["pcie_tx_bytes"], found["pcie_rx_bytes"], found["nvml_growth_bytes"]) == (100, 200, 1 << 20)
+        # A count that wrapped says nothing, nor does one that the device refuses to read.
+        wrapped = counts_between(after, before)
+        assert "pcie_tx_bytes" not in wrapped
+        assert wrapped["nvml_growth_bytes"] == -(1 << 20)
+        library.field_result = 3
+        assert (gpu.sample().pcie_tx_bytes, gpu.sample().pcie_rx_bytes) == (None, None)
+        assert "pcie_rx_bytes" not in counts_between(after, gpu.sample())
+
+
+@pytest.mark.parametrize(
+    ("name", "moved", "result"),
+    [
+        ("offload-gpu-pcie-out", (102, 150), Result.PASS),
+        ("offload-gpu-pcie-out", (106, 100), Result.FAIL),
+        ("offload-gpu-pcie-out", (50, 100), Result.IMPLAUSIBLE),
+        ("offload-gpu-pcie-in", (150, 102), Result.PASS),
+        ("offload-gpu-pcie-in", (100, 106), Result.FAIL),
+        ("offload-gpu-pcie-in", (100, 0), Result.IMPLAUSIBLE),
+    ],
+)
+def test_a_gate_is_judged_by_the_counts_of_the_link(name: str, moved: tuple[int, int], result: Result) -> None:
+    library, workloads = _FakeNvml(), read_workloads()
+    library.nvmlDeviceGetCurrentClocksEventReasons = lambda _: 0  # type: ignore[method-assign]
+    gate = next(gate for gate in read_gates(workloads) if gate.id == name)
+    runs = {
+        "ours": lambda: library.moves(*moved),
+        "copy": lambda: library.moves(100, 100),
+        "twice": lambda: library.moves(200, 200),
+    }
+    machine, shape = Machine(("cpu", "cuda"), "ext4"), gate.workloads["full"]
+    with open_gpu(library=library) as gpu:
+        rounds = interleave(runs, round_count=3, seed=0, gpu=gpu)
+    outcome = judge(gate, "full", workloads, {shape: rounds}, machine)
+    assert (outcome.result, outcome.control.result) == (result, Result.FAIL)
+    library.field_result = 3
+    with open_gpu(library=library) as gpu:
+        rounds = interleave(runs, round_count=3, seed=0, gpu=gpu)
+    assert judge(gate, "full", workloads, {shape: rounds}, machine).result is Result.UNDECIDED
+
+
+@pytest.mark.parametrize(("grown", "result"), [(16 << 20, Result.PASS), ((16 << 20) + 1, Result.FAIL)])
+def test_a_gate_is_judged_by_the_memory_of_the_device(grown: int, result: Result) -> None:
+    library, workloads = _FakeNvml(), read_workloads()
+    library.nvmlDeviceGetCurrentClocksEventReasons = lambda _: 0  # type: ignore[method-assign]
+    gate = next(gate for gate in read_gates(workloads) if gate.id == "offload-gpu-device-growth")
+    runs = {"ours": lambda: library.moves(0, 0, grown), "careless": lambda: library.moves(0, 0, 64 << 20)}
+    with open_gpu(library=library) as gpu:
+        rounds = interleave(runs, round_count=3, seed=0, gpu=gpu)
+    outcome = judge(gate, "full", workloads, {gate.workloads["full"]: rounds}, Machine(("cpu", "cuda"), "ext4"))
+    assert (outcome.result, outcome.control.result) == (result, Result.FAIL)
+    assert outcome.subject.value == grown
 
 
 def _outcome(result: Result) -> Outcome:
@@ -199,7 +279,7 @@ def test_throttled_rounds_are_dropped_and_measured_again() -> None:
     # The warm-up, one round that counts, one that is dropped, two that count.
     assert [found["ours"]["seconds"] for found in rounds] == [2.0, 4.0, 5.0]
     assert rounds[0]["ours"]["nvml_used_bytes"] == 3 << 30
-    assert rounds[0]["ours"].keys() >= {"pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"}
+    assert rounds[0]["ours"].keys() >= {"pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "pcie_tx_bytes"}
     library.nvmlDeviceGetCurrentClocksEventReasons = lambda _: 0x40  # type: ignore[method-assign]
     with open_gpu(library=library) as gpu:
         assert interleave({"ours": run}, round_count=3, seed=0, gpu=gpu) == []

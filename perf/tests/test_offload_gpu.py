@@ -58,9 +58,10 @@ def test_bytes_and_waits_are_judged_on_a_gpu_only(gate: Gate) -> None:
     name = gate.workloads["full"]
     bound = evaluate_bound(gate.ceiling, WORKLOADS[name].sizes())
     for value, result in ((bound, Result.PASS), (bound + 1, Result.FAIL)):
-        rounds: list[Round] = [
-            {gate.subject: {gate.metric: value}, gate.control.subject: {gate.metric: 2 * bound + 1}} for _ in range(3)
-        ]
+        found: Round = {gate.subject: {gate.metric: value}, gate.control.subject: {gate.metric: 2 * bound + 1}}
+        # A share is of the peer's count.
+        found |= {} if gate.peer is None else {gate.peer: {gate.metric: 1.0}}
+        rounds = [found] * 3
         outcome = judge(gate, "full", WORKLOADS, {name: rounds}, Machine(("cpu", "cuda"), "ext4"))
         assert (outcome.result, outcome.control.result) == (result, Result.FAIL)
         outcome = judge(gate, "full", WORKLOADS, {name: rounds}, Machine(("cpu",), "ext4"))
@@ -143,6 +144,9 @@ class _Arena(InlineEngine):
     def reserved_bytes(self) -> int:
         return self.reserved
 
+    def used_bytes(self) -> int:
+        return self.reserved
+
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned += 1 << (tensor.nbytes - 1).bit_length()
         return torch.empty_like(tensor)
@@ -168,6 +172,7 @@ def test_memory_is_told_from_too_much_of_it() -> None:
     assert found["ours"]["peak_bytes"] == 4 * tensor_bytes
     assert found["whole"]["peak_bytes"] == 2 * 8 * tensor_bytes
     assert found["ours"]["growth_bytes"] == 0 < found["careless"]["growth_bytes"]
+    assert found["ours"]["nvml_growth_bytes"] == 0 < found["careless"]["nvml_growth_bytes"]
     assert found["ours"]["pinned_bytes"] == found["ours"]["payload_bytes"] == 2 * 8 * tensor_bytes
     assert found["careless"]["pinned_bytes"] == 2 * 8 * 4096
 
