@@ -15,26 +15,11 @@ from pathlib import Path
 _PACKAGES = ("twinproof", "refimpl", "fastimpl")
 # What somebody else's interface hands over, and an implementation may do without; each with the reason.
 _OF_AN_INTERFACE: dict[str, str] = {
-    "refimpl/offload.py: Blocking.to_device(for_good=)": "each tensor has memory of its own",
-    "twinproof/kvstore/views.py: LazyRows.staged(memo=)": "rows in memory share nothing; a store's a snapshot",
     "twinproof/checkpoint/dcp.py: HuggingFaceStorageReader.set_up_storage_reader(is_coordinator=)": "torch's API",
-    "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",
-    "twinproof/pipeline/embeddings.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
-    "twinproof/pipeline/exchange.py: Exchange.forward(anchor=)": "makes autograd call the backward",
-    "twinproof/pipeline/exchange.py: SentWeights.forward(own=)": "makes autograd call the backward",
-    "twinproof/pipeline/schedules_arguments.py: FusedArguments.__init__(defer_dp_lookup=)": "True always holds",
-    "fastimpl/pipeline/flights.py: StreamedFlight.__init__(host_batch=)": "kept alive until its copy is over",
-    "fastimpl/pipeline/recording.py: HostClock.lane(name=)": "a clock of one lane",
-    "fastimpl/pipeline/recording.py: HostClock.mark(stream=)": "a clock of one lane",
-    "fastimpl/offload/transfers.py: StreamedTransfers.step(step_whole=)": "the reference steps everything at once",
-    "twinproof/engine.py: InlineEngine.on(stream=)": "an engine without streams",
-    "twinproof/engine.py: InlineEngine.holds(tensor=)": "an engine without streams",
-    "twinproof/engine.py: InlineEngine.stage(name=)": "stages are named for engines that record",
-    "twinproof/engine.py: CudaEngine.stream(name=)": "streams are named for engines that record",
-    "twinproof/checkpoint/reader_base.py: ReaderBase.set_up_storage_reader(is_coordinator=)": "torch's StorageReader",
-    "twinproof/offload/offloader.py: OptimizerStateOffloader.to_device(for_good=)": "each tensor has memory of its own",
     "twinproof/pipeline/modules.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
     "twinproof/pipeline/schedules.py: TrainPipelineFusedSparseDist.__init__(defer_dp_lookup=)": "True always holds",
+    "refimpl/offload.py: Blocking.to_device(for_good=)": "each tensor has memory of its own",
+    "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",
     "fastimpl/pipeline/stages.py: StreamedBatch.__init__(host_batch=)": "kept alive until its copy is over",
 }
 
