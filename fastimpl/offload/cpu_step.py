@@ -83,7 +83,7 @@ class HostStep:
         """One logical step; ``step_rest`` steps what was not selected, on the device.
 
         Raises:
-            UnsupportedError: see ``twinproof.offload.cpu_step``; nothing has changed then.
+            UnsupportedError: see ``updates_of``; nothing has changed then.
         """
         plan = self.plan
         updates = [updates_of(plan.optimizer, chunk.bundles, plan.masters) for chunk in chunks]
