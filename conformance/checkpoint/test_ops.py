@@ -66,7 +66,7 @@ def test_rectangles(checkpoint: Any, shape: list[int], data: st.DataObject) -> N
     dense = whole[slices].contiguous().view(-1).view(torch.uint8)[skip : skip + count].clone()
     window = torch.zeros(whole.numel() * 4, dtype=torch.uint8)
     words = torch.tensor(geo.descriptor(100, skip, count))
-    ops.rect_place(window, 100, dense, words)
+    ops.place_rectangles(window, 100, dense, words)
     flags = torch.zeros(geo.total_bytes, dtype=torch.uint8)
     flags[skip : skip + count] = 255
     expected = torch.zeros_like(whole)
@@ -74,7 +74,7 @@ def test_rectangles(checkpoint: Any, shape: list[int], data: st.DataObject) -> N
     expected[slices] = masked.view(torch.int32).reshape(sizes)
     assert_same_tensor(window.view(torch.int32).reshape(shape), expected, where="window")
     back = torch.full_like(dense, 7)
-    ops.rect_take(window, 100, back, words)
+    ops.take_rectangles(window, 100, back, words)
     assert_same_tensor(back, dense, where="taken back")
 
 
@@ -93,7 +93,7 @@ def test_misuse(checkpoint: Any, change: dict[int, int]) -> None:
     for index, value in change.items():
         words[index] = value
     with raises(RuntimeError, where=str(change)):
-        ops.rect_place(window, start, dense, words)
+        ops.place_rectangles(window, start, dense, words)
     assert_same_tensor(window, torch.zeros(24, dtype=torch.uint8), where="window after a refusal")
 
 
@@ -103,6 +103,6 @@ def test_versions(checkpoint: Any) -> None:
 
     window, start, dense, words = _place_arguments()
     before = window._version, dense._version
-    ops.rect_place(window, start, dense, words)
-    ops.rect_take(window, start, dense, words)
+    ops.place_rectangles(window, start, dense, words)
+    ops.take_rectangles(window, start, dense, words)
     assert_equal((window._version > before[0], dense._version > before[1]), (True, True), where="versions")

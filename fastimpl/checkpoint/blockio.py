@@ -64,10 +64,10 @@ class LocalPart:
             begin = self.file_offset - window_start
             self.source.fill(self.skip, self.skip + self.count, window[begin : begin + self.count])
         else:
-            ops.rect_place(window, window_start, self.data(), torch.tensor(self.descriptor()))
+            ops.place_rectangles(window, window_start, self.data(), torch.tensor(self.descriptor()))
 
     def descriptor(self) -> list[int]:
-        """For ``ops.rect_place``."""
+        """For ``ops.place_rectangles``."""
         return self.geometry.descriptor(self.base, self.skip, self.count)
 
 
@@ -126,7 +126,7 @@ def _place_message(window: torch.Tensor, block: OwnBlock, message: torch.Tensor)
     begin = 8 * (HEADER_WORDS + word_count)
     descriptors = message[8 * HEADER_WORDS : begin].view(torch.int64)
     data_bytes = _moved_bytes(descriptors.tolist())
-    ops.rect_place(window, block.start, message[begin : begin + data_bytes], descriptors)
+    ops.place_rectangles(window, block.start, message[begin : begin + data_bytes], descriptors)
     return data_bytes
 
 

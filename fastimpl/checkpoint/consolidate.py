@@ -123,7 +123,7 @@ class _MergePlan:
             target = window[first : first + count] if is_run else dense[:count]
             inputs.read(chunk.file, chunk.begin + skip, target)
             if not is_run:
-                ops.rect_place(window, block.start, target, torch.tensor(geo.descriptor(begin, skip, count)))
+                ops.place_rectangles(window, block.start, target, torch.tensor(geo.descriptor(begin, skip, count)))
             filled += count
         if filled != block.end - block.start:
             raise CorruptionError(

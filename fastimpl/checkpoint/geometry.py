@@ -69,7 +69,7 @@ class Geometry(NamedTuple):
             yield at, at + self.run_bytes
 
     def descriptor(self, base: int, skip: int, count: int) -> list[int]:
-        """Words for ``fastimpl.ops.rect_place`` and ``rect_take``."""
+        """Words for ``fastimpl.ops.place_rectangles`` and ``take_rectangles``."""
         return [len(self.shape), base, skip, count, *self.shape, *self.offsets, *self.sizes]
 
 

@@ -127,7 +127,7 @@ def _fill_by_window(
 ) -> tuple[int, int]:
     # Rows are read with their gaps, and the rectangle is taken out while the bytes are still in the core's cache.
     words = torch.tensor(part.job.geometry.descriptor(part.job.base, part.skip, part.count))
-    status, calls, read_bytes = ops.rect_read(descriptor, dense, window(WINDOW_BYTES), words)
+    status, calls, read_bytes = ops.read_rectangle(descriptor, dense, window(WINDOW_BYTES), words)
     if status > 0:
         raise storage_error(OSError(status, os.strerror(status)), "reading", part.job.file)
     if status < 0:

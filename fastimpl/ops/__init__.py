@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fastimpl.ops import checkpoint, kvstore, offload, pipeline
-from fastimpl.ops.checkpoint import rect_place, rect_read, rect_take, strided_gather, strided_scatter
+from fastimpl.ops.checkpoint import place_rectangles, read_rectangle, strided_gather, strided_scatter, take_rectangles
 from fastimpl.ops.kvstore import KVFilling, KVHandle, file_read, row_keys, saved_rows_fit, sort_ids
 from fastimpl.ops.offload import adam_step, pack, unpack
 from fastimpl.ops.pipeline import (
@@ -45,16 +45,16 @@ __all__ = [
     "library_path",
     "mend_bag_ids",
     "pack",
+    "place_rectangles",
     "pool_bags",
-    "rect_place",
-    "rect_read",
-    "rect_take",
+    "read_rectangle",
     "row_keys",
     "saved_rows_fit",
     "sort_ids",
     "step_bags",
     "strided_gather",
     "strided_scatter",
+    "take_rectangles",
     "unpack",
 ]
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rect_place", "rect_read", "rect_take", "register_fakes", "strided_gather", "strided_scatter"]
+__all__ = [
+    "place_rectangles",
+    "read_rectangle",
+    "register_fakes",
+    "strided_gather",
+    "strided_scatter",
+    "take_rectangles",
+]
 
 
 def register_fakes() -> None:
@@ -21,7 +28,7 @@ def register_fakes() -> None:
     torch.library.register_fake("twinproof::checkpoint_read", lambda file, dense, window, words: words.new_empty(3))
 
 
-def rect_place(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
+def place_rectangles(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
     """Copy dense bytes of rectangles to where they lie in a window of the file.
 
     Args:
@@ -37,13 +44,15 @@ def rect_place(window: torch.Tensor, window_start: int, dense: torch.Tensor, des
     torch.autograd.graph.increment_version(window)
 
 
-def rect_take(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
-    """The inverse of ``rect_place``: ``dense`` is written."""
+def take_rectangles(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
+    """The inverse of ``place_rectangles``: ``dense`` is written."""
     torch.ops.twinproof.checkpoint_take(window, window_start, dense, descriptors)
     torch.autograd.graph.increment_version(dense)
 
 
-def rect_read(file: int, dense: torch.Tensor, window: torch.Tensor, descriptor: torch.Tensor) -> tuple[int, int, int]:
+def read_rectangle(
+    file: int, dense: torch.Tensor, window: torch.Tensor, descriptor: torch.Tensor
+) -> tuple[int, int, int]:
     """Read part of a rectangle from a file, gaps between its rows included, and keep the rectangle.
 
     Args:

@@ -21,7 +21,7 @@ from conformance.harness import fault, patched, swap, wrap
 from twinproof.checkpoint import format
 
 
-@fault(kills=("CKPT-019", "CKPT-104"), at="fastimpl.ops:rect_place")
+@fault(kills=("CKPT-019", "CKPT-104"), at="fastimpl.ops:place_rectangles")
 def placed_backwards(original: Any, window: Any, start: Any, dense: Any, words: Any) -> Any:
     """A rectangle's bytes are placed in reverse."""
     return original(window, start, dense.flip(0), words)

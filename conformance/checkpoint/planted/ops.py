@@ -18,7 +18,7 @@ version_not_bumped = patched(
 )
 
 
-@fault(kills="CKPT-105", at="fastimpl.ops:rect_place")
+@fault(kills="CKPT-105", at="fastimpl.ops:place_rectangles")
 def misuse_ignored(original: Any, *arguments: Any) -> None:
     """What an operator refuses is passed over in silence."""
     try:

@@ -106,18 +106,18 @@ void rect_read_matches_its_definition() {
     std::vector<uint8_t> dense(static_cast<size_t>(count)), window(static_cast<size_t>(uniform(1, 200)));
     const auto counts = fastimpl::checkpoint::read_rectangle(fileno(file), base, c.rect(), skip, count, dense.data(),
                                                              window.data(), static_cast<int64_t>(window.size()));
-    require(counts.status == 0, "rect_read failed");
+    require(counts.status == 0, "read_rectangle failed");
     for (int64_t p = 0; p < count; ++p) {
       require(dense[static_cast<size_t>(p)] == content[static_cast<size_t>(base + at[static_cast<size_t>(skip + p)])],
-              "rect_read read other bytes");
+              "read_rectangle read other bytes");
     }
     const auto beyond = fastimpl::checkpoint::read_rectangle(fileno(file), base + 1 + product(c.shape), c.rect(), 0, 1,
                                                              window.data(), window.data(), 1);
-    require(beyond.status == fastimpl::kEndOfFile, "rect_read beyond the end");
+    require(beyond.status == fastimpl::kEndOfFile, "read_rectangle beyond the end");
   }
   require(fastimpl::checkpoint::read_rectangle(-1, 0, Case{{4}, {0}, {4}}.rect(), 0, 4, nullptr, nullptr, 4).status ==
               EBADF,
-          "rect_read of a closed file");
+          "read_rectangle of a closed file");
   std::fclose(file);
 }
 
