@@ -16,9 +16,11 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from twinproof.checkpoint import dcp, shards
+from twinproof.checkpoint import dcp, manager, shards
 from twinproof.checkpoint.catalog import LoadJob
 from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
+from twinproof.checkpoint.manager import StateDictAdapter
+from twinproof.checkpoint.native import CheckpointFormat, detect_format
 from twinproof.checkpoint.plan import Arrangement, GlobalPlan, SaveJob, WriterOptions, exported_dtype
 from twinproof.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import StagedFolder
@@ -28,12 +30,16 @@ from twinproof.errors import CorruptionError
 CAPABILITIES: frozenset[str] = frozenset()
 
 __all__ = [
+    "CheckpointFormat",
+    "CheckpointManager",
     "HuggingFaceLoadPlanner",
     "HuggingFaceSavePlanner",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "StateDictAdapter",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
+    "detect_format",
     "load_file",
     "save_file",
 ]
@@ -184,6 +190,10 @@ class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadWholeFil
     """Reads whole files; see ``twinproof.checkpoint.dcp.HuggingFaceStorageReader`` for the arguments."""
 
 
+class CheckpointManager(manager.CheckpointManager, writer=HuggingFaceStorageWriter, reader=HuggingFaceStorageReader):
+    """A trainer's policy; see ``twinproof.checkpoint.manager.CheckpointManager`` for the arguments."""
+
+
 def save_file(
     tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -225,20 +235,7 @@ def consolidate_safetensors_files(
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     num_threads: int = 1,
 ) -> None:
-    """Merge shard files into final HF files and their index, as torch's function of this name.
-
-    The output appears at one instant; a folder that is already final and is its own output is verified and left alone.
-
-    Args:
-        input_dir: folder of shard files.
-        output_dir: folder of the result; may hold ``input_dir``.
-        fqn_to_index_mapping: tensor name -> output file from 1; None makes one file.
-        num_threads: threads of this process.
-
-    Raises:
-        FormatError, CorruptionError: input that is malformed, has gaps or overlaps. PlanError: names without an index.
-        StorageError: the file system refused; the output folder is as before.
-    """
+    """Merge shard files into final HF files and their index; see ``twinproof.checkpoint.shards.consolidate``."""
     shards.consolidate(merge, input_dir, output_dir, fqn_to_index_mapping, num_threads)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "FormatError",
     "IdRangeError",
     "LengthTypeError",
+    "MissingCheckpointError",
     "MissingKeyError",
     "NoDataError",
     "OffloadConflictError",
@@ -91,6 +92,12 @@ class CorruptionError(TwinproofError, ValueError):
 
 class MissingKeyError(TwinproofError, KeyError):
     """A name that was asked for and is not there; lists all of them."""
+
+    __str__ = Exception.__str__
+
+
+class MissingCheckpointError(TwinproofError, FileNotFoundError):
+    """A checkpoint that was asked for and is not there."""
 
     __str__ = Exception.__str__
 

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING
 
 from fastimpl import ops
 from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
+from twinproof.checkpoint.manager import StateDictAdapter
+from twinproof.checkpoint.native import CheckpointFormat, detect_format
 
 if TYPE_CHECKING or ops.available():
     from fastimpl.checkpoint.consolidate import (
         consolidate_safetensors_files,
         consolidate_safetensors_files_on_every_rank,
     )
+    from fastimpl.checkpoint.manager import CheckpointManager
     from fastimpl.checkpoint.reader import HuggingFaceStorageReader
     from fastimpl.checkpoint.single import load_file, save_file
     from fastimpl.checkpoint.writer import HuggingFaceStorageWriter
 else:
     from refimpl.checkpoint import (
+        CheckpointManager,
         HuggingFaceStorageReader,
         HuggingFaceStorageWriter,
         consolidate_safetensors_files,
@@ -33,12 +37,16 @@ CAPABILITIES = frozenset(
 )
 
 __all__ = [
+    "CheckpointFormat",
+    "CheckpointManager",
     "HuggingFaceLoadPlanner",
     "HuggingFaceSavePlanner",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "StateDictAdapter",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
+    "detect_format",
     "load_file",
     "save_file",
 ]

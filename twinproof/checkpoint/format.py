@@ -27,6 +27,7 @@ from twinproof.errors import ConfigError, FormatError, NoDataError, UnstorableEr
 __all__ = [
     "DTYPES",
     "INDEX_NAME",
+    "NATIVE_METADATA_NAME",
     "SINGLE_NAME",
     "UNPAIRED_F4",
     "Entry",
@@ -55,9 +56,11 @@ logger = logging.getLogger("twinproof.checkpoint")
 StrPath = str | os.PathLike[str]
 
 INDEX_NAME = "model.safetensors.index.json"
+NATIVE_METADATA_NAME = ".metadata"
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 _OWN_NAMES = re.compile(r"(shard-\d{5}-)?model-\d{5}-of-\d{5}\.safetensors")
+_NATIVE_NAMES = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 
 METADATA_KEY = "__metadata__"
 HEADER_BYTES_MAX = 100_000_000  # The safetensors library's own cap, for writing and reading.
@@ -258,8 +261,12 @@ def file_name(index: int, count: int, shard: int | None = None) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a save replaces a file of this name: torch's numbered names, the single file, the index."""
-    return name in (INDEX_NAME, SINGLE_NAME) or _OWN_NAMES.fullmatch(name) is not None
+    """Whether a save replaces a file of this name: torch's numbered names, the single file, the index, torch's format.
+
+    A folder holds one checkpoint: one in torch's own format would otherwise stay beside the new one.
+    """
+    own = name in (INDEX_NAME, SINGLE_NAME) or _OWN_NAMES.fullmatch(name) is not None
+    return own or _NATIVE_NAMES.fullmatch(name) is not None
 
 
 def local_path(path: str | os.PathLike[str], where: str = "path") -> Path:

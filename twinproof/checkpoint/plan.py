@@ -35,6 +35,7 @@ from twinproof.errors import ConfigError, PlanError, UnsupportedError
 __all__ = [
     "FORMAT_METADATA",
     "Arrangement",
+    "Export",
     "GlobalPlan",
     "GlobalTensor",
     "SaveEngine",
@@ -65,6 +66,21 @@ def check_count(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError("not a count", got=value, expected="an int >= 1", where=where)
     return value
+
+
+@dataclass(frozen=True)
+class Export:
+    """Which tensors are cast to which dtype on the way to disk; see :func:`exported_dtype`."""
+
+    export_dtype: torch.dtype | None
+    export_keep: tuple[str, ...]
+
+    @classmethod
+    def make(cls, dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:
+        """Raises ConfigError."""
+        if isinstance(keep, str):
+            raise ConfigError("export_keep is a sequence of patterns", got=keep, where="export_keep")
+        return cls(_export(dtype), tuple(keep))
 
 
 @dataclass(frozen=True)
@@ -126,16 +142,15 @@ class WriterOptions:
             raise ConfigError("not a write mode", got=write_mode, expected=WRITE_MODES, where="write_mode")
         if check_count(block_bytes, "block_bytes") < BLOCK_BYTES_MIN or block_bytes & (block_bytes - 1):
             raise ConfigError("not a block size", got=block_bytes, expected="a power of two >= 64", where="block_bytes")
-        if isinstance(export_keep, str):
-            raise ConfigError("export_keep is a sequence of patterns", got=export_keep, where="export_keep")
+        export = Export.make(export_dtype, export_keep)
         return cls(
             path=local_path(path),
             mapping=check_mapping(mapping),
             thread_count=check_count(thread_count, "thread_count"),
             max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
             file_metadata=check_metadata({**FORMAT_METADATA, **(metadata or {})}),
-            export_dtype=_export(export_dtype),
-            export_keep=tuple(export_keep),
+            export_dtype=export.export_dtype,
+            export_keep=export.export_keep,
             single_file=single_file,
             write_mode=write_mode,
             block_bytes=block_bytes,
@@ -283,7 +298,7 @@ class Arrangement:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 
-def exported_dtype(name: str, dtype: torch.dtype, options: WriterOptions) -> torch.dtype:
+def exported_dtype(name: str, dtype: torch.dtype, options: WriterOptions | Export) -> torch.dtype:
     """The dtype on disk: only float64/32/16 and bfloat16 are cast, names that match ``export_keep`` are not."""
     if options.export_dtype is None or dtype not in _CASTABLE or any(fnmatchcase(name, p) for p in options.export_keep):
         return dtype

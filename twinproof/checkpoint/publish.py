@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from twinproof.checkpoint.catalog import read_index
-from twinproof.checkpoint.format import INDEX_NAME, StrPath, is_checkpoint_name
+from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, is_checkpoint_name
 from twinproof.errors import CheckpointExistsError, DistributedError, StorageError, TwinproofError
 
 __all__ = [
@@ -44,6 +44,8 @@ logger = logging.getLogger("twinproof.checkpoint")
 T = TypeVar("T")
 
 _RENAME_EXCHANGE = 2
+# What says that a checkpoint is complete appears after everything else.
+_LAST_NAMES = (INDEX_NAME, NATIVE_METADATA_NAME)
 _AT_FDCWD = -100
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
@@ -249,10 +251,10 @@ class Staging:
             self._drop(previous)
 
     def _publish_in_place(self) -> None:
-        names = sorted(os.listdir(self.folder), key=lambda name: (name == INDEX_NAME, name))
+        names = sorted(os.listdir(self.folder), key=lambda name: (name in _LAST_NAMES, name))
         self._sync(self.folder)
         for name in names:
-            if name == INDEX_NAME:
+            if name in _LAST_NAMES:
                 self._sync(self.target)
             os.rename(self.folder / name, self.target / name)
         self._sync(self.target)

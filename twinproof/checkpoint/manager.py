@@ -1,0 +1,646 @@
+"""When a trainer saves and loads, in which format, and which checkpoints are kept: torchtitan's policy.
+
+Intermediate saves are torch's own format (DCP): model, optimizers, data loader, schedulers. The last save may be HF,
+the model alone. Source: torchtitan's CheckpointManager, https://github.com/pytorch/torchtitan/pull/1351.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from twinproof.checkpoint.format import StrPath, local_path
+from twinproof.checkpoint.native import CheckpointFormat, NativeStorageWriter, detect_format
+from twinproof.checkpoint.plan import Export, check_count, exported_dtype
+from twinproof.checkpoint.publish import rank_count_of, scatter
+from twinproof.errors import ConfigError, MissingCheckpointError, PlanError, TwinproofError
+
+__all__ = ["ASYNC_MODES", "CheckpointManager", "CheckpointPolicy", "StateDictAdapter"]
+
+logger = logging.getLogger("twinproof.checkpoint")
+
+T = TypeVar("T")
+State = dict[str, Any]
+
+ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
+_STEP = re.compile(r"step-(\d+)")
+_DELETED = re.compile(r"\.step-\d+\.deleting-[0-9a-f]{12}")
+_MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "lr_scheduler"
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@runtime_checkable
+class StateDictAdapter(Protocol):
+    """Maps the model's names and layouts to those of an HF checkpoint and back: rename, split, fuse, transpose.
+
+    ``from_hf(to_hf(state))`` must be ``state`` again: names, shapes, dtypes, bits. An attribute
+    ``fqn_to_index_mapping`` (HF name -> file index from 1), where there is one, says how the files are cut; a method
+    ``get_hf_storage_reader(path, from_quantized=False)``, where there is one, gives the reader. Both are torchtitan's.
+    """
+
+    def to_hf(self, state_dict: State) -> State:
+        """HF names and layouts. Tensors may be views of the given ones, or new."""
+        ...
+
+    def from_hf(self, hf_state_dict: State) -> State:
+        """The model's own names and layouts."""
+        ...
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """The options of a manager, checked. See :class:`CheckpointManager`."""
+
+    folder: Path
+    interval: int
+    enable_first_step_checkpoint: bool
+    last_save_model_only: bool
+    last_save_in_hf: bool
+    initial_load_path: Path | None
+    initial_load_model_only: bool
+    initial_load_in_hf: bool
+    initial_load_in_hf_quantized: bool
+    export: Export
+    keep_latest_k: int
+    async_mode: str
+    load_only: bool
+    exclude_from_loading: tuple[str, ...]
+    durable: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be honoured, and what would have no effect. Raises ConfigError."""
+        check_count(self.interval, "interval")
+        if type(self.keep_latest_k) is not int or self.keep_latest_k < 0:
+            raise ConfigError(
+                "not a count", got=self.keep_latest_k, expected=">= 0; 0 keeps all", where="keep_latest_k"
+            )
+        if self.async_mode not in ASYNC_MODES:
+            raise ConfigError("not an async mode", got=self.async_mode, expected=ASYNC_MODES, where="async_mode")
+        for option, needed, reason in (
+            (self.last_save_in_hf, self.last_save_model_only, "last_save_in_hf needs last_save_model_only"),
+            (self.initial_load_in_hf, self.initial_load_model_only, "initial_load_in_hf needs initial_load_model_only"),
+            (self.initial_load_in_hf, self.initial_load_path, "initial_load_in_hf needs initial_load_path"),
+            (not self.initial_load_model_only, self.initial_load_path, "a full initial load needs initial_load_path"),
+            (self.initial_load_in_hf_quantized, self.initial_load_in_hf, "a quantized load needs initial_load_in_hf"),
+            (self.export.export_dtype, self.last_save_model_only, "export_dtype needs last_save_model_only"),
+            (self.enable_first_step_checkpoint, not self.load_only, "load_only saves no first step"),
+        ):
+            if option and not needed:
+                raise ConfigError(reason, expected="both or neither")
+        excluded = self.exclude_from_loading
+        if _MODEL in excluded:
+            raise ConfigError("the model is always loaded", got=excluded, where="exclude_from_loading")
+        if _OPTIMIZER in excluded and _SCHEDULER not in excluded:
+            raise ConfigError(
+                "a scheduler without its optimizer", got=excluded, expected=_SCHEDULER, where="exclude_from_loading"
+            )
+
+
+class _Optimizers(Stateful):
+    """Optimizers as one state whose names are those of the parameters, so that ranks may change between runs."""
+
+    def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if len(parts) > 1 and len(parts) != len(optimizers):
+            raise ConfigError(
+                "each part of the model has one optimizer", got=len(optimizers), expected=len(parts), where="optimizers"
+            )
+        self.pairs = (
+            [(parts[0], list(optimizers))]
+            if len(parts) == 1
+            else [(part, [optimizer]) for part, optimizer in zip(parts, optimizers, strict=True)]
+        )
+
+    def state_dict(self) -> State:
+        return _merged(get_optimizer_state_dict(part, mine, options=_FLAT) for part, mine in self.pairs)
+
+    def load_state_dict(self, state_dict: State) -> None:
+        for part, mine in self.pairs:
+            names = get_optimizer_state_dict(part, mine, options=_FLAT).keys()
+            set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in names}, options=_FLAT)
+
+
+def _merged(dicts: Any) -> State:
+    result: State = {}
+    for found in dicts:
+        twice = sorted(result.keys() & found.keys())
+        if twice:
+            raise PlanError("parts of the model have the same name", got=twice[:5], where="model")
+        result.update(found)
+    return result
+
+
+@dataclass
+class _Pending:
+    """An asynchronous save on its way."""
+
+    step: int
+    writer: Any
+    staging: Any
+    upload: Any
+
+
+class CheckpointManager:
+    """Saves and loads the states of a trainer in ``folder/step-N``.
+
+    A subclass names its writer and readers: ``class Manager(CheckpointManager, writer=..., reader=...)``. Construct it,
+    and call it, on every rank.
+
+    Args:
+        folder: where ``step-N`` folders are.
+        model: the module, or the parts of it that this rank has (pipeline stages), with names of their own.
+        optimizers: one, or one for each part; also any object with ``state_dict`` and ``load_state_dict``.
+        states: name -> object with ``state_dict`` and ``load_state_dict``: data loader, schedulers, counters. They
+            are saved in torch's format alone, which pickles what is no tensor: load it from places you trust.
+        interval: steps from one save to the next.
+        enable_first_step_checkpoint: save after step 1 as well.
+        last_save_model_only: the last save holds the model alone.
+        last_save_in_hf: the last save is HF, one pass, canonical files.
+        initial_load_path: a checkpoint of either format to start from, while ``folder`` holds none. It is then ignored.
+        initial_load_model_only: take the model alone from there.
+        initial_load_in_hf: that checkpoint must be HF; the format is found out either way.
+        initial_load_in_hf_quantized: it holds block-quantized weights.
+        export_dtype: dtype of floating point tensors in a model-only last save; None keeps each.
+        export_keep: ``fnmatch`` patterns of names that keep their dtype.
+        keep_latest_k: complete checkpoints to keep; 0 keeps all. The newest complete one is never deleted.
+        async_mode: ``disabled``; ``async``: ``save`` returns when states are copied; ``async_with_pinned_mem``: it
+            returns at once, and ``maybe_wait_for_staging`` must come before the states change. Needs an accelerator.
+        state_dict_adapter: see :class:`StateDictAdapter`; None leaves names and layouts as they are.
+        hf_options: keyword arguments of the HF writer: ``fqn_to_index_mapping``, ``max_shard_size``, ``metadata``, ...
+        exclude_from_loading: names of ``states``, or ``optimizer``, that ``load`` leaves alone.
+        load_only: nothing is saved.
+        durable: fsync before a checkpoint becomes visible.
+        stager: makes the copies of an asynchronous save, in place of the mode's own.
+        thread_count: threads of an HF load.
+        enable: False makes an object that neither loads nor saves.
+        last_save_in_safetensors_format, last_save_model_weights_only: older names of ``last_save_in_hf`` and
+            ``last_save_model_only``.
+
+    Raises:
+        ConfigError: an option, or a combination, that cannot be honoured or has no effect.
+    """
+
+    _writer: ClassVar[Callable[..., Any]]
+    _reader: ClassVar[Callable[..., Any]]
+    _quantized_reader: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(
+        cls,
+        *,
+        writer: Callable[..., Any] | None = None,
+        reader: Callable[..., Any] | None = None,
+        quantized_reader: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init_subclass__(**options)
+        for name, given in (("_writer", writer), ("_reader", reader), ("_quantized_reader", quantized_reader)):
+            if given is not None:
+                setattr(cls, name, staticmethod(given))
+
+    def __init__(
+        self,
+        folder: StrPath,
+        *,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        interval: int,
+        optimizers: Any = None,
+        states: Mapping[str, Any] | None = None,
+        enable_first_step_checkpoint: bool = False,
+        last_save_model_only: bool = True,
+        last_save_in_hf: bool = False,
+        initial_load_path: StrPath | None = None,
+        initial_load_model_only: bool = True,
+        initial_load_in_hf: bool = False,
+        initial_load_in_hf_quantized: bool = False,
+        export_dtype: torch.dtype | str | None = None,
+        export_keep: Sequence[str] = (),
+        keep_latest_k: int = 10,
+        async_mode: str = "disabled",
+        state_dict_adapter: StateDictAdapter | None = None,
+        hf_options: Mapping[str, Any] | None = None,
+        exclude_from_loading: Sequence[str] = (),
+        load_only: bool = False,
+        durable: bool = True,
+        stager: AsyncStager | None = None,
+        thread_count: int = 1,
+        enable: bool = True,
+        last_save_in_safetensors_format: bool | None = None,
+        last_save_model_weights_only: bool | None = None,
+    ) -> None:
+        self.enable = enable
+        self._pending: _Pending | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._stager, self._owns_stager = stager, False
+        self._cleaner: _Cleaner | None = None
+        in_hf = last_save_in_hf if last_save_in_safetensors_format is None else last_save_in_safetensors_format
+        model_only = last_save_model_only if last_save_model_weights_only is None else last_save_model_weights_only
+        self._hf_options = dict(hf_options or {})
+        if self._hf_options and not in_hf:
+            raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
+        self.policy = CheckpointPolicy(
+            folder=local_path(folder, "folder"),
+            interval=interval,
+            enable_first_step_checkpoint=enable_first_step_checkpoint,
+            last_save_model_only=model_only,
+            last_save_in_hf=in_hf,
+            initial_load_path=None if initial_load_path is None else local_path(initial_load_path, "initial_load_path"),
+            initial_load_model_only=initial_load_model_only,
+            initial_load_in_hf=initial_load_in_hf,
+            initial_load_in_hf_quantized=initial_load_in_hf_quantized,
+            export=_export(export_dtype, export_keep),
+            keep_latest_k=keep_latest_k,
+            async_mode=async_mode,
+            load_only=load_only,
+            exclude_from_loading=tuple(exclude_from_loading),
+            durable=durable,
+        )
+        self._adapter = state_dict_adapter
+        self._thread_count = check_count(thread_count, "thread_count")
+        self._parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._states = _named_states(self._parts, optimizers, states or {})
+        unknown = sorted(set(exclude_from_loading) - self._states.keys())
+        if unknown:
+            raise ConfigError("no such state", got=unknown, expected=sorted(self._states), where="exclude_from_loading")
+        self._check_stager()
+        if enable:
+            self._set_up()
+
+    def _check_stager(self) -> None:
+        mode = self.policy.async_mode
+        if self._stager is not None and mode == "disabled":
+            raise ConfigError("a stager without asynchronous saves", got=mode, where="stager")
+        if mode == "async_with_pinned_mem" and self._stager is None and not torch.accelerator.is_available():
+            raise ConfigError(
+                "pinned memory needs an accelerator", got="none", expected="async_mode='async'", where="async_mode"
+            )
+
+    def _set_up(self) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # Asynchronous saves exchange messages beside the training loop, whose groups they must not use.
+            self._group = dist.new_group(backend="gloo")
+        if self.policy.last_save_in_hf:
+            # Its options are checked now, not hours later.
+            self._hf_writer(self.policy.folder).close()
+        if self.policy.async_mode == "async_with_pinned_mem" and self._stager is None:
+            pinned = StagingOptions(True, False, use_async_staging=True, use_non_blocking_copy=True)
+            self._stager, self._owns_stager = DefaultStager(pinned), True
+        if self.policy.keep_latest_k and self._rank == 0:
+            self._cleaner = _Cleaner(self.policy.folder, self.policy.keep_latest_k)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the save that is on its way, and give back group, threads and memory. Raises its failure."""
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            if self._cleaner is not None:
+                self._cleaner.close()
+            if self._owns_stager and self._stager is not None:
+                self._stager.close()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group, self._cleaner, self._owns_stager, self.enable = None, None, False, False
+
+    # Saving.
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save where the policy says so; the answer is whether it did.
+
+        Args:
+            curr_step: steps that were trained.
+            last_step: whether it is the last.
+
+        Raises:
+            CheckpointException: torch's, with each rank's named error; also that of the asynchronous save before.
+        """
+        if type(curr_step) is not int or curr_step < 0:
+            raise ConfigError("not a step", got=curr_step, expected=">= 0", where="curr_step")
+        if not self._saves_at(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        folder = self.policy.folder / f"step-{curr_step}"
+        if last_step and self.policy.last_save_model_only:
+            state = self._model_state()
+            if self.policy.last_save_in_hf:
+                state = state if self._adapter is None else self._adapter.to_hf(state)
+                self._save(curr_step, state, self._hf_writer(folder))
+            else:
+                self._save(curr_step, self._exported(state), self._native_writer(folder))
+        else:
+            self._save(curr_step, self._full_state(()), self._native_writer(folder))
+        return True
+
+    def _saves_at(self, step: int, last_step: bool) -> bool:
+        if not self.enable or self.policy.load_only:
+            return False
+        is_first = step == 1 and self.policy.enable_first_step_checkpoint
+        return last_step or is_first or (step > 0 and step % self.policy.interval == 0)
+
+    def _hf_writer(self, folder: Path) -> Any:
+        options = dict(self._hf_options)
+        mapping = getattr(self._adapter, "fqn_to_index_mapping", None)
+        if mapping is not None and not options.keys() & {"fqn_to_index_mapping", "max_shard_size", "single_file"}:
+            options["fqn_to_index_mapping"] = mapping
+        export = self.policy.export
+        return type(self)._writer(
+            folder,
+            process_group=self._group,
+            durable=self.policy.durable,
+            export_dtype=export.export_dtype,
+            export_keep=export.export_keep,
+            **options,
+        )
+
+    def _native_writer(self, folder: Path) -> NativeStorageWriter:
+        return NativeStorageWriter(folder, durable=self.policy.durable)
+
+    def _exported(self, state: State) -> State:
+        def cast(name: str, value: Any) -> Any:
+            is_tensor = isinstance(value, torch.Tensor)
+            return value.to(exported_dtype(name, value.dtype, self.policy.export)) if is_tensor else value
+
+        return {name: cast(name, value) for name, value in state.items()}
+
+    def _save(self, step: int, state: State, writer: Any) -> None:
+        begun_s = time.monotonic()
+        if self.policy.async_mode == "disabled":
+            try:
+                dcp.save(state, storage_writer=writer, process_group=self._group)
+            except BaseException:
+                _discard(writer)
+                raise
+            self._saved(step)
+        else:
+            response = dcp.async_save(
+                state, storage_writer=writer, process_group=self._group, async_stager=self._stager
+            )
+            staging = getattr(response, "staging_completion", None)
+            upload = getattr(response, "upload_completion", response)
+            self._pending = _Pending(step, writer, staging, upload)
+        logger.info("step %d: save returned after %.2f s", step, time.monotonic() - begun_s)
+
+    def _saved(self, step: int) -> None:
+        logger.info("step %d is saved in %s", step, self.policy.folder)
+        if self._cleaner is not None:
+            self._cleaner.clean()
+
+    def maybe_wait_for_staging(self) -> None:
+        """Return when the states may change: before the optimizer's next step."""
+        if self._pending is not None and self._pending.staging is not None:
+            self._pending.staging.result()
+            self._pending.staging = None
+
+    def maybe_wait_for_saving(self) -> None:
+        """Return when the asynchronous save is visible. Raises its failure, once, on every rank."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.upload.result()
+        except BaseException:
+            _discard(pending.writer)
+            raise
+        self._saved(pending.step)
+
+    # States.
+
+    def _model_state(self) -> State:
+        return _merged(get_model_state_dict(part) for part in self._parts)
+
+    def _full_state(self, without: Sequence[str]) -> State:
+        # As torchtitan's: names of the model stand beside the other states.
+        state = self._model_state()
+        others = {name: value for name, value in self._states.items() if name not in without}
+        taken = sorted(state.keys() & others.keys())
+        if taken:
+            raise PlanError("a state has the name of a parameter", got=taken, where="states")
+        return {**state, **others}
+
+    # Loading.
+
+    def load(self, step: int = -1) -> bool:
+        """Restore the newest complete checkpoint of the folder, or the one of ``step``; else the initial one.
+
+        Model, optimizers and states of ``folder`` are restored; of ``step-0``, and of an initial checkpoint unless
+        ``initial_load_model_only`` is False, the model alone.
+
+        Returns:
+            Whether there was anything to load.
+
+        Raises:
+            MissingCheckpointError: no complete checkpoint of ``step``, or nothing at ``initial_load_path``.
+            ConfigError: more than the model is asked of an HF checkpoint, or an HF checkpoint of one that is not.
+            FormatError: a checkpoint of both formats. CheckpointException: torch's, with each rank's named error.
+        """
+        if not self.enable:
+            return False
+        self.maybe_wait_for_saving()
+        found = self._agreed(lambda: self._find(step))
+        if found is None:
+            logger.info("no checkpoint in %s, and no initial_load_path: a fresh start", self.policy.folder)
+            return False
+        path, kind, model_only = found
+        begun_s = time.monotonic()
+        if kind is CheckpointFormat.HF:
+            self._load_hf(path)
+        else:
+            self._load_native(path, model_only)
+        logger.info("loaded %s in %.2f s", path, time.monotonic() - begun_s)
+        return True
+
+    def _agreed(self, look: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank; file systems show others the same a moment later."""
+        outcome: Any = None
+        if self._rank == 0:
+            try:
+                outcome = look()
+            except Exception as error:
+                outcome = error
+        received = scatter([outcome] * rank_count_of(self._group), self._group)
+        if isinstance(received, Exception):
+            raise received
+        result: T = received
+        return result
+
+    def _find(self, step: int) -> tuple[Path, CheckpointFormat, bool] | None:
+        """(path, format, model only) of what is to be loaded; None where there is nothing."""
+        policy = self.policy
+        complete = complete_steps(policy.folder)
+        if step != -1 and step not in complete:
+            raise MissingCheckpointError(
+                "no complete checkpoint of this step", got=step, expected=sorted(complete), where=policy.folder
+            )
+        if complete:
+            chosen = max(complete) if step == -1 else step
+            path, kind, model_only = policy.folder / f"step-{chosen}", complete[chosen], chosen == 0
+        elif policy.initial_load_path is not None:
+            path = policy.initial_load_path
+            kind, model_only = detect_format(path), policy.initial_load_model_only
+            if policy.initial_load_in_hf and kind is not CheckpointFormat.HF:
+                raise ConfigError("initial_load_in_hf needs an HF checkpoint", got=kind.value, where=path)
+        else:
+            return None
+        if kind is CheckpointFormat.HF and not model_only:
+            raise ConfigError(
+                "an HF checkpoint holds the model alone: no optimizer, step or data loader can be restored",
+                got=os.fspath(path),
+                expected="it as initial_load_path of another folder, with initial_load_model_only=True",
+                where="load",
+            )
+        return path, kind, model_only
+
+    def _load_native(self, path: Path, model_only: bool) -> None:
+        state = self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
+        names = set(self._model_state())
+        reader = dcp.FileSystemReader(path)
+        dcp.load(state, storage_reader=reader, process_group=self._group)
+        self._set_model({name: state[name] for name in names})
+
+    def _load_hf(self, path: Path) -> None:
+        adapter = self._adapter
+        state = self._model_state()
+        targets = state if adapter is None else adapter.to_hf(state)
+        dcp.load(targets, storage_reader=self._hf_reader(path), process_group=self._group)
+        self._set_model(targets if adapter is None else adapter.from_hf(targets))
+
+    def _hf_reader(self, path: Path) -> Any:
+        quantized = self.policy.initial_load_in_hf_quantized
+        make = getattr(self._adapter, "get_hf_storage_reader", None)
+        if make is not None:
+            return make(os.fspath(path), quantized)
+        if quantized:
+            return type(self)._quantized_reader(path, self._thread_count)
+        return type(self)._reader(path, self._thread_count, cast=True)
+
+    def _set_model(self, state: State) -> None:
+        for part in self._parts:
+            set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+
+
+def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    if optimizers is not None:
+        several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+        is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
+        result[_OPTIMIZER] = _Optimizers(parts, several) if is_list else optimizers
+    taken = sorted(states.keys() & {_MODEL, *result})
+    if taken:
+        raise ConfigError("names that the manager uses itself", got=taken, where="states")
+    result.update(states)
+    wrong = sorted(name for name, value in result.items() if not isinstance(value, Stateful))
+    if wrong:
+        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
+    return result
+
+
+def _export(dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:
+    if keep and dtype is None:
+        raise ConfigError("export_keep needs export_dtype", got=list(keep), where="export_keep")
+    return Export.make(dtype, keep)
+
+
+def _discard(writer: Any) -> None:
+    # An HF writer clears its own staging folder: its ranks agree on the failure before torch's do.
+    if isinstance(writer, NativeStorageWriter):
+        writer.discard()
+
+
+def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
+    """Step -> format of every complete checkpoint of a manager's folder.
+
+    A ``step-N`` without metadata or index is what another program left of a crash, and is no checkpoint.
+
+    Raises:
+        FormatError: a folder of both formats.
+    """
+    found: dict[int, CheckpointFormat] = {}
+    if not folder.is_dir():
+        return found
+    for name in os.listdir(folder):
+        match = _STEP.fullmatch(name)
+        if match is None or not (folder / name).is_dir():
+            continue
+        try:
+            found[int(match[1])] = detect_format(folder / name)
+        except TwinproofError as error:
+            logger.warning("%s is no complete checkpoint: %s", folder / name, error)
+    return found
+
+
+class _Cleaner:
+    """Deletes old checkpoints in a thread: terabytes take minutes.
+
+    A checkpoint is renamed before it is deleted, so that no half of it is ever taken for one. What could not be deleted
+    is tried again after the next save.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self._requests: queue.Queue[bool] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
+        self._thread.start()
+
+    def clean(self) -> None:
+        """Ask for it; returns at once."""
+        self._requests.put(True)
+
+    def close(self) -> None:
+        """Return when everything that was asked for is done."""
+        self._requests.put(False)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._requests.get():
+            try:
+                self._clean()
+            except Exception as error:
+                logger.warning("old checkpoints in %s could not be looked at: %s", self.folder, error)
+
+    def _clean(self) -> None:
+        for step in sorted(complete_steps(self.folder))[: -self.keep]:
+            name = f"step-{step}"
+            hidden = self.folder / f".{name}.deleting-{uuid.uuid4().hex[:12]}"
+            try:
+                os.rename(self.folder / name, hidden)
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", self.folder / name, error)
+        for name in os.listdir(self.folder):
+            if _DELETED.fullmatch(name):
+                try:
+                    shutil.rmtree(self.folder / name)
+                except OSError as error:
+                    logger.warning("%s could not be deleted: %s", self.folder / name, error)

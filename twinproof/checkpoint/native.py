@@ -1,0 +1,121 @@
+"""Torch's own format (DCP) in folders that appear whole, and which of the two formats a folder has.
+
+Torch's writer fills the visible folder file by file: a crash while it replaces a checkpoint leaves the old metadata
+over new data. Here a native save is staged and shown at one instant, as an HF save is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from twinproof.checkpoint.catalog import read_index
+from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, local_path
+from twinproof.checkpoint.publish import Staging
+from twinproof.errors import FormatError, MissingCheckpointError, PlanError
+
+__all__ = ["CheckpointFormat", "NativeStorageWriter", "detect_format"]
+
+
+class CheckpointFormat(str, Enum):
+    """What a checkpoint consists of."""
+
+    DCP = "dcp"
+    HF = "hf"
+
+
+def detect_format(path: StrPath) -> CheckpointFormat:
+    """Whether a folder is torch's (``.metadata``) or HF's (an index, or safetensors files), or a file is HF's.
+
+    Raises:
+        FormatError: both formats, neither, or a malformed index. CorruptionError: a file of the index is missing.
+        MissingCheckpointError: there is nothing.
+    """
+    place = local_path(path)
+    if place.is_file():
+        if place.suffix == ".safetensors":
+            return CheckpointFormat.HF
+        raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
+    if not place.is_dir():
+        raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
+    names = sorted(os.listdir(place))
+    files = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+    is_native, is_hf = NATIVE_METADATA_NAME in names, INDEX_NAME in names or bool(files)
+    if is_native == is_hf:
+        raise FormatError(
+            "a checkpoint has one format",
+            got="both" if is_hf else f"neither in {names[:5]}",
+            expected=f"{NATIVE_METADATA_NAME} (torch's), or {INDEX_NAME} or safetensors files (HF)",
+            where=place,
+        )
+    if is_native:
+        return CheckpointFormat.DCP
+    read_index(place)
+    return CheckpointFormat.HF
+
+
+class NativeStorageWriter(FileSystemWriter):
+    """Torch's ``FileSystemWriter``, whose checkpoint appears at one instant and replaces another whole.
+
+    Each rank writes with one thread: with more, torch 2.13 reports success when a thread's write fails.
+
+    Args:
+        path: folder of the checkpoint.
+        durable: fsync files and folders before the checkpoint becomes visible.
+    """
+
+    def __init__(self, path: StrPath, *, durable: bool = True) -> None:
+        super().__init__(path, sync_files=durable, thread_count=1)
+        self.target, self.durable = local_path(path), durable
+        self.staging: Staging | None = None
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder in which the checkpoint appears."""
+        return self.target
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add, and nothing is made yet."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own."""
+        self.staging = Staging(self.target, durable=self.durable)
+        folder = os.fspath(self.staging.folder)
+        prefixed = super().prepare_global_plan(plans)
+        return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files into the hidden folder."""
+        prefix, folder = plan.storage_data
+        self.path = Path(folder)
+        return super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata and show the checkpoint; the coordinator only."""
+        if self.staging is None:
+            raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
+        super().finish(metadata, results)
+        self.staging.publish(None)
+        self.staging = None
+
+    def discard(self) -> None:
+        """Remove what a failed save left; nothing where it succeeded."""
+        if self.staging is not None:
+            self.staging.discard()
+            self.staging = None
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "staging": None}
