@@ -16,7 +16,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from twinproof.checkpoint import dcp, manager, shards
+from twinproof.checkpoint import dcp, manager, quantized, shards
 from twinproof.checkpoint.catalog import LoadJob
 from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
 from twinproof.checkpoint.manager import StateDictAdapter
@@ -36,6 +36,7 @@ __all__ = [
     "HuggingFaceSavePlanner",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "QuantizedHuggingFaceStorageReader",
     "StateDictAdapter",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
@@ -190,42 +191,50 @@ class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadWholeFil
     """Reads whole files; see ``twinproof.checkpoint.dcp.HuggingFaceStorageReader`` for the arguments."""
 
 
-class CheckpointManager(manager.CheckpointManager, writer=HuggingFaceStorageWriter, reader=HuggingFaceStorageReader):
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]).double()
+
+
+def dequantize(piece: quantized.Piece, out: torch.Tensor) -> None:
+    """Each stored number times the scale of its block, rounded to float32, then to the dtype of ``out``."""
+    if piece.kind == quantized.FP8:
+        rows, columns = (
+            (torch.arange(count) + first) // piece.block_size
+            for count, first in zip(piece.values.shape, piece.first, strict=True)
+        )
+        numbers = piece.values.float() * piece.scales.float()[rows][:, columns]
+    else:
+        nibbles = torch.stack([piece.values & 15, piece.values >> 4], dim=-1).flatten(-2)
+        powers = torch.exp2(piece.scales.double() - 127).masked_fill(piece.scales == 255, torch.nan)
+        numbers = (FP4[nibbles.long()] * powers[..., None]).flatten(-2).narrow(-1, piece.first[1], out.shape[-1])
+    out.copy_(numbers.float())
+
+
+class QuantizedHuggingFaceStorageReader(
+    quantized.QuantizedHuggingFaceStorageReader, engine=ReadWholeFiles, dequantize=dequantize
+):
+    """Reads whole files; see ``twinproof.checkpoint.quantized`` for formats and arguments."""
+
+
+class CheckpointManager(
+    manager.CheckpointManager,
+    writer=HuggingFaceStorageWriter,
+    reader=HuggingFaceStorageReader,
+    quantized_reader=QuantizedHuggingFaceStorageReader,
+):
     """A trainer's policy; see ``twinproof.checkpoint.manager.CheckpointManager`` for the arguments."""
 
 
 def save_file(
     tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the same bytes as ``safetensors.torch.save_file``, atomically and durably.
-
-    Unlike there, views and tensors that share memory are saved as their values, and metadata keys are sorted.
-
-    Args:
-        tensors: name -> tensor of any storable dtype, shape and stride, on any device.
-        filename: replaced at one instant.
-        metadata: str -> str; nothing is added.
-
-    Raises:
-        UnsupportedError, ConfigError, StorageError.
-    """
+    """Write the same bytes as ``safetensors.torch.save_file``; see ``twinproof.checkpoint.shards.save_file``."""
     shards.save_file(tensors, filename, metadata, file_bytes)
 
 
 def load_file(
     filename: StrPath, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
-    """Read every tensor of one file, in the order of the data.
-
-    Args:
-        filename: the file.
-        device: where the tensors are to be.
-        backend: "mmap" or "pread", as that library takes them. Bytes are read into memory of the tensors' own either
-            way: no tensor depends on a file that somebody may cut short.
-
-    Raises:
-        FormatError: a malformed file. UnsupportedError: F6. ConfigError: another backend. FileNotFoundError.
-    """
+    """Read every tensor of one file; see ``twinproof.checkpoint.shards.load_file``."""
     return shards.load_file(filename, device, backend, ReadWholeFiles())
 
 
@@ -246,11 +255,7 @@ def consolidate_safetensors_files_on_every_rank(
     num_threads: int = 1,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """As ``consolidate_safetensors_files``, called on every rank of ``process_group``. Here rank 0 does the work.
-
-    Raises:
-        DistributedError: another rank failed; the rank at fault raises its own error. The output is then as before.
-    """
+    """As ``consolidate_safetensors_files``, called on every rank of ``process_group``. Here rank 0 does the work."""
     shards.consolidate(
         merge,
         input_dir,

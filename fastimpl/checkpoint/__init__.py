@@ -18,6 +18,7 @@ if TYPE_CHECKING or ops.available():
         consolidate_safetensors_files_on_every_rank,
     )
     from fastimpl.checkpoint.manager import CheckpointManager
+    from fastimpl.checkpoint.quantized import QuantizedHuggingFaceStorageReader
     from fastimpl.checkpoint.reader import HuggingFaceStorageReader
     from fastimpl.checkpoint.single import load_file, save_file
     from fastimpl.checkpoint.writer import HuggingFaceStorageWriter
@@ -26,6 +27,7 @@ else:
         CheckpointManager,
         HuggingFaceStorageReader,
         HuggingFaceStorageWriter,
+        QuantizedHuggingFaceStorageReader,
         consolidate_safetensors_files,
         consolidate_safetensors_files_on_every_rank,
         load_file,
@@ -43,6 +45,7 @@ __all__ = [
     "HuggingFaceSavePlanner",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "QuantizedHuggingFaceStorageReader",
     "StateDictAdapter",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastimpl.checkpoint.quantized import QuantizedHuggingFaceStorageReader
 from fastimpl.checkpoint.reader import HuggingFaceStorageReader
 from fastimpl.checkpoint.writer import HuggingFaceStorageWriter
 from twinproof.checkpoint import manager
@@ -9,5 +10,10 @@ from twinproof.checkpoint import manager
 __all__ = ["CheckpointManager"]
 
 
-class CheckpointManager(manager.CheckpointManager, writer=HuggingFaceStorageWriter, reader=HuggingFaceStorageReader):
+class CheckpointManager(
+    manager.CheckpointManager,
+    writer=HuggingFaceStorageWriter,
+    reader=HuggingFaceStorageReader,
+    quantized_reader=QuantizedHuggingFaceStorageReader,
+):
     """A trainer's policy; see ``twinproof.checkpoint.manager.CheckpointManager`` for the arguments."""

@@ -6,6 +6,10 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("checkpoint_place(Tensor(a!) window, int window_start, Tensor dense, Tensor descriptors) -> ()");
   m.def("checkpoint_take(Tensor window, int window_start, Tensor(a!) dense, Tensor descriptors) -> ()");
   m.def("checkpoint_read(int file, Tensor(a!) dense, Tensor(b!) window, Tensor descriptor) -> Tensor");
+  m.def(
+      "checkpoint_dequantize_fp8(Tensor values, Tensor table, Tensor scales, int first_row, int first_column, int "
+      "block, Tensor(a!) out) -> ()");
+  m.def("checkpoint_dequantize_mxfp4(Tensor values, Tensor scales, int skip, Tensor(a!) out) -> ()");
   m.def("checkpoint_gather(Tensor source, int start, Tensor(a!) dense) -> ()");
   m.def("checkpoint_scatter(Tensor(a!) target, int start, Tensor dense) -> ()");
   // Offload. Lists belong together by index; an empty list: there is none of this kind.

@@ -16,7 +16,15 @@ from pathlib import Path
 import torch
 
 from fastimpl.ops import checkpoint, kvstore, offload, pipeline
-from fastimpl.ops.checkpoint import place_rectangles, read_rectangle, strided_gather, strided_scatter, take_rectangles
+from fastimpl.ops.checkpoint import (
+    dequantize_fp8,
+    dequantize_mxfp4,
+    place_rectangles,
+    read_rectangle,
+    strided_gather,
+    strided_scatter,
+    take_rectangles,
+)
 from fastimpl.ops.kvstore import KVFilling, KVHandle, file_read, row_keys, saved_rows_fit, sort_ids
 from fastimpl.ops.offload import adam_step, pack, unpack
 from fastimpl.ops.pipeline import (
@@ -40,6 +48,8 @@ __all__ = [
     "bucketize",
     "check_bag_ids",
     "cuda_operators",
+    "dequantize_fp8",
+    "dequantize_mxfp4",
     "file_read",
     "gather_blocks",
     "library_path",

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 
 __all__ = [
+    "dequantize_fp8",
+    "dequantize_mxfp4",
     "place_rectangles",
     "read_rectangle",
     "register_fakes",
@@ -22,7 +24,8 @@ __all__ = [
 
 def register_fakes() -> None:
     """Shapes of what the operators return, for tracing."""
-    for name in ("checkpoint_place", "checkpoint_take", "checkpoint_gather", "checkpoint_scatter"):
+    without_result = ("place", "take", "gather", "scatter", "dequantize_fp8", "dequantize_mxfp4")
+    for name in (f"checkpoint_{each}" for each in without_result):
         # These return nothing: under fake tensors there is nothing to make.
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     torch.library.register_fake("twinproof::checkpoint_read", lambda file, dense, window, words: words.new_empty(3))
@@ -85,3 +88,44 @@ def strided_scatter(target: torch.Tensor, start: int, dense: torch.Tensor) -> No
     """The inverse of ``strided_gather``: ``target`` is written."""
     torch.ops.twinproof.checkpoint_scatter(target, start, dense)
     torch.autograd.graph.increment_version(target)
+
+
+def dequantize_fp8(
+    values: torch.Tensor,
+    table: torch.Tensor,
+    scales: torch.Tensor,
+    first: tuple[int, int],
+    block_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Multiply 8-bit floats by the scales of their blocks, in float32, rounded to the dtype of ``out``.
+
+    Args:
+        values: uint8 [rows, columns], dense, CPU.
+        table: float32 [256], what each byte stands for.
+        scales: float32 [block rows, block columns], of the blocks that the values touch.
+        first: row and column of the first value in its block.
+        block_size: rows and columns of a block.
+        out: float32, float16 or bfloat16 [rows, columns], rows dense. Written.
+
+    Raises:
+        RuntimeError: shapes or dtypes that do not fit; nothing is written then.
+    """
+    torch.ops.twinproof.checkpoint_dequantize_fp8(values, table, scales, *first, block_size, out)
+    torch.autograd.graph.increment_version(out)
+
+
+def dequantize_mxfp4(values: torch.Tensor, scales: torch.Tensor, skip: int, out: torch.Tensor) -> None:
+    """Two 4-bit floats a byte, the low one first, times the power of two of their group.
+
+    Args:
+        values: uint8 [rows, groups, bytes], dense, CPU.
+        scales: uint8 [rows, groups], exponents with bias 127; 255 makes NaN.
+        skip: values of a row before the first that is wanted.
+        out: float32, float16 or bfloat16 [rows, values], rows dense. Written.
+
+    Raises:
+        RuntimeError: shapes or dtypes that do not fit; nothing is written then.
+    """
+    torch.ops.twinproof.checkpoint_dequantize_mxfp4(values, scales, skip, out)
+    torch.autograd.graph.increment_version(out)

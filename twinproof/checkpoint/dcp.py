@@ -406,7 +406,7 @@ def _is_local(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-class _Chunks(Sequence[ChunkStorageMetadata]):
+class MetadataChunks(Sequence[ChunkStorageMetadata]):
     """The chunks of a tensor as DCP wants them, made when a planner looks: most tensors of a shard folder never are."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -509,7 +509,7 @@ class HuggingFaceStorageReader(StorageReader):
         for name, record in self.catalog.tensors.items():
             # F6 has no torch dtype; it is listed so that a request for it fails by name, and only that.
             dtype = torch_dtype(record.dtype) or torch.uint8
-            chunks: Any = _Chunks(record.chunks)
+            chunks: Any = MetadataChunks(record.chunks)
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
         return Metadata(
             state_dict_metadata=tensors, storage_data=self.catalog, storage_meta=StorageMeta(load_id=self.load_id)

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "checkpoint/args.h"
+#include "checkpoint/dequantize.h"
 #include "checkpoint/rectangle_read.h"
 
 namespace {
@@ -127,12 +128,74 @@ void checkpoint_gather(Tensor source, int64_t start, Tensor dense) { strided_cpu
 
 void checkpoint_scatter(Tensor target, int64_t start, Tensor dense) { strided_cpu<false>(target, start, dense); }
 
+Float float_type(const Tensor& out) {
+  switch (out.scalar_type()) {
+    case torch::headeronly::ScalarType::Float: return Float::kFloat32;
+    case torch::headeronly::ScalarType::Half: return Float::kFloat16;
+    case torch::headeronly::ScalarType::BFloat16: return Float::kBFloat16;
+    default: STD_TORCH_CHECK(false, "out: expected float32, float16 or bfloat16");
+  }
+}
+
+Output output_of(const Tensor& out) {
+  STD_TORCH_CHECK(out.dim() == 2 && out.is_cpu() && (out.stride(1) == 1 || out.size(1) <= 1) && out.stride(0) >= 0,
+                  "out must be a CPU matrix whose rows are dense");
+  return {float_type(out), static_cast<uint8_t*>(out.data_ptr()), out.stride(0)};
+}
+
+void check_dense(const Tensor& t, torch::headeronly::ScalarType type, int64_t ndim, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() && t.dim() == ndim && t.is_cpu(), name,
+                  ": expected a contiguous CPU tensor of ", ndim, " dimensions and the documented dtype");
+}
+
+void checkpoint_dequantize_fp8(Tensor values, Tensor table, Tensor scales, int64_t first_row, int64_t first_column,
+                               int64_t block, Tensor out) {
+  using torch::headeronly::ScalarType;
+  check_dense(values, ScalarType::Byte, 2, "values");
+  check_dense(table, ScalarType::Float, 1, "table");
+  check_dense(scales, ScalarType::Float, 2, "scales");
+  const Output target = output_of(out);
+  const int64_t rows = values.size(0), columns = values.size(1);
+  STD_TORCH_CHECK(table.numel() == 256, "table: got ", table.numel(), " numbers, expected 256");
+  STD_TORCH_CHECK(out.size(0) == rows && out.size(1) == columns, "out: got ", out.size(0), " x ", out.size(1),
+                  ", expected ", rows, " x ", columns);
+  STD_TORCH_CHECK(block >= 1 && first_row >= 0 && first_row < block && first_column >= 0 && first_column < block,
+                  "the first value lies at ", first_row, ", ", first_column, " of a block of ", block);
+  if (rows == 0 || columns == 0) return;
+  STD_TORCH_CHECK(
+      scales.size(0) > (first_row + rows - 1) / block && scales.size(1) > (first_column + columns - 1) / block,
+      "scales: got ", scales.size(0), " x ", scales.size(1), " blocks, the values touch more");
+  dequantize_fp8(
+      {static_cast<const uint8_t*>(values.data_ptr()), rows, columns, static_cast<const float*>(table.data_ptr()),
+       static_cast<const float*>(scales.data_ptr()), scales.size(1), first_row, first_column, block},
+      target);
+}
+
+void checkpoint_dequantize_mxfp4(Tensor values, Tensor scales, int64_t skip, Tensor out) {
+  using torch::headeronly::ScalarType;
+  check_dense(values, ScalarType::Byte, 3, "values");
+  check_dense(scales, ScalarType::Byte, 2, "scales");
+  const Output target = output_of(out);
+  const int64_t rows = values.size(0), groups = values.size(1), group_bytes = values.size(2), columns = out.size(1);
+  STD_TORCH_CHECK(scales.size(0) == rows && scales.size(1) == groups && out.size(0) == rows,
+                  "rows and groups differ: values ", rows, " x ", groups, ", scales ", scales.size(0), " x ",
+                  scales.size(1), ", out ", out.size(0), " rows");
+  STD_TORCH_CHECK(skip >= 0 && skip <= 2 * groups * group_bytes && columns <= 2 * groups * group_bytes - skip,
+                  "values ", skip, " + ", columns, " of a row of ", 2 * groups * group_bytes);
+  if (rows == 0 || columns == 0) return;
+  dequantize_mxfp4({static_cast<const uint8_t*>(values.data_ptr()), static_cast<const uint8_t*>(scales.data_ptr()),
+                    rows, groups, group_bytes, skip, columns},
+                   target);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("checkpoint_place", TORCH_BOX(&checkpoint_place));
   m.impl("checkpoint_take", TORCH_BOX(&checkpoint_take));
   m.impl("checkpoint_read", TORCH_BOX(&checkpoint_read));
+  m.impl("checkpoint_dequantize_fp8", TORCH_BOX(&checkpoint_dequantize_fp8));
+  m.impl("checkpoint_dequantize_mxfp4", TORCH_BOX(&checkpoint_dequantize_mxfp4));
   m.impl("checkpoint_gather", TORCH_BOX(&checkpoint_gather));
   m.impl("checkpoint_scatter", TORCH_BOX(&checkpoint_scatter));
 }

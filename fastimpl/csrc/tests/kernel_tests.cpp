@@ -1,5 +1,6 @@
 // Properties of the kernels against element-by-element definitions, on random shapes with a fixed seed.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -7,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/dequantize.h"
 #include "checkpoint/rectangle_read.h"
 #include "checkpoint/strided.h"
 #include "kvstore_tests.h"
@@ -186,9 +188,87 @@ void disjoint_rectangles_may_be_placed_at_once() {
   }
 }
 
+bool is_same(float a, float b) { return std::isnan(a) ? std::isnan(b) : fastimpl::bits_of(a) == fastimpl::bits_of(b); }
+
+std::vector<uint8_t> random_bytes(int64_t count) {
+  std::vector<uint8_t> bytes(static_cast<size_t>(count));
+  for (auto& byte : bytes) byte = static_cast<uint8_t>(uniform(0, 255));
+  return bytes;
+}
+
+// Number by number, from the definition; outputs lie in rows with room between them, which must stay as it was.
+template <typename Write, typename Expect>
+void dequantizes(int64_t rows, int64_t columns, Write&& write, Expect&& expect) {
+  using fastimpl::Float;
+  const int64_t stride = columns + uniform(0, 3);
+  for (const Float type : {Float::kFloat32, Float::kFloat16, Float::kBFloat16}) {
+    const auto width = static_cast<size_t>(fastimpl::float_bytes(type));
+    std::vector<uint8_t> memory(static_cast<size_t>(rows * stride) * width, 0xA5);
+    write(fastimpl::checkpoint::Output{type, memory.data(), stride});
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t column = 0; column < stride; ++column) {
+        const uint8_t* at = memory.data() + static_cast<size_t>(row * stride + column) * width;
+        if (column >= columns) {
+          require(at[0] == 0xA5 && at[width - 1] == 0xA5, "dequantize: beyond a row");
+          continue;
+        }
+        const float number = expect(row, column);
+        uint8_t narrowed[4];
+        fastimpl::narrow(type, &number, narrowed, 1);
+        float got = 0, expected = 0;
+        fastimpl::widen(type, at, &got, 1);
+        fastimpl::widen(type, narrowed, &expected, 1);
+        require(is_same(got, expected), "dequantize: a number");
+      }
+    }
+  }
+}
+
+void fp8_matches_its_definition() {
+  for (int round = 0; round < 40; ++round) {
+    const int64_t block = uniform(1, 40), first_row = uniform(0, block - 1), first_column = uniform(0, block - 1);
+    const int64_t rows = uniform(1, 50), columns = uniform(1, 700);
+    const int64_t scale_rows = (first_row + rows - 1) / block + 1,
+                  scale_columns = (first_column + columns - 1) / block + 1;
+    const auto values = random_bytes(rows * columns);
+    std::vector<float> table(256), scales(static_cast<size_t>(scale_rows * scale_columns));
+    for (auto& number : table) number = static_cast<float>(uniform(-1000, 1000)) * 0x1p-9F;
+    for (auto& number : scales) number = std::ldexp(1.0F, static_cast<int>(uniform(-20, 20)));
+    const fastimpl::checkpoint::Fp8 in{values.data(), rows,      columns,      table.data(), scales.data(),
+                                       scale_columns, first_row, first_column, block};
+    dequantizes(
+        rows, columns, [&](const auto& out) { fastimpl::checkpoint::dequantize_fp8(in, out); },
+        [&](int64_t row, int64_t column) {
+          const int64_t scale = (first_row + row) / block * scale_columns + (first_column + column) / block;
+          return table[values[static_cast<size_t>(row * columns + column)]] * scales[static_cast<size_t>(scale)];
+        });
+  }
+}
+
+void mxfp4_matches_its_definition() {
+  for (int round = 0; round < 40; ++round) {
+    const int64_t rows = uniform(1, 6), groups = uniform(1, 60), group_bytes = uniform(1, 20);
+    const int64_t all = 2 * groups * group_bytes, skip = uniform(0, all - 1), columns = uniform(1, all - skip);
+    const auto values = random_bytes(rows * groups * group_bytes), scales = random_bytes(rows * groups);
+    const fastimpl::checkpoint::Mxfp4 in{values.data(), scales.data(), rows, groups, group_bytes, skip, columns};
+    const float magnitudes[] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
+    dequantizes(
+        rows, columns, [&](const auto& out) { fastimpl::checkpoint::dequantize_mxfp4(in, out); },
+        [&](int64_t row, int64_t column) {
+          const int64_t at = row * all + skip + column;
+          const int byte = values[static_cast<size_t>(at / 2)], half = at % 2 == 0 ? byte & 15 : byte >> 4;
+          const int scale = scales[static_cast<size_t>(at / 2 / group_bytes)];
+          const float number = half < 8 ? magnitudes[half] : -magnitudes[half - 8];
+          return scale == 255 ? std::nanf("") : std::ldexp(number, scale - 127);
+        });
+  }
+}
+
 }  // namespace
 
 int main() {
+  fp8_matches_its_definition();
+  mxfp4_matches_its_definition();
   rect_copy_matches_its_definition();
   rect_read_matches_its_definition();
   invalid_rectangles_are_refused();

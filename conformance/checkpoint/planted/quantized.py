@@ -1,0 +1,69 @@
+"""Faults of block-quantized loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+_READER = "twinproof.checkpoint.quantized:QuantizedHuggingFaceStorageReader"
+_DEQUANTIZE = "QuantizedHuggingFaceStorageReader._dequantize"
+
+
+@fault(kills="CKPT-450", at=_DEQUANTIZE)
+def blocks_counted_from_the_slice(original: Any, piece: Any, out: Any) -> Any:
+    """The blocks of a slice are counted from its first value."""
+    original(dataclasses.replace(piece, first=(0, 0)) if piece.kind == "fp8" else piece, out)
+
+
+@fault(kills="CKPT-450", at=_DEQUANTIZE)
+def multiplied_after_rounding(original: Any, piece: Any, out: Any) -> Any:
+    """The stored numbers are rounded to the target's dtype, and the scales too, before they are multiplied."""
+    scales = piece.scales.to(out.dtype).to(piece.scales.dtype) if piece.kind == "fp8" else piece.scales
+    original(dataclasses.replace(piece, scales=scales), out)
+
+
+@fault(kills="CKPT-451", at=_DEQUANTIZE)
+def high_half_first(original: Any, piece: Any, out: Any) -> Any:
+    """The two numbers of a byte are taken in the other order."""
+    swapped = (piece.values >> 4) | (piece.values << 4) if piece.kind == "mxfp4" else piece.values
+    original(dataclasses.replace(piece, values=swapped), out)
+
+
+@fault(kills="CKPT-451", at=_DEQUANTIZE)
+def largest_scale_is_a_power(original: Any, piece: Any, out: Any) -> Any:
+    """A scale of 255 is two to the 128th, as torch's reader takes it."""
+    original(piece, out)
+    if piece.kind == "mxfp4":
+        out.masked_fill_(out.isnan(), torch.inf)
+
+
+@fault(kills="CKPT-452", at=f"{_READER}._stored")
+def scales_of_the_first_shard(original: Any, reader: Any, name: Any, offsets: Any, sizes: Any) -> Any:
+    """Of scales that are cut into shards only the first shard's are read; the others are ones."""
+    memory, ranges = original(reader, name, offsets, sizes)
+    if "scale" in name:
+        memory.fill_(1)
+        ranges = ranges[:1]
+    return memory, ranges
+
+
+@fault(kills="CKPT-453", at="twinproof.checkpoint.quantized:find_quantized")
+def every_small_float_is_quantized(original: Any, catalog: Any, block_size: Any) -> Any:
+    """The shape that metadata says is the stored one."""
+    found = original(catalog, block_size)
+    return {n: dataclasses.replace(f, shape=tuple(catalog.tensors[n].shape)) for n, f in found.items()}
+
+
+@fault(kills="CKPT-454", at="twinproof.checkpoint.quantized:_check_scales")
+def scales_unchecked(original: Any, *arguments: Any) -> None:
+    """Scales of any shape are taken; blocks without one have whatever memory held."""
+
+
+@fault(kills="CKPT-455", at="twinproof.checkpoint.manager:CheckpointManager._hf_reader")
+def quantized_numbers_taken_as_they_are(original: Any, manager: Any, path: Any) -> Any:
+    """A manager reads the stored numbers without their scales."""
+    return type(manager)._reader(path, 1, cast=True)

@@ -1,0 +1,276 @@
+"""L. Block-quantized checkpoints: 8-bit floats with a scale for each block, and MXFP4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from torch.distributed.tensor import Shard
+
+from conformance.checkpoint.cases import INDEX, Tiled, assert_parts, load_with, mesh_of, random_bits, sharded
+from conformance.checkpoint.trainer import alone
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
+from twinproof.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+TARGETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Two sign bits and three of magnitude are read off the table of the OCP MX specification.
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def fp8_oracle(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    """One number at a time, in float64, rounded to float32."""
+    result = torch.empty(values.shape, dtype=torch.float64)
+    wide, factors = values.to(torch.float64).tolist(), scales.to(torch.float64).tolist()
+    for row, numbers in enumerate(wide):
+        for column, number in enumerate(numbers):
+            result[row, column] = number * factors[row // block][column // block]
+    return result.to(torch.float32)
+
+
+def mxfp4_oracle(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """One number at a time, in float64, rounded to float32."""
+    groups, group = blocks.shape[-2:]
+    rows = []
+    flat = blocks.reshape(-1, groups, group).tolist(), scales.reshape(-1, groups).tolist()
+    for row, exponents in zip(*flat, strict=True):
+        numbers = []
+        for stored, exponent in zip(row, exponents, strict=True):
+            factor = float("nan") if exponent == 255 else 2.0 ** (exponent - 127)
+            for byte in stored:
+                for half in (byte % 16, byte // 16):
+                    magnitude = E2M1[half % 8]
+                    numbers.append((-magnitude if half >= 8 else magnitude) * factor)
+        rows.append(numbers)
+    return torch.tensor(rows, dtype=torch.float64).to(torch.float32).reshape(*blocks.shape[:-2], 2 * groups * group)
+
+
+def _scales(shape: list[int], seed: int) -> torch.Tensor:
+    """Powers and other numbers, subnormal and huge products among them."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-140, 120, shape, generator=generator)
+    return torch.ldexp(1 + torch.rand(shape, generator=generator), exponents).to(torch.float32)
+
+
+def _matrix(shape: list[int], block: int, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    grid = [-(-size // block) for size in shape]
+    return {"w.weight": random_bits(dtype, shape, seed), "w.weight_scale_inv": _scales(grid, seed + 1)}
+
+
+def _groups(shape: list[int], seed: int) -> dict[str, torch.Tensor]:
+    blocks, scales = random_bits(torch.uint8, shape, seed), random_bits(torch.uint8, shape[:-1], seed + 1)
+    return {"w_blocks": blocks, "w_scales": scales}
+
+
+def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # The bits of a NaN are nobody's promise: which of them an arithmetic keeps differs by processor.
+    return torch.where(value.isnan(), torch.tensor(torch.nan, dtype=dtype), value.to(dtype))
+
+
+def _empty_part(shape: Sequence[int], part: Sequence[slice], dtype: torch.dtype, *, is_strided: bool) -> Tiled:
+    """A target of one rectangle; strided: its last dimension is not dense."""
+    sizes = [each.stop - each.start for each in part]
+    memory = torch.empty([*sizes, 2], dtype=dtype)[..., 0] if is_strided else torch.empty(sizes, dtype=dtype)
+    return Tiled.of(shape, {tuple(each.start for each in part): memory}, dtype)
+
+
+def _canonical(target: Tiled) -> Tiled:
+    return Tiled.of(target.whole, {o: _rounded(part, part.dtype) for o, part in target.parts.items()}, target.dtype)
+
+
+def _load(checkpoint: Any, path: Path, name: str, target: Any, **options: Any) -> Any:
+    load_with(checkpoint.QuantizedHuggingFaceStorageReader(path, **options), {name: target})
+    return target
+
+
+@st.composite
+def _slices(draw: st.DrawFn, shape: list[int]) -> tuple[slice, ...]:
+    result = []
+    for size in shape:
+        begin = draw(st.integers(0, size - 1))
+        result.append(slice(begin, draw(st.integers(begin + 1, size))))
+    return tuple(result)
+
+
+@requirement(
+    "CKPT-450",
+    "A matrix of 8-bit floats with a scale for each block MUST be read, whole or any slice of it, as the float64 "
+    "oracle has it: each number times its scale, rounded to float32 once, then to the target's dtype; NaN is NaN.",
+)
+@given(data=st.data())
+def test_fp8(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    block = data.draw(st.sampled_from([1, 3, 16, 40]), label="block")
+    shape = [data.draw(st.integers(1, 2 * block + 3), label="size") for _ in range(2)]
+    dtype, target = data.draw(st.sampled_from(FP8)), data.draw(st.sampled_from(TARGETS))
+    state = _matrix(shape, block, dtype, data.draw(st.integers(0, 99)))
+    path = tmp_path_factory.mktemp("fp8")
+    checkpoint.save_file(state, path / "model.safetensors")
+    options = {"block_size": block, "target_dtype": target, "thread_count": data.draw(st.integers(1, 3))}
+    expected = _rounded(fp8_oracle(state["w.weight"], state["w.weight_scale_inv"], block), target)
+    whole = _load(checkpoint, path, "w.weight", torch.empty(shape, dtype=target), **options)
+    assert_same_tensor(_rounded(whole, target), expected, where=f"{dtype} {shape} by {block}")
+    part = data.draw(_slices(shape), label="slice")
+    piece = _empty_part(shape, part, target, is_strided=data.draw(st.booleans()))
+    _load(checkpoint, path, "w.weight", piece, **options)
+    assert_parts(_canonical(piece), expected, where=f"{dtype} {part}")
+
+
+@requirement(
+    "CKPT-451",
+    "MXFP4 blocks MUST be read, whole or any slice of them, as the float64 oracle has them: the low half of a byte "
+    "first, times two to the scale less 127; a scale of 255 makes NaN.",
+)
+@given(data=st.data())
+def test_mxfp4(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=2)) + [data.draw(st.integers(1, 5)) for _ in range(2)]
+    target = data.draw(st.sampled_from(TARGETS))
+    state = _groups(shape, data.draw(st.integers(0, 99)))
+    path = tmp_path_factory.mktemp("mxfp4")
+    checkpoint.save_file(state, path / "model.safetensors")
+    expected = _rounded(mxfp4_oracle(*state.values()), target)
+    options = {"target_dtype": target, "thread_count": data.draw(st.integers(1, 3))}
+    whole = _load(checkpoint, path, "w_blocks", torch.empty(expected.shape, dtype=target), **options)
+    assert_same_tensor(_rounded(whole, target), expected, where=f"{shape}")
+    part = data.draw(_slices(list(expected.shape)), label="slice")
+    piece = _empty_part(expected.shape, part, target, is_strided=data.draw(st.booleans()))
+    _load(checkpoint, path, "w_blocks", piece, **options)
+    assert_parts(_canonical(piece), expected, where=f"{shape} {part}")
+
+
+def _save_shards(rank: Rank, path: str) -> None:
+    state = {**_matrix([37, 29], 4, torch.float8_e4m3fn, 1), **_groups([10, 3, 4], 2)}
+    mesh = mesh_of(rank)
+    given = {name: sharded(value, mesh, [Shard(0)]) for name, value in state.items()}
+    # Scales are cut at other rows than the values that they belong to.
+    given["w.weight_scale_inv"] = sharded(state["w.weight_scale_inv"], mesh, [Shard(1)])
+    with rank.component("checkpoint").HuggingFaceStorageWriter(path, enable_consolidation=False) as writer:
+        dcp.save(given, storage_writer=writer)
+
+
+def _load_shards(rank: Rank, path: str) -> list[torch.Tensor]:
+    reader = rank.component("checkpoint").QuantizedHuggingFaceStorageReader(path, block_size=4)
+    mesh = mesh_of(rank)
+    targets = {"w.weight": torch.empty(37, 29), "w_blocks": torch.empty(10, 24)}
+    given = {name: sharded(value, mesh, [Shard(1)]) for name, value in targets.items()}
+    dcp.load(given, storage_reader=reader)
+    return [value.to_local() for value in given.values()]
+
+
+@requirement(
+    "CKPT-452",
+    "Quantized tensors MUST be read rightly where values and scales are cut into shards at other places, and into "
+    "targets that are sharded otherwise.",
+)
+def test_sharded(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_shards, 2, str(tmp_path / "shards"))
+    matrix, groups = _matrix([37, 29], 4, torch.float8_e4m3fn, 1), _groups([10, 3, 4], 2)
+    expected = [fp8_oracle(matrix["w.weight"], matrix["w.weight_scale_inv"], 4), mxfp4_oracle(*groups.values())]
+    for rank_count in (1, 2):
+        loaded = rank_pool.run(_load_shards, rank_count, str(tmp_path / "shards"))
+        for number, whole in enumerate(expected):
+            parts = torch.cat([each[number] for each in loaded], dim=1)
+            assert_same_tensor(_rounded(parts, torch.float32), _rounded(whole, torch.float32), where=f"{rank_count}")
+
+
+@requirement(
+    "CKPT-453",
+    "Beside quantized tensors, tensors without scales MUST be converted to their targets' dtypes, scales be readable "
+    "as they are, and an empty target be made in the target dtype and the shape of the values.",
+)
+def test_others(checkpoint: Any, tmp_path: Path) -> None:
+    state = {
+        **_matrix([20, 10], 8, torch.float8_e4m3fn, 1),
+        **_groups([3, 2, 4], 5),
+        "norm.weight": random_bits(torch.bfloat16, [7], 3).nan_to_num(),
+        "alone.weight": random_bits(torch.float8_e4m3fn, [2, 3], 4)
+        .to(torch.float32)
+        .nan_to_num()
+        .to(torch.float8_e4m3fn),
+        "count": torch.tensor([3]),
+    }
+    checkpoint.save_file(state, tmp_path / "model.safetensors")
+    targets = {
+        "norm.weight": torch.empty(7),
+        "alone.weight": torch.empty(2, 3),
+        "count": torch.empty(1, dtype=torch.int64),
+        "w.weight_scale_inv": torch.empty(3, 2),
+        "w_scales": torch.empty(3, 2, dtype=torch.uint8),
+    }
+    reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path, block_size=8, target_dtype=torch.bfloat16)
+    load_with(reader, targets)
+    for name, value in targets.items():
+        assert_same_tensor(value, state[name].to(value.dtype), where=name)
+    reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path, block_size=8, target_dtype=torch.bfloat16)
+    found = reader.read_metadata().state_dict_metadata
+    seen = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()}
+    assert_equal(seen["w.weight"], ((20, 10), torch.bfloat16), where="a matrix")
+    assert_equal(seen["w_blocks"], ((3, 16), torch.bfloat16), where="MXFP4")
+    assert_equal(seen["norm.weight"], ((7,), torch.bfloat16), where="another tensor")
+
+
+@requirement(
+    "CKPT-454",
+    "Scales that do not fit, values of another kind, a path that leaves the folder, and a target that is no floating "
+    "point MUST be errors that name the tensor, before any target is written.",
+)
+def test_refusals(checkpoint: Any, tmp_path: Path) -> None:
+    good = _matrix([20, 10], 8, torch.float8_e4m3fn, 1)
+    cases: list[tuple[str, dict[str, torch.Tensor], type[Exception], str]] = [
+        ("few", {**good, "w.weight_scale_inv": torch.ones(2, 2)}, CorruptionError, "w.weight_scale_inv"),
+        ("cube", {**good, "w.weight": random_bits(FP8[0], [2, 10, 10], 1)}, UnsupportedError, "w.weight"),
+        ("wide", {**good, "w.weight": torch.ones(20, 10)}, UnsupportedError, "w.weight"),
+        ("groups", {"w_blocks": torch.ones(2, 3, 4), "w_scales": torch.ones(2, 3)}, UnsupportedError, "w_blocks"),
+        (
+            "short",
+            {"w_blocks": torch.ones(2, 3, 4, dtype=torch.uint8), "w_scales": torch.ones(2)},
+            CorruptionError,
+            "w_",
+        ),
+    ]
+    for name, state, error, said in cases:
+        checkpoint.save_file(state, tmp_path / f"{name}.safetensors")
+        target = torch.zeros(20, 10)
+        with raises(error, mentions=[said], where=name):
+            _load(checkpoint, tmp_path / f"{name}.safetensors", "w.weight", target, block_size=8)
+        assert_equal(bool(target.any()), False, where=f"{name}: the target")
+    folder = tmp_path / "escape"
+    folder.mkdir()
+    checkpoint.save_file({"w.weight": good["w.weight"]}, folder / "a.safetensors")
+    checkpoint.save_file({"w.weight_scale_inv": good["w.weight_scale_inv"]}, tmp_path / "b.safetensors")
+    index = {"weight_map": {"w.weight": "a.safetensors", "w.weight_scale_inv": "../b.safetensors"}}
+    (folder / INDEX).write_text(json.dumps(index))
+    with raises(FormatError, mentions=["../b.safetensors"], where="a path that leaves the folder"):
+        _load(checkpoint, folder, "w.weight", torch.empty(20, 10))
+    checkpoint.save_file({**good, "x": torch.ones(3)}, tmp_path / "good.safetensors")
+    untouched = torch.zeros(3)
+    reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "good.safetensors", block_size=8)
+    with raises(UnsupportedError, mentions=["w.weight"], where="an integer target"):
+        load_with(reader, {"x": untouched, "w.weight": torch.empty(20, 10, dtype=torch.int32)})
+    assert_equal(bool(untouched.any()), False, where="other targets")
+    for options, said in (({"target_dtype": torch.int8}, "target_dtype"), ({"block_size": 0}, "block_size")):
+        with raises(ConfigError, mentions=[said], where=str(options)):
+            checkpoint.QuantizedHuggingFaceStorageReader(tmp_path, **options)
+
+
+@requirement(
+    "CKPT-455",
+    "A manager MUST start from a quantized HF checkpoint where told to, and refuse to where it is not one.",
+)
+def test_manager(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"weight": random_bits(FP8[0], [20, 10], 1), "weight_scale_inv": _scales([1, 1], 2), "bias": torch.ones(20)}
+    named = {f"0.{name}": value for name, value in state.items()}
+    checkpoint.save_file(named, tmp_path / "model.safetensors")
+    model = torch.nn.Sequential(torch.nn.Linear(10, 20))
+    options = {"initial_load_path": tmp_path, "initial_load_in_hf": True, "initial_load_in_hf_quantized": True}
+    with checkpoint.CheckpointManager(tmp_path / "run", model=model, interval=1, **options) as manager, alone():
+        assert_equal(manager.load(), True, where="loaded")
+    weight = model.state_dict()["0.weight"]
+    expected = fp8_oracle(state["weight"], state["weight_scale_inv"], 128)
+    assert_same_tensor(_rounded(weight, torch.float32), _rounded(expected, torch.float32), where="the weight")

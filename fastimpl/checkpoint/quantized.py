@@ -1,0 +1,74 @@
+"""The fast reader of block-quantized checkpoints: ranges are read and converted piece by piece, in the core's cache."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import torch
+
+from fastimpl import ops
+from fastimpl.checkpoint.reader import ReadRanges
+from fastimpl.checkpoint.readio import LoadStats
+from twinproof.checkpoint import quantized
+from twinproof.checkpoint.catalog import LoadJob
+
+__all__ = ["QuantizedHuggingFaceStorageReader", "dequantize"]
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@cache
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    """What each byte of an 8-bit float stands for, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+
+
+def dequantize(piece: quantized.Piece, out: torch.Tensor) -> None:
+    """Write the values of a piece. ``out``: any floating point dtype and strides, on the CPU."""
+    rows = out.unsqueeze(0) if out.dim() == 1 else out.flatten(0, -2)
+    is_seen = out.dtype in _NARROW and rows.data_ptr() == out.data_ptr() and (rows.stride(1) == 1 or rows.size(1) <= 1)
+    numbers = rows if is_seen else torch.empty(rows.shape, dtype=torch.float32)
+    if piece.kind == quantized.FP8:
+        values, table = piece.values.view(torch.uint8), _table(piece.values.dtype)
+        ops.dequantize_fp8(values, table, piece.scales.to(torch.float32), piece.first, piece.block_size, numbers)
+    else:
+        values, scales = piece.values.reshape(rows.size(0), -1, piece.values.size(-1)), piece.scales
+        ops.dequantize_mxfp4(values, scales.reshape(values.shape[:2]), piece.first[1], numbers)
+    if not is_seen:
+        out.copy_(numbers.view(out.shape))
+
+
+class _AddedRanges(ReadRanges):
+    """As ``ReadRanges``, for the many small reads of one load: its figures are their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def read(self, job: LoadJob) -> None:
+        """Fill every target in place."""
+        one = ReadRanges()
+        one.choose_copies = self.choose_copies
+        one.read(job)
+        with self._lock:
+            self.stats.plan_s += one.stats.plan_s
+            self.stats.read_s += one.stats.read_s
+            self.stats.read_bytes += one.stats.read_bytes
+            self.stats.read_count += one.stats.read_count
+
+
+class QuantizedHuggingFaceStorageReader(
+    quantized.QuantizedHuggingFaceStorageReader, engine=_AddedRanges, dequantize=dequantize
+):
+    """Reads and converts on ``thread_count`` threads.
+
+    Takes the arguments of ``twinproof.checkpoint.quantized.QuantizedHuggingFaceStorageReader``.
+    """
+
+    _engine: _AddedRanges
+
+    @property
+    def stats(self) -> LoadStats:
+        """Bytes and calls of this rank's loads; seconds are sums over threads."""
+        return self._engine.stats
