@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ __all__ = [
     "consolidate",
     "load_letting_go",
     "make_state",
+    "model_of",
     "save_alone",
     "save_at_slow_rank",
     "save_in_background",
     "save_letting_go",
     "save_mapped",
+    "save_natively",
     "save_one_file",
     "save_together",
     "save_with_umask",
@@ -131,6 +134,23 @@ def save_with_umask(implementation: str, path: str, seed: int, umask: int) -> No
 def save_one_file(implementation: str, path: str, seed: int) -> None:
     """``save_file`` of the state."""
     component(implementation, "checkpoint").save_file(make_state(seed), path, {"format": "pt"})
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    """A model whose parameters are the state of a seed; ``p_`` stands before their names, of which modules have one."""
+    model = torch.nn.Module()
+    for name, value in make_state(seed).items():
+        model.register_parameter(f"p_{name}", torch.nn.Parameter(value, requires_grad=False))
+    return model
+
+
+def save_natively(implementation: str, path: str, seed: int) -> None:
+    """A manager's intermediate save, in torch's own format, as ``step-1`` of the folder."""
+    checkpoint = component(implementation, "checkpoint")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with checkpoint.CheckpointManager(path, model=model_of(seed), interval=1, keep_latest_k=0) as manager:
+            manager.save(1)
 
 
 def consolidate(implementation: str, source: str, target: str) -> None:

@@ -21,6 +21,16 @@ def _place_arguments() -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
     return torch.zeros(24, dtype=torch.uint8), 16, torch.arange(12, dtype=torch.uint8), words
 
 
+def _fp8_arguments() -> tuple[Any, ...]:
+    values = torch.arange(15, dtype=torch.uint8).reshape(3, 5)
+    return values, torch.arange(256.0), torch.ones(2, 3), 1, 0, 2, torch.zeros(3, 5, dtype=torch.bfloat16)
+
+
+def _mxfp4_arguments() -> tuple[Any, ...]:
+    values, scales = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4), torch.full((2, 3), 127, dtype=torch.uint8)
+    return values, scales, 5, torch.zeros(2, 17)
+
+
 @requirement("CKPT-103", "Every operator MUST pass torch.library.opcheck.", needs=NEEDS)
 def test_opcheck(checkpoint: Any) -> None:
     window, start, dense, words = _place_arguments()
@@ -32,6 +42,8 @@ def test_opcheck(checkpoint: Any) -> None:
         (operators.checkpoint_take, (window, start, dense, words)),
         (operators.checkpoint_gather, (strided, 3, buffer)),
         (operators.checkpoint_scatter, (strided, 3, buffer)),
+        (operators.checkpoint_dequantize_fp8, _fp8_arguments()),
+        (operators.checkpoint_dequantize_mxfp4, _mxfp4_arguments()),
     ]
     with open(os.devnull, "rb") as file:
         read = (file.fileno(), torch.zeros(12, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8), words)
@@ -95,6 +107,50 @@ def test_misuse(checkpoint: Any, change: dict[int, int]) -> None:
     with raises(RuntimeError, where=str(change)):
         ops.place_rectangles(window, start, dense, words)
     assert_same_tensor(window, torch.zeros(24, dtype=torch.uint8), where="window after a refusal")
+
+
+_FP8_MISUSE: list[tuple[int, Any]] = [
+    (0, torch.zeros(3, 5)),
+    (0, torch.zeros(5, 3, dtype=torch.uint8).t()),
+    (1, torch.zeros(255)),
+    (1, torch.zeros(256, dtype=torch.float64)),
+    (2, torch.ones(1, 3)),
+    (2, torch.ones(2, 2)),
+    (3, 2),
+    (3, -1),
+    (4, 2),
+    (5, 0),
+    (6, torch.zeros(3, 6)),
+    (6, torch.zeros(3, 5, dtype=torch.float64)),
+    (6, torch.zeros(5, 3).t()),
+]
+_MXFP4_MISUSE: list[tuple[int, Any]] = [
+    (0, torch.zeros(2, 12, dtype=torch.uint8)),
+    (1, torch.zeros(2, 2, dtype=torch.uint8)),
+    (1, torch.zeros(1, 3, dtype=torch.uint8)),
+    (2, -1),
+    (2, 8),
+    (3, torch.zeros(2, 20)),
+    (3, torch.zeros(3, 17)),
+]
+
+
+@requirement(
+    "CKPT-456", "A conversion of quantized values MUST refuse what does not fit, and then write nothing.", needs=NEEDS
+)
+def test_misused_conversions(checkpoint: Any) -> None:
+    operators = torch.ops.twinproof
+    for operator, make, cases in (
+        (operators.checkpoint_dequantize_fp8, _fp8_arguments, _FP8_MISUSE),
+        (operators.checkpoint_dequantize_mxfp4, _mxfp4_arguments, _MXFP4_MISUSE),
+    ):
+        for position, value in cases:
+            arguments = list(make())
+            arguments[position] = value.clone() if isinstance(value, torch.Tensor) else value
+            where = f"{operator} argument {position}: {value}"
+            with raises(RuntimeError, where=where):
+                operator(*arguments)
+            assert_equal(int(arguments[-1].count_nonzero()), 0, where=where)
 
 
 @requirement("CKPT-106", "An operator's write MUST be seen by autograd's version counter.", needs=NEEDS)

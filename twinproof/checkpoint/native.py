@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, local_path
-from twinproof.checkpoint.publish import Staging
+from twinproof.checkpoint.publish import Staging, fsync_path
 from twinproof.errors import FormatError, MissingCheckpointError, PlanError
 
 __all__ = ["CheckpointFormat", "NativeStorageWriter", "detect_format"]
@@ -74,7 +75,7 @@ class NativeStorageWriter(FileSystemWriter):
     """
 
     def __init__(self, path: StrPath, *, durable: bool = True) -> None:
-        super().__init__(path, sync_files=durable, thread_count=1)
+        super().__init__(path, sync_files=False, thread_count=1)
         self.target, self.durable = local_path(path), durable
         self.staging: Staging | None = None
 
@@ -95,16 +96,24 @@ class NativeStorageWriter(FileSystemWriter):
         return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files into the hidden folder."""
+        """Write this rank's files into the hidden folder, and sync them."""
         prefix, folder = plan.storage_data
         self.path = Path(folder)
-        return super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+        written = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+        self._sync({result.storage_data.relative_path for result in written.value()})
+        return written
+
+    def _sync(self, names: Iterable[str]) -> None:
+        # Torch syncs a file before it empties Python's buffer into it, so the end of the file is in no sync of torch's.
+        for name in names if self.durable else ():
+            fsync_path(Path(self.path) / name)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and show the checkpoint; the coordinator only."""
         if self.staging is None:
             raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
         super().finish(metadata, results)
+        self._sync([NATIVE_METADATA_NAME])
         self.staging.publish(None)
         self.staging = None
 

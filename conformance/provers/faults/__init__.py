@@ -5,7 +5,7 @@ process survives a power cut. A preloaded shim (``shim.c``) stands in front of l
 (``tracer.c``) in front of the kernel for code that bypasses libc; both are compiled here, count every call on a path
 under a root, record it, and fail, shorten, delay or hold it, or kill the process at the n-th. What killing cannot show,
 because the page cache survives it, :meth:`Trace.order_violations` reads off the recorded order of writes, syncs and
-renames.
+renames, and :func:`power_cut_states` generates: every state of the disk that a power cut may leave.
 """
 
 from conformance.provers.faults.build import build_shim, build_tracer, why_no_shim, why_no_tracer
@@ -23,6 +23,7 @@ from conformance.provers.faults.model import (
     Trace,
 )
 from conformance.provers.faults.order import Violation, order_violations
+from conformance.provers.faults.power_cut import DiskState, Snapshot, power_cut_states
 from conformance.provers.faults.session import Session
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "CRASH_CALLS",
     "READ_CALLS",
     "WRITE_CALLS",
+    "DiskState",
     "Event",
     "Fault",
     "FaultError",
@@ -37,12 +39,14 @@ __all__ = [
     "Outcome",
     "RankOutcomes",
     "Session",
+    "Snapshot",
     "Trace",
     "Violation",
     "build_shim",
     "build_tracer",
     "letting_go",
     "order_violations",
+    "power_cut_states",
     "run_program",
     "why_no_shim",
     "why_no_tracer",

@@ -1,0 +1,39 @@
+"""Faults that only a machine that stops can show."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault
+
+
+@fault(kills="CKPT-460", at="twinproof.checkpoint.publish:_create")
+def index_not_synced(original: Any, path: Any, pieces: Any, *, durable: bool) -> None:
+    """The index is shown before its bytes are on disk: it may be empty after a power cut."""
+    original(path, pieces, durable=durable and not str(path).endswith(".index.json"))
+
+
+@fault(kills="CKPT-460", at="twinproof.checkpoint.publish:Staging._publish_folder")
+def renamed_before_the_sync(original: Any, staging: Any) -> None:
+    """The folder is renamed first and synced afterwards, as if the order of calls were that of the disk."""
+    sync, staging._sync = staging._sync, nothing
+    try:
+        original(staging)
+    finally:
+        del staging._sync
+    sync(staging.target)
+
+
+@fault(kills="CKPT-461", at="twinproof.checkpoint.native:NativeStorageWriter._sync")
+def native_data_synced_too_early(original: Any, writer: Any, names: Any) -> None:
+    """Python's buffer is emptied after the sync, as in torch 2.13 (pytorch #183878): the end of a file may be lost."""
+
+
+@fault(kills="CKPT-462", at="twinproof.checkpoint.publish:Staging._sync")
+def durable_all_the_same(original: Any, staging: Any, path: Any) -> None:
+    """Folders are synced whatever was asked for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

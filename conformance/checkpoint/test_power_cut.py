@@ -1,0 +1,146 @@
+"""H. What a power cut may leave: every state of the disk that an ordering file system allows is opened and read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.cases import zeros_like
+from conformance.checkpoint.crash_driver import Crashes
+from conformance.checkpoint.crash_reading import state_in, state_in_file, succeeds
+from conformance.checkpoint.crash_states import NEW, OLD, assert_stray, golden, nothing
+from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.harness.compare import assert_same_tensors
+from conformance.provers.faults import DiskState, FaultServer, Snapshot, power_cut_states
+
+# One process loads natively here, and torch's threads warn of it when they like.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+Prepare = Callable[[Path], object]
+SYNCS = ("fsync", "fdatasync", "syncfs", "msync", "sync_file_range")
+
+
+def _states(crashes: Crashes, below: str) -> Iterator[tuple[DiskState, Path]]:
+    """Each state that a power cut may leave of a path below the root, made on disk again beside it."""
+    prepare, taken = crashes.prepare, []
+
+    def prepared(root: Path) -> None:
+        prepare(root)
+        taken.append(Snapshot.of(root))
+
+    crashes.prepare = prepared
+    trace = crashes.record()
+    target = crashes.root.parent / "cut" / Path(below).name
+    for state in power_cut_states(trace, taken[-1], Snapshot.of(crashes.root), below=str(crashes.root / below)):
+        shutil.rmtree(target.parent, ignore_errors=True)
+        target.parent.mkdir()
+        state.put(target)
+        yield state, target
+
+
+def _judge(state: DiskState, found: int | None, first: bool, seen: set[int | None]) -> None:
+    allowed: tuple[int | None, ...] = (None, NEW) if first else (OLD, NEW)
+    if found not in ((NEW,) if state.returned else allowed):
+        expected = "the new state" if state.returned else f"one of {allowed}, whole"
+        raise Mismatch("a power cut loses a checkpoint", got=found, expected=expected, where=state.where)
+    seen.add(found)
+
+
+def _crashes(
+    server: FaultServer, tmp_path: Path, implementation: str, prepare: Prepare, world_size: int, **options: Any
+) -> Crashes:
+    if world_size == 1:
+        return Crashes(server, tmp_path, prepare, programs.save_alone, implementation, "{root}/ck", NEW, options)
+    given = {"thread_count": 2, **options}
+    return Crashes(server, tmp_path, prepare, programs.save_together, "{root}/ck", NEW, given, world_size=world_size)
+
+
+@requirement(
+    "CKPT-460",
+    "Whatever names and unsynced data a power cut loses, at any instant of a durable save, the folder MUST hold the "
+    "old checkpoint whole or the new one whole, and the new one once the save returned.",
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first save", "overwriting"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_save(
+    checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, world_size: int, first: bool
+) -> None:
+    prepare, seen = nothing if first else golden(checkpoint, tmp_path), set[int | None]()
+    for state, folder in _states(_crashes(server, tmp_path, impl.__name__, prepare, world_size), "ck"):
+        _judge(state, state_in(checkpoint, folder, (OLD, NEW), where=state.where), first, seen)
+        if not first:
+            assert_stray(folder, state.where)
+    assert_equal(seen, {None if first else OLD, NEW}, where="states that were seen")
+
+
+@requirement(
+    "CKPT-461",
+    "The same MUST hold of save_file, of a consolidation, and of a manager's native save over another.",
+)
+@pytest.mark.parametrize("what", ["save_file", "consolidate", "native"])
+def test_other_writers(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, what: str) -> None:
+    seen = set[int | None]()
+    if what == "save_file":
+
+        def prepare(root: Path) -> None:
+            programs.save_one_file(impl.__name__, f"{root}/m.safetensors", OLD)
+
+        crashes = Crashes(server, tmp_path, prepare, programs.save_one_file, impl.__name__, "{root}/m.safetensors", NEW)
+        for state, path in _states(crashes, "m.safetensors"):
+            _judge(state, state_in_file(checkpoint, path, (OLD, NEW), where=state.where), False, seen)
+    elif what == "consolidate":
+        copy = golden(checkpoint, tmp_path)
+        programs.save_alone(impl.__name__, str(tmp_path / "golden/shards"), NEW, {"enable_consolidation": False})
+        crashes = Crashes(server, tmp_path, copy, programs.consolidate, impl.__name__, "{root}/shards", "{root}/ck")
+        for state, folder in _states(crashes, "ck"):
+            _judge(state, state_in(checkpoint, folder, (OLD, NEW), where=state.where), False, seen)
+    else:
+        programs.save_natively(impl.__name__, str(tmp_path / "golden"), OLD)
+
+        def copied(root: Path) -> None:
+            shutil.copytree(tmp_path / "golden", root, dirs_exist_ok=True)
+
+        crashes = Crashes(server, tmp_path, copied, programs.save_natively, impl.__name__, "{root}", NEW)
+        for state, folder in _states(crashes, "step-1"):
+            _judge(state, _native_state(folder, state.where), False, seen)
+    assert_equal(seen, {OLD, NEW}, where="states that were seen")
+
+
+def _native_state(folder: Path, where: str) -> int | None:
+    if not (folder / ".metadata").exists():
+        return None
+    targets = {name: zeros_like(value) for name, value in programs.make_state(OLD).items()}
+    with succeeds("torch's reader", where):
+        dcp.load({f"p_{name}": value for name, value in targets.items()}, checkpoint_id=folder, no_dist=True)
+    for seed in (OLD, NEW):
+        try:
+            assert_same_tensors(targets, programs.make_state(seed))
+        except Mismatch:
+            continue
+        return seed
+    raise Mismatch("neither the old state nor the new one", got="another", expected=[OLD, NEW], where=where)
+
+
+@requirement(
+    "CKPT-462",
+    "Without durability a save MUST sync nothing, and still show its files whole at one instant: only a machine that "
+    "stops may lose them, and never a process.",
+)
+def test_not_durable(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
+    seen = set[int | None]()
+    crashes = _crashes(server, tmp_path, impl.__name__, golden(checkpoint, tmp_path), 1, durable=False)
+    for state, folder in _states(crashes, "ck"):
+        if state.is_whole:
+            found = state_in(checkpoint, folder, (OLD, NEW), where=state.where)
+            assert_equal(found in (OLD, NEW), True, where=f"{state.where}: old or new")
+            seen.add(found)
+    assert_equal(seen, {OLD, NEW}, where="states that were seen")
+    synced = [event.path for event in crashes.record() if event.call in SYNCS]
+    assert_equal(synced, [], where="calls that sync")
