@@ -74,6 +74,12 @@ def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(value.isnan(), torch.tensor(torch.nan, dtype=dtype), value.to(dtype))
 
 
+def _save(checkpoint: Any, state: dict[str, torch.Tensor], path: Path) -> None:
+    """One file and an index, without which torch's reader pairs nothing."""
+    checkpoint.save_file(state, path / "model.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(state, "model.safetensors")}))
+
+
 def _empty_part(shape: Sequence[int], part: Sequence[slice], dtype: torch.dtype, *, is_strided: bool) -> Tiled:
     """A target of one rectangle; strided: its last dimension is not dense."""
     sizes = [each.stop - each.start for each in part]
@@ -111,7 +117,7 @@ def test_fp8(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, data: st
     dtype, target = data.draw(st.sampled_from(FP8)), data.draw(st.sampled_from(TARGETS))
     state = _matrix(shape, block, dtype, data.draw(st.integers(0, 99)))
     path = tmp_path_factory.mktemp("fp8")
-    checkpoint.save_file(state, path / "model.safetensors")
+    _save(checkpoint, state, path)
     options = {"block_size": block, "target_dtype": target, "thread_count": data.draw(st.integers(1, 3))}
     expected = _rounded(fp8_oracle(state["w.weight"], state["w.weight_scale_inv"], block), target)
     whole = _load(checkpoint, path, "w.weight", torch.empty(shape, dtype=target), **options)
@@ -133,7 +139,7 @@ def test_mxfp4(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, data: 
     target = data.draw(st.sampled_from(TARGETS))
     state = _groups(shape, data.draw(st.integers(0, 99)))
     path = tmp_path_factory.mktemp("mxfp4")
-    checkpoint.save_file(state, path / "model.safetensors")
+    _save(checkpoint, state, path)
     expected = _rounded(mxfp4_oracle(*state.values()), target)
     options = {"target_dtype": target, "thread_count": data.draw(st.integers(1, 3))}
     whole = _load(checkpoint, path, "w_blocks", torch.empty(expected.shape, dtype=target), **options)

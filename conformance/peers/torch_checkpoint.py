@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as merge
-from torch.distributed.checkpoint import hf_storage
+from torch.distributed.checkpoint import hf_storage, quantized_hf_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 __all__ = ["CAPABILITIES", "checkpoint"]
@@ -54,8 +54,15 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=not strict, **options)
 
 
+class _QuantizedReader(quantized_hf_storage.QuantizedHuggingFaceStorageReader):
+    def __init__(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        super().__init__(os.fspath(path), *arguments, **options)
+
+
 class checkpoint:
     """The component."""
+
+    QuantizedHuggingFaceStorageReader = _QuantizedReader
 
     HuggingFaceStorageWriter = _Writer
     HuggingFaceStorageReader = hf_storage.HuggingFaceStorageReader
