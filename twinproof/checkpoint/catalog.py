@@ -27,6 +27,7 @@ from twinproof.checkpoint.format import (
     Header,
     HeaderCache,
     buffer_of,
+    check_unchanged,
     parse_json_object,
     read_header,
     torch_dtype,
@@ -332,6 +333,11 @@ class Catalog(Mapping[MetadataIndex, StoredChunk]):
 
     def __bool__(self) -> bool:
         return True
+
+    def check_unchanged(self, files: Iterable[str] | None = None) -> None:
+        """Demand that these files, or all, are still those whose headers were read. Raises CorruptionError."""
+        for file in self.headers if files is None else dict.fromkeys(files):
+            check_unchanged(file, self.headers[file])
 
     def where(self, name: str) -> str:
         """Place of a tensor, for messages."""

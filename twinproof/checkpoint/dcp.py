@@ -530,11 +530,16 @@ class HuggingFaceStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill every target in place; nothing is written before all targets were checked."""
+        """Fill every target in place; nothing is written before all targets were checked.
+
+        Raises:
+            StorageError. CorruptionError: a file was cut short or replaced meanwhile; targets may then hold anything.
+        """
         begun_s = time.perf_counter()
         targets = self.targets(plan, planner)
         ranges = [self._range(item, target) for item, target in targets]
         self._engine.read(LoadJob(ranges, self.thread_count, begun_s))
+        self.catalog.check_unchanged(wanted.chunk.file for wanted in ranges)
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()

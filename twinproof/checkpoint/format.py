@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twinproof.errors import ConfigError, FormatError, NoDataError, UnstorableError, UnsupportedError
+from twinproof.errors import ConfigError, CorruptionError, FormatError, NoDataError, UnstorableError, UnsupportedError
 
 __all__ = [
     "DTYPES",
@@ -38,6 +38,7 @@ __all__ = [
     "as_bits",
     "buffer_of",
     "check_storable",
+    "check_unchanged",
     "dtype_name",
     "file_name",
     "is_checkpoint_name",
@@ -326,12 +327,16 @@ HeaderCache = dict[tuple[bytes, int], dict[str, Entry]]
 
 @dataclass(frozen=True)
 class Header:
-    """A parsed header: ``data_start`` is the file offset of the data section, ``file_bytes`` the whole file."""
+    """A parsed header: ``data_start`` is the file offset of the data section, ``file_bytes`` the whole file.
+
+    ``modified_ns`` is when the file was last written, which tells it from one that took its name later.
+    """
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
     data_start: int
     file_bytes: int
+    modified_ns: int
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -510,6 +515,24 @@ def parse_header(
     return entries, checked
 
 
+def check_unchanged(path: str, header: Header) -> None:
+    """Demand that a path still names the file whose header was read.
+
+    Raises:
+        CorruptionError: it was replaced or deleted meanwhile: what was read may be of both.
+    """
+    expected = header.file_bytes, header.modified_ns
+    try:
+        status = os.stat(path)
+        found: object = (status.st_size, status.st_mtime_ns)
+    except FileNotFoundError:
+        found = "no file"
+    if found != expected:
+        raise CorruptionError(
+            "the checkpoint was replaced while it was read; load it again", got=found, expected=expected, where=path
+        )
+
+
 def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) -> Header:
     """Read and check the header of one file. Raises FormatError; OSError where the file cannot be opened or read."""
     where = os.fspath(path)
@@ -532,4 +555,4 @@ def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) 
         os.close(descriptor)
     data_start = LENGTH_BYTES + length
     entries, metadata = parse_header(raw, status.st_size - data_start, where, cache)
-    return Header(entries, metadata, data_start, status.st_size)
+    return Header(entries, metadata, data_start, status.st_size, status.st_mtime_ns)

@@ -188,6 +188,9 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="checkpoint-dequantize") as pool:
             for _ in pool.map(self._load, pieces):
                 pass
+        read = {item.storage_index.fqn for item in mine}
+        names = read | {self.quantized[name].scales for name in read}
+        self.catalog.check_unchanged(chunk.file for name in names for chunk in self.catalog.tensors[name].chunks)
         for item, target in targets:
             planner.commit_tensor(item, target)
         return future

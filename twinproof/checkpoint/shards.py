@@ -20,10 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from twinproof.checkpoint.catalog import SHARDING_KEY, Catalog, Chunk, LoadEngine, LoadJob, StoredRange, read_catalog
+from twinproof.checkpoint.catalog import (
+    SHARDING_KEY,
+    Catalog,
+    Chunk,
+    LoadEngine,
+    LoadJob,
+    StoredRange,
+    read_catalog,
+)
 from twinproof.checkpoint.format import (
     FileLayout,
     StrPath,
+    check_unchanged,
     file_name,
     lay_out,
     layout_of,
@@ -100,6 +109,7 @@ def load_file(
         chunk = Chunk(start, shape, path, header.data_start + entry.begin)
         ranges.append(StoredRange(name, chunk, dtype, start, shape, result[name]))
     engine.read(LoadJob(ranges, thread_count, begun_s))
+    check_unchanged(path, header)
     return result
 
 
@@ -237,7 +247,8 @@ def consolidate(
         on_every_rank: all ranks of the group call this and share the work; else this process does it alone.
 
     Raises:
-        FormatError, CorruptionError, PlanError, StorageError. DistributedError: another rank failed.
+        FormatError, PlanError, StorageError. DistributedError: another rank failed.
+        CorruptionError: shards with gaps or overlaps, or that were replaced meanwhile.
     """
     together_with = None
     if on_every_rank and dist.is_available() and dist.is_initialized():
@@ -256,6 +267,7 @@ def consolidate(
         folder = scatter([staging.folder] * rank_count if staging is not None else [], together_with)
         job = MergeJob(catalog, layouts, rank, rank_count, num_threads)
         together(lambda: merge(job, StagedFolder(folder, durable=True)), together_with)
+        together(catalog.check_unchanged, together_with)
         together(lambda: staging.publish(index) if staging is not None else None, together_with)
     except BaseException:
         if staging is not None:

@@ -473,6 +473,7 @@ class StoreFiles:
         job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only)
         with ExitStack() as opened:
             waiting, listed = job.read(opened)
+            saved.catalog.check_unchanged()
             checked, mark = time.perf_counter(), store.mark()
             for table in names:
                 store.fingerprints.set_loaded(table, None)
@@ -481,6 +482,7 @@ class StoreFiles:
             for table, ids in listed.items():
                 evict_for_load(store, table, ids)
             counts = {table: job.write(table, waiting.get(table)) for table in names}
+            saved.catalog.check_unchanged()
             note_load(store, saved.content, names, counts, mark, weights_only)
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))

@@ -1,0 +1,33 @@
+"""Faults that show when readers and writers meet, and after many saves."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault, patched, swap
+
+replaced_files_unnoticed = patched(
+    "Files that were replaced after their headers were read are read as if they were the same.",
+    swap("twinproof.checkpoint.catalog:check_unchanged", nothing),
+    kills=("CKPT-470", "CKPT-471"),
+)
+
+
+@fault(kills="CKPT-472", at="twinproof.checkpoint.publish:Staging._drop")
+def replaced_checkpoint_left(original: Any, staging: Any, folder: Any) -> None:
+    """What a save replaced stays beside it under a hidden name, once for each save."""
+    folder.rename(folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:4]}"))
+
+
+_kept: list[Any] = []
+
+
+@fault(kills="CKPT-473", at="twinproof.checkpoint.manager:CheckpointManager._save")
+def staged_states_kept(original: Any, manager: Any, step: Any, state: Any, writer: Any) -> None:
+    """The copies of an asynchronous save are kept for as long as the process lives."""
+    original(manager, step, state, writer)
+    extra = state.get("extra")
+    if extra is not None:
+        _kept.append(extra.clone())

@@ -1,0 +1,301 @@
+"""M. What happens in runs of weeks: readers beside writers, two writers, save after save."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from conformance.checkpoint.cases import load, mesh_of, own_count, save, zeros_like
+from conformance.checkpoint.crash_programs import MAPPING, make_state
+from conformance.checkpoint.crash_reading import leftovers, state_in
+from conformance.checkpoint.crash_states import NEW, OLD, save_seed
+from conformance.checkpoint.trainer import Trainer
+from conformance.harness import Mismatch, Rank, assert_equal, assert_le, assert_same_tensors, requirement
+from conformance.harness.raising import errors_inside
+from twinproof.errors import TwinproofError
+
+# One process saves and loads here, and torch's threads warn of it when they like.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class _Interruption:
+    """Does something once, before the n-th event of Python's own that names a path below a prefix."""
+
+    def __init__(self, prefix: Path, nth: int, action: Callable[[], object]) -> None:
+        self.prefix, self.nth, self.action = os.fspath(prefix), nth, action
+        self.seen_count, self.is_over = 0, False
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        names = [os.fsdecode(a) for a in arguments if isinstance(a, (str, bytes, os.PathLike))]
+        if self.is_over or not any(self.prefix in name for name in names):
+            return
+        self.seen_count += 1
+        if self.seen_count == self.nth:
+            self.is_over = True
+            self.action()
+
+
+_hooks: list[_Interruption] = []
+_installed: list[bool] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    for hook in list(_hooks):
+        hook(event, arguments)
+
+
+@contextmanager
+def _interrupted(prefix: Path, nth: int, action: Callable[[], object]) -> Iterator[_Interruption]:
+    """Run the action in the middle of what the block does to the folder: before its n-th look at the file system."""
+    if not _installed:
+        # An audit hook cannot be taken back; without interruptions it does nothing.
+        sys.addaudithook(_audit)
+        _installed.append(True)
+    hook = _Interruption(prefix, nth, action)
+    _hooks.append(hook)
+    try:
+        yield hook
+    finally:
+        hook.is_over = True
+        _hooks.remove(hook)
+
+
+def _each_moment(make: Callable[[int], bool]) -> None:
+    """Call ``make(n)`` for n = 1, 2, ... until it says that there was no n-th moment."""
+    nth = 1
+    while make(nth):
+        nth += 1
+    if nth < 3:
+        raise Mismatch("too few moments to interrupt were seen", got=nth, expected=">= 3")
+
+
+def _one_of(targets: dict[str, torch.Tensor], *seeds: int) -> int | None:
+    for seed in seeds:
+        try:
+            assert_same_tensors(targets, make_state(seed))
+        except Mismatch:
+            continue
+        return seed
+    return None
+
+
+def _is_named(error: BaseException) -> bool:
+    return any(isinstance(inner, TwinproofError) for inner in errors_inside(error))
+
+
+def _targets() -> dict[str, torch.Tensor]:
+    return {name: zeros_like(value) for name, value in make_state(OLD).items()}
+
+
+class _File:
+    """``save_file`` and ``load_file``."""
+
+    def __init__(self, checkpoint: Any, path: Path) -> None:
+        self.checkpoint, self.path = checkpoint, path
+
+    def save(self, seed: int) -> None:
+        self.checkpoint.save_file(make_state(seed), self.path)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        return dict(self.checkpoint.load_file(self.path))
+
+
+class _Folder(_File):
+    """A save to two files, and a load."""
+
+    def save(self, seed: int) -> None:
+        save_seed(self.checkpoint, self.path, seed)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        targets = _targets()
+        load(self.checkpoint, targets, self.path)
+        return targets
+
+
+class _Shards(_File):
+    """A save of shards, and their consolidation."""
+
+    def save(self, seed: int) -> None:
+        options = {"enable_consolidation": False, "fqn_to_index_mapping": MAPPING}
+        save(self.checkpoint, make_state(seed), self.path, **options)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        final = self.path.with_name("final")
+        self.checkpoint.consolidate_safetensors_files(self.path, final, MAPPING)
+        targets = _targets()
+        load(self.checkpoint, targets, final)
+        return targets
+
+
+@requirement(
+    "CKPT-470",
+    "A load during which the checkpoint is replaced, at any moment, MUST give the old state whole, the new one whole, "
+    "or a named error: never parts of both.",
+)
+@pytest.mark.parametrize("kind", [_File, _Folder, _Shards])
+def test_replaced_while_read(checkpoint: Any, tmp_path: Path, kind: Callable[[Any, Path], _File]) -> None:
+    outcomes = set()
+
+    def once(nth: int) -> bool:
+        place = kind(checkpoint, tmp_path / f"{nth}" / "ck")
+        place.path.parent.mkdir()
+        place.save(OLD)
+        with _interrupted(place.path, nth, lambda: place.save(NEW)) as hook:
+            try:
+                seed = _one_of(place.load(), OLD, NEW)
+            except BaseException as error:
+                if not _is_named(error):
+                    raise
+                outcomes.add("named error")
+                return hook.seen_count >= nth
+        if seed is None:
+            raise Mismatch("parts of two checkpoints", got="a mixture", expected=[OLD, NEW], where=f"moment {nth}")
+        outcomes.add(f"{seed}")
+        return hook.seen_count >= nth
+
+    _each_moment(once)
+    assert_equal({f"{OLD}", f"{NEW}"} - outcomes, set(), where="outcomes that were not seen")
+
+
+class _Replacing(DefaultLoadPlanner):
+    """Replaces the checkpoint after this rank read its metadata and before the other does."""
+
+    def __init__(self, replace: Callable[[], object]) -> None:
+        super().__init__()
+        self._replace = replace
+
+    def set_up_planner(self, *arguments: Any, **options: Any) -> None:
+        self._replace()
+        super().set_up_planner(*arguments, **options)
+
+
+def _load_apart(rank: Rank, path: str) -> str:
+    checkpoint = rank.component("checkpoint")
+    turns = dist.new_group(backend="gloo")
+    targets = _targets()
+
+    def replace() -> None:
+        # By this rank alone: a writer that distributes would make a group with the rank that waits.
+        options = {"save_distributed": False, "fqn_to_index_mapping": MAPPING}
+        save(checkpoint, make_state(NEW), Path(path), **options)
+        dist.barrier(group=turns)
+
+    planner, reader = DefaultLoadPlanner(), checkpoint.HuggingFaceStorageReader(path)
+    if rank.rank == 0:
+        planner = _Replacing(replace)
+    else:
+        read, waits = reader.read_metadata, [turns]
+
+        def read_late(*arguments: Any, **options: Any) -> Any:
+            while waits:
+                dist.barrier(group=waits.pop())
+            return read(*arguments, **options)
+
+        reader.read_metadata = read_late
+    try:
+        dcp.load(dict(targets), storage_reader=reader, planner=planner)
+    except BaseException as error:
+        return "named error" if _is_named(error) else f"{type(error).__name__}: {error}"
+    return str(_one_of(targets, OLD, NEW))
+
+
+@requirement(
+    "CKPT-471",
+    "Ranks that open a checkpoint while it is replaced MUST all load the same state whole, or all raise a named error.",
+)
+def test_replaced_between_ranks(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    save_seed(checkpoint, tmp_path / "ck", OLD)
+    said = rank_pool.run(_load_apart, 2, str(tmp_path / "ck"))
+    assert_equal(len(set(said)), 1, where=f"outcomes by rank: {said}")
+    assert_equal(said[0] in ("named error", f"{OLD}", f"{NEW}"), True, where=f"outcomes by rank: {said}")
+
+
+@requirement(
+    "CKPT-472",
+    "Of two saves to one folder that run at once, one MUST be there whole when both ended, whichever moment of the one "
+    "the other falls into, and nothing else be left.",
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first save", "overwriting"])
+def test_two_savers(checkpoint: Any, tmp_path: Path, first: bool) -> None:
+    def once(nth: int) -> bool:
+        path = tmp_path / f"{nth}" / "ck"
+        path.parent.mkdir()
+        if not first:
+            save_seed(checkpoint, path, OLD)
+        errors: list[BaseException] = []
+
+        def attempt(seed: int) -> None:
+            try:
+                save_seed(checkpoint, path, seed)
+            except BaseException as error:
+                errors.append(error)
+
+        with warnings.catch_warnings(), _interrupted(path.parent, nth, lambda: attempt(NEW)) as hook:
+            warnings.simplefilter("ignore")
+            attempt(NEW + 100)
+        unnamed = [f"{type(error).__name__}: {error}" for error in errors if not _is_named(error)]
+        assert_equal(unnamed, [], where=f"moment {nth}: errors without a name")
+        assert_equal(len(errors) < 2, True, where=f"moment {nth}: one of the two succeeds")
+        seed = state_in(checkpoint, path, (NEW, NEW + 100), where=f"moment {nth}")
+        assert_equal(seed in (NEW, NEW + 100), True, where=f"moment {nth}: one of the two is there")
+        assert_equal(leftovers(path.parent, "ck"), [], where=f"moment {nth}: leftovers")
+        return hook.seen_count >= nth
+
+    _each_moment(once)
+
+
+_EXTRA_BYTES = 32 << 20
+
+
+def _held() -> dict[str, int]:
+    gc.collect()
+    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    descriptors = len(os.listdir("/proc/self/fd"))
+    return {"groups": groups, "descriptors": descriptors, "threads": threading.active_count()}
+
+
+def _save_again_and_again(rank: Rank, folder: str, in_hf: bool) -> tuple[dict[str, int], dict[str, int], int]:
+    trainer = Trainer(1, mesh_of(rank))
+    trainer.model.register_buffer("extra", torch.ones(_EXTRA_BYTES // 4))
+    held, resident = [], []
+    options = {"async_mode": "async", "interval": 1, "keep_latest_k": 2, "last_save_in_hf": in_hf}
+    with trainer.manager(rank.component("checkpoint"), folder, **options) as manager:
+        for step in range(1, 13):
+            trainer.step()
+            manager.save(step, last_step=in_hf)
+            if step in (2, 12):
+                manager.maybe_wait_for_saving()
+                held.append(_held())
+                resident.append(own_count("status", "VmRSS") << 10)
+    return held[0], held[1], resident[1] - resident[0]
+
+
+@requirement(
+    "CKPT-473",
+    "Ten asynchronous saves back to back MUST leave neither process groups, descriptors and threads nor memory that "
+    "grows with their number, on one rank and on two, for native and for HF saves.",
+)
+@pytest.mark.parametrize("in_hf", [False, True], ids=["native", "hf"])
+def test_no_growth(checkpoint: Any, rank_pool: Any, tmp_path: Path, in_hf: bool) -> None:
+    for rank_count in (1, 2):
+        folder = str(tmp_path / f"{rank_count}")
+        for early, late, growth_bytes in rank_pool.run(_save_again_and_again, rank_count, folder, in_hf):
+            for kind, count in late.items():
+                # What one save leaves, ten leave ten times.
+                assert_le(count, early[kind] + 2, where=f"{rank_count} ranks: {kind} after 10 more saves")
+            # Ten copies would be ten times this; the allocator may keep a few that it will use again.
+            assert_le(growth_bytes, 3 * _EXTRA_BYTES, where=f"{rank_count} ranks: memory after 10 more saves")
+        assert_equal(sorted(os.listdir(folder)), ["step-11", "step-12"], where="what is kept")
