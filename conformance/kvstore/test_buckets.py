@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     assert_bits,
     assert_contents,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, assert_equal, requirement
-from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
 
 ROWS, WIDTH, TURNS = 24, 32, 40
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     Clock,
     assert_bits,

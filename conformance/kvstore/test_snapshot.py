@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_le, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     assert_bits,
     assert_contents,

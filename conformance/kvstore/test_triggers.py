@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.support import ids_of, store_of
+from conformance.kvstore.cases import ids_of, store_of
 from twinproof.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises
-from conformance.offload.support import assert_same_state, in_host_memory, reread, values
+from conformance.offload.cases import assert_same_state, in_host_memory, reread, values
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import PlanError, StaleMasterError
 from twinproof.offload.states import is_movable
