@@ -1,4 +1,4 @@
-"""H. Killed at any point, a save leaves the previous checkpoint or the new one whole, and the next save works."""
+"""Killed at any point, a save leaves the previous checkpoint or the new one whole, and the next save works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H and J. Asynchronous saves: a failure surfaces where it is awaited, and overlapping saves do not mix."""
+"""Asynchronous saves: a failure surfaces where it is awaited, and overlapping saves do not mix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H. Errors of the file system: raised on every rank with their cause, in time, and nothing half-done is left
+"""Errors of the file system: raised on every rank with their cause, in time, and nothing half-done is left
 visible.
 """
 

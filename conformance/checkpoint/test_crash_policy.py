@@ -1,4 +1,4 @@
-"""H. What a save may touch, in which order it makes data durable, and under which rights its files appear."""
+"""What a save may touch, in which order it makes data durable, and under which rights its files appear."""
 
 from __future__ import annotations
 

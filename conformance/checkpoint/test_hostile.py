@@ -1,4 +1,4 @@
-"""G. Hostile input: every way to be wrong has its own error, soon, and within the memory that the file deserves."""
+"""Hostile input: every way to be wrong has its own error, soon, and within the memory that the file deserves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I. Threads, descriptors, memory and system calls: bounded, and never part of the result."""
+"""Threads, descriptors, memory and system calls: bounded, and never part of the result."""
 
 from __future__ import annotations
 

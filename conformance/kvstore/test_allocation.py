@@ -1,4 +1,4 @@
-"""B. Memory that cannot be had: every allocation of every verb fails once, and nothing has happened."""
+"""Memory that cannot be had: every allocation of every verb fails once, and nothing has happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I. Who waits for whom: readers never for each other, and nobody for ever."""
+"""Who waits for whom: readers never for each other, and nobody for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H. Bounds: adversarial ids, batches past 4 GiB, and no more rows in memory at once than were asked for."""
+"""Bounds: adversarial ids, batches past 4 GiB, and no more rows in memory at once than were asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C. Keys, shards and buckets: every id in one place, and the same place every time."""
+"""Keys, shards and buckets: every id in one place, and the same place every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""E. Save and load: the same rows, in any form, any chunks, any world; all of it or nothing."""
+"""Save and load: the same rows, in any form, any chunks, any world; all of it or nothing."""
 
 from __future__ import annotations
 

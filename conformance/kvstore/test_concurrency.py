@@ -1,4 +1,4 @@
-"""I. Threads: real ones, started together by a barrier; a torn row, a lost row or a step backwards is seen by value."""
+"""Threads: real ones, started together by a barrier; a torn row, a lost row or a step backwards is seen by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""E. Deltas and their bases: a delta loads on the rows it was taken from, or not at all."""
+"""Deltas and their bases: a delta loads on the rows it was taken from, or not at all."""
 
 from __future__ import annotations
 

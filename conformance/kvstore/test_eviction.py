@@ -1,4 +1,4 @@
-"""F. Eviction: exactly the rows of the predicate, fresh rows afterwards, nothing leaked, nothing stale."""
+"""Eviction: exactly the rows of the predicate, fresh rows afterwards, nothing leaked, nothing stale."""
 
 from __future__ import annotations
 

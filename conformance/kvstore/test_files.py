@@ -1,4 +1,4 @@
-"""E. Files: the documented schema, the same bytes every time, old versions, and nothing from a torn one."""
+"""Files: the documented schema, the same bytes every time, old versions, and nothing from a torn one."""
 
 from __future__ import annotations
 

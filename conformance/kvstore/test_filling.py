@@ -1,4 +1,4 @@
-"""E. Loads into empty stores: all of them or nothing, whatever is found last and whoever looks meanwhile."""
+"""Loads into empty stores: all of them or nothing, whatever is found last and whoever looks meanwhile."""
 
 from __future__ import annotations
 

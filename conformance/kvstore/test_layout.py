@@ -1,4 +1,4 @@
-"""A. Layout: the bytes of a row, against literals and closed forms that do not come from the code under test."""
+"""Layout: the bytes of a row, against literals and closed forms that do not come from the code under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""J. Rows that are in no memory: what torch may do with them, and what it must be told that it cannot."""
+"""Rows that are in no memory: what torch may do with them, and what it must be told that it cannot."""
 
 from __future__ import annotations
 

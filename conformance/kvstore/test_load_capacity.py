@@ -1,4 +1,4 @@
-"""E. Loads into tables with a capacity: one batch, whatever the chunks are; all of it or nothing."""
+"""Loads into tables with a capacity: one batch, whatever the chunks are; all of it or nothing."""
 
 from __future__ import annotations
 

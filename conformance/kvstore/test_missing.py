@@ -1,4 +1,4 @@
-"""B. Missing ids: they read as documented, the same every time, and stay missing."""
+"""Missing ids: they read as documented, the same every time, and stay missing."""
 
 from __future__ import annotations
 

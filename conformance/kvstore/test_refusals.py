@@ -1,4 +1,4 @@
-"""B. Refusals and removals: misuse raises and changes nothing, inputs stay the caller's, flags mean what they say."""
+"""Refusals and removals: misuse raises and changes nothing, inputs stay the caller's, flags mean what they say."""
 
 from __future__ import annotations
 

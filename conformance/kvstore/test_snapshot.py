@@ -1,4 +1,4 @@
-"""G. Snapshots and growth: one moment stays that moment, and rows stay theirs while the table grows."""
+"""Snapshots and growth: one moment stays that moment, and rows stay theirs while the table grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D. State dicts that do not fit: every dtype, shape and kind of value is looked at before the first row is written."""
+"""State dicts that do not fit: every dtype, shape and kind of value is looked at before the first row is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K. The optimizer's step and the modules' state: what training needs to go on as if it had never stopped."""
+"""The optimizer's step and the modules' state: what training needs to go on as if it had never stopped."""
 
 from __future__ import annotations
 

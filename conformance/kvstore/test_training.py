@@ -1,4 +1,4 @@
-"""H. Training: the optimizer in the row is the optimizer, and weight and state are of one step."""
+"""Training: the optimizer in the row is the optimizer, and weight and state are of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C. What runs eviction rounds by itself: steps of training, and memory."""
+"""What runs eviction rounds by itself: steps of training, and memory."""
 
 from __future__ import annotations
 

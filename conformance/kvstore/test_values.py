@@ -1,4 +1,4 @@
-"""B. Get and set: what was written is what is read, bit for bit, and nothing else changes."""
+"""Get and set: what was written is what is read, bit for bit, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D. Views: the rows of their ids and no others, read-only where they say so, whole after a journey."""
+"""Views: the rows of their ids and no others, read-only where they say so, whole after a journey."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L. What need not be installed."""
+"""What need not be installed."""
 
 from __future__ import annotations
 

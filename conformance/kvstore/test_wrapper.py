@@ -1,4 +1,4 @@
-"""D. FBGEMM's KVTensorWrapper, for code that was written against it."""
+"""FBGEMM's KVTensorWrapper, for code that was written against it."""
 
 from __future__ import annotations
 
