@@ -18,8 +18,8 @@ LINES_MAX = 700
 # What launchers share; every other header is an algorithm, on which sanitizers run without torch.
 LAUNCHER_HEADERS = ("args.h", "handles.h")
 STEMS = ("kvstore", "pipeline", "offload", "checkpoint")
-# Each may import itself and those before it.
-LAYERS = ("twinproof", "refimpl", "fastimpl", "conformance", "perf")
+# Each may import itself and those before it. Examples are programs: nothing imports them, and the wheel has none.
+LAYERS = ("twinproof", "refimpl", "fastimpl", "conformance", "perf", "examples")
 REFERENCE_FILES = {"__init__.py", "checkpoint.py", "kvstore.py", "offload.py", "optimizers.py", "pipeline.py"}
 REFERENCE_LINES_MAX = 1500
 # The reference is formulas and plain loops: no threads, no JSON, no operating system, no distributed checkpoint.

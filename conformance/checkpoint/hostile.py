@@ -1,7 +1,7 @@
 """Files that are wrong, one fault each, and what a reader must say about them; also odd files that it must accept.
 
-Prevents readers that believe a header (facts: MemoryError from an 8-byte file, tensors of silent zeros, paths that
-leave the folder). Every byte is spelled out here; nothing is made by the packer of an implementation.
+Prevents readers that believe a header: it has cost a MemoryError from a file of 8 bytes, tensors of silent zeros, and
+paths that leave the folder. Every byte is spelled out here; nothing is made by the packer of an implementation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""J. Asynchronous saves, caching planners, and runs of the wrong shape."""
+"""Asynchronous saves, caching planners, and runs of the wrong shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H. Killed at any point, a save leaves the previous checkpoint or the new one whole, and the next save works."""
+"""Killed at any point, a save leaves the previous checkpoint or the new one whole, and the next save works."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ import pytest
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.cases import save
 from conformance.checkpoint.crash_driver import Crashes, sampled
-from conformance.checkpoint.crash_reading import assert_state, is_shown, leftovers, state_in, state_in_file, succeeds
-from conformance.checkpoint.crash_states import NEW, NEXT, OLD, assert_stray, golden, nothing, save_again, save_seed
-from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.checkpoint.crash_folders import (
+    NEW,
+    NEXT,
+    OLD,
+    assert_state,
+    assert_stray,
+    golden,
+    is_shown,
+    leftovers,
+    nothing,
+    save_again,
+    save_seed,
+    state_in,
+    state_in_file,
+)
+from conformance.harness import Mismatch, assert_equal, requirement, succeeds
 from conformance.provers.faults import CRASH_CALLS, Fault, FaultServer
 
 

@@ -1,4 +1,4 @@
-"""H and J. Asynchronous saves: a failure surfaces where it is awaited, and overlapping saves do not mix."""
+"""Asynchronous saves: a failure surfaces where it is awaited, and overlapping saves do not mix."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import pytest
 
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.crash_driver import Crashes
-from conformance.checkpoint.crash_reading import assert_returned, assert_state, carries_errno, leftovers, state_in
-from conformance.checkpoint.crash_states import NEW, NEXT, golden
+from conformance.checkpoint.crash_folders import (
+    NEW,
+    NEXT,
+    assert_returned,
+    assert_state,
+    carries_errno,
+    golden,
+    leftovers,
+    state_in,
+)
 from conformance.harness import assert_equal, requirement
 from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer
 

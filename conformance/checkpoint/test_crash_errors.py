@@ -1,4 +1,4 @@
-"""H. Errors of the file system: raised on every rank with their cause, in time, and nothing half-done is left
+"""Errors of the file system: raised on every rank with their cause, in time, and nothing half-done is left
 visible.
 """
 
@@ -15,17 +15,22 @@ import pytest
 
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.crash_driver import Crashes, Struck, sampled
-from conformance.checkpoint.crash_reading import (
+from conformance.checkpoint.crash_folders import (
+    NEW,
+    OLD,
     assert_returned,
     assert_state,
+    assert_stray,
     carries_errno,
+    golden,
     is_harmless,
     is_shown,
     leftovers,
+    nothing,
+    save_again,
     state_in,
     state_in_file,
 )
-from conformance.checkpoint.crash_states import NEW, OLD, assert_stray, golden, nothing, save_again
 from conformance.harness import Mismatch, assert_equal, requirement
 from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer, Outcome
 

@@ -1,4 +1,4 @@
-"""H. What a save may touch, in which order it makes data durable, and under which rights its files appear."""
+"""What a save may touch, in which order it makes data durable, and under which rights its files appear."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ import pytest
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.cases import INDEX, save
 from conformance.checkpoint.crash_driver import Crashes
-from conformance.checkpoint.crash_reading import (
-    assert_returned,
-    assert_state,
-    leftovers,
-    state_in_file,
-    tree,
-)
-from conformance.checkpoint.crash_states import (
+from conformance.checkpoint.crash_folders import (
     NEW,
     OLD,
     STRAY,
+    assert_returned,
+    assert_state,
     assert_stray,
     golden,
+    leftovers,
     nothing,
     save_again,
     save_seed,
+    state_in_file,
+    tree,
 )
 from conformance.harness import assert_equal, raises, requirement
 from conformance.provers.faults import CRASH_CALLS, FaultServer, Trace

@@ -1,4 +1,4 @@
-"""G. Hostile input: every way to be wrong has its own error, soon, and within the memory that the file deserves."""
+"""Hostile input: every way to be wrong has its own error, soon, and within the memory that the file deserves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from conformance.checkpoint.cases import INDEX, load
-from conformance.checkpoint.crash_reading import succeeds
 from conformance.checkpoint.hostile import ACCEPTED, FILE, AcceptedCase, HostileCase, entry, pack
 from conformance.checkpoint.hostile_folders import HOSTILE_INDEXES, HOSTILE_SETS
 from conformance.checkpoint.hostile_headers import HOSTILE_FILES
 from conformance.checkpoint.hostile_reading import bounded, consolidate_into, library_verdict, read_metadata, values_of
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from twinproof.errors import FormatError, TwinproofError, UnsupportedError
 
 

@@ -1,4 +1,4 @@
-"""G. Damaged headers: the verdict is that of the safetensors library, and so are the tensors."""
+"""Damaged headers: the verdict is that of the safetensors library, and so are the tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D and E. Index, file names, and state that is not just plain tensors."""
+"""Index, file names, and state that is not just plain tensors."""
 
 from __future__ import annotations
 

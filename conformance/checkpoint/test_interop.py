@@ -1,4 +1,4 @@
-"""K. Paths, and other people's readers and writers."""
+"""Paths, and other people's readers and writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""B. File layout: canonical bytes, the same whoever writes them and however."""
+"""File layout: canonical bytes, the same whoever writes them and however."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F. Loading: in place, only what is needed, and nothing touched before everything was checked."""
+"""Loading: in place, only what is needed, and nothing touched before everything was checked."""
 
 from __future__ import annotations
 

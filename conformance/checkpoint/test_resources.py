@@ -1,4 +1,4 @@
-"""I. Threads, descriptors, memory and system calls: bounded, and never part of the result."""
+"""Threads, descriptors, memory and system calls: bounded, and never part of the result."""
 
 from __future__ import annotations
 
@@ -33,8 +33,16 @@ from conformance.checkpoint.cases import (
     save,
     zeros_like,
 )
-from conformance.checkpoint.crash_reading import assert_returned, succeeds
-from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, assert_same_tensors, requirement
+from conformance.checkpoint.crash_folders import assert_returned
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_le,
+    assert_same_bytes,
+    assert_same_tensors,
+    requirement,
+    succeeds,
+)
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 
 MIB = 1 << 20

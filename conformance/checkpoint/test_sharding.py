@@ -1,4 +1,4 @@
-"""C. Sharding: however the ranks cut a state, the files are those of the whole."""
+"""Sharding: however the ranks cut a state, the files are those of the whole."""
 
 from __future__ import annotations
 

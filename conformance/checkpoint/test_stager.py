@@ -1,4 +1,4 @@
-"""J. What an asynchronous save copies before training goes on."""
+"""What an asynchronous save copies before training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A. Values: what was saved is what is loaded, bit for bit, for everything that torch can store."""
+"""Values: what was saved is what is loaded, bit for bit, for everything that torch can store."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from conformance.harness.derived import assert_within_derived
     from conformance.harness.planted import PlantedBug, fault, patched, swap, wrap
     from conformance.harness.profiles import examples, run_machine
-    from conformance.harness.raising import Raised, raises
+    from conformance.harness.raising import Raised, raises, succeeds
     from conformance.harness.requirements import Requirement, RequirementError, collect_requirements, requirement
     from conformance.provers.ranks.pool import Rank, RankDied, RankError, RankPool, RankTimeout
 
@@ -47,6 +47,7 @@ __all__ = [
     "raises",
     "requirement",
     "run_machine",
+    "succeeds",
     "swap",
     "wrap",
 ]
@@ -63,7 +64,7 @@ _HOMES = {
     "derived": ("assert_within_derived",),
     "planted": ("PlantedBug", "fault", "patched", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),
-    "raising": ("Raised", "raises"),
+    "raising": ("Raised", "raises", "succeeds"),
     "conformance.provers.ranks": ("Rank", "RankDied", "RankError", "RankPool", "RankTimeout"),
     "requirements": ("Requirement", "RequirementError", "collect_requirements", "requirement"),
 }

@@ -78,7 +78,6 @@ class Recorder:
         return {
             "id": requirement.id,
             "stem": requirement.stem,
-            "level": requirement.level,
             "sentence": requirement.sentence,
             "test": f"{requirement.module}::{requirement.function}",
             "outcome": worst([case.outcome for case in plain]),

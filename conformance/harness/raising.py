@@ -8,14 +8,14 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import pytest
 
 from conformance.harness.compare import Mismatch
 
-__all__ = ["Raised", "errors_inside", "raises"]
+__all__ = ["Raised", "errors_inside", "raises", "succeeds"]
 
 # A comparison inside the block has already said what is wrong; the others are not the block's answer.
 _NEVER_AN_ANSWER = (
@@ -112,3 +112,15 @@ def raises(
     if isinstance(mentions, str):
         raise TypeError(f"mentions must be a collection of strings, got the string {mentions!r}")
     return _Raises(error_class if isinstance(error_class, tuple) else (error_class,), tuple(mentions), where)
+
+
+@contextmanager
+def succeeds(what: str, where: str) -> Iterator[None]:
+    """Turn any error inside into a mismatch: here it is an answer to the question, not an accident of the test."""
+    try:
+        yield
+    except (Mismatch, KeyboardInterrupt, SystemExit, pytest.skip.Exception):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        got = f"{type(error).__name__}: {error}"
+        raise Mismatch(f"{what} fails", got=got, expected="no error", where=where) from error

@@ -1,7 +1,7 @@
 """Reports, all made from one JSON document, so that no two of them can disagree.
 
-The document holds the environment, the implementation, and every collected requirement with its level, sentence,
-outcome, duration, tests and planted bugs. JUnit XML, Markdown and HTML are views of it.
+The document holds the environment, the implementation, and every collected requirement with its sentence, outcome,
+duration, tests and planted bugs. JUnit XML, Markdown and HTML are views of it.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ def to_markdown(report: dict[str, Any]) -> str:
         "",
         f"{report['started']}, profile {report['profile']}, seed {report['seed']}: {summary or 'nothing ran'}.",
         "",
-        "| requirement | level | outcome | planted bugs | sentence |",
-        "| --- | --- | --- | --- | --- |",
+        "| requirement | outcome | planted bugs | sentence |",
+        "| --- | --- | --- | --- |",
     ]
     for found in report["requirements"]:
         bugs = ", ".join(f"{bug['bug']} ({bug['verdict']})" for bug in found["planted"]) or "-"
         sentence = " ".join(found["sentence"].split()).replace("|", "\\|")
-        lines.append(f"| {found['id']} | {found['level']} | {found['outcome']} | {bugs} | {sentence} |")
+        lines.append(f"| {found['id']} | {found['outcome']} | {bugs} | {sentence} |")
     failures = [test for found in report["requirements"] for test in found["tests"] if test["outcome"] in _BAD]
     for test in failures:
         lines += ["", f"## {test['nodeid']}", "", "```", test["message"].replace("```", "'''"), "```"]

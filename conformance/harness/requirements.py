@@ -1,7 +1,7 @@
 """Requirements, written once: an untested duty and a test without a duty are the same bug.
 
-``@requirement("CKPT-012", "MUST ...")`` on a test function is the only place where id, level and sentence stand; the
-matrix, the report and the documentation are generated from it.
+``@requirement("CKPT-012", "MUST ...")`` on a test function is the only place where id and sentence stand; the matrix,
+the report and the documentation are generated from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIXES = {"KV": "kvstore", "PIPE": "pipeline", "OPT": "offload", "CKPT": "chec
 STEMS = tuple(PREFIXES.values())
 
 _ID = re.compile(r"(?P<prefix>[A-Z]+)-\d{3}")
-_LEVEL = re.compile(r"\b(MUST|SHOULD)\b")
+_MUST = re.compile(r"\bMUST\b")
 _ATTRIBUTE = "__requirement__"
 _NOT_REQUIREMENTS = ("harness", "meta", "peers")
 
@@ -43,10 +43,9 @@ class RequirementError(ValueError):
 
 @dataclass(frozen=True)
 class Requirement:
-    """One duty: ``id`` such as ``CKPT-012``, ``level`` MUST or SHOULD, its sentence, and the test that proves it."""
+    """One duty: ``id`` such as ``CKPT-012``, its sentence, and the test that proves it."""
 
     id: str
-    level: str
     sentence: str
     needs: tuple[str, ...]
     module: str
@@ -58,15 +57,13 @@ class Requirement:
         return PREFIXES[self.id.rpartition("-")[0]]
 
 
-def _parse(identifier: str, sentence: str) -> tuple[str, str]:
+def _check(identifier: str, sentence: str) -> None:
     match = _ID.fullmatch(identifier)
     if match is None or match["prefix"] not in PREFIXES:
         expected = ", ".join(f"{prefix}-nnn" for prefix in PREFIXES)
         raise RequirementError(f"requirement id {identifier!r}: expected one of {expected}, with three digits")
-    levels = set(_LEVEL.findall(sentence))
-    if len(levels) != 1:
-        raise RequirementError(f"{identifier}: the sentence must say either MUST or SHOULD; got {sentence!r}")
-    return identifier, levels.pop()
+    if not _MUST.search(sentence):
+        raise RequirementError(f"{identifier}: the sentence must say MUST; got {sentence!r}")
 
 
 def requirement(identifier: str, sentence: str, *, needs: Iterable[str] = ()) -> Callable[[TestFunction], TestFunction]:
@@ -74,13 +71,13 @@ def requirement(identifier: str, sentence: str, *, needs: Iterable[str] = ()) ->
 
     Args:
         identifier: ``KV-``, ``PIPE-``, ``OPT-`` or ``CKPT-`` and three digits; never reused.
-        sentence: normative, with MUST or SHOULD in it.
+        sentence: normative, with MUST in it.
         needs: capabilities without which the test is skipped by name (see ``CAPABILITIES`` of an implementation).
 
     Raises:
         RequirementError: malformed id or sentence, a target that is no function, or a function with two requirements.
     """
-    checked, level = _parse(identifier, sentence)
+    _check(identifier, sentence)
     if isinstance(needs, str):
         raise RequirementError(f"{identifier}: needs must be a collection of names, got the string {needs!r}")
     needed = tuple(needs)
@@ -90,7 +87,7 @@ def requirement(identifier: str, sentence: str, *, needs: Iterable[str] = ()) ->
             raise RequirementError(f"{identifier}: only test functions carry requirements, got {function!r}")
         if requirement_of(function) is not None:
             raise RequirementError(f"{identifier}: {function.__qualname__} already proves {requirement_of(function)}")
-        value = Requirement(checked, level, sentence, needed, function.__module__, function.__qualname__)
+        value = Requirement(identifier, sentence, needed, function.__module__, function.__qualname__)
         setattr(function, _ATTRIBUTE, value)
         return function
 

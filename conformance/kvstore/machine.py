@@ -16,12 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import refimpl.kvstore as reference
 from conformance.harness import assert_equal, assert_same_bytes
-from conformance.kvstore.strategies import close_batches, close_ids
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     Clock,
     assert_bits,
     contents,
-    header,
     ids_of,
     random_row,
     random_rows,
@@ -29,22 +27,13 @@ from conformance.kvstore.support import (
     store_of,
     weights_of,
 )
+from conformance.kvstore.model import Row
+from conformance.kvstore.strategies import close_batches, close_ids
 
 COUNT_MAX = 2**31 - 1
 TABLES = ("a", "b")
 tables = st.sampled_from(TABLES)
 seeds = st.integers(0, 1000)
-
-
-class Row:
-    """One row of the model: the header's fields, and the bytes behind the header."""
-
-    def __init__(self, timestamp: int, count: int, body: bytes) -> None:
-        self.timestamp, self.count, self.body = timestamp, count, bytearray(body)
-
-    def raw(self, key: int) -> bytes:
-        """The whole row."""
-        return header(key, self.timestamp, self.count) + bytes(self.body)
 
 
 class StoreMachine(RuleBasedStateMachine):

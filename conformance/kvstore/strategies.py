@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.kvstore.support import EXTREMES, OPTIMIZERS, WEIGHTS
+from conformance.kvstore.cases import EXTREMES, OPTIMIZERS, WEIGHTS
 
 ids = st.one_of(st.integers(-8, 8), st.sampled_from(EXTREMES), st.integers(-(2**63), 2**63 - 1))
 close_ids = st.one_of(st.integers(-6, 6), st.sampled_from(EXTREMES))

@@ -1,4 +1,4 @@
-"""B. Memory that cannot be had: every allocation of every verb fails once, and nothing has happened."""
+"""Memory that cannot be had: every allocation of every verb fails once, and nothing has happened."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.folders import save
-from conformance.kvstore.support import Clock, assert_bits, ids_of, random_rows, store_of, weights_of
+from conformance.kvstore.cases import Clock, assert_bits, ids_of, random_rows, save, store_of, weights_of
 from twinproof.errors import TwinproofError
 
 ROWS, NEW = 600, 3000

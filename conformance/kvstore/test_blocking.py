@@ -1,4 +1,4 @@
-"""I. Who waits for whom: readers never for each other, and nobody for ever."""
+"""Who waits for whom: readers never for each other, and nobody for ever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.support import ids_of, store_of
+from conformance.kvstore.cases import ids_of, store_of
 from twinproof.errors import StoreClosedError
 
 LONG_COUNT, WIDTH, ATTEMPTS = 200_000, 128, 50

@@ -1,4 +1,4 @@
-"""H. Bounds: adversarial ids, batches past 4 GiB, and no more rows in memory at once than were asked for."""
+"""Bounds: adversarial ids, batches past 4 GiB, and no more rows in memory at once than were asked for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_le, assert_same_bytes, requirement
-from conformance.kvstore.folders import filled, fresh, save
+from conformance.kvstore.cases import (
+    assert_bits,
+    assert_contents,
+    contents,
+    filled,
+    fresh,
+    ids_of,
+    random_bits,
+    save,
+    store_of,
+)
 from conformance.kvstore.huge import repeated
-from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_bits, store_of
 
 COUNT, MIB = 3000, 1 << 20
 # Rows of 1 MiB, so that 4096 of them are 2**32 bytes; 12 of them are no divisor of it: a place that wraps around at

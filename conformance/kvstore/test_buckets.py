@@ -1,4 +1,4 @@
-"""C. Keys, shards and buckets: every id in one place, and the same place every time."""
+"""Keys, shards and buckets: every id in one place, and the same place every time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     assert_bits,
     assert_contents,

@@ -1,4 +1,4 @@
-"""E. Save and load: the same rows, in any form, any chunks, any world; all of it or nothing."""
+"""Save and load: the same rows, in any form, any chunks, any world; all of it or nothing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.folders import FILE, filled, fresh, layouts_of, save
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
+    FILE,
     Clock,
     assert_bits,
     assert_contents,
     contents,
+    filled,
+    fresh,
     ids_of,
+    layouts_of,
     random_rows,
+    save,
     store_of,
     weights_of,
 )

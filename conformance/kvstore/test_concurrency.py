@@ -1,4 +1,4 @@
-"""I. Threads: real ones, started together by a barrier; a torn row, a lost row or a step backwards is seen by value."""
+"""Threads: real ones, started together by a barrier; a torn row, a lost row or a step backwards is seen by value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, assert_equal, requirement
-from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
 
 ROWS, WIDTH, TURNS = 24, 32, 40
 

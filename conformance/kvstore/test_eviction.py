@@ -1,4 +1,4 @@
-"""F. Eviction: exactly the rows of the predicate, fresh rows afterwards, nothing leaked, nothing stale."""
+"""Eviction: exactly the rows of the predicate, fresh rows afterwards, nothing leaked, nothing stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_le, assert_same_bytes, examples, raises, requirement
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     Clock,
     assert_bits,
     assert_contents,

@@ -1,4 +1,4 @@
-"""E. Files: the documented schema, the same bytes every time, old versions, and nothing from a torn one."""
+"""Files: the documented schema, the same bytes every time, old versions, and nothing from a torn one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 import refimpl.kvstore as reference
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.folders import FILE, filled, fresh, layouts_of, save
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
+    FILE,
     assert_contents,
     contents,
+    filled,
+    fresh,
     ids_of,
+    layouts_of,
     random_rows,
+    save,
     store_of,
     weights_of,
 )

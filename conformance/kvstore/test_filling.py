@@ -1,4 +1,4 @@
-"""E. Loads into empty stores: all of them or nothing, whatever is found last and whoever looks meanwhile."""
+"""Loads into empty stores: all of them or nothing, whatever is found last and whoever looks meanwhile."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.folders import FILE, filled, fresh, save
-from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows
+from conformance.kvstore.cases import FILE, assert_contents, contents, filled, fresh, ids_of, random_rows, save
 from twinproof.errors import CorruptionError, TwinproofError
 
 

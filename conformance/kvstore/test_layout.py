@@ -1,4 +1,4 @@
-"""A. Layout: the bytes of a row, against literals and closed forms that do not come from the code under test."""
+"""Layout: the bytes of a row, against literals and closed forms that do not come from the code under test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     Clock,
     assert_bits,

@@ -1,4 +1,4 @@
-"""J. Rows that are in no memory: what torch may do with them, and what it must be told that it cannot."""
+"""Rows that are in no memory: what torch may do with them, and what it must be told that it cannot."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.folders import filled, fresh
-from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows
+from conformance.kvstore.cases import assert_bits, assert_contents, contents, filled, fresh, ids_of, random_rows
 from twinproof.errors import CorruptionError, MissingKeyError, PlanError, UnsupportedError
 
 KEYS = list(range(-9, 9))

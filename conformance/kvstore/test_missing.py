@@ -1,4 +1,4 @@
-"""B. Missing ids: they read as documented, the same every time, and stay missing."""
+"""Missing ids: they read as documented, the same every time, and stay missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     WEIGHTS,
     assert_bits,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.support import assert_bits, header, ids_of
+from conformance.kvstore.cases import assert_bits, header, ids_of
 
 NEEDS = ("operators",)
 KEYS = (4, -6, 2**63 - 1, -(2**63))

@@ -1,4 +1,4 @@
-"""B. Refusals and removals: misuse raises and changes nothing, inputs stay the caller's, flags mean what they say."""
+"""Refusals and removals: misuse raises and changes nothing, inputs stay the caller's, flags mean what they say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 
 from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     assert_bits,
     assert_contents,
     contents,

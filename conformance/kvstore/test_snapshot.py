@@ -1,4 +1,4 @@
-"""G. Snapshots and growth: one moment stays that moment, and rows stay theirs while the table grows."""
+"""Snapshots and growth: one moment stays that moment, and rows stay theirs while the table grows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_le, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     assert_bits,
     assert_contents,

@@ -1,4 +1,4 @@
-"""D. State dicts that do not fit: every dtype, shape and kind of value is looked at before the first row is written."""
+"""State dicts that do not fit: every dtype, shape and kind of value is looked at before the first row is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
-from conformance.kvstore.support import WEIGHTS, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import WEIGHTS, assert_contents, contents, ids_of, random_rows, store_of
 from twinproof.errors import ShapeError, UnsupportedError
 
 DTYPES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)

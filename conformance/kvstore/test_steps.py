@@ -1,4 +1,4 @@
-"""K. The optimizer's step and the modules' state: what training needs to go on as if it had never stopped."""
+"""The optimizer's step and the modules' state: what training needs to go on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.folders import FILE, save
-from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import FILE, assert_contents, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import CorruptionError, FormatError
 
 

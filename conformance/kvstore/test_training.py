@@ -1,4 +1,4 @@
-"""H. Training: the optimizer in the row is the optimizer, and weight and state are of one step."""
+"""Training: the optimizer in the row is the optimizer, and weight and state are of one step."""
 
 from __future__ import annotations
 
@@ -11,35 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
-from conformance.kvstore.support import Clock, assert_bits, assert_contents, contents, ids_of, store_of
+from conformance.kvstore.cases import Clock, assert_bits, assert_contents, contents, ids_of, store_of
+from conformance.kvstore.model import BETA1, BETA2, EPS, LR, dense_steps, f32, one_step, root
 from twinproof.errors import ConfigError, ShapeError
 from twinproof.optimizers import FUSED_OPTIMIZERS
-
-LR, EPS, BETA1, BETA2 = 0.05, 1e-8, 0.9, 0.999
-
-
-def dense_steps(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Steps of textbook formulas on a dense table, in the dtype."""
-    w = weight.to(dtype)
-    m1, m2 = torch.zeros_like(w), torch.zeros_like(w)
-    for step, grad in enumerate(grads, start=1):
-        g = grad.to(dtype)
-        square = (g * g).mean(dim=1, keepdim=True).expand_as(g) if "rowwise" in optimizer else g * g
-        if optimizer == "sgd":
-            w = w - LR * g
-        elif "adagrad" in optimizer:
-            m2 = m2 + square
-            w = w - LR * g / (m2.sqrt() + EPS)
-        else:
-            m1 = BETA1 * m1 + (1 - BETA1) * g
-            m2 = BETA2 * m2 + (1 - BETA2) * square
-            change = LR / (1 - BETA1**step) * m1 / (m2.sqrt() / (1 - BETA2**step) ** 0.5 + EPS)
-            w = (
-                w
-                - (LR * w.norm(dim=1, keepdim=True) / change.norm(dim=1, keepdim=True) if optimizer == "lamb" else 1)
-                * change
-            )
-    return w
 
 
 @requirement(
@@ -108,45 +83,6 @@ def one_row(store: Any, key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     slots, ids = store.layout("t").state_slots, ids_of([key])
     states = [store.get_state("t", n, ids)[0] if n in slots else torch.zeros(0) for n in ("momentum1", "momentum2")]
     return store.get("t", ids)[0], states[0], states[1]
-
-
-def root(values: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded float32 square root, which torch's own is not always."""
-    return values.double().sqrt().float()
-
-
-def f32(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
-
-
-def lanes_sum(values: torch.Tensor) -> torch.Tensor:
-    """The documented order of a row's sum: eight lanes, then halves."""
-    lanes = [f32(0.0)] * 8
-    for element, value in enumerate(values):
-        lanes[element % 8] = lanes[element % 8] + value
-    for half in (4, 2, 1):
-        lanes = [lanes[k] + lanes[k + half] for k in range(half)]
-    return lanes[0]
-
-
-def one_step(
-    optimizer: str, w: torch.Tensor, g: torch.Tensor, m1: torch.Tensor, m2: torch.Tensor, step: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One step of one row, one float32 operation after the other."""
-    mean = (lanes_sum(g * g) / f32(11)).reshape(1)
-    if optimizer == "sgd":
-        return w - f32(LR) * g, m1, m2
-    if "adagrad" in optimizer:
-        m1 = m1 + (mean if "rowwise" in optimizer else g * g)
-        return w - (f32(LR) * g) / (root(m1) + f32(1e-8)), m1, m2
-    m1 = f32(BETA1) * m1 + f32(1 - BETA1) * g
-    m2 = f32(BETA2) * m2 + f32(1 - BETA2) * (mean if "rowwise" in optimizer else g * g)
-    denominator = root(m2) / f32((1 - BETA2**step) ** 0.5) + f32(1e-8)
-    change = (f32(LR / (1 - BETA1**step)) * m1) / denominator
-    if optimizer == "lamb":
-        norm, length = root(lanes_sum(w * w)), root(lanes_sum(change * change))
-        change = ((f32(LR) * norm) / length if norm > 0 and length > 0 else f32(1.0)) * change
-    return w - change, m1, m2
 
 
 @requirement(

@@ -1,4 +1,4 @@
-"""C. What runs eviction rounds by itself: steps of training, and memory."""
+"""What runs eviction rounds by itself: steps of training, and memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.support import ids_of, store_of
+from conformance.kvstore.cases import ids_of, store_of
 from twinproof.errors import ConfigError
 
 

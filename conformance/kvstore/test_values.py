@@ -1,4 +1,4 @@
-"""B. Get and set: what was written is what is read, bit for bit, and nothing else changes."""
+"""Get and set: what was written is what is read, bit for bit, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
 from conformance.kvstore import strategies
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     EXTREMES,
     OPTIMIZERS,
     WEIGHTS,

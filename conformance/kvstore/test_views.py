@@ -1,4 +1,4 @@
-"""D. Views: the rows of their ids and no others, read-only where they say so, whole after a journey."""
+"""Views: the rows of their ids and no others, read-only where they say so, whole after a journey."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
-from conformance.kvstore.support import (
+from conformance.kvstore.cases import (
     assert_bits,
     assert_contents,
     contents,

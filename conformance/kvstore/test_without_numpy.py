@@ -1,4 +1,4 @@
-"""L. What need not be installed."""
+"""What need not be installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from conformance.checkpoint.crash_reading import succeeds
-from conformance.harness import assert_equal, requirement
-from conformance.kvstore.support import ids_of, store_of
+from conformance.harness import assert_equal, requirement, succeeds
+from conformance.kvstore.cases import ids_of, store_of
 
 _WITHOUT_NUMPY = """
 import sys

@@ -1,4 +1,4 @@
-"""D. FBGEMM's KVTensorWrapper, for code that was written against it."""
+"""FBGEMM's KVTensorWrapper, for code that was written against it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.support import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 
 KEYS = [4, -2, 2**40, 0]

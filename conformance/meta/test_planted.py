@@ -325,7 +325,7 @@ def test_malformed_replacements_and_ids() -> None:
 
 
 def test_a_bug_lies_in_the_file_of_a_test_that_kills_it() -> None:
-    requirement = Requirement("KV-001", "MUST", "MUST hold", (), "conformance.kvstore.test_values", "test")
+    requirement = Requirement("KV-001", "MUST hold", (), "conformance.kvstore.test_values", "test")
 
     def bug(file: str, path: str) -> PlantedBug:
         folder = "conformance.kvstore.planted"

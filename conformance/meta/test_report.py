@@ -23,7 +23,7 @@ _TESTS = """
 def test_double(checkpoint, n):
     assert_equal(checkpoint.double(n), 2 * n)
 
-@requirement("CKPT-002", "SHOULD fail")
+@requirement("CKPT-002", "MUST fail")
 def test_fail():
     assert_equal("\\x00<&>", "]]>")
 
@@ -55,9 +55,9 @@ def test_the_document(report: dict[str, Any]) -> None:
         "KV-001": "skipped",
     }
     double = found["CKPT-001"]
-    assert (double["level"], double["stem"], len(double["tests"])) == ("MUST", "checkpoint", 2)
+    assert (double["stem"], len(double["tests"])) == ("checkpoint", 2)
     assert [(bug["bug"], bug["verdict"]) for bug in double["planted"]] == [("wrong", "killed")]
-    assert "requirement  CKPT-002: SHOULD fail" in found["CKPT-002"]["tests"][0]["message"]
+    assert "requirement  CKPT-002: MUST fail" in found["CKPT-002"]["tests"][0]["message"]
     assert report["summary"] == {"outcomes": {"failed": 1, "passed": 1, "skipped": 1}, "planted": {"killed": 1}}
     assert report["implementation"]["name"] == "toy.impl"
     assert report["environment"]["versions"]["torch"]
@@ -73,7 +73,7 @@ def test_views(report: dict[str, Any]) -> None:
         "skipped": "1",
     }
     markdown = to_markdown(report)
-    assert "| CKPT-001 | MUST | passed | wrong (killed) | MUST double \\| <b>always</b> |" in markdown
+    assert "| CKPT-001 | passed | wrong (killed) | MUST double \\| <b>always</b> |" in markdown
     page = to_html(report)
     assert "<b>always</b>" not in page
     assert "&lt;b&gt;always" in page

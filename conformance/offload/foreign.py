@@ -50,7 +50,8 @@ class Clipped(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.square().sum() for p in params]).sum().sqrt()
+        if params:
+            norm = torch.stack([p.grad.square().sum() for p in params]).sum().sqrt()
         for param in params:
             param.grad = param.grad / norm
         return super().step(closure)
@@ -66,6 +67,8 @@ class Factored(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
+                if param.grad is None:
+                    continue
                 flat, state = param.grad.reshape(param.shape[0], -1), self.state[param]
                 if not state:
                     state["row"], state["column"] = torch.ones_like(flat[:, 0]), torch.ones_like(flat[0])

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, raises, requirement
-from conformance.offload.support import Twins, proven, values
+from conformance.offload.cases import Twins, proven, values
 from twinproof.errors import UnsupportedError
 
 

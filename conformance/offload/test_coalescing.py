@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, examples, raises, requirement
-from conformance.offload.support import Twins, proven, values
+from conformance.offload.cases import Twins, proven, values
 
 PACK = ("packed_tensors",)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
-from conformance.offload.support import values
+from conformance.offload.cases import values
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,109 +9,28 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement
-from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
-from conformance.provers.virtual_device import VirtualDevice
+from conformance.offload.cases import (
+    CPU_OPTIONS,
+    SHAPES,
+    CpuArm,
+    Twins,
+    assert_same_state,
+    proven,
+    reread,
+    values,
+)
 from refimpl.optimizers import adam_step
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError
 from twinproof.optimizers import AdamHyper
 
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {"lr": 0.01}),
-    "adam": ("Adam", {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
-    "amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "eps": 1e-4}),
-    "maximize": ("Adam", {"maximize": True}),
-    "tensor": ("AdamW", {"lr": torch.tensor(0.01), "weight_decay": 0.0}),
-}
-
-
-class Arm:
-    """Parameters whose optimizer steps on the CPU, and beside them the formula on plain tensors.
-
-    Args:
-        halves: the parameters are bfloat16, with masters; else float32, without.
-        shapes: of the parameters.
-    """
-
-    def __init__(
-        self,
-        offload: Any,
-        device: VirtualDevice,
-        options: str = "adamw",
-        *,
-        halves: bool = False,
-        shapes: Sequence[tuple[int, ...]] = SHAPES,
-        **offloading: Any,
-    ) -> None:
-        kind, chosen = OPTIONS[options]
-        self.options = in_host_memory(device, chosen)
-        self.decoupled = kind == "AdamW"
-        dtype = torch.bfloat16 if halves else torch.float32
-        self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(shapes)]
-        self.masters = offload.MasterWeights(self.params) if halves else None
-        stepped = self.params if self.masters is None else self.masters.parameters()
-        self.optimizer = getattr(torch.optim, kind)(stepped, **self.options)
-        self.offloader = offload.OptimizerStateOffloader(
-            self.optimizer,
-            engine=device.engine,
-            master_weights=self.masters,
-            **{"chunk_bytes": 4096, "step_device": "cpu", **offloading},
-        )
-        with _disable_current_modes():
-            self.weights = [param.detach().float().clone() for param in self.params]
-            self.moments = [[torch.zeros_like(w) for _ in range(3)] for w in self.weights]
-        self.counts = [0] * len(self.params)
-        self.step_count = 0
-
-    def step(self, skip: Sequence[int] = ()) -> None:
-        """One step of both, without a gradient where ``skip`` says so."""
-        self.step_count += 1
-        for i, param in enumerate(self.params):
-            param.grad = None if i in skip else values(param.shape, 1000 * self.step_count + i, param.dtype)
-        grads = [None if param.grad is None else param.grad.detach() for param in self.params]
-        self.optimizer.step()
-        with _disable_current_modes():
-            for i, grad in enumerate(grads):
-                if grad is not None:
-                    self.expect(i, grad)
-
-    def expect(self, i: int, grad: torch.Tensor) -> None:
-        """The formula steps one parameter."""
-        group = self.optimizer.param_groups[0]
-        self.counts[i] += 1
-        hyper = AdamHyper.of(
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=self.counts[i],
-            decoupled=self.decoupled,
-            maximize=group["maximize"],
-        )
-        first, second, largest = self.moments[i]
-        adam_step(hyper, grad, self.weights[i], first, second, largest if group["amsgrad"] else None)
-
-    def check(self) -> None:
-        """Parameters, masters and states are the formula's, bit for bit."""
-        state = self.offloader.snapshot()["state"]
-        stepped = self.params if self.masters is None else list(self.masters.parameters())
-        with _disable_current_modes():
-            for i, (weight, param) in enumerate(zip(self.weights, self.params, strict=True)):
-                where = f"parameter {i} after {self.step_count} steps"
-                assert_same_tensor(stepped[i].detach(), weight, where=f"weights of {where}")
-                assert_same_tensor(param.detach(), weight.to(param.dtype), where=where)
-                if self.counts[i]:
-                    assert_equal(float(state[i]["step"]), float(self.counts[i]), where=f"step of {where}")
-                    assert_same_tensor(state[i]["exp_avg"], self.moments[i][0], where=f"exp_avg of {where}")
-                    assert_same_tensor(state[i]["exp_avg_sq"], self.moments[i][1], where=f"exp_avg_sq of {where}")
-
 
 @requirement("OPT-201", "A step on the CPU MUST have the bits of the formula, in masters, states and parameters.")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", CPU_OPTIONS)
 @pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
 def test_bits(offload: Any, options: str, halves: bool) -> None:
     for chunk_bytes, slots in ((4096, 2), (1, 3), (0, 1)):
         with proven(late=True) as device:
-            arm = Arm(offload, device, options, halves=halves, chunk_bytes=chunk_bytes, slots=slots)
+            arm = CpuArm(offload, device, options, halves=halves, chunk_bytes=chunk_bytes, slots=slots)
             for number in range(3):
                 arm.step(skip=(1,) if number == 1 else ())
                 arm.check()
@@ -126,7 +44,7 @@ def test_bits(offload: Any, options: str, halves: bool) -> None:
 @requirement("OPT-202", "Steps on the CPU MUST err at most twice as much as torch's AdamW, against float64.")
 @pytest.mark.parametrize("options", ["adamw", "adam", "amsgrad"])
 def test_accuracy(offload: Any, options: str) -> None:
-    kind, chosen = OPTIONS[options]
+    kind, chosen = CPU_OPTIONS[options]
     with proven() as device:
         twins = Twins(offload, device, kind, options=chosen, step_device="cpu")
         wide = [torch.nn.Parameter(param.detach().double()) for param in twins.plain_params]
@@ -153,7 +71,7 @@ def test_bytes(offload: Any) -> None:
     shapes = ((16, 16), (128,), (8, 64))
     for halves in (False, True):
         with proven() as device:
-            arm = Arm(offload, device, halves=halves, shapes=shapes, chunk_bytes=0)
+            arm = CpuArm(offload, device, halves=halves, shapes=shapes, chunk_bytes=0)
             arm.step()
             before = dict(device.engine.moved_bytes)
             arm.step()
@@ -195,7 +113,7 @@ def test_refusals(offload: Any) -> None:
 @requirement("OPT-205", "A gradient that the CPU cannot step with MUST be refused before anything of the step changes.")
 def test_refused_gradients(offload: Any) -> None:
     with proven() as device:
-        arm = Arm(offload, device)
+        arm = CpuArm(offload, device)
         arm.step()
         before = arm.offloader.snapshot()
         for i, param in enumerate(arm.params):
@@ -236,7 +154,7 @@ def test_exchange(offload: Any) -> None:
             for i, (plain, param) in enumerate(zip(twins.plain_params, twins.params, strict=True)):
                 assert_same_tensor(param.detach(), plain.detach(), where=f"parameter {i}")
     with proven() as device:
-        arm, other = Arm(offload, device), Arm(offload, device)
+        arm, other = CpuArm(offload, device), CpuArm(offload, device)
         arm.step()
         state = arm.offloader.snapshot()
         other.offloader.load_state_dict(state)
@@ -254,7 +172,7 @@ def test_exchange(offload: Any) -> None:
 @requirement("OPT-207", "A float32 parameter that was written between steps MUST be stepped from what was written.")
 def test_written_parameters(offload: Any) -> None:
     with proven() as device:
-        arm = Arm(offload, device)
+        arm = CpuArm(offload, device)
         arm.step()
         written = values(SHAPES[2], 55)
         with torch.no_grad():
@@ -308,7 +226,7 @@ def test_cpu_parameters(offload: Any) -> None:
 def test_edges(offload: Any) -> None:
     for halves, slots, seed in ((False, 1, None), (True, 2, 1), (False, 2, None), (True, 3, 2)):
         with proven(late=True, seed=seed) as device:
-            arm = Arm(offload, device, halves=halves, chunk_bytes=1, slots=slots)
+            arm = CpuArm(offload, device, halves=halves, chunk_bytes=1, slots=slots)
             for _ in range(3):
                 arm.step()
             arm.check()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
-from conformance.offload.support import values
+from conformance.offload.cases import values
 from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
-from conformance.offload.support import SHAPES, proven, values
-from conformance.offload.test_cpu_step import Arm
+from conformance.offload.cases import SHAPES, CpuArm, proven, values
 from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
@@ -25,7 +24,7 @@ from twinproof.optimizers import AdamHyper
 def test_grad_scaler(offload: Any) -> None:
     # The scaler asks the device whether to step.
     with proven(late=True, this_branch_only=True) as device:
-        arm, scaler, scale = Arm(offload, device, chunk_bytes=1), torch.amp.GradScaler("cpu", init_scale=4.0), 4.0
+        arm, scaler, scale = CpuArm(offload, device, chunk_bytes=1), torch.amp.GradScaler("cpu", init_scale=4.0), 4.0
         for number in range(4):
             overflows = number == 1
             grads = [values(shape, 1000 * number + i) for i, shape in enumerate(SHAPES)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
-from conformance.offload.support import values
+from conformance.offload.cases import values
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: CUDA streams are unproven here")
 SHAPE, COUNT = (256, 1024), 16

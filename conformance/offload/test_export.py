@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import Twins, proven
+from conformance.offload.cases import Twins, proven
 from twinproof.errors import ConfigError
 
 

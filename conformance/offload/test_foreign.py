@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
+from conformance.offload.cases import SHAPES, assert_same_state, proven, values
 from conformance.offload.foreign import Chained, Clipped, Distributed, Factored, FusedAdam, Prepared, Renamed, Shared
-from conformance.offload.support import SHAPES, assert_same_state, proven, values
 from twinproof.errors import ConfigError, PlanError, UnsupportedError
 
 MAKERS: dict[str, Any] = {

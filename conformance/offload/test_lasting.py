@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
 from conformance.offload.arena import Arena
-from conformance.offload.support import EVEN, EVEN_BYTES, SHAPES, Twins, even, proven, values
+from conformance.offload.cases import EVEN, EVEN_BYTES, SHAPES, Twins, even, proven, values
 from conformance.provers.virtual_device import VirtualDevice
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import Twins, assert_same_state, proven, reread, values
+from conformance.offload.cases import Twins, assert_same_state, proven, reread, values
 from twinproof.errors import ConfigError, OffloadConflictError
 
 

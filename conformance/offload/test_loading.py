@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
-from conformance.offload.support import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
+from conformance.offload.cases import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
 from twinproof.errors import PlanError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import settings
 
 from conformance.harness import examples, requirement, run_machine
-from conformance.offload.machine import OffloadMachine
+from conformance.offload.machine import OffloadMachine, ReleasingMachine
 
 
 @requirement(
@@ -21,3 +21,16 @@ def test_any_program(offload: Any) -> None:
 
     Machine.offload = offload
     run_machine(Machine, settings=settings(examples(60), stateful_step_count=30))
+
+
+@requirement(
+    "OPT-260",
+    "After any such program with optimizers of other makers, and with release on request, parameters, states and "
+    "options MUST be the plain optimizer's, whatever is written, stepped or copied again before the release.",
+)
+def test_any_program_with_releases(offload: Any) -> None:
+    class Machine(ReleasingMachine):
+        pass
+
+    Machine.offload = offload
+    run_machine(Machine, settings=settings(examples(40), stateful_step_count=20))

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import SHAPES, proven, reread, values
+from conformance.offload.cases import SHAPES, proven, reread, values
 from twinproof.errors import ConfigError, PlanError, StaleMasterError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.offload.support import EVEN, EVEN_BYTES, PLAIN_SGD, Twins, even, proven, values
+from conformance.offload.cases import EVEN, EVEN_BYTES, PLAIN_SGD, Twins, even, proven, values
 from conformance.provers.virtual_device import Costs, VirtualDevice
 
 UPDATE = "aten::mul_"  # SGD with momentum does one for each parameter.

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import SHAPES, Twins, proven, values
+from conformance.offload.cases import SHAPES, Twins, in_host_memory, proven, reread, values
 from twinproof.errors import ConfigError
 
 MASTER_BYTES = sum(4 * values(shape, 0).numel() for shape in SHAPES)
@@ -127,3 +127,26 @@ def test_masters_read_in_between(offload: Any) -> None:
                     assert_same_tensor(value, expected, where="master read in between")
                     assert_same_tensor(master.detach(), expected, where="master after the release")
         offloader.close()
+
+
+@requirement(
+    "OPT-261",
+    "With release on request a step after a load MUST run on the device, with the states that were loaded, which may "
+    "come from host memory.",
+)
+def test_load(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, release="on_request")
+        twins.step()
+        saved = reread(twins.offloader.snapshot())
+        for released in (False, True):
+            twins.step()
+            twins.plain.load_state_dict(reread(saved))
+            twins.offloader.load_state_dict(in_host_memory(device, saved))
+            if released:
+                twins.offloader.release_gpu_memory()
+                twins.offloader.settle()
+                assert_equal(twins.offloader.residency().device_bytes, 0, where="on the device after the release")
+            twins.step()
+            twins.check()
+        twins.offloader.close()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import assert_same_state, values
+from conformance.offload.cases import assert_same_state, values
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import UnsupportedError
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.offload.support import EVEN, EVEN_BYTES, Twins, even, proven
+from conformance.offload.cases import EVEN, EVEN_BYTES, Twins, even, proven
 from conformance.provers.virtual_device import Costs, VirtualDevice
 from conformance.provers.virtual_device.clocks import HOST
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.harness import raises, requirement
-from conformance.offload.support import Twins, proven
+from conformance.offload.cases import Twins, proven
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import UnsupportedError
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.support import OPTIMIZERS, SHAPES, Twins, proven, values
+from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, proven, values
 from twinproof.errors import UnsupportedError
 
 

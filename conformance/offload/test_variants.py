@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, requirement
-from conformance.offload.support import SHAPES, Twins, proven, values
+from conformance.offload.cases import SHAPES, Twins, proven, values
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),

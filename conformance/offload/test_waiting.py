@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
+from conformance.offload.cases import EVEN_BYTES, PLAIN_SGD, Twins, even, proven, values
 from conformance.offload.sanitizer import TorchSanitizer
-from conformance.offload.support import EVEN_BYTES, PLAIN_SGD, Twins, even, proven, values
 from conformance.provers.virtual_device import Costs, VirtualDevice
 from conformance.provers.virtual_device.clocks import HOST
 

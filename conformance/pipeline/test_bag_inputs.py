@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.test_training import EPS, LR
+from conformance.kvstore.model import EPS, LR
 from conformance.pipeline.support import (
     Jagged,
     Naive,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, requirement
-from conformance.kvstore.test_training import EPS, LR, dense_steps
+from conformance.kvstore.model import EPS, LR, dense_steps
 from conformance.pipeline.support import (
     DTYPES,
     OPTIMIZERS,

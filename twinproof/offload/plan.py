@@ -434,11 +434,11 @@ def make_counters(optimizer: Any) -> None:
 
 
 def _settled(plan: MovePlan, group: dict[str, Any], name: str, value: Any, *, moves: bool) -> Any:
-    """A copy of a loaded state, where it belongs; what moves is on its way to host memory anyway."""
-    found = copied(value)
-    if not isinstance(value, torch.Tensor) or (moves and is_movable(value)):
+    """A copy of a loaded state, where it belongs: on the device, but for counters and what leaves it at once."""
+    found, leaves = copied(value), moves and is_movable(value)
+    if not isinstance(value, torch.Tensor) or (leaves and plan.options.release == "at_offload"):
         return found
-    if not lies_on_device(plan.optimizer, group, name):
+    if not leaves and not lies_on_device(plan.optimizer, group, name):
         return found.cpu()
     source = local_of(found)
     # An empty tensor of the same form says which strides a dense one has.

@@ -16,7 +16,7 @@ from twinproof.optimizers import OPTIMIZERS
 
 @fault(kills="KV-077", at="KVStore.state_dict")
 def state_dict_of_live_rows(original: Any, store: Any, **options: Any) -> Any:
-    """Weight and state are read at different moments (DeepRec 1023)."""
+    """Weight and state are read at different moments (DeepRec-AI/DeepRec#1023)."""
     return original(store, **(options | {"snapshot": False}))
 
 

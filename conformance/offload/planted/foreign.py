@@ -7,7 +7,7 @@ from typing import Any
 from conformance.harness import fault
 
 
-@fault(kills="OPT-252", at="twinproof.offload.offloader:OptimizerStateOffloader._step_whole")
+@fault(kills=("OPT-252", "OPT-260"), at="twinproof.offload.offloader:OptimizerStateOffloader._step_whole")
 def cut_into_parts(original: Any, offloader: Any, arithmetic: Any) -> None:
     """An unknown optimizer is cut into parts."""
     groups = offloader.optimizer.param_groups

@@ -27,3 +27,14 @@ def loaded_under_a_copy_in(original: Any, offloader: Any, state_dict: Any) -> No
         original(offloader, state_dict)
     finally:
         del offloader.settle_for_writing
+
+
+@fault(kills="OPT-260", at="twinproof.offload.offloader:OptimizerStateOffloader.offload")
+def copied_once(original: Any, offloader: Any, *flags: Any, **named: Any) -> None:
+    """A second offload() before the release takes what the first copied for what is there now."""
+    copied_out = offloader._copied_out
+    if offloader.options.release == "at_offload" or not copied_out._noted:
+        original(offloader, *flags, **named)
+        return
+    before = set(copied_out._noted)
+    copied_out.note(offloader.plan, offloader.transfers, lambda bundle, name: (bundle.param, name) in before)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault
+from twinproof.offload.states import copied, is_movable
 
 
 @fault(kills="OPT-250", at="twinproof.offload.offloader:OptimizerStateOffloader.offload")
@@ -48,3 +49,10 @@ def masters_rounded(original: Any, offloader: Any, *flags: Any, **named: Any) ->
         with torch.no_grad():
             for master in offloader.masters.parameters():
                 master.copy_(master.bfloat16())
+
+
+@fault(kills=("OPT-260", "OPT-261"), at="twinproof.offload.plan:_settled")
+def loaded_states_stay_on_the_host(original: Any, plan: Any, group: Any, name: str, value: Any, *, moves: bool) -> Any:
+    """A load leaves states in host memory, where a step on request does not look for them."""
+    is_left = moves and is_movable(value) and plan.options.release == "on_request"
+    return copied(value) if is_left else original(plan, group, name, value, moves=moves)

@@ -1,4 +1,4 @@
-"""The training of the real job: skip-gram on sharded tables of three kinds, with a dense part that takes its time.
+"""Skip-gram on sharded tables of three kinds, with a dense part that takes its time; its runs, and what they compare.
 
 A sample is a word of the text and one of three contexts; the model says whether the context is the true one. Words are
 a table-wise table, contexts a row-wise one, pairs of words a key-value table of any 64-bit ids, whose rows are evicted.
@@ -18,12 +18,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.harness import Rank
-from conformance.kvstore.real_corpus import CONTEXTS, Corpus
+from conformance.harness import Mismatch, Rank, RankDied, RankPool, assert_equal, assert_le, assert_same_tensor
+from conformance.kvstore.corpus import CONTEXTS, Corpus
 from conformance.provers.virtual_device import VirtualDevice
 
-__all__ = ["Batch", "Job", "Plan", "killed_run", "resumed_run", "sequential_run"]
+__all__ = ["RANKS", "Batch", "Job", "Plan", "killed_run", "prove", "resumed_run", "sequential_run"]
 
+RANKS = 2
+TIMEOUT_S = 300.0
 EMBEDDING_DIM = 16
 OPTIMIZER = "partial_rowwise_adam"
 EPOCH, STEP_SECONDS = 1_700_000_000, 60
@@ -275,3 +277,35 @@ def resumed_run(
     job.load(Path(folder), stop, dense)
     job.train_pipelined(plan.step_count, dense)
     return job.state(), job.losses
+
+
+def prove(pool: RankPool, plan: Plan, corpus: Corpus, stop: int, work: Path) -> dict[str, Any]:
+    """Run the loop, the killed and the resumed pipeline; raises Mismatch. Returns facts for the report."""
+    path, folder = str(work / "corpus.safetensors"), str(work / "checkpoint")
+    corpus.save(Path(path))
+    Path(folder).mkdir()
+    judges = pool.run(sequential_run, RANKS, plan, path, timeout_s=TIMEOUT_S)
+    try:
+        pool.run(killed_run, RANKS, plan, path, stop, folder, timeout_s=TIMEOUT_S)
+    except RankDied as death:
+        assert_equal(death.exit_code, -signal.SIGKILL, where="how the ranks ended")
+    else:
+        raise Mismatch("the ranks were not killed")
+    resumed = pool.run(resumed_run, RANKS, plan, path, stop, folder, timeout_s=TIMEOUT_S)
+    compared = 0
+    for number, ((expected, scores, _), (got, again)) in enumerate(zip(judges, resumed, strict=True)):
+        assert_equal(again, scores[stop:], where=f"scores of rank {number} behind step {stop}")
+        assert_equal(sorted(got), sorted(expected), where=f"names of rank {number}")
+        for name, value in expected.items():
+            assert_same_tensor(got[name], value, where=f"rank {number}: {name}")
+            compared += 1
+    assert_le(1, sum(evicted for *_, evicted in judges), where="rows evicted")
+    return {
+        "steps": plan.step_count,
+        "stopped_after": stop,
+        "samples": plan.batch * RANKS * plan.step_count,
+        "tensors_compared": compared,
+        "pairs": sum(state["pairs.ids"].numel() for state, *_ in judges),
+        "evicted": sum(evicted for *_, evicted in judges),
+        "dense_parameters": sum(v.numel() for name, v in judges[0][0].items() if name.startswith("dense.")),
+    }

@@ -1,4 +1,7 @@
-"""Two arms with the same gradients: a plain optimizer, and one whose state is offloaded from a virtual device."""
+"""Cases of the offloader's requirements: a plain optimizer beside an offloaded one, with the same gradients.
+
+Both run on a virtual device. Where the offloaded one steps on the CPU, the formula on plain tensors stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor
 from conformance.provers.virtual_device import VirtualDevice
+from refimpl.optimizers import adam_step
+from twinproof.optimizers import AdamHyper
 
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 16), (64,), (4, 32), (16, 16))
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -32,6 +37,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 EVEN: list[tuple[int, ...]] = [(64, 16)] * 8
 EVEN_BYTES = 4 * 64 * 16
 PLAIN_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+
+
+CPU_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "adam": ("Adam", {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "eps": 1e-4}),
+    "maximize": ("Adam", {"maximize": True}),
+    "tensor": ("AdamW", {"lr": torch.tensor(0.01), "weight_decay": 0.0}),
+}
 
 
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -123,6 +137,87 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert_equal(got["state"][number][name].stride(), value.stride(), where=f"strides of {where}")
             else:
                 assert_equal(got["state"][number][name], value, where=where)
+
+
+class CpuArm:
+    """Parameters whose optimizer steps on the CPU, and beside them the formula on plain tensors.
+
+    Args:
+        halves: the parameters are bfloat16, with masters; else float32, without.
+        shapes: of the parameters.
+    """
+
+    def __init__(
+        self,
+        offload: Any,
+        device: VirtualDevice,
+        options: str = "adamw",
+        *,
+        halves: bool = False,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        **offloading: Any,
+    ) -> None:
+        kind, chosen = CPU_OPTIONS[options]
+        self.options = in_host_memory(device, chosen)
+        self.decoupled = kind == "AdamW"
+        dtype = torch.bfloat16 if halves else torch.float32
+        self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(shapes)]
+        self.masters = offload.MasterWeights(self.params) if halves else None
+        stepped = self.params if self.masters is None else self.masters.parameters()
+        self.optimizer = getattr(torch.optim, kind)(stepped, **self.options)
+        self.offloader = offload.OptimizerStateOffloader(
+            self.optimizer,
+            engine=device.engine,
+            master_weights=self.masters,
+            **{"chunk_bytes": 4096, "step_device": "cpu", **offloading},
+        )
+        with _disable_current_modes():
+            self.weights = [param.detach().float().clone() for param in self.params]
+            self.moments = [[torch.zeros_like(w) for _ in range(3)] for w in self.weights]
+        self.counts = [0] * len(self.params)
+        self.step_count = 0
+
+    def step(self, skip: Sequence[int] = ()) -> None:
+        """One step of both, without a gradient where ``skip`` says so."""
+        self.step_count += 1
+        for i, param in enumerate(self.params):
+            param.grad = None if i in skip else values(param.shape, 1000 * self.step_count + i, param.dtype)
+        grads = [None if param.grad is None else param.grad.detach() for param in self.params]
+        self.optimizer.step()
+        with _disable_current_modes():
+            for i, grad in enumerate(grads):
+                if grad is not None:
+                    self.expect(i, grad)
+
+    def expect(self, i: int, grad: torch.Tensor) -> None:
+        """The formula steps one parameter."""
+        group = self.optimizer.param_groups[0]
+        self.counts[i] += 1
+        hyper = AdamHyper.of(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=self.counts[i],
+            decoupled=self.decoupled,
+            maximize=group["maximize"],
+        )
+        first, second, largest = self.moments[i]
+        adam_step(hyper, grad, self.weights[i], first, second, largest if group["amsgrad"] else None)
+
+    def check(self) -> None:
+        """Parameters, masters and states are the formula's, bit for bit."""
+        state = self.offloader.snapshot()["state"]
+        stepped = self.params if self.masters is None else list(self.masters.parameters())
+        with _disable_current_modes():
+            for i, (weight, param) in enumerate(zip(self.weights, self.params, strict=True)):
+                where = f"parameter {i} after {self.step_count} steps"
+                assert_same_tensor(stepped[i].detach(), weight, where=f"weights of {where}")
+                assert_same_tensor(param.detach(), weight.to(param.dtype), where=where)
+                if self.counts[i]:
+                    assert_equal(float(state[i]["step"]), float(self.counts[i]), where=f"step of {where}")
+                    assert_same_tensor(state[i]["exp_avg"], self.moments[i][0], where=f"exp_avg of {where}")
+                    assert_same_tensor(state[i]["exp_avg_sq"], self.moments[i][1], where=f"exp_avg_sq of {where}")
 
 
 def even(offload: Any, device: VirtualDevice, **options: Any) -> Twins:

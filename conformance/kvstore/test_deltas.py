@@ -1,4 +1,4 @@
-"""E. Deltas and their bases: a delta loads on the rows it was taken from, or not at all."""
+"""Deltas and their bases: a delta loads on the rows it was taken from, or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
-from conformance.kvstore.folders import FILE, filled, fresh, save
-from conformance.kvstore.support import assert_contents, contents, ids_of, random_rows, store_of, weights_of
+from conformance.kvstore.cases import (
+    FILE,
+    assert_contents,
+    contents,
+    filled,
+    fresh,
+    ids_of,
+    random_rows,
+    save,
+    store_of,
+    weights_of,
+)
 from twinproof.errors import DeltaBaseError
 
 

@@ -1,4 +1,4 @@
-"""The real job in small: the code that ``ci/verify`` runs on the whole standard library, on one of its modules."""
+"""Skip-gram saved, killed and resumed, over one module's text; `examples/kvstore_skip_gram.py` takes all of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import ModuleType
 import torch
 
 from conformance.harness import RankPool, assert_equal, requirement
-from conformance.kvstore.real_corpus import Corpus, hashed
-from conformance.kvstore.real_job import Plan
-from conformance.kvstore.real_stream import RealStream
+from conformance.kvstore.corpus import Corpus, hashed
+from conformance.kvstore.skip_gram import Plan
+from conformance.kvstore.skip_gram_runs import SkipGramRuns
 
 
 @requirement(
@@ -23,7 +23,7 @@ def test_killed_and_resumed(impl: ModuleType, rank_pool: RankPool, tmp_path: Pat
     plan = Plan.of(12, batch=40)
     corpus = Corpus.of([Path(textwrap.__file__).read_bytes()], plan.sample_count)
     assert_equal(corpus.sample_count, plan.sample_count, where="samples")
-    job = RealStream(rank_pool, plan, corpus, tmp_path)
+    job = SkipGramRuns(rank_pool, plan, corpus, tmp_path)
     job.run_single()
     job.run_prefix(impl.__name__, plan)
     job.run_killed()

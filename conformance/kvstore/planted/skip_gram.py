@@ -1,4 +1,4 @@
-"""Faults that ``test_real_stream`` must notice."""
+"""Faults that ``test_skip_gram`` must notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store's requirements share: stores with a clock of their own, random rows, contents as plain bytes.
+"""Cases of the store's requirements: stores with a clock of their own, random rows, contents as plain bytes, saves.
 
 Rows are assembled here with ``struct`` from numbers, never by the packer under test.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from twinproof.optimizers import OPTIMIZERS as KINDS
 EXTREMES = (0, 1, -1, 2**31, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1)
 OPTIMIZERS = tuple(KINDS)
 WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
+FILE = "model-00001-of-00001.safetensors"
 _BITS = {2: torch.int16, 4: torch.int32}
 
 Contents = dict[str, dict[int, bytes]]
@@ -119,3 +121,29 @@ def assert_bits(got: torch.Tensor, expected: torch.Tensor, where: str = "") -> N
     assert_equal((got.dtype, tuple(got.shape)), (expected.dtype, tuple(expected.shape)), where=where)
     pair = [value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for value in (got, expected)]
     assert_same_bytes(pair[0], pair[1], where=where)
+
+
+def layouts_of(kvstore: Any) -> dict[str, Any]:
+    """Two tables of different kinds."""
+    return {
+        "a": kvstore.RowLayout(6, torch.float16, "partial_rowwise_adam", {"momentum1": torch.bfloat16}),
+        "b": kvstore.RowLayout(4, torch.float32, "adagrad"),
+    }
+
+
+def filled(kvstore: Any, keys: Any = EXTREMES, **options: Any) -> Any:
+    """Two tables of random rows."""
+    store = store_of(kvstore, layouts_of(kvstore), **options)
+    store.set_rows("a", random_rows(store, list(keys), 1, "a"))
+    store.set_rows("b", random_rows(store, list(keys)[1:], 2, "b"))
+    return store
+
+
+def fresh(kvstore: Any, **options: Any) -> Any:
+    """The same tables, empty, of another seed and time."""
+    return store_of(kvstore, layouts_of(kvstore), **({"seed": 1234, "clock": Clock(7)} | options))
+
+
+def save(kvstore: Any, store: Any, path: Path, **options: Any) -> Any:
+    """Save without waiting for the disk."""
+    return kvstore.save(store, path, durable=False, **options)

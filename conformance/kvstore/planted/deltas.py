@@ -1,4 +1,4 @@
-"""Faults that ``test_moments`` must notice."""
+"""Faults that ``test_deltas`` must notice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,17 @@
-"""The main job on real input: a published model is fine-tuned in bf16 with float32 masters, offloaded, saved, resumed.
+"""Fine-tune a published model in bfloat16 with its optimizer state and float32 masters offloaded; save, and resume.
 
-``python -m conformance.offload.real_model --model FOLDER --work FOLDER`` trains on the standard library's docstrings,
-tokenised with the model's own vocabulary, and proves the interrupted, offloaded run equal, bit for bit, to the plain
-one; every stream program on the way is proven on the virtual device. Exit status 1 when any verdict fails.
+Shows: `MasterWeights` and `OptimizerStateOffloader` around a plain `torch.optim.AdamW`, a checkpoint of parameters,
+masters and moments, and a second run that continues from it. The text is the standard library's docstrings, tokenised
+with the model's own vocabulary: each summary has to find its own docstring in the batch. Losses and every tensor of the
+resumed, offloaded run must equal, bit for bit, those of the plain one. There is no GPU: a virtual device stands in, and
+proves every stream program on the way.
+
+Run it with the extra "test" installed; MODEL is a folder that `transformers` reads:
+
+    python examples/offload_fine_tuning.py --model FOLDER --work FOLDER [--impl PACKAGE] [--report FILE.json]
+
+Prints the verdict, "yes" or "NO" and why, and then parameters, losses, and bytes moved. Exits with 1 if it is NO.
+The checkpoint stays in FOLDER.
 """
 
 from __future__ import annotations
@@ -171,7 +180,7 @@ def prove(model: Path, work: Path, implementation: str) -> dict[str, Any]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """See the module."""
+    """Run everything; returns 0 if the verdict is yes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of a published model")
     parser.add_argument("--work", type=Path, required=True)

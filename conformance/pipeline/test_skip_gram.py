@@ -1,4 +1,4 @@
-"""The real job in small: the code that ``ci/verify`` runs on the whole standard library, on one of its modules."""
+"""Skip-gram saved, killed and resumed, over one module's text; `examples/pipeline_skip_gram.py` takes all of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import textwrap
 from pathlib import Path
 
 from conformance.harness import RankPool, requirement
-from conformance.kvstore.real_corpus import Corpus
-from conformance.pipeline.real_job import Plan
-from conformance.pipeline.real_stream import RANKS, prove
+from conformance.kvstore.corpus import Corpus
+from conformance.pipeline.skip_gram import RANKS, Plan, prove
 
 
 @requirement(

@@ -1,56 +1,59 @@
-"""What a folder holds after a crash, by three readers that share no code: it must be one state, whole, or nothing."""
+"""Folders before a crash and after it: what is put there, and what three readers that share no code find afterwards.
+
+They must find one state, whole, or nothing; strangers' files stay as they were.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from conformance.checkpoint.cases import INDEX, State, load, zeros_like
-from conformance.checkpoint.crash_programs import make_state
-from conformance.harness import Mismatch, assert_equal, assert_same_tensors
+from conformance.checkpoint.cases import INDEX, State, load, save, zeros_like
+from conformance.checkpoint.crash_programs import MAPPING, make_state
+from conformance.harness import Mismatch, assert_equal, assert_same_tensors, succeeds
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import Event, Outcome, Trace
 
 __all__ = [
+    "NEW",
+    "NEXT",
+    "OLD",
+    "STRAY",
     "Torch",
     "assert_returned",
     "assert_state",
+    "assert_stray",
     "carries_errno",
+    "golden",
     "is_harmless",
     "is_shown",
     "leftovers",
+    "nothing",
+    "save_again",
+    "save_seed",
     "state_in",
     "state_in_file",
-    "succeeds",
     "tree",
 ]
+
+
+# Seeds of make_state.
+OLD, NEW, NEXT = 100, 200, 300
+STRAY = {"config.json": b'{"a": 1}', "sub/tokenizer.model": b"\0\1", ".hidden": b""}
 
 
 class Torch:
     """torch's own reader in the form that ``cases.load`` wants."""
 
     HuggingFaceStorageReader = HuggingFaceStorageReader
-
-
-@contextmanager
-def succeeds(what: str, where: str) -> Iterator[None]:
-    """Turn any error inside into a mismatch: here it is an answer to the question, not an accident of the test."""
-    try:
-        yield
-    except (Mismatch, KeyboardInterrupt, SystemExit, pytest.skip.Exception):
-        raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        got = f"{type(error).__name__}: {error}"
-        raise Mismatch(f"{what} fails", got=got, expected="no error", where=where) from error
 
 
 def assert_returned(outcomes: Iterable[Outcome], where: str) -> None:
@@ -165,3 +168,35 @@ def tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
         content = path.read_bytes() if path.is_file() else b""
         found[str(path.relative_to(folder))] = (status.st_ino, status.st_mtime_ns, content)
     return found
+
+
+def save_seed(checkpoint: Any, path: Path, seed: int) -> None:
+    """Save the state of that seed from this process."""
+    save(checkpoint, make_state(seed), path, fqn_to_index_mapping=MAPPING)
+
+
+def save_again(checkpoint: Any, path: Path, where: str) -> None:
+    """Save the next state over whatever is there, and demand that every reader finds it."""
+    with succeeds("the next save", where):
+        save_seed(checkpoint, path, NEXT)
+    assert_state(checkpoint, path, NEXT, where=f"saved after {where}")
+
+
+def golden(checkpoint: Any, tmp_path: Path) -> Callable[[Path], object]:
+    """Save the old state with strangers beside its files; the result puts a copy, as ``ck``, into a root."""
+    source = tmp_path / "golden"
+    save_seed(checkpoint, source / "ck", OLD)
+    for name, content in STRAY.items():
+        (source / "ck" / name).parent.mkdir(exist_ok=True)
+        (source / "ck" / name).write_bytes(content)
+    return lambda root: shutil.copytree(source, root, dirs_exist_ok=True)
+
+
+def nothing(root: Path) -> None:
+    """Leaves a root empty."""
+
+
+def assert_stray(folder: Path, where: str) -> None:
+    """Demand that the strangers are as they were."""
+    found = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in STRAY}
+    assert_equal(found, STRAY, where=f"{where}: files of others")

@@ -1,4 +1,4 @@
-"""Faults that ``test_room`` must notice."""
+"""Faults that ``test_load_capacity`` must notice."""
 
 from __future__ import annotations
 

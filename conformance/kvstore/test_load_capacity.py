@@ -1,4 +1,4 @@
-"""E. Loads into tables with a capacity: one batch, whatever the chunks are; all of it or nothing."""
+"""Loads into tables with a capacity: one batch, whatever the chunks are; all of it or nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.folders import save
-from conformance.kvstore.support import Clock, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import Clock, assert_contents, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import CapacityError
 
 

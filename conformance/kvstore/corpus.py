@@ -20,7 +20,7 @@ import torch
 from conformance.harness import Mismatch
 from twinproof.kvstore.options import GOLDEN, mix
 
-__all__ = ["CONTEXTS", "Corpus", "standard_library"]
+__all__ = ["CONTEXTS", "Corpus", "hashed", "standard_library"]
 
 CONTEXTS = 3
 _BEFORE, _BEHIND = 3, 1

@@ -1,7 +1,17 @@
-"""The main job on real input: a published model, sharded, saved, proven byte-identical, loaded elsewhere, and timed.
+"""Save a published model from many ranks as one Hugging Face checkpoint, load it on other ranks, and time both.
 
-``python -m conformance.checkpoint.real_model --model FILE.safetensors --work FOLDER`` prints a table of verdicts and of
-times against torch's own path, and writes both as JSON. Exit status 1 when any verdict fails.
+Shows: `HuggingFaceStorageWriter` and `HuggingFaceStorageReader` under `dcp.save` and `dcp.load`, with four ranks that
+hold uneven and column tiles, three ranks that load other tiles, and one process. The files must equal, byte for byte,
+those of the safetensors library; that library must read them back. Then the model and a Llama-shaped state in row
+shards are saved and loaded by two ranks, in interleaved pairs with torch's own writer and reader.
+
+Run it with the extra "test" installed; WORK needs about four times the Llama's bytes:
+
+    python examples/checkpoint_published_model.py --model FILE.safetensors --work FOLDER [--llama-bytes N]
+        [--impl PACKAGE] [--report FILE.json]
+
+Prints a line for each verdict, "yes" or "NO" and why, and then seconds of saves and loads, ours and torch's, with their
+ratio. Exits with 1 if any verdict is NO. FOLDER is removed at the end.
 """
 
 from __future__ import annotations
@@ -38,6 +48,7 @@ from conformance.checkpoint.cases import (
     tiled,
 )
 from conformance.harness import Mismatch, Rank, RankPool, assert_equal, assert_same_bytes
+from conformance.harness.implementation import component
 
 State = dict[str, torch.Tensor]
 FILE_COUNT = 3
@@ -231,8 +242,8 @@ def _print_times(title: str, all_times: list[dict[str, list[float]]], payload_by
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run everything; returns 0 when every verdict is yes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run everything; returns 0 if every verdict is yes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--impl", default="fastimpl")
@@ -240,8 +251,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, default=None)
     options = parser.parse_args(argv)
     options.work.mkdir(parents=True, exist_ok=True)
-    from conformance.harness.implementation import component
-
     pool = RankPool(options.impl)
     try:
         verdicts = _verdicts(pool, options.model, options.work, component(options.impl, "checkpoint"))

@@ -1,4 +1,4 @@
-"""The training of the real job: skip-gram with negative samples, as word2vec does it, on rows that live in a store.
+"""Skip-gram with negative samples, as word2vec does it, on rows that live in a store.
 
 Every value of a sample's gradient is made by operations that round once and look at one element, so that its bits do
 not depend on which samples a rank works on; the sigmoid is word2vec's table for the same reason.
@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from conformance.harness import Rank, assert_equal
-from conformance.kvstore.real_corpus import CONTEXTS, Corpus
+from conformance.kvstore.corpus import CONTEXTS, Corpus
 from conformance.kvstore.sharded import ShardedRows, recut
 from refimpl.optimizers import row_sum
 
