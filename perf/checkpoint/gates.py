@@ -200,14 +200,19 @@ _SAVES = (
     ),
 )
 
-_LOADS = (
-    _load(
-        "load-rows",
-        "A load of rows into preallocated tensors MUST be 1.3 times as fast as torch's.",
-        full="load-rows-2gib",
+
+def _load_time(cut: str) -> Gate:
+    return _load(
+        f"load-{cut}",
+        f"A load of {cut} into preallocated tensors MUST be 1.3 times as fast as torch's.",
+        full=f"load-{cut}-2gib",
         floor=1.3,
         evidence="torch copies through a map",
-    ),
+    )
+
+
+_LOADS = (
+    _load_time("rows"),
     _plain(
         "load-rows-plain",
         "A load MUST reach 0.8 of what two processes reach that only read the same ranges.",
@@ -216,13 +221,7 @@ _LOADS = (
         control="by-page",
         evidence="the kernel's copy out of the page cache is all there is to do; the control reads a page per call",
     ),
-    _load(
-        "load-columns",
-        "A load of columns into preallocated tensors MUST be 1.3 times as fast as torch's.",
-        full="load-columns-2gib",
-        floor=1.3,
-        evidence="torch copies through a map",
-    ),
+    _load_time("columns"),
     _load(
         "load-rows-small",
         "A small load into preallocated tensors MUST be 1.15 times as fast as torch's.",

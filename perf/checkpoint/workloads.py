@@ -1,7 +1,5 @@
 """The shapes of the checkpoint bench: tensors of fp32, over files, by ranks that divide ``shard_dim``."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from perf.harness.workloads import Workload

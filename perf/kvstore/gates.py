@@ -16,9 +16,11 @@ _SORTED_INSIDE = "both sort inside; the control only sorts, and is slower than t
 
 # What memory itself can do; the control is the best plain-torch store.
 _memory = partial(limit, ceiling=1.5, control="torch", evidence=_COPIES)
-_of_torch = partial(claim, peer="torch", control="torch")
+_of_torch = partial(claim, peer="torch", ceiling=100.0, control="torch")
+_files = partial(limit, ceiling=1.5, filesystem="tmpfs")
+_sort_torch = partial(claim, peer="torch", ceiling=50.0, control="torch", evidence="a radix sort by bucket and id")
 _rss = partial(memory, metric="rss_growth_bytes")
-_map = partial(counter, full="kv-overhead-288-2e6", control="dict")
+_map = partial(counter, full="kv-overhead-288-2e6", short="kv-overhead-288-5e5", control="dict")
 
 
 def _get_copy(id: str, *, full: str, share: float = 0.45, ceiling: float = 1.5) -> Gate:
@@ -61,7 +63,6 @@ def _get_torch(row_bytes: int, times: float) -> Gate:
         f"Getting rows of {row_bytes} bytes MUST be {times:g} times as fast as the best plain-torch store.",
         full=f"kv-get-{row_bytes}-262144",
         floor=times,
-        ceiling=100.0,
         evidence="11 to 12 times at 544 bytes were measured before the store was written",
     )
 
@@ -116,6 +117,21 @@ GATES = (
     _get_gather("kv-get-152-gather", full="kv-get-152-1e6"),
     _get_gather("kv-get-544-gather", full="kv-get-544-1e6"),
     _get_gather("kv-get-1056-gather", full="kv-get-1056-1e6"),
+    _memory(
+        "kv-get-small-gather",
+        "Getting rows of a small store MUST reach 0.45 of a gather by known position, fetched ahead, by two threads.",
+        short="kv-get-288-1e5",
+        peer="gather",
+        floor=0.45,
+        ceiling=3.0,
+    ),
+    _of_torch(
+        "kv-get-small-torch",
+        "Getting rows of a small store MUST be 1.5 times as fast as the best plain-torch store.",
+        short="kv-get-288-1e5",
+        floor=1.5,
+        evidence="2.4 times on 2 busy cores",
+    ),
     _get_torch(544, 10.0),
     _get_torch(1056, 3.0),
     _get_torch(1552, 3.0),
@@ -162,14 +178,12 @@ GATES = (
         evidence=_SHARED_LOCK,
     ),
     # Whole rows to files and back.
-    limit(
+    _files(
         "kv-save-plain",
         "A whole-row save MUST reach 0.5 of a plain write of the same bytes.",
         full="kv-save-288-2e6",
         peer="plain",
         floor=0.5,
-        ceiling=1.5,
-        filesystem="tmpfs",
         control="separate",
         evidence="one pass over the pool in bucket order; the control saves weight, metadata and state apart",
     ),
@@ -181,14 +195,12 @@ GATES = (
         control="gathered",
         evidence="rows pass through bounded chunks; the control gathers all rows first",
     ),
-    limit(
+    _files(
         "kv-load-fresh",
         "A whole-row load into an empty store MUST reach 0.4 of a copy into memory that is as fresh.",
         full="kv-load-288-2e6",
         peer="fresh",
         floor=0.4,
-        ceiling=1.5,
-        filesystem="tmpfs",
         control="applied",
         evidence="the rate of a gather in the same run; the control applies the separate form",
     ),
@@ -203,13 +215,17 @@ GATES = (
     # Ids into bucket order.
     _sort(100, 4.0, full="kv-sort-1e7"),
     _sort(10000, 10.0, full="kv-sort-1e7-10000"),
-    _of_torch(
+    _sort_torch(
         "kv-sort-torch",
         "Ids MUST come into bucket order, sorted inside, twice as fast as torch sorts them.",
         full="kv-sort-1e7",
         floor=2.0,
-        ceiling=50.0,
-        evidence="a radix sort by bucket and id",
+    ),
+    _sort_torch(
+        "kv-sort-small-torch",
+        "A million ids MUST come into bucket order, sorted inside, 1.5 times as fast as torch sorts them.",
+        short="kv-sort-1e6",
+        floor=1.5,
     ),
     # Memory of the map from ids to rows.
     _map(

@@ -3,8 +3,6 @@
 288 bytes are 64 weights in fp32, the metaheader and the state of row-wise Adagrad.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from perf.harness.workloads import Workload
@@ -25,6 +23,9 @@ _288 = partial(Workload, component="kvstore", round_count=7, shape=(1_000_000, 7
 _databases = partial(
     Workload, component="kvstore", shape=(262_144, 72), tensor_count=8, round_count=5, contenders=_DATABASES
 )
+_overhead = partial(
+    Workload, component="kvstore", job="overhead", tensor_count=8, round_count=3, contenders=("ours", "dict")
+)
 
 WORKLOADS = (
     _get("kv-get-88-1e6", shape=(1_000_000, 22), tensor_count=2, contenders=_COPIES),
@@ -32,6 +33,7 @@ WORKLOADS = (
     _288("kv-get-288-1e6", job="get", contenders=_COPIES),
     _get("kv-get-544-1e6", shape=(1_000_000, 136), tensor_count=2, contenders=_COPIES),
     _get("kv-get-1056-1e6", shape=(1_000_000, 264), contenders=_COPIES),
+    _get("kv-get-288-1e5", shape=(100_000, 72), tensor_count=4, round_count=15, contenders=_COPIES),
     _288("kv-get-zipf-288-1e6", job="get-zipf", contenders=_COPIES),
     _get("kv-get-288-3e4", shape=(31_250, 72), tensor_count=64, round_count=15, contenders=(*_GETS, "one-by-one")),
     _get("kv-get-288-1e3", shape=(1000, 72), tensor_count=2000, round_count=31, contenders=(*_GETS, "one-by-one")),
@@ -49,15 +51,10 @@ WORKLOADS = (
     # [ids, buckets].
     _kvstore("kv-sort-1e7", job="sort", shape=(10_000_000, 100), round_count=5, contenders=_SORTS),
     _kvstore("kv-sort-1e7-10000", job="sort", shape=(10_000_000, 10_000), round_count=5, contenders=_SORTS),
+    _kvstore("kv-sort-1e6", job="sort", shape=(1_000_000, 100), contenders=("ours", "torch")),
     # Grown batch by batch, never reserved.
-    _kvstore(
-        "kv-overhead-288-2e6",
-        job="overhead",
-        shape=(250_000, 72),
-        tensor_count=8,
-        round_count=3,
-        contenders=("ours", "dict"),
-    ),
+    _overhead("kv-overhead-288-2e6", shape=(250_000, 72)),
+    _overhead("kv-overhead-288-5e5", shape=(62_500, 72)),
     _databases("kv-get-288-databases", job="get-databases"),
     _databases("kv-set-288-databases", job="set-databases"),
 )

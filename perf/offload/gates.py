@@ -1,7 +1,5 @@
 """What must come out of the offload bench; G1 to G12 are the gates of a GPU in docs/offload.md."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from perf.harness.gates import claim, counter, limit, memory

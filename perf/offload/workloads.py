@@ -1,7 +1,5 @@
 """The shapes of the offload bench: ``tensor_count`` parameters, with two optimizer states each."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from perf.harness.workloads import Workload

@@ -22,6 +22,10 @@ _read = partial(
     control="one-thread",
     evidence="the loop is perf/peers/plain_bags.cpp; the control has one thread",
 )
+_torchrec = partial(
+    claim, subject="fused", peer="torchrec-sparse-dist", control="torchrec-sparse-dist", evidence=_QUIET
+)
+_peak = partial(counter, subject="fused:data_dist", peer="sparse-dist", ceiling=1.03)
 _gpu_step = partial(claim, subject="fused:data_dist", peer="sparse-dist", ceiling=2.0, hardware=_GPU)
 _gpu_saving = partial(limit, peer="saved", floor=0.8, ceiling=2.0, control_peer="saved-by-blocking", hardware=_GPU)
 
@@ -78,6 +82,22 @@ _TRAINING = (
         control="torch",
         evidence=_KERNELS,
     ),
+    claim(
+        "pipe-small-torch-step",
+        "A small step with Adagrad MUST take at most a fifth of that of torch's sparse embedding bags.",
+        short="train-adagrad-128-small",
+        peer="torch",
+        floor=5.0,
+        ceiling=400.0,
+        control="torch",
+        evidence="the published floor is 30; what is fixed per step weighs more on a small shape",
+    ),
+    _read(
+        "pipe-small-forward-read",
+        "Pooling from small tables MUST reach 0.65 of a loop that reads the same rows and does nothing with them.",
+        short="train-rowwise-128-small",
+        floor=0.65,
+    ),
 )
 
 _SCHEDULES = (
@@ -104,50 +124,37 @@ _SCHEDULES = (
         control="reference",
         evidence="bench: 0.84 to 1.02",
     ),
-    claim(
+    _torchrec(
         "pipe-fused",
         "A step of our Fused MUST take at most 1/1.5 of that of torchrec's SparseDist, 2 ranks, the same plan.",
         full="sparse-nn-20x50k",
-        subject="fused",
-        peer="torchrec-sparse-dist",
         floor=1.5,
         ceiling=10.0,
-        control="torchrec-sparse-dist",
-        evidence=_QUIET,
     ),
-    claim(
+    _torchrec(
         "pipe-progress",
         "What progress() of our Fused adds to a loop over the same modules MUST take at most half of what "
         "torchrec's SparseDist adds to a loop over its own.",
         full="sparse-nn-tiny",
-        subject="fused",
-        peer="torchrec-sparse-dist",
         metric="progress_seconds",
         floor=2.0,
         ceiling=20.0,
-        control="torchrec-sparse-dist",
-        evidence=_QUIET,
     ),
-    counter(
+    _peak(
         "pipe-table-allocated",
         "Fused MUST allocate at most 3 % more than SparseDist at its peak.",
         full="seed-table-20x20k",
-        subject="fused:data_dist",
-        peer="sparse-dist",
+        short="seed-table-20x2k",
         metric="peak_allocated_bytes",
-        ceiling=1.03,
         control="semi-sync",
         evidence="tensors that ops hand out; the lookup begins when the last one's columns are dead; "
         "the control has two in flight",
     ),
-    counter(
+    _peak(
         "pipe-gpu-reserved",
         "Fused MUST reserve at most 3 % more device memory than SparseDist, at the size of torchrec PR 2916.",
         full="seed-table-gpu-200x100k",
-        subject="fused:data_dist",
-        peer="sparse-dist",
         metric="peak_reserved_bytes",
-        ceiling=1.03,
         control="hoarder",
         hardware=_GPU,
         evidence=f"torchrec PR 2916 came to 10 % more; the control holds an eighth of the tables besides; {_UNJUDGED}",

@@ -1,7 +1,5 @@
 """The shapes of the pipeline's bench: [rows of a table, dim], ``tensor_count`` tables."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from perf.harness.workloads import Workload
@@ -9,6 +7,7 @@ from perf.harness.workloads import Workload
 __all__ = ["WORKLOADS"]
 
 _KERNELS = ("ours", "fbgemm", "one-thread")
+_READ = ("ours", "one-thread", "read")
 _BOTH_FBGEMM = ("ours", "fbgemm", "fbgemm-plain", "one-thread")
 _SCHEDULES = (
     "semi-sync",
@@ -21,7 +20,11 @@ _SAVINGS = ("fused:data_dist", "sparse-dist", "blocking", "saved", "saved-by-blo
 
 _pipeline = partial(Workload, component="pipeline")
 _train = partial(Workload, component="pipeline", shape=(1_000_000, 128), tensor_count=4, round_count=13)
+_train_torch = partial(
+    Workload, component="pipeline", job="train-adagrad", tensor_count=4, contenders=("ours", "torch")
+)
 _sparse_nn = partial(Workload, component="pipeline", shape=(50_000, 64), tensor_count=20, rank_count=2, round_count=9)
+_seed_table = partial(Workload, component="pipeline", job="seed-table", tensor_count=20, rank_count=2, round_count=2)
 _config = partial(
     Workload, component="pipeline", shape=(100_000, 128), tensor_count=100, round_count=3, contenders=_SAVINGS
 )
@@ -37,13 +40,9 @@ WORKLOADS = (
     _train("train-rowwise-one-128", job="train-rowwise-one", round_count=31, contenders=_KERNELS),
     _train("train-rowwise-16", job="train-rowwise", shape=(1_000_000, 16), round_count=21, contenders=_KERNELS),
     _train("train-rowwise-512", job="train-rowwise", shape=(250_000, 512), contenders=(*_KERNELS, "read")),
-    _train(
-        "train-adagrad-128-torch",
-        job="train-adagrad",
-        shape=(250_000, 128),
-        round_count=9,
-        contenders=("ours", "torch"),
-    ),
+    _train_torch("train-adagrad-128-torch", shape=(250_000, 128), round_count=9),
+    _train_torch("train-adagrad-128-small", shape=(50_000, 128), round_count=7),
+    _train("train-rowwise-128-small", job="train-rowwise", shape=(100_000, 128), contenders=_READ),
     # SparseNN on 2 ranks: 20 tables, 1024 samples a rank, 10 ids a bag on average, table-wise, Adagrad in the tables
     # and SGD beside them as in the benchmark of torchrec PR 2916; the same with row-wise Adagrad; and 4 samples of 2
     # tables on one rank, where the host's own work is nearly all there is.
@@ -75,15 +74,8 @@ WORKLOADS = (
         round_count=2,
         contenders=(*_SCHEDULES, "hoarder"),
     ),
-    _pipeline(
-        "seed-table-20x20k",
-        job="seed-table",
-        shape=(20_000, 64),
-        tensor_count=20,
-        rank_count=2,
-        round_count=5,
-        contenders=_SCHEDULES,
-    ),
+    _seed_table("seed-table-20x20k", shape=(20_000, 64), round_count=5, contenders=_SCHEDULES),
+    _seed_table("seed-table-20x2k", shape=(2000, 64), contenders=("semi-sync", "fused:data_dist", "sparse-dist")),
     # A dense optimizer that is worth hiding, one that is bound by memory as the lookup is, and a step that is too short
     # for its host.
     _config("gpu-config-a-100x100k", job="gpu-config-a"),

@@ -16,7 +16,7 @@ from perf import checkpoint, kvstore, offload, pipeline
 from perf.harness.bench import Bench
 from perf.harness.cli import main
 from perf.harness.comparison import judge_regression
-from perf.harness.declarations import modules
+from perf.harness.declarations import COMPONENTS, modules
 from perf.harness.formulas import evaluate_bound, names_used
 from perf.harness.gates import Control, Gate, Kind, read_gates
 from perf.harness.judge import Machine, Outcome, Result, judge, needs_more_samples
@@ -340,6 +340,31 @@ def test_counters_hold_and_their_controls_are_refused(bench: Bench) -> None:
     wrong = [f"{o.gate}: {o.reason} ({o.subject.value} and {o.bound})" for o in outcomes if o.result is not Result.PASS]
     assert wrong == []
     assert {o.control.result for o in outcomes} == {Result.FAIL}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_component_has_a_short_form(component: str) -> None:
+    workloads = read_workloads()
+    machine = Machine(("cpu",), "tmpfs")
+    gates = Bench("fastimpl", component, "short", workloads, read_gates(workloads), machine, Path()).chosen_gates()
+    assert len(gates) >= 3
+    assert {"cpu"} <= {name for gate in gates for name in gate.hardware}
+    # A gate that a package of others decides is undecided where that is not installed.
+    alone = [gate for gate in gates if gate.peer not in ("fbgemm", "deepspeed", "torchrec", "lmdb", "rocksdb")]
+    assert len(alone) >= 3
+    assert all(workloads[gate.workloads["short"]].payload_bytes <= 512 << 20 for gate in gates if "plan" not in gate.id)
+
+
+@pytest.mark.parametrize(("component", "gate"), [("kvstore", "kv-map-bytes"), ("pipeline", "pipe-table-allocated")])
+def test_counters_hold_in_the_short_form(component: str, gate: str, tmp_path: Path) -> None:
+    workloads = read_workloads()
+    chosen = [found for found in read_gates(workloads) if found.id == gate]
+    name = chosen[0].workloads["short"]
+    workloads[name] = replace(workloads[name], round_count=1)
+    bench = Bench("fastimpl", component, "short", workloads, chosen, Machine(("cpu",), "any"), tmp_path)
+    assert [workload.name for workload in bench.run()] == [name]
+    (outcome,) = bench.outcomes()
+    assert (outcome.result, outcome.control.result) == (Result.PASS, Result.FAIL), outcome.reason
 
 
 def _evidence(workload: Workload, rounds: list[Round]) -> Evidence:
