@@ -51,6 +51,7 @@ _TRAINING = (
         "pipe-forward-read",
         "Pooling MUST reach 0.8 of a loop that reads the same rows and does nothing with them.",
         full="train-rowwise-128",
+        short="train-rowwise-128-small",
         floor=0.8,
     ),
     _step("pipe-half-step", "on float16 tables", "a quarter", full="train-rowwise-half-128", floor=4.0, ceiling=20.0),
@@ -91,12 +92,6 @@ _TRAINING = (
         ceiling=400.0,
         control="torch",
         evidence="the published floor is 30; what is fixed per step weighs more on a small shape",
-    ),
-    _read(
-        "pipe-small-forward-read",
-        "Pooling from small tables MUST reach 0.65 of a loop that reads the same rows and does nothing with them.",
-        short="train-rowwise-128-small",
-        floor=0.65,
     ),
 )
 
