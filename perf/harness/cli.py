@@ -18,6 +18,7 @@ from pathlib import Path
 
 from perf.harness.bench import Bench
 from perf.harness.comparison import compare_evidence
+from perf.harness.declarations import COMPONENTS
 from perf.harness.figures import figure_lines, read_runs
 from perf.harness.gates import read_gates
 from perf.harness.judge import Outcome, Result
@@ -30,7 +31,6 @@ from twinproof.errors import TwinproofError
 __all__ = ["main"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-_COMPONENTS = ("checkpoint", "kvstore", "offload", "pipeline")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _figures(words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     text = "Measure a component against its peers and judge its gates. Or: bench compare BEFORE AFTER, figures FOLDER."
     parser = argparse.ArgumentParser(prog="twinproof bench", description=text)
-    parser.add_argument("component", nargs="?", default=_COMPONENTS[0], choices=_COMPONENTS)
+    parser.add_argument("component", nargs="?", default=COMPONENTS[0], choices=COMPONENTS)
     parser.add_argument("--impl", default="fastimpl", help="module under test (default: fastimpl)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--short", action="store_const", const="short", dest="form", help="small shapes, a minute")

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
+from perf.harness.declarations import modules, read_declarations
 from twinproof.errors import ConfigError, FormatError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    # pytest itself depends on the backport there.
-    import tomli as tomllib
+__all__ = ["FORMS", "SIZES", "Workload", "read_workloads"]
 
-__all__ = ["FORMS", "WORKLOADS", "Workload", "check_keys", "read_toml", "read_workloads"]
-
-WORKLOADS = Path(__file__).parent.parent / "workloads.toml"
 # full is the published table, short fits in a minute, test is what CI counts with.
 FORMS = ("full", "short", "test")
-_VERSION = 1
+# What the formulas of gates may refer to.
+SIZES = ("payload_bytes", "tensor_bytes", "tensor_count", "file_count", "rank_count")
 _ITEM_BYTES = 4
 
 
@@ -40,18 +33,41 @@ class Workload:
         shard_dim: the dimension that ranks divide evenly.
         round_count: rounds that count; one more is thrown away.
         contenders: names that the job knows.
+
+    Raises:
+        FormatError: a value of the wrong type or a count below one.
+        ConfigError: a contender twice.
     """
 
     name: str
+    _: KW_ONLY
     component: str
     job: str
     shape: tuple[int, ...]
-    tensor_count: int
-    file_count: int
-    rank_count: int
-    shard_dim: int
+    tensor_count: int = 1
+    file_count: int = 1
+    rank_count: int = 1
+    shard_dim: int = 0
     round_count: int
     contenders: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what types alone do not: mypy has not seen every caller, and counts have a range."""
+        right = {
+            **{name: _is_text(getattr(self, name)) for name in ("name", "component", "job")},
+            **{
+                f"{name}_count": _is_count(getattr(self, f"{name}_count"))
+                for name in ("tensor", "file", "rank", "round")
+            },
+            "shape": isinstance(self.shape, tuple) and all(_is_count(size) for size in self.shape),
+            "shard_dim": type(self.shard_dim) is int and 0 <= self.shard_dim < len(self.shape),
+            "contenders": _are_texts(self.contenders),
+        }
+        for name, is_right in right.items():
+            if not is_right:
+                raise FormatError(f"{name} is not of the right kind", got=getattr(self, name), where=self.name)
+        if len(set(self.contenders)) < len(self.contenders):
+            raise ConfigError("a contender twice", got=self.contenders, where=self.name)
 
     @property
     def tensor_bytes(self) -> int:
@@ -65,8 +81,7 @@ class Workload:
 
     def sizes(self) -> dict[str, float]:
         """What the formulas of gates may refer to."""
-        names = ("payload_bytes", "tensor_bytes", "tensor_count", "file_count", "rank_count")
-        return {name: float(getattr(self, name)) for name in names}
+        return {name: float(getattr(self, name)) for name in SIZES}
 
     def as_dict(self) -> dict[str, Any]:
         """For the evidence file."""
@@ -78,57 +93,27 @@ class Workload:
         return f"{self.name}: {what}, {self.rank_count} ranks, dim {self.shard_dim}"
 
 
-def read_toml(path: Path, table: str) -> list[dict[str, Any]]:
-    """The ``[[table]]`` entries of a file with ``version = 1`` and nothing else. Raises FormatError."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FormatError("not readable as TOML", got=error, where=path) from error
-    check_keys(content, {"version", table}, set(), path)
-    if type(content["version"]) is not int or content["version"] != _VERSION:
-        raise FormatError("unknown version", got=content["version"], expected=_VERSION, where=path)
-    entries = content[table]
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise FormatError("not a list of tables", got=type(entries).__name__, expected=f"[[{table}]]", where=path)
-    return entries
-
-
-def check_keys(entry: Mapping[str, Any], required: set[str], optional: set[str], where: Any) -> None:
-    """Refuse unknown and missing keys, all at once. Raises FormatError."""
-    unknown, missing = sorted(entry.keys() - required - optional), sorted(required - entry.keys())
-    if unknown or missing:
-        raise FormatError(f"unknown keys {unknown}, missing keys {missing}", where=where)
-
-
-def read_workloads(path: Path = WORKLOADS) -> dict[str, Workload]:
-    """All workloads by name.
+def read_workloads(names: Iterable[str] = modules("workloads")) -> dict[str, Workload]:
+    """All workloads by name, from the tuple ``WORKLOADS`` of each module.
 
     Raises:
-        FormatError: an unknown or missing key, a value of the wrong type, a name twice.
+        FormatError: an unknown or missing argument, a value of the wrong type, a name twice.
     """
     found: dict[str, Workload] = {}
-    for number, entry in enumerate(read_toml(path, "workload"), 1):
-        workload = _workload(entry, f"{path}: workload {number} ({entry.get('name')})")
-        if workload.name in found:
-            raise FormatError("a name twice", got=workload.name, where=path)
-        found[workload.name] = workload
+    for module in names:
+        for workload in read_declarations(module, "WORKLOADS", Workload):
+            if workload.name in found:
+                raise FormatError("a name twice", got=workload.name, where=module)
+            found[workload.name] = workload
     return found
 
 
-def _workload(entry: dict[str, Any], where: str) -> Workload:
-    check_keys(entry, {field.name for field in fields(Workload)}, set(), where)
-    for name, value in entry.items():
-        right = {
-            "shape": isinstance(value, list) and all(_is_count(size) for size in value),
-            "contenders": isinstance(value, list) and value and all(isinstance(item, str) for item in value),
-            "shard_dim": type(value) is int and 0 <= value < len(entry["shape"]),
-            **dict.fromkeys(("name", "component", "job"), isinstance(value, str) and value),
-        }.get(name, _is_count(value))
-        if not right:
-            raise FormatError(f"{name} is not of the right kind", got=value, where=where)
-    if len(set(entry["contenders"])) < len(entry["contenders"]):
-        raise ConfigError("a contender twice", got=entry["contenders"], where=where)
-    return Workload(**{**entry, "shape": tuple(entry["shape"]), "contenders": tuple(entry["contenders"])})
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(_is_text(item) for item in value)
 
 
 def _is_count(value: Any) -> bool:

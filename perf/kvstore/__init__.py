@@ -1,4 +1,4 @@
-"""The jobs of the row store's bench; ``workloads.toml`` says on which shapes, ``gates.toml`` what must come out.
+"""The jobs of the row store's bench; ``workloads.py`` says on which shapes, ``gates.py`` what must come out.
 
 A workload's shape is [rows of a batch, words of a row]; ``tensor_count`` batches make up the store.
 """

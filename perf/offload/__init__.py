@@ -1,4 +1,4 @@
-"""The jobs of the offload bench; ``workloads.toml`` says on which shapes, ``gates.toml`` what must come out."""
+"""The jobs of the offload bench; ``workloads.py`` says on which shapes, ``gates.py`` what must come out."""
 
 from collections.abc import Callable
 

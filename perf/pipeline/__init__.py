@@ -1,4 +1,4 @@
-"""The jobs of the pipeline's bench; ``workloads.toml`` says on which shapes, ``gates.toml`` what must come out.
+"""The jobs of the pipeline's bench; ``workloads.py`` says on which shapes, ``gates.py`` what must come out.
 
 A workload's shape is [rows of a table, dim], ``tensor_count`` is the number of tables; a batch has 4096 bags of each.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from perf import checkpoint, kvstore, offload, pipeline
 from perf.harness.bench import Bench
 from perf.harness.cli import main
 from perf.harness.comparison import judge_regression
+from perf.harness.declarations import COMPONENTS, modules
 from perf.harness.formulas import evaluate_bound, names_used
-from perf.harness.gates import GATES, Control, Gate, Kind, read_gates
+from perf.harness.gates import Control, Gate, Kind, read_gates
 from perf.harness.judge import Machine, Outcome, Result, judge, needs_more_samples
 from perf.harness.paired import Round
 from perf.harness.results import Evidence, read_evidence, write_evidence
 from perf.harness.table import workload_lines
 from perf.harness.workloads import Workload, read_workloads
-from twinproof.errors import FormatError
+from twinproof.errors import ConfigError, FormatError
 
 MACHINE = Machine(("cpu",), "tmpfs")
 NAME = "save-rows-2gib"
@@ -147,70 +150,166 @@ def test_formulas() -> None:
     assert evaluate_bound(3, {}) == 3.0
 
 
-_LINES = {
+_ARGUMENTS = {
     "id": '"a"',
-    "kind": '"claim"',
     "sentence": '"s"',
-    "workloads": f'{{ full = "{NAME}" }}',
+    "full": f'"{NAME}"',
     "subject": '"ours"',
     "peer": '"torch"',
     "floor": "1.0",
     "ceiling": "9.0",
-    "control": '{ subject = "torch", peer = "torch" }',
-    "hardware": '["cpu"]',
+    "control": '"torch"',
+    "hardware": '("cpu",)',
     "evidence": '"e"',
 }
+_IMPORTS = """from dataclasses import replace
+from perf.harness.gates import *
+from perf.harness.workloads import Workload
+"""
 
 
-def _read(path: Path, **changes: str | None) -> list[Gate]:
-    lines = {**_LINES, **changes}
-    text = "\n".join(f"{name} = {value}" for name, value in lines.items() if value is not None)
-    path.write_text(f"version = 1\n[[gate]]\n{text}\n")
-    return read_gates(read_workloads(), path)
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Makes a module of a text and returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names: list[str] = []
+
+    def make(text: str) -> str:
+        names.append(f"declared_{len(names) + 1}")
+        (tmp_path / f"{names[-1]}.py").write_text(text)
+        importlib.invalidate_caches()
+        return names[-1]
+
+    yield make
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def _call(function: str, **changes: str | None) -> str:
+    arguments = {**_ARGUMENTS, **changes}
+    return f"{function}({', '.join(f'{name}={value}' for name, value in arguments.items() if value is not None)})"
+
+
+def _read(module: Callable[[str], str], *gates: str) -> list[Gate]:
+    text = "".join(f"    {gate},\n" for gate in gates)
+    return read_gates(read_workloads(), [module(f"{_IMPORTS}GATES = (\n{text})\n")])
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        ("claim", {"surprise": "1"}),
+        ("claim", {"control": None}),
+        ("claim", {"evidence": None}),
+        ("claim", {"floor": None}),
+        ("claim", {"ceiling": None}),
+        ("claim", {"peer": None}),
+        ("claim", {"full": None}),
+        ("wish", {}),
+        ("counter", {}),
+        ("counter", {"metric": '"seconds"', "filesystem": '"tmpfs"'}),
+        ("memory", {"metric": '"seconds"'}),
+        ("regression", {}),
+        ("limit", {"floor": "True"}),
+        ("claim", {"floor": "-1"}),
+        ("claim", {"floor": '"payload * 2"'}),
+        ("claim", {"floor": '"f(1)"'}),
+        ("claim", {"ceiling": "[9.0]"}),
+        ("claim", {"subject": '"nobody"'}),
+        ("claim", {"control": '"nobody"'}),
+        ("claim", {"control_peer": '"nobody"'}),
+        ("claim", {"full": '"none"'}),
+        ("claim", {"full": "1"}),
+        ("claim", {"nightly": f'"{NAME}"'}),
+        ("claim", {"hardware": "()"}),
+        ("claim", {"hardware": '"cpu"'}),
+        ("claim", {"sentence": '""'}),
+    ],
+)
+def test_declarations_of_gates_are_strict(
+    module: Callable[[str], str], function: str, change: dict[str, str | None]
+) -> None:
+    assert [gate.id for gate in _read(module, _call("claim"))] == ["a"]
+    # The place is the line of the gate or, for what it refers to, its number and id.
+    with pytest.raises(FormatError, match=r"where: .*(declared_2\.py:6|declared_2: gate 2 \(a\))"):
+        _read(module, _call("claim", id='"first"'), _call(function, **change))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"surprise": "1"},
-        {"control": None},
-        {"evidence": None},
-        {"floor": None},
-        {"kind": '"wish"'},
-        {"kind": "1"},
-        {"kind": '"counter"'},
-        {"floor": "true"},
-        {"floor": "-1"},
-        {"floor": '"payload * 2"'},
-        {"subject": '"nobody"'},
-        {"control": '{ subject = "torch" }'},
-        {"control": '{ subject = "nobody", peer = "torch" }'},
-        {"workloads": '{ full = "none" }'},
-        {"workloads": f'{{ nightly = "{NAME}" }}'},
-        {"hardware": "[]"},
-        {"sentence": '""'},
+        "kind='wish'",
+        "kind=1",
+        "peer=None",
+        "floor=None",
+        "ceiling=None",
+        "control=None",
+        "control=Control('torch')",
+        "workloads={}",
+        "workloads={'nightly': 'save-rows-2gib'}",
+        "against={'short': 'save-rows-256mib'}",
     ],
 )
-def test_the_gate_file_is_strict(tmp_path: Path, change: dict[str, str | None]) -> None:
-    path = tmp_path / "gates.toml"
-    assert [gate.id for gate in _read(path)] == ["a"]
-    with pytest.raises(FormatError, match=r"gates\.toml"):
-        _read(path, **change)
+def test_a_gate_that_is_made_by_hand_is_checked_as_well(module: Callable[[str], str], change: str) -> None:
+    assert len(_read(module, f"replace({_call('claim')}, id='b')")) == 1
+    with pytest.raises(FormatError, match=r"declared_2\.py:5"):
+        _read(module, f"replace({_call('claim')}, {change})")
 
 
-@pytest.mark.parametrize("text", ["", "version = 2\n[[gate]]\n", "version = 1\n", "version = 1\ngate = 3\n", "="])
-def test_files_that_are_no_gates_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "gates.toml"
-    path.write_text(text)
-    with pytest.raises(FormatError):
-        read_gates(read_workloads(), path)
-    with pytest.raises(FormatError):
-        read_workloads(path)
-    path.write_text(
-        GATES.read_text() + "\n[[gate]]\n" + "\n".join(f"{n} = {v}" for n, v in _LINES.items()).replace('"a"', '"open"')
-    )
-    with pytest.raises(FormatError, match="twice"):
-        read_gates(read_workloads(), path)
+_WORKLOAD = {
+    "name": '"a"',
+    "component": '"kvstore"',
+    "job": '"get"',
+    "shape": "(2, 3)",
+    "round_count": "1",
+    "contenders": '("ours", "torch")',
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round_count": "0"},
+        {"round_count": None},
+        {"tensor_count": "True"},
+        {"tensor_cont": "2"},
+        {"shape": "[2, 3]"},
+        {"shape": "(2, 0)"},
+        {"shard_dim": "2"},
+        {"job": '""'},
+        {"contenders": "()"},
+        {"contenders": '("ours", "ours")'},
+    ],
+)
+def test_declarations_of_workloads_are_strict(module: Callable[[str], str], change: dict[str, str | None]) -> None:
+    def read(changes: dict[str, str | None], count: int = 1) -> dict[str, Workload]:
+        arguments = {**_WORKLOAD, **changes}
+        values = ", ".join(f"{name}={value}" for name, value in arguments.items() if value is not None)
+        text = f"    Workload({values}),\n" * count
+        return read_workloads([module(f"{_IMPORTS}WORKLOADS = (\n{text})\n")])
+
+    assert read({})["a"].payload_bytes == 24
+    with pytest.raises(ConfigError if "ours" in str(change) else FormatError, match=r"declared_2\.py:5"):
+        read(change)
+    with pytest.raises(FormatError, match="a name twice"):
+        read({}, count=2)
+
+
+@pytest.mark.parametrize("text", ["", "{} = 3", "{} = ()", "{} = ('a',)", "{} = [1]", "=", "import no_such_module"])
+def test_modules_that_declare_nothing_are_refused(module: Callable[[str], str], text: str) -> None:
+    name = module(text.replace("{}", "GATES = WORKLOADS"))
+    with pytest.raises(FormatError, match=r"declared_1\.py"):
+        read_gates(read_workloads(), [name])
+    with pytest.raises(FormatError, match=r"declared_1\.py"):
+        read_workloads([name])
+    with pytest.raises(FormatError, match="no such module"):
+        read_workloads(["no_such_module"])
+
+
+def test_an_id_twice_is_refused_across_modules(module: Callable[[str], str]) -> None:
+    extra = module(f"{_IMPORTS}GATES = ({_call('claim', id=repr('open'))},)")
+    with pytest.raises(FormatError, match=r"an id twice.*gate 1"):
+        read_gates(read_workloads(), [*modules("gates"), extra])
 
 
 def test_every_shape_is_used_and_every_job_exists() -> None:
@@ -241,6 +340,31 @@ def test_counters_hold_and_their_controls_are_refused(bench: Bench) -> None:
     wrong = [f"{o.gate}: {o.reason} ({o.subject.value} and {o.bound})" for o in outcomes if o.result is not Result.PASS]
     assert wrong == []
     assert {o.control.result for o in outcomes} == {Result.FAIL}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_component_has_a_short_form(component: str) -> None:
+    workloads = read_workloads()
+    machine = Machine(("cpu",), "tmpfs")
+    gates = Bench("fastimpl", component, "short", workloads, read_gates(workloads), machine, Path()).chosen_gates()
+    assert len(gates) >= 3
+    assert {"cpu"} <= {name for gate in gates for name in gate.hardware}
+    # A gate that a package of others decides is undecided where that is not installed.
+    alone = [gate for gate in gates if gate.peer not in ("fbgemm", "deepspeed", "torchrec", "lmdb", "rocksdb")]
+    assert len(alone) >= 3
+    assert all(workloads[gate.workloads["short"]].payload_bytes <= 512 << 20 for gate in gates if "plan" not in gate.id)
+
+
+@pytest.mark.parametrize(("component", "gate"), [("kvstore", "kv-map-bytes"), ("pipeline", "pipe-table-allocated")])
+def test_counters_hold_in_the_short_form(component: str, gate: str, tmp_path: Path) -> None:
+    workloads = read_workloads()
+    chosen = [found for found in read_gates(workloads) if found.id == gate]
+    name = chosen[0].workloads["short"]
+    workloads[name] = replace(workloads[name], round_count=1)
+    bench = Bench("fastimpl", component, "short", workloads, chosen, Machine(("cpu",), "any"), tmp_path)
+    assert [workload.name for workload in bench.run()] == [name]
+    (outcome,) = bench.outcomes()
+    assert (outcome.result, outcome.control.result) == (Result.PASS, Result.FAIL), outcome.reason
 
 
 def _evidence(workload: Workload, rounds: list[Round]) -> Evidence:

@@ -1,0 +1,72 @@
+"""The shapes of the checkpoint bench: tensors of fp32, over files, by ranks that divide ``shard_dim``."""
+
+from functools import partial
+
+from perf.harness.workloads import Workload
+
+__all__ = ["WORKLOADS"]
+
+_16_MIB = (4096, 1024)
+_4_MIB = (1024, 1024)
+_TWO = ("ours", "torch")
+_FOUR = ("ours", "ours-best", "torch", "torch-best")
+_COUNTED = ("ours", "ours-64k", "torch", "plain", "mapped")
+_PLANNED = ("ours@8", "ours@64", "torch@8", "torch@64")
+_QUADRATIC = ("quadratic@8", "quadratic@64")
+
+_save = partial(Workload, component="checkpoint", job="save", file_count=4, rank_count=2, shape=_16_MIB, round_count=3)
+# One file, so that torch's growth shows at this size.
+_save_memory = partial(
+    Workload, component="checkpoint", job="save", shape=_4_MIB, rank_count=2, round_count=1, contenders=_TWO
+)
+_count = partial(Workload, component="checkpoint", job="count", file_count=4, rank_count=2, round_count=1)
+_load = partial(Workload, component="checkpoint", job="load", file_count=4, rank_count=2, shape=_16_MIB)
+_consolidate = partial(
+    Workload, component="checkpoint", job="consolidate", file_count=4, rank_count=2, shape=_16_MIB, round_count=3
+)
+_open = partial(Workload, component="checkpoint", job="open", contenders=_TWO)
+_plan = partial(Workload, component="checkpoint", job="plan", shape=_16_MIB, round_count=3)
+
+WORKLOADS = (
+    # 128 tensors of 16 MiB over 4 files, by 2 ranks.
+    _save("save-rows-2gib", tensor_count=128, contenders=(*_FOUR, "plain")),
+    _save("save-rows-256mib", tensor_count=16, contenders=(*_FOUR, "plain")),
+    # Runs of 2 KiB.
+    _save("save-columns-2gib", tensor_count=128, shard_dim=1, contenders=_FOUR),
+    _save("save-columns-256mib", tensor_count=16, shard_dim=1, contenders=_FOUR),
+    # Runs of 4 bytes. Torch needs three quarters of a minute for each save.
+    _save("save-4-byte-runs-64mib", shape=(8_388_608, 2), file_count=1, shard_dim=1, contenders=_TWO),
+    _save("save-4-byte-runs-2mib", shape=(262_144, 2), file_count=1, shard_dim=1, contenders=_TWO),
+    # The second is four times the first.
+    _save_memory("save-columns-64mib-1-file", tensor_count=16, shard_dim=1),
+    _save_memory("save-columns-256mib-1-file", tensor_count=64, shard_dim=1),
+    # What CI counts on.
+    _save("save-rows-64mib", shape=(2048, 1024), tensor_count=8, round_count=1, contenders=_TWO),
+    # Every write counted below libc, where sockets and what a writer says of itself do not count. Runs of columns are
+    # longer here, so that the record of a control that writes each of them stays short.
+    _count("count-rows-256mib", shape=_16_MIB, tensor_count=16, contenders=_COUNTED),
+    _count("count-rows-64mib", shape=(2048, 1024), tensor_count=8, contenders=_COUNTED),
+    _count("count-columns-256mib", shape=(128, 32_768), tensor_count=16, shard_dim=1, contenders=_COUNTED),
+    _count("count-columns-64mib", shape=(64, 32_768), tensor_count=8, shard_dim=1, contenders=_COUNTED),
+    _count("count-4-byte-runs-64mib", shape=(8_388_608, 2), file_count=1, shard_dim=1, contenders=("ours", "ours-64k")),
+    _count("count-4-byte-runs-2mib", shape=(262_144, 2), file_count=1, shard_dim=1, contenders=("ours", "ours-64k")),
+    _load("load-rows-2gib", tensor_count=128, round_count=7, contenders=(*_TWO, "plain", "by-page")),
+    _load("load-columns-2gib", tensor_count=128, shard_dim=1, round_count=5, contenders=_TWO),
+    _load("load-rows-256mib", tensor_count=16, round_count=6, contenders=_TWO),
+    _load("load-rows-256mib-1-file", shape=_4_MIB, tensor_count=64, file_count=1, round_count=1, contenders=_TWO),
+    _consolidate("consolidate-rows-2gib", tensor_count=128, round_count=5, contenders=(*_FOUR, "plain", "by-page")),
+    _consolidate("consolidate-rows-256mib", tensor_count=16, contenders=_FOUR),
+    _consolidate("consolidate-columns-2gib", tensor_count=128, shard_dim=1, contenders=_FOUR),
+    _consolidate("consolidate-columns-256mib", tensor_count=16, shard_dim=1, contenders=_FOUR),
+    # A folder that 64 ranks wrote: every tensor has a row in each of the 64 files.
+    _open("open-2000x64", shape=(64, 2), tensor_count=2000, file_count=64, round_count=5),
+    _open("open-500x16", shape=(16, 2), tensor_count=500, file_count=16, round_count=6),
+    # Planning: ranks are simulated in one process, and their number is the contender's suffix.
+    _plan(
+        "plan-1000-large",
+        tensor_count=1000,
+        contenders=("ours@64", "ours@512", "torch@64", "torch@512", "torch-pickled@512", *_QUADRATIC),
+    ),
+    _plan("plan-1000", tensor_count=1000, contenders=(*_PLANNED, "torch-pickled@8", "torch-pickled@64", *_QUADRATIC)),
+    _plan("plan-200", tensor_count=200, round_count=1, contenders=_PLANNED),
+)

@@ -1,0 +1,193 @@
+"""What must come out of the pipeline's bench."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from perf.harness.gates import Gate, claim, counter, limit
+
+__all__ = ["GATES"]
+
+_GPU = ("cuda",)
+_UNJUDGED = "no GPU has judged it"
+_QUIET = "bench, 2 EPYC cores, one quiet run"
+
+_KERNELS = "2 cores, interleaved, with and without huge pages"
+_fbgemm = partial(claim, peer="fbgemm", control="fbgemm", evidence=_KERNELS)
+_read = partial(
+    limit,
+    peer="read",
+    metric="forward_seconds",
+    ceiling=1.5,
+    control="one-thread",
+    evidence="the loop is perf/peers/plain_bags.cpp; the control has one thread",
+)
+_torchrec = partial(
+    claim, subject="fused", peer="torchrec-sparse-dist", control="torchrec-sparse-dist", evidence=_QUIET
+)
+_peak = partial(counter, subject="fused:data_dist", peer="sparse-dist", ceiling=1.03)
+_gpu_step = partial(claim, subject="fused:data_dist", peer="sparse-dist", ceiling=2.0, hardware=_GPU)
+_gpu_saving = partial(limit, peer="saved", floor=0.8, ceiling=2.0, control_peer="saved-by-blocking", hardware=_GPU)
+
+
+def _step(id: str, what: str, share: str, *, full: str, floor: float, ceiling: float = 8.0) -> Gate:
+    """A whole step: forward, backward and the optimizer."""
+    return _fbgemm(
+        id, f"A step {what} MUST take at most {share} of FBGEMM's time.", full=full, floor=floor, ceiling=ceiling
+    )
+
+
+def _forward(id: str, what: str, share: str, *, full: str, floor: float, ceiling: float = 8.0) -> Gate:
+    sentence = f"{what} MUST take at most {share} of FBGEMM's time."
+    return _fbgemm(id, sentence, full=full, metric="forward_seconds", floor=floor, ceiling=ceiling)
+
+
+_TRAINING = (
+    _step("pipe-sgd-step", "with SGD", "half", full="train-sgd-128", floor=2.0),
+    _step("pipe-adagrad-step", "with Adagrad", "an eighth", full="train-adagrad-128", floor=8.0, ceiling=20.0),
+    _step("pipe-rowwise-step", "with row-wise Adagrad", "1/1.6", full="train-rowwise-128", floor=1.6),
+    _forward("pipe-forward", "Pooling", "1/1.3", full="train-rowwise-128", floor=1.3, ceiling=6.0),
+    _read(
+        "pipe-forward-read",
+        "Pooling MUST reach 0.8 of a loop that reads the same rows and does nothing with them.",
+        full="train-rowwise-128",
+        short="train-rowwise-128-small",
+        floor=0.8,
+    ),
+    _step("pipe-half-step", "on float16 tables", "a quarter", full="train-rowwise-half-128", floor=4.0, ceiling=20.0),
+    _read(
+        "pipe-half-forward-read",
+        "Pooling float16 rows MUST reach 0.65 of a loop that reads them and does nothing with them.",
+        full="train-rowwise-half-128",
+        floor=0.65,
+    ),
+    _step("pipe-zipf-step", "on ids with Zipf's frequencies", "1/1.3", full="train-rowwise-zipf-128", floor=1.3),
+    _forward(
+        "pipe-zipf-forward", "Pooling of ids with Zipf's frequencies", "1/1.3", full="train-rowwise-zipf-128", floor=1.3
+    ),
+    _step("pipe-one-step", "on bags of one id", "1/1.4", full="train-rowwise-one-128", floor=1.4, ceiling=12.0),
+    _forward(
+        "pipe-one-forward", "Pooling bags of one id", "1/1.15", full="train-rowwise-one-128", floor=1.15, ceiling=20.0
+    ),
+    _step("pipe-16-step", "on rows of 16", "1/1.2", full="train-rowwise-16", floor=1.2),
+    _forward("pipe-16-forward", "Pooling rows of 16", "1/1.3", full="train-rowwise-16", floor=1.3),
+    _step("pipe-512-step", "on rows of 512", "1/1.6", full="train-rowwise-512", floor=1.6),
+    _forward("pipe-512-forward", "Pooling rows of 512", "1/1.4", full="train-rowwise-512", floor=1.4),
+    claim(
+        "pipe-torch-step",
+        "A step with Adagrad MUST take at most a thirtieth of that of torch's sparse embedding bags.",
+        full="train-adagrad-128-torch",
+        peer="torch",
+        floor=30.0,
+        ceiling=400.0,
+        control="torch",
+        evidence=_KERNELS,
+    ),
+    claim(
+        "pipe-small-torch-step",
+        "A small step with Adagrad MUST take at most a fifth of that of torch's sparse embedding bags.",
+        short="train-adagrad-128-small",
+        peer="torch",
+        floor=5.0,
+        ceiling=400.0,
+        control="torch",
+        evidence="the published floor is 30; what is fixed per step weighs more on a small shape",
+    ),
+)
+
+_SCHEDULES = (
+    claim(
+        "pipe-sharded",
+        "Training on sharded tables with Adagrad, 2 ranks, MUST take at most 1/1.3 of torchrec's time "
+        "under the same plan.",
+        full="sparse-nn-20x50k",
+        peer="torchrec",
+        floor=1.3,
+        ceiling=10.0,
+        control="torchrec",
+        evidence=_QUIET,
+    ),
+    limit(
+        "pipe-fused-rowwise",
+        "With row-wise Adagrad, where the kernels of both are near the memory's limit and the rest is gloo, "
+        "a step of our Fused MUST reach 0.75 of the speed of torchrec's SparseDist.",
+        full="sparse-nn-20x50k-rowwise",
+        subject="fused",
+        peer="torchrec-sparse-dist",
+        floor=0.75,
+        ceiling=10.0,
+        control="reference",
+        evidence="bench: 0.84 to 1.02",
+    ),
+    _torchrec(
+        "pipe-fused",
+        "A step of our Fused MUST take at most 1/1.5 of that of torchrec's SparseDist, 2 ranks, the same plan.",
+        full="sparse-nn-20x50k",
+        floor=1.5,
+        ceiling=10.0,
+    ),
+    _torchrec(
+        "pipe-progress",
+        "What progress() of our Fused adds to a loop over the same modules MUST take at most half of what "
+        "torchrec's SparseDist adds to a loop over its own.",
+        full="sparse-nn-tiny",
+        metric="progress_seconds",
+        floor=2.0,
+        ceiling=20.0,
+    ),
+    _peak(
+        "pipe-table-allocated",
+        "Fused MUST allocate at most 3 % more than SparseDist at its peak.",
+        full="seed-table-20x20k",
+        short="seed-table-20x2k",
+        metric="peak_allocated_bytes",
+        control="semi-sync",
+        evidence="tensors that ops hand out; the lookup begins when the last one's columns are dead; "
+        "the control has two in flight",
+    ),
+    _peak(
+        "pipe-gpu-reserved",
+        "Fused MUST reserve at most 3 % more device memory than SparseDist, at the size of torchrec PR 2916.",
+        full="seed-table-gpu-200x100k",
+        metric="peak_reserved_bytes",
+        control="hoarder",
+        hardware=_GPU,
+        evidence=f"torchrec PR 2916 came to 10 % more; the control holds an eighth of the tables besides; {_UNJUDGED}",
+    ),
+    _gpu_step(
+        "pipe-gpu-a-step",
+        "With a dense optimizer that is worth hiding a step of Fused MUST take at most 0.93 of SparseDist's.",
+        full="gpu-config-a-100x100k",
+        floor=1.075,
+        control="sparse-dist",
+        evidence=f"the 7 % of torchrec PR 2916; {_UNJUDGED}",
+    ),
+    _gpu_saving(
+        "pipe-gpu-a-saving",
+        "Of what can be hidden of lookup and dense optimizer, Fused MUST save 0.8.",
+        full="gpu-config-a-100x100k",
+        subject="hideable",
+        control="hideable",
+        evidence="min(P, L) less what both need of the memory's bandwidth beyond the longer; "
+        f"the control's host waits for every step; {_UNJUDGED}",
+    ),
+    _gpu_step(
+        "pipe-gpu-b-step",
+        "With a dense optimizer that is bound by memory a step of Fused MUST NOT take longer than SparseDist's.",
+        full="gpu-config-b-100x100k",
+        floor=1.0,
+        control="blocking",
+        evidence=f"nothing to win but the gaps; the control's host waits for every step; {_UNJUDGED}",
+    ),
+    _gpu_saving(
+        "pipe-gpu-c-gap",
+        "Where the host's waits leave the device idle, Fused MUST close 0.8 of the gap.",
+        full="gpu-config-c-100x100k",
+        subject="idle",
+        control="idle",
+        evidence="the traces of torchrec PR 2916: the gap between the end of the input dist and the lookup; "
+        f"{_UNJUDGED}",
+    ),
+)
+
+GATES = (*_TRAINING, *_SCHEDULES)
