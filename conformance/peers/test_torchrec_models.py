@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises
-from conformance.pipeline.models import Batch, Job, assert_same_state
-from conformance.pipeline.support import assert_bits, values_of
+from conformance.pipeline.batches import values_of
+from conformance.pipeline.jobs import Batch, Job, assert_same_state
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(

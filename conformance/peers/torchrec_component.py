@@ -226,7 +226,7 @@ class _Sharded(torch.nn.Module):
 def _schedule(kind: Any) -> Any:
     def make(model: Any, optimizer: Any, *, process_group: Any = None, **options: Any) -> Any:
         # A batch has to say that it can be moved; on the CPU nothing else is asked of it.
-        streamable.Pipelineable.register(importlib.import_module("conformance.pipeline.models").Batch)
+        streamable.Pipelineable.register(importlib.import_module("conformance.pipeline.jobs").Batch)
         return kind(model, optimizer, _CPU, **options)
 
     return make

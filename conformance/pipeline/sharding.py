@@ -7,18 +7,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank
-from conformance.pipeline.support import (
-    Jagged,
-    Naive,
-    assert_bits,
-    generator_of,
-    joined,
-    random_jagged,
-    values_of,
-)
+from conformance.pipeline.batches import Jagged, generator_of, joined, random_jagged, values_of
+from conformance.pipeline.model import EPS, LR, Naive, assert_bits
 from refimpl.optimizers import Hyper
-
-LR, EPS = 0.05, 1e-8
 
 
 def collection_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> Any:

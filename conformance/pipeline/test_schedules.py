@@ -8,28 +8,10 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.models import EXACT, Job, assert_same_state, outputs_of
-from conformance.pipeline.support import OPTIMIZERS, assert_bits
+from conformance.pipeline.cases import EXACT, FUSED, VARIANTS, Variants
+from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
+from conformance.pipeline.model import OPTIMIZERS, assert_bits
 from twinproof.errors import ConfigError
-
-FUSED = "TrainPipelineFusedSparseDist"
-PLACEMENTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"emb_lookup_stream": "new"},
-    {"emb_lookup_stream": "current"},
-    {"embedding_lookup_after_data_dist": True},
-    {"embedding_lookup_before_optimizer": True},
-    {"emb_lookup_stream": "new", "embedding_lookup_before_optimizer": True},
-    {"use_emb_lookup_stream": True, "embedding_lookup_after_opt": True},
-)
-VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((name, {}) for name in EXACT),
-    *((FUSED, options) for options in PLACEMENTS[1:]),
-    ("TrainPipelineSemiSync", {"start_batch": 10**6}),
-)
-
-
-Variants = tuple[tuple[str, dict[str, Any]], ...]
 
 
 def _equal(pipeline: Any, rank: Rank | None, seeds: range, variants: Variants) -> None:

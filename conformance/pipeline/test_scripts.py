@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, requirement
-from conformance.pipeline.models import Batch, Job, assert_same_state
-from conformance.pipeline.support import OPTIMIZERS, assert_bits
-from conformance.pipeline.test_interruptions import LoaderError
-from conformance.pipeline.test_schedules import VARIANTS
+from conformance.pipeline.cases import VARIANTS, LoaderError
+from conformance.pipeline.jobs import Batch, Job, assert_same_state
+from conformance.pipeline.model import OPTIMIZERS, assert_bits
 from twinproof.errors import DistributedError
 
 EVENTS = ("eval", "train", "detach", "edit", "load", "iterator", "error", "reset", "fail")

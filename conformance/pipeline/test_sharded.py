@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_within_derived, requirement
+from conformance.pipeline.batches import Jagged, joined, values_of
+from conformance.pipeline.model import DTYPES, EPS, LR, OPTIMIZERS, Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
-    EPS,
-    LR,
     assert_shards,
     batches_of,
     collection_of,
@@ -22,16 +22,6 @@ from conformance.pipeline.sharding import (
     random_plan,
     sharded_of,
     train,
-)
-from conformance.pipeline.support import (
-    DTYPES,
-    OPTIMIZERS,
-    Jagged,
-    Naive,
-    assert_bits,
-    joined,
-    random_tables,
-    values_of,
 )
 from refimpl.optimizers import Hyper
 

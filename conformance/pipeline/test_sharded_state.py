@@ -10,6 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.batches import joined, values_of
+from conformance.pipeline.model import OPTIMIZERS, Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
     assert_shards,
     batches_of,
@@ -19,7 +21,6 @@ from conformance.pipeline.sharding import (
     sharded_of,
     train,
 )
-from conformance.pipeline.support import OPTIMIZERS, Naive, assert_bits, joined, random_tables, values_of
 from refimpl.optimizers import Hyper
 from twinproof.errors import MissingKeyError, ShapeError, UnsupportedError
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from conformance.harness import fault
+from conformance.harness import patched, swap
 
 
-@fault(kills="PIPE-116", at="torch.compiler:is_compiling", of="fastimpl")
-def lookups_are_traced(original: Any) -> bool:
-    """A compiler looks into lookups, and makes a graph of each step and length."""
+def _never() -> bool:
     return False
+
+
+# torch.compile traces into a plain function that stands here; a wrapper of the original it refuses.
+lookups_are_traced = patched(
+    "A compiler looks into lookups, and makes a graph of each step and length.",
+    swap("torch.compiler:is_compiling", _never),
+    kills="PIPE-116",
+    of="fastimpl",
+)
