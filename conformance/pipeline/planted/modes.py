@@ -21,7 +21,7 @@ def evaluation_trains(original: Any, schedule: Any, loader: Any) -> Any:
         schedule._model.train(before)
 
 
-@fault(kills="PIPE-042", at="twinproof.pipeline.rewrite:Attachment.close")
+@fault(kills="PIPE-042", at="twinproof.pipeline.stages:Attachment.close")
 def forward_not_restored(original: Any, attachment: Any) -> None:
     """detach() leaves the driven forward."""
 

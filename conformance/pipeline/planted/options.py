@@ -26,7 +26,7 @@ def context_type_ignored(original: Any, schedule: Any) -> None:
     schedule._next_index += 0
 
 
-@fault(kills="PIPE-286", at="twinproof.pipeline.rewrite:Attachment.__init__")
+@fault(kills="PIPE-286", at="twinproof.pipeline.stages:Attachment.__init__")
 def postproc_runs_twice(original: Any, attachment: Any, calls: Any, result_of: Any) -> None:
     """A module that ran ahead runs in the model again."""
     original(attachment, calls, result_of)

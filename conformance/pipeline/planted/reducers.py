@@ -9,12 +9,12 @@ import torch
 from conformance.harness import fault
 
 
-@fault(kills="PIPE-290", at="twinproof.pipeline.rewrite:DenseGradients.check")
+@fault(kills="PIPE-290", at="twinproof.pipeline.stages:DenseGradients.check")
 def dense_trains_apart(original: Any, dense: Any) -> None:
     """Nobody has to reduce (torchrec)."""
 
 
-@fault(kills="PIPE-291", at="twinproof.pipeline.rewrite:DenseGradients.__init__")
+@fault(kills="PIPE-291", at="twinproof.pipeline.stages:DenseGradients.__init__")
 def reduced_ones_refused(original: Any, dense: Any, model: Any, optimizer: Any, **options: Any) -> None:
     """What is reduced is refused."""
     original(dense, model, optimizer, **options)
@@ -22,12 +22,12 @@ def reduced_ones_refused(original: Any, dense: Any, model: Any, optimizer: Any, 
     dense.names = ["a parameter"] * len(dense.params)
 
 
-@fault(kills=("PIPE-292", "PIPE-293"), at="twinproof.pipeline.rewrite:DenseGradients.reduce")
+@fault(kills=("PIPE-292", "PIPE-293"), at="twinproof.pipeline.stages:DenseGradients.reduce")
 def dense_not_reduced(original: Any, dense: Any, group: Any, world_size: int) -> None:
     """Asked for, and not done."""
 
 
-@fault(kills="PIPE-292", at="twinproof.pipeline.rewrite:DenseGradients.reduce")
+@fault(kills="PIPE-292", at="twinproof.pipeline.stages:DenseGradients.reduce")
 def absent_gradients_left_out(original: Any, dense: Any, group: Any, world_size: int) -> None:
     """A rank without a gradient does not count."""
     # The mean over those that have one.

@@ -104,7 +104,7 @@ def placements_not_checked(original: Any, *args: Any) -> Placed:
 # They are hoisted before the optimizer, and kept though the optimizer wrote what was read.
 stale_feature_processors = patched(
     "Lookups of what the optimizer updates are hoisted.",
-    wrap("twinproof.pipeline.rewrite:Call.is_late", never_late),
+    wrap("twinproof.pipeline.stages:Call.is_late", never_late),
     wrap("fastimpl.pipeline.schedules:forget_outdated", not_forgotten),
     kills="PIPE-129",
     of="fastimpl",

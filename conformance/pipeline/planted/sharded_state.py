@@ -39,7 +39,7 @@ def step_not_loaded(original: Any, module: Any, state: Any) -> None:
     module.fused_optimizer.step_count = step
 
 
-@fault(kills="PIPE-059", at="twinproof.pipeline.statedict:copy_into")
+@fault(kills="PIPE-059", at="twinproof.pipeline.sharded:copy_into")
 def whole_tensor_cut_at_the_beginning(original: Any, target: Any, value: Any, where: str) -> None:
     """A whole tensor gives every rank its first rows."""
     local = target.to_local()
@@ -49,14 +49,14 @@ def whole_tensor_cut_at_the_beginning(original: Any, target: Any, value: Any, wh
         local.copy_(value[: local.shape[0], : local.shape[1]])
 
 
-@fault(kills="PIPE-059", at="twinproof.pipeline.statedict:copy_into")
+@fault(kills="PIPE-059", at="twinproof.pipeline.sharded:copy_into")
 def saved_parts_not_taken(original: Any, target: Any, value: Any, where: str) -> None:
     """Parts that were saved are not loaded."""
     if not hasattr(value, "to_local"):
         original(target, value, where)
 
 
-@fault(kills="PIPE-107", at="twinproof.pipeline.statedict:copy_into")
+@fault(kills="PIPE-107", at="twinproof.pipeline.sharded:copy_into")
 def states_of_other_blocks_skipped(original: Any, target: Any, value: Any, where: str) -> None:
     """States of other column blocks are left out in silence."""
     if tuple(value.shape) == tuple(target.shape):

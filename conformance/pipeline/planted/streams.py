@@ -26,7 +26,7 @@ def lookup_counts_ids(original: Any, collection: Any, ctx: Any, dist_input: Any)
 
 dense_tables_not_behind_optimizer = patched(
     "Data-parallel lookups do not wait for the optimizer.",
-    wrap("twinproof.pipeline.rewrite:Call.is_late", never_late),
+    wrap("twinproof.pipeline.stages:Call.is_late", never_late),
     kills="PIPE-093",
     of="fastimpl",
 )
