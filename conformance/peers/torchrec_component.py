@@ -42,6 +42,7 @@ _KINDS = {
     "rowwise_adagrad": kinds.EXACT_ROWWISE_ADAGRAD,
     "adam": kinds.ADAM,
     "partial_rowwise_adam": kinds.PARTIAL_ROWWISE_ADAM,
+    "lamb": kinds.LAMB,
 }
 
 
