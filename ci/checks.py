@@ -135,6 +135,21 @@ def layers(files: list[Path]) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{number}: {package} imports {name}, which is built upon it"
 
 
+def tests_apart(files: list[Path]) -> Iterator[str]:
+    """Nobody imports a test module, whose tests would be collected twice; planted bugs are not listed a second time."""
+    for path in files:
+        place = path.relative_to(ROOT)
+        if path.suffix != ".py" or place.parts[0] not in ("conformance", "perf"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        for line in re.findall(r"^ *(?:from|import) .*", text, re.MULTILINE):
+            name = re.search(r"(conformance|perf)\b.*\btest_\w+", line)
+            if name:
+                yield f"{place}: imports a test module, move what both need to cases or model: {line.strip()}"
+        if place.parent.name == "planted" and re.search(r"^PLANTED\b", text, re.MULTILINE):
+            yield f"{place}: lists its planted bugs, which @fault and patched() collect"
+
+
 def reference(files: list[Path]) -> Iterator[str]:
     """The reference is five flat files that fit one sitting, over torch and the safetensors library."""
     found = [path for path in files if path.suffix == ".py" and path.relative_to(ROOT).parts[0] == "refimpl"]
@@ -184,7 +199,7 @@ def machines(files: list[Path]) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     """Check the tree, and the libraries given as arguments."""
     files = tracked()
-    found = [*stable_includes(files), *layers(files), *reference(files), *sizes(files), *rooms()]
+    found = [*stable_includes(files), *layers(files), *tests_apart(files), *reference(files), *sizes(files), *rooms()]
     found += [*messages(), *documented_programs(), *machines(files)]
     for library in arguments:
         found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]

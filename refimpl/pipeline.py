@@ -45,7 +45,7 @@ from twinproof.pipeline.modules import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
 )
-from twinproof.pipeline.rewrite import Call
+from twinproof.pipeline.sharded import TableShard
 from twinproof.pipeline.sharding import (
     Awaitable,
     Group,
@@ -60,8 +60,7 @@ from twinproof.pipeline.sharding import (
     row_wise,
     table_wise,
 )
-from twinproof.pipeline.stages import BatchContext, Options, looked_up, move_batch
-from twinproof.pipeline.statedict import TableShard
+from twinproof.pipeline.stages import BatchContext, Call, Options, looked_up, move_batch
 
 # What the suite may ask beyond the contract.
 CAPABILITIES: frozenset[str] = frozenset()

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 from conformance.checkpoint.cases import mesh_of, random_bits, sharded
 from conformance.harness import Rank, assert_equal, assert_same_tensor
 from conformance.kvstore.cases import random_rows, store_of
+from conformance.pipeline.model import random_tables
 from conformance.pipeline.sharding import batches_of, collection_of, sharded_of, train
-from conformance.pipeline.support import random_tables
 
 __all__ = ["MAKERS", "Made"]
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.cases import load, mesh_of, own_count, save, zeros_like
+from conformance.checkpoint.crash_folders import NEW, OLD, leftovers, save_seed, state_in
 from conformance.checkpoint.crash_programs import MAPPING, make_state
-from conformance.checkpoint.crash_reading import leftovers, state_in
-from conformance.checkpoint.crash_states import NEW, OLD, save_seed
 from conformance.checkpoint.trainer import Trainer
 from conformance.harness import Mismatch, Rank, assert_equal, assert_le, assert_same_tensors, requirement
 from conformance.harness.raising import errors_inside

@@ -14,9 +14,16 @@ import torch.distributed.checkpoint as dcp
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.cases import zeros_like
 from conformance.checkpoint.crash_driver import Crashes
-from conformance.checkpoint.crash_reading import state_in, state_in_file, succeeds
-from conformance.checkpoint.crash_states import NEW, OLD, assert_stray, golden, nothing
-from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.checkpoint.crash_folders import (
+    NEW,
+    OLD,
+    assert_stray,
+    golden,
+    nothing,
+    state_in,
+    state_in_file,
+)
+from conformance.harness import Mismatch, assert_equal, requirement, succeeds
 from conformance.harness.compare import assert_same_tensors
 from conformance.provers.faults import DiskState, FaultServer, Snapshot, power_cut_states
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises
-from conformance.pipeline.models import Batch, Job, assert_same_state
-from conformance.pipeline.support import assert_bits, values_of
+from conformance.pipeline.batches import values_of
+from conformance.pipeline.jobs import Batch, Job, assert_same_state
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -47,7 +48,7 @@ def _driven(rank: Rank, kinds: tuple[str, ...], options: dict[str, Any]) -> None
     schedule: Any = TrainPipelineFusedSparseDist(
         ours.model, ours.optimizer, device="cpu", process_group=rank.group, **options
     )
-    assert_equal(len(schedule._calls), 2, where="torchrec's modules that are driven")
+    assert_equal(len(schedule.calls), 2, where="torchrec's modules that are driven")
     upstream = theirs.schedule("TrainPipelineSparseDist")
     loaders = iter(theirs.batches(6)), iter(ours.batches(6))
     for step, batch in enumerate(loop.batches(6)):
@@ -154,7 +155,7 @@ def _model_parallel(rank: Rank) -> None:
         theirs, their_optimizer, torch.device("cpu")
     )
     schedule: Any = TrainPipelineFusedSparseDist(ours, our_optimizer, device="cpu", process_group=rank.group)
-    assert_equal(len(schedule._calls), 1, where="torchrec's modules that are driven")
+    assert_equal(len(schedule.calls), 1, where="torchrec's modules that are driven")
     pipelineable = _module("torchrec.streamable").Pipelineable
     batches, batch_class = list[Any](), type("Pipelined", (PlainBatch, pipelineable), {})
     for step in range(6):

@@ -42,6 +42,7 @@ _KINDS = {
     "rowwise_adagrad": kinds.EXACT_ROWWISE_ADAGRAD,
     "adam": kinds.ADAM,
     "partial_rowwise_adam": kinds.PARTIAL_ROWWISE_ADAM,
+    "lamb": kinds.LAMB,
 }
 
 
@@ -226,7 +227,7 @@ class _Sharded(torch.nn.Module):
 def _schedule(kind: Any) -> Any:
     def make(model: Any, optimizer: Any, *, process_group: Any = None, **options: Any) -> Any:
         # A batch has to say that it can be moved; on the CPU nothing else is asked of it.
-        streamable.Pipelineable.register(importlib.import_module("conformance.pipeline.models").Batch)
+        streamable.Pipelineable.register(importlib.import_module("conformance.pipeline.jobs").Batch)
         return kind(model, optimizer, _CPU, **options)
 
     return make

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from conformance.harness import assert_equal
-from conformance.pipeline.models import EVALUATION, Batch, Job, assert_same_state
-from conformance.pipeline.support import OPTIMIZERS, assert_bits
-from conformance.pipeline.test_interruptions import LoaderError
-from conformance.pipeline.test_schedules import FUSED, VARIANTS
+from conformance.pipeline.cases import EVALUATION, FUSED, VARIANTS, LoaderError
+from conformance.pipeline.jobs import Batch, Job, assert_same_state
+from conformance.pipeline.model import OPTIMIZERS, assert_bits
 
 LATE = {"enqueue_batch_after_forward": True}
 PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -7,18 +7,10 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank
-from conformance.pipeline.support import (
-    Jagged,
-    Naive,
-    assert_bits,
-    generator_of,
-    joined,
-    random_jagged,
-    values_of,
-)
+from conformance.pipeline.batches import Jagged, generator_of, joined, random_jagged, values_of
+from conformance.pipeline.model import EPS, LR, Naive, assert_bits
 from refimpl.optimizers import Hyper
-
-LR, EPS = 0.05, 1e-8
+from twinproof.optimizers import OPTIMIZERS
 
 
 def collection_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> Any:
@@ -73,6 +65,11 @@ def assert_shards(sharded: Any, naive: Naive, where: str) -> None:
             whole = table.states[state]
             expected = whole[rows] if whole.shape[1] == 1 else whole[rows, columns]
             assert_bits(value, expected, f"{where} {state} of {name}")
+
+
+def is_element_wise(optimizer: str) -> bool:
+    """Whether a column block of a table is updated as the same columns of the whole table are."""
+    return optimizer != "lamb" and not any(state.is_row_wise for state in OPTIMIZERS[optimizer].states)
 
 
 def random_plan(pipeline: Any, configs: Any, world_size: int, seed: int, kinds: Any) -> dict[str, Any]:

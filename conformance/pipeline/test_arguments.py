@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.pipeline.models import Job, assert_same_state, outputs_of
-from conformance.pipeline.support import assert_bits
+from conformance.pipeline.cases import EVAL_FUSED, FUSED, Context
+from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError
 
-FUSED = "TrainPipelineFusedSparseDist"
-EVAL_FUSED = "EvalPipelineFusedSparseDist"
 LAST = {"free_features_storage_early": False, "clear_data_dist_inputs": False}
 FIRST = {"execute_all_batches": True, "apply_jit": False}
 # The arguments of torchrec 1.8's pipelines behind model, optimizer and device, in order, and their defaults.
@@ -72,13 +71,6 @@ NAMED: dict[str, dict[str, Any]] = {
     FUSED: {"embedding_lookup_before_optimizer": False, "defer_dp_lookup": False},
     EVAL_FUSED: {"defer_dp_lookup": False, "enable_embedding_lookup_prefetch": False},
 }
-
-
-class Context:
-    """What a pipeline's ``context_type`` may be."""
-
-    def __init__(self, *, index: int, version: int) -> None:
-        self.index, self.version = index, version
 
 
 def _other(name: str, default: Any, job: Job) -> Any:

@@ -7,16 +7,8 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.model import EPS, LR
-from conformance.pipeline.support import (
-    Jagged,
-    Naive,
-    assert_bits,
-    assert_tables,
-    random_jagged,
-    values_of,
-)
-from conformance.pipeline.test_bags import lookups_of, train
+from conformance.pipeline.batches import Jagged, random_jagged, values_of
+from conformance.pipeline.model import EPS, LR, Naive, assert_bits, assert_tables, lookups_of, train
 from refimpl.optimizers import Hyper
 from twinproof.errors import IdRangeError, ShapeError
 

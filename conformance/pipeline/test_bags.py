@@ -11,39 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, requirement
-from conformance.kvstore.model import EPS, LR, dense_steps
-from conformance.pipeline.support import (
+from conformance.kvstore.model import dense_steps
+from conformance.pipeline.batches import Jagged, random_jagged, values_of
+from conformance.pipeline.model import (
     DTYPES,
+    LR,
     OPTIMIZERS,
-    Jagged,
     Naive,
     assert_bits,
-    assert_tables,
     features_of,
-    random_jagged,
+    lookups_of,
     random_tables,
-    values_of,
+    train,
 )
-from refimpl.optimizers import Hyper
-
-
-def lookups_of(pipeline: Any, configs: Any, weights: Any, optimizer: str = "sgd", **options: Any) -> Any:
-    """Table-batched lookups with their own copies of the weights."""
-    fused = pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS)
-    copies = [weight.clone() for weight in weights]
-    return pipeline.TableBatchedEmbeddingBags(configs, optimizer=fused, weights=copies, **options)
-
-
-def train(lookups: Any, naive: Naive, batch: Jagged, seed: int, where: str = "") -> None:
-    """One step of both; pooled rows and what the step leaves are the same bits."""
-    flat = batch.picked(features_of([table.config for table in naive.tables])).flat()
-    pooled = lookups(*flat)
-    expected = naive.pooled(batch)
-    assert_bits(pooled.detach(), expected, f"{where} pooled")
-    grad = values_of(expected.shape, seed)
-    pooled.backward(grad)
-    naive.step(batch, grad, Hyper(LR, naive.step_count + 1, EPS))
-    assert_tables(lookups, naive, where)
 
 
 @requirement(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.models import EXACT, Batch, Job, assert_same_state, outputs_of
-from conformance.pipeline.support import assert_bits
-from conformance.pipeline.test_schedules import VARIANTS
+from conformance.pipeline.cases import EXACT, VARIANTS
+from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
+from conformance.pipeline.model import assert_bits
 
 ALL = (*EXACT, "TrainPipelineSemiSync")
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
+from conformance.pipeline.batches import Jagged, random_bags, random_jagged, values_of, vbe_of
+from conformance.pipeline.model import Naive, assert_bits
 from conformance.pipeline.sharding import collection_of, sharded_of
-from conformance.pipeline.support import Jagged, Naive, assert_bits, random_jagged, values_of
-from conformance.pipeline.test_variable_strides import random_bags, vbe_of
 from refimpl.optimizers import Hyper
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_same_tensor, requirement
-from conformance.pipeline.support import random_jagged, values_of
+from conformance.pipeline.batches import random_jagged, values_of
 
 
 class _Model(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -10,20 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
-from conformance.pipeline.support import Jagged, assert_bits, random_jagged, values_of
+from conformance.pipeline.batches import Jagged, as_lists, random_jagged, values_of
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError
-
-
-def as_lists(kjt: Any) -> Jagged:
-    """A batch as lists, read through its keyed parts."""
-    bags, weights = [], []
-    for key in kjt.keys():  # noqa: SIM118
-        part, ends = kjt[key], kjt[key].offsets().tolist()
-        pairs = list(itertools.pairwise(ends))
-        bags.append([part.values()[a:b].tolist() for a, b in pairs])
-        if part.weights_or_none() is not None:
-            weights.append([part.weights()[a:b].tolist() for a, b in pairs])
-    return Jagged(kjt.keys(), bags, weights or None)
 
 
 def as_float32(batch: Jagged) -> Jagged:

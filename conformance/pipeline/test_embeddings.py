@@ -9,17 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
-from conformance.pipeline.support import Jagged, Naive, assert_bits, random_jagged, random_tables, values_of
+from conformance.pipeline.batches import Jagged, random_jagged, values_of
+from conformance.pipeline.model import Naive, assert_bits, random_tables
+from conformance.pipeline.sharding import collection_of
 from refimpl.optimizers import Hyper
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError
-
-
-def collection_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> Any:
-    """A collection with these weights."""
-    collection = pipeline.EmbeddingBagCollection(configs, **options)
-    state = {f"embedding_bags.{c.name}.weight": w for c, w in zip(configs, weights, strict=True)}
-    collection.load_state_dict(state)
-    return collection
 
 
 @requirement(

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.models import EXACT, Job, assert_same_state, outputs_of
-from conformance.pipeline.support import assert_bits
+from conformance.pipeline.cases import WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
+from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, DistributedError, PipelineError
-
-FUSED = "TrainPipelineFusedSparseDist"
-ALL = (*EXACT, "TrainPipelineSemiSync")
-
-
-class LoaderError(Exception):
-    """A loader's own."""
-
-
-class Breaking(Iterator[Any]):
-    """Batches; raises in place of each number in ``at``, once."""
-
-    def __init__(self, batches: list[Any], at: set[int], error: BaseException) -> None:
-        self._batches, self._at, self._error, self._number = batches, at, error, -1
-
-    def __next__(self) -> Any:
-        if self._number + 1 in self._at:
-            self._at.discard(self._number + 1)
-            raise self._error
-        self._number += 1
-        if self._number >= len(self._batches):
-            raise StopIteration
-        return self._batches[self._number]
 
 
 @requirement(
@@ -42,7 +19,7 @@ class Breaking(Iterator[Any]):
     "next calls MUST go on without a batch lost or seen twice.",
 )
 def test_loader_error(pipeline: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         for at in range(5):
             for error in (LoaderError("here"), KeyboardInterrupt()):
                 job, loop = Job(pipeline, 3), Job(pipeline, 3)
@@ -91,7 +68,7 @@ def _error_on_one_rank(rank: Rank, name: str) -> None:
     "What one rank's loader raises MUST stop every rank before the same step, by name, and all MUST be able to go on.",
 )
 def test_error_on_one_rank(rank_pool: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         rank_pool.run(_error_on_one_rank, 2, name)
 
 
@@ -119,13 +96,13 @@ def _uneven(rank: Rank, name: str) -> None:
     "Ranks with different numbers of batches MUST stop together, at the first that has none, holding what they pulled.",
 )
 def test_uneven(rank_pool: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         rank_pool.run(_uneven, 3, name)
 
 
 @requirement("PIPE-030", "None in place of a batch MUST be refused by name; the batches around it are all processed.")
 def test_none(pipeline: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         job, loop = Job(pipeline, 6), Job(pipeline, 6)
         schedule, found, refusals = job.schedule(name), [], 0
         batches = job.batches(4)
@@ -149,7 +126,7 @@ def test_none(pipeline: Any) -> None:
     "the next batch MUST be processed as if the failed one had not been there.",
 )
 def test_step_errors(pipeline: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         for place in ("forward", "bad id"):
             job, loop = Job(pipeline, 7), Job(pipeline, 7)
             batches = job.batches(5)
@@ -157,7 +134,7 @@ def test_step_errors(pipeline: Any) -> None:
                 name, custom_model_fwd=_failing(job.model, batches[2] if place == "forward" else None)
             )
             if place == "bad id":
-                batches[2].ids[1] = _with_bad_id(pipeline, batches[2].ids[1])
+                batches[2].ids[1] = with_bad_id(pipeline, batches[2].ids[1])
             loader, found, outcomes = iter(batches), [], []
             for _ in range(5):
                 try:
@@ -180,7 +157,7 @@ def test_step_errors(pipeline: Any) -> None:
     "the tables updated and the dense part not; the next batch MUST go on from there.",
 )
 def test_late_errors(pipeline: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         for place in ("backward", "optimizer"):
             job, loop = Job(pipeline, 13), Job(pipeline, 13)
             schedule, loader, failing = job.schedule(name), iter(job.batches(5)), [False]
@@ -215,12 +192,6 @@ def _failing(model: Any, batch: Any) -> Any:
     return forward
 
 
-def _with_bad_id(pipeline: Any, ids: Any) -> Any:
-    lengths = ids.lengths().clone()
-    lengths[0] += 1
-    return pipeline.KeyedJaggedTensor(ids.keys(), torch.cat([torch.tensor([10**6]), ids.values()]), lengths=lengths)
-
-
 def _failed_on_ranks(rank: Rank, name: str) -> None:
     pipeline = rank.component("pipeline")
     job, loop = Job(pipeline, 8, rank), Job(pipeline, 8, rank)
@@ -245,5 +216,5 @@ def _failed_on_ranks(rank: Rank, name: str) -> None:
     "from a fresh pipeline.",
 )
 def test_failed_on_ranks(rank_pool: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         rank_pool.run(_failed_on_ranks, 2, name)

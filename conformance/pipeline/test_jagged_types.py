@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
-from conformance.pipeline.support import assert_bits, random_jagged, values_of
-from conformance.pipeline.test_data import as_lists
+from conformance.pipeline.batches import as_lists, random_jagged, values_of
+from conformance.pipeline.model import assert_bits
 from conformance.pipeline.type_names import SIGNATURES
 from twinproof.errors import ConfigError, LengthTypeError, ShapeError
 

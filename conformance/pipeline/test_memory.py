@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.pipeline.models import Job, outputs_of
-from conformance.pipeline.test_interruptions import Breaking, LoaderError
-from conformance.pipeline.test_streams import on_host, virtual
+from conformance.pipeline.cases import Breaking, LoaderError
+from conformance.pipeline.jobs import Job, outputs_of
+from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
 
 LONGEST = ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")

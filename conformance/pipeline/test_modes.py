@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.models import EXACT, Job, assert_same_state
-from conformance.pipeline.support import assert_bits
-from conformance.pipeline.test_interruptions import ALL, FUSED, Breaking, LoaderError, _with_bad_id
+from conformance.pipeline.cases import EXACT, FUSED, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
+from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, PipelineError
 
 
@@ -97,7 +97,7 @@ def test_edits(pipeline: Any) -> None:
     "Edits and a switch of the mode between a loader's error and the next call MUST be seen by the batch that waits.",
 )
 def test_edits_after_an_error(pipeline: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         for at in (2, 3):
             job, loop = Job(pipeline, 16), Job(pipeline, 16)
             schedule, loader = job.schedule(name), Breaking(job.batches(6), {at}, LoaderError("here"))
@@ -123,7 +123,7 @@ def _detached_with_a_bad_batch(rank: Rank, name: str) -> None:
     job = Job(pipeline, 7, rank)
     batches = job.batches(4)
     if rank.rank == 1:
-        batches[1].ids[1] = _with_bad_id(pipeline, batches[1].ids[1])
+        batches[1].ids[1] = with_bad_id(pipeline, batches[1].ids[1])
     schedule, loader, outcomes = job.schedule(name), iter(batches), []
     for step in (schedule.progress, lambda _: schedule.detach(), schedule.progress):
         try:
@@ -141,14 +141,14 @@ def _detached_with_a_bad_batch(rank: Rank, name: str) -> None:
     "detach() MUST work while a bad batch is in flight, whose error comes out at its own step, on every rank.",
 )
 def test_detached_with_a_bad_batch(rank_pool: Any) -> None:
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         rank_pool.run(_detached_with_a_bad_batch, 2, name)
 
 
 @requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")
 def test_threads(pipeline: Any) -> None:
     before = threading.active_count()
-    for name in ALL:
+    for name in WITHOUT_PREFETCH:
         job = Job(pipeline, 12)
         schedule = job.schedule(name)
         schedule.progress(iter(job.batches(4)))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.harness import Rank, assert_equal, requirement
-from conformance.pipeline.models import Job, assert_same_state
-from conformance.pipeline.support import assert_bits
-from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED
-from conformance.pipeline.test_interruptions import Breaking, LoaderError
-from conformance.pipeline.test_streams import on_host, virtual
+from conformance.pipeline.cases import EVAL_FUSED, FUSED, Breaking, LoaderError
+from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.model import assert_bits
+from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import DistributedError, PipelineError
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
-from conformance.pipeline.support import DTYPES, OPTIMIZERS
-from conformance.pipeline.tables import Arguments, draw_arguments
+from conformance.pipeline.model import DTYPES, OPTIMIZERS
+from conformance.pipeline.strategies import Arguments, draw_arguments
 from refimpl.optimizers import row_sum
 
 KERNELS = ("bag_kernels",)

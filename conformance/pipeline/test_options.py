@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.pipeline.models import Batch, Job, assert_same_state, outputs_of
-from conformance.pipeline.support import assert_bits
-from conformance.pipeline.test_arguments import EVAL_FUSED, FUSED, Context
-from conformance.pipeline.test_interruptions import Breaking, LoaderError
-from conformance.pipeline.test_streams import KINDS, VirtualBatch, on_host, virtual
+from conformance.pipeline.cases import EVAL_FUSED, FUSED, Breaking, Context, LoaderError
+from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
+from conformance.pipeline.model import assert_bits
+from conformance.pipeline.virtual_batches import KINDS, VirtualBatch, on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import ConfigError
 

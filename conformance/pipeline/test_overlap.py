@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from conformance.harness import assert_equal, assert_le, requirement
-from conformance.pipeline.models import EXACT, Job
-from conformance.pipeline.test_schedules import FUSED
-from conformance.pipeline.test_streams import on_host, virtual
+from conformance.pipeline.cases import EXACT, FUSED
+from conformance.pipeline.jobs import Job
+from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
 
 SPARSE_DIST = "TrainPipelineSparseDist"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.models import Job, assert_same_state
-from conformance.pipeline.support import assert_bits
-from conformance.pipeline.test_schedules import VARIANTS
+from conformance.pipeline.cases import VARIANTS
+from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.model import assert_bits
 
 PREFETCH: tuple[str, dict[str, Any]] = ("PrefetchTrainPipelineSparseDist", {})
 

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.models import EVALUATION, TRAINING, Job, assert_same_state
-from conformance.pipeline.support import assert_bits, values_of
+from conformance.pipeline.batches import values_of
+from conformance.pipeline.cases import EVALUATION, TRAINING
+from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError
 
 TABLES = ("table_wise", "row_wise")

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.batches import Jagged, values_of
+from conformance.pipeline.model import DTYPES, LR, Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
-    LR,
     assert_shards,
     batches_of,
     collection_of,
@@ -17,14 +18,6 @@ from conformance.pipeline.sharding import (
     random_plan,
     sharded_of,
     train,
-)
-from conformance.pipeline.support import (
-    DTYPES,
-    Jagged,
-    Naive,
-    assert_bits,
-    random_tables,
-    values_of,
 )
 from refimpl.optimizers import Hyper, row_sum
 from twinproof.errors import ConfigError, IdRangeError

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
+from conformance.pipeline.batches import Jagged, random_jagged
+from conformance.pipeline.model import random_tables
 from conformance.pipeline.sharding import batches_of, collection_of, gradient_of, random_plan, sharded_of
-from conformance.pipeline.support import Jagged, random_jagged, random_tables
 from refimpl.optimizers import row_sum
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")

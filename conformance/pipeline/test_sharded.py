@@ -11,27 +11,18 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_within_derived, requirement
+from conformance.pipeline.batches import Jagged, joined, values_of
+from conformance.pipeline.model import DTYPES, EPS, LR, OPTIMIZERS, Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
-    EPS,
-    LR,
     assert_shards,
     batches_of,
     collection_of,
     expected_step,
     gradient_of,
+    is_element_wise,
     random_plan,
     sharded_of,
     train,
-)
-from conformance.pipeline.support import (
-    DTYPES,
-    OPTIMIZERS,
-    Jagged,
-    Naive,
-    assert_bits,
-    joined,
-    random_tables,
-    values_of,
 )
 from refimpl.optimizers import Hyper
 
@@ -39,9 +30,9 @@ from refimpl.optimizers import Hyper
 def _whole_bags(rank: Rank, seeds: range) -> None:
     pipeline = rank.component("pipeline")
     for seed in seeds:
-        optimizer = OPTIMIZERS[seed % 5]
-        # One value for a row belongs to a column block, so column-wise goes with element-wise optimizers here.
-        kinds = ("table_wise",) if "rowwise" in optimizer else ("table_wise", "column_wise")
+        optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
+        # What a row has once belongs to a column block, so column-wise goes with element-wise optimizers here.
+        kinds = ("table_wise", "column_wise") if is_element_wise(optimizer) else ("table_wise",)
         configs, weights, keys, limits = random_tables(pipeline, seed)
         weighted = seed % 2 == 1
         collection = collection_of(pipeline, configs, weights, is_weighted=weighted)
@@ -91,7 +82,7 @@ def row_wise_pooled(naive: Naive, batch: Jagged, world_size: int, dtype: torch.d
 def _rows(rank: Rank, seeds: range) -> None:
     pipeline = rank.component("pipeline")
     for seed in seeds:
-        optimizer = OPTIMIZERS[seed % 5]
+        optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
         configs, weights, keys, limits = random_tables(pipeline, seed, dtypes=[torch.float32], rows=11)
         plan = {config.name: pipeline.row_wise() for config in configs}
         collection = collection_of(pipeline, configs, weights)
@@ -116,7 +107,7 @@ def _rows(rank: Rank, seeds: range) -> None:
 )
 def test_rows(rank_pool: Any) -> None:
     for world_size in (1, 2, 3, 4):
-        rank_pool.run(_rows, world_size, range(5 * world_size, 5 * world_size + 5))
+        rank_pool.run(_rows, world_size, range(6 * world_size, 6 * world_size + 6))
 
 
 def _row_error(rank: Rank, factor: float) -> None:
@@ -154,7 +145,7 @@ def _mixed(rank: Rank, seeds: range) -> None:
 
     pipeline = rank.component("pipeline")
     for seed in seeds:
-        optimizer, arms = OPTIMIZERS[seed % 5], []
+        optimizer, arms = OPTIMIZERS[seed % len(OPTIMIZERS)], []
         for package in (pipeline, reference):
             configs, weights, keys, limits = random_tables(package, seed, count=4)
             weighted = seed % 4 == 1

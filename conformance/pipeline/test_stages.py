@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.pipeline.models import EVALUATION, TRAINING, Job, assert_same_state, outputs_of
-from conformance.pipeline.support import assert_bits
+from conformance.pipeline.cases import EVALUATION, TRAINING
+from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
+from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, PipelineError
 
 ALL = (*TRAINING, *EVALUATION)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
+from conformance.pipeline.batches import Jagged, random_jagged, values_of
+from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import collection_of, sharded_of
-from conformance.pipeline.support import Jagged, assert_bits, random_jagged, values_of
 from twinproof.errors import ConfigError, UnsupportedError
 
 FIELDS = [

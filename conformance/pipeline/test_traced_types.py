@@ -9,9 +9,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from conformance.harness import assert_equal, raises, requirement
+from conformance.pipeline.batches import as_lists, random_jagged, values_of
+from conformance.pipeline.model import assert_bits
 from conformance.pipeline.scripted import Cuts, Pooled
-from conformance.pipeline.support import assert_bits, random_jagged, values_of
-from conformance.pipeline.test_data import as_lists
 from twinproof.errors import ShapeError
 
 

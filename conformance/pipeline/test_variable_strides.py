@@ -10,27 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement
-from conformance.pipeline.sharding import sharded_of
-from conformance.pipeline.support import assert_bits, generator_of, random_jagged, values_of
-from conformance.pipeline.test_data import as_lists
-from conformance.pipeline.test_embeddings import collection_of
+from conformance.pipeline.batches import KEYS, as_lists, generator_of, random_bags, values_of, vbe_of
+from conformance.pipeline.model import assert_bits
+from conformance.pipeline.sharding import collection_of, sharded_of
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError
-
-KEYS = ["a", "b", "c"]
-
-
-def random_bags(strides: list[int], seed: int, limit: int = 9) -> list[list[list[int]]]:
-    """``bags[feature][sample]``, ``strides[feature]`` of them, of 0 to 3 ids."""
-    return [random_jagged(["x"], [limit], stride, seed + i, longest=3).bags[0] for i, stride in enumerate(strides)]
-
-
-def vbe_of(pipeline: Any, bags: Any, *, weighted: bool = False, **options: Any) -> Any:
-    """The batch; the weight of an id is a third of its place."""
-    ids = torch.tensor([i for feature in bags for bag in feature for i in bag], dtype=torch.int64)
-    lengths = torch.tensor([len(bag) for feature in bags for bag in feature], dtype=torch.int32)
-    weights = torch.arange(len(ids)) / 3 if weighted else None
-    options = {"stride_per_key_per_rank": [[len(feature)] for feature in bags], **options}
-    return pipeline.KeyedJaggedTensor(KEYS[: len(bags)], ids, weights, lengths, **options)
 
 
 def bags_of(kjt: Any) -> list[list[list[int]]]:

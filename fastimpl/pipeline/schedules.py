@@ -12,7 +12,7 @@ from typing import Any
 from fastimpl.pipeline.stages import StreamedBatch, StreamedStages, undone_on_error, versions_of
 from twinproof.pipeline import schedules
 from twinproof.pipeline.driver import In, LookupPipeline, Out, Pipeline
-from twinproof.pipeline.rewrite import Call
+from twinproof.pipeline.stages import Call
 
 __all__ = [
     "EvalPipelineFusedSparseDist",

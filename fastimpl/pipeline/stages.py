@@ -16,8 +16,7 @@ import torch
 from fastimpl.pipeline.input_dist import fuse_input_dists
 from twinproof.engine import Engine, engine_for
 from twinproof.pipeline.driver import Pipeline
-from twinproof.pipeline.rewrite import Call
-from twinproof.pipeline.stages import BatchContext, Options, looked_up, move_batch
+from twinproof.pipeline.stages import BatchContext, Call, Options, looked_up, move_batch
 
 __all__ = ["StreamedBatch", "StreamedStages", "tensors_in", "versions_of"]
 

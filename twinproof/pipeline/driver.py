@@ -18,8 +18,20 @@ import torch.distributed as dist
 
 from twinproof.errors import ConfigError, DistributedError, PipelineError
 from twinproof.kvstore.statedict import rank_and_world
-from twinproof.pipeline.rewrite import Attachment, Call, DenseGradients, FromBatch, Prepared, find_calls, unwrapped
-from twinproof.pipeline.stages import BatchContext, Options, QueueView, Stages, check_overrides
+from twinproof.pipeline.stages import (
+    Attachment,
+    BatchContext,
+    Call,
+    DenseGradients,
+    FromBatch,
+    Options,
+    Prepared,
+    QueueView,
+    Stages,
+    check_overrides,
+    find_calls,
+    unwrapped,
+)
 
 __all__ = ["In", "LookupPipeline", "Out", "Pipeline"]
 

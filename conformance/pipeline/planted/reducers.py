@@ -1,4 +1,4 @@
-"""Faults of dense gradients on several ranks: not reduced, refused wrongly, or a mean that is none."""
+"""Faults that ``test_reducers`` must notice."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from typing import Any
 
 import torch
 
-from conformance.pipeline.planted.planting import shared
-
-_DENSE = "twinproof.pipeline.rewrite:DenseGradients"
+from conformance.harness import fault
 
 
-def _unseen(original: Any, dense: Any) -> None:
-    """Nobody is asked."""
+@fault(kills="PIPE-290", at="twinproof.pipeline.stages:DenseGradients.check")
+def dense_trains_apart(original: Any, dense: Any) -> None:
+    """Nobody has to reduce (torchrec)."""
 
 
-def _too_strict(original: Any, dense: Any, model: Any, optimizer: Any, **options: Any) -> None:
+@fault(kills="PIPE-291", at="twinproof.pipeline.stages:DenseGradients.__init__")
+def reduced_ones_refused(original: Any, dense: Any, model: Any, optimizer: Any, **options: Any) -> None:
+    """What is reduced is refused."""
     original(dense, model, optimizer, **options)
     dense.params = [param for param in model.parameters() if param.requires_grad]
     dense.names = ["a parameter"] * len(dense.params)
 
 
-def _not_reduced(original: Any, dense: Any, group: Any, world_size: int) -> None:
-    """Every rank keeps its own."""
+@fault(kills=("PIPE-292", "PIPE-293"), at="twinproof.pipeline.stages:DenseGradients.reduce")
+def dense_not_reduced(original: Any, dense: Any, group: Any, world_size: int) -> None:
+    """Asked for, and not done."""
 
 
-def _absent_left_out(original: Any, dense: Any, group: Any, world_size: int) -> None:
+@fault(kills="PIPE-292", at="twinproof.pipeline.stages:DenseGradients.reduce")
+def absent_gradients_left_out(original: Any, dense: Any, group: Any, world_size: int) -> None:
+    """A rank without a gradient does not count."""
     # The mean over those that have one.
     if world_size > 1:
         counts = torch.tensor([float(param.grad is not None) for param in dense.params])
@@ -34,23 +38,3 @@ def _absent_left_out(original: Any, dense: Any, group: Any, world_size: int) -> 
         for param, count in zip(dense.params, counts.tolist(), strict=True):
             if param.grad is not None:
                 param.grad.mul_(world_size / count)
-
-
-PLANTED = (
-    shared(
-        "dense_trains_apart",
-        "Nobody has to reduce (torchrec).",
-        ("PIPE-290",),
-        f"{_DENSE}.check",
-        _unseen,
-    ),
-    shared("reduced_ones_refused", "What is reduced is refused.", ("PIPE-291",), f"{_DENSE}.__init__", _too_strict),
-    shared("dense_not_reduced", "Asked for, and not done.", ("PIPE-292", "PIPE-293"), f"{_DENSE}.reduce", _not_reduced),
-    shared(
-        "absent_gradients_left_out",
-        "A rank without a gradient does not count.",
-        ("PIPE-292",),
-        f"{_DENSE}.reduce",
-        _absent_left_out,
-    ),
-)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.pipeline.support import DTYPES, Jagged, Naive, generator_of
+from conformance.pipeline.batches import Jagged, generator_of
+from conformance.pipeline.model import DTYPES, Naive
 from refimpl.optimizers import Hyper
 from twinproof.optimizers import OPTIMIZERS
 from twinproof.pipeline.config import EmbeddingBagConfig, PoolingType

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 
 from conformance.harness import assert_equal
+from conformance.pipeline.batches import random_jagged, values_of
+from conformance.pipeline.model import assert_bits, random_tables
 from conformance.pipeline.sharding import collection_of, random_plan, sharded_of
-from conformance.pipeline.support import assert_bits, random_jagged, random_tables, values_of
 
-EXACT = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
-TRAINING = (*EXACT, "PrefetchTrainPipelineSparseDist", "TrainPipelineSemiSync")
-EVALUATION = ("EvalPipelineSparseDist", "EvalPipelineFusedSparseDist")
 KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 
 

@@ -1,4 +1,4 @@
-"""Faults of the operators under the embeddings."""
+"""Faults that ``test_ops`` must notice."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from conformance.harness import PlantedBug, swap, wrap
+from conformance.harness import fault
 
 Tensors = Sequence[torch.Tensor]
 
 
-def _bug(id: str, sentence: str, requirement: str, operator: str, around: Any) -> PlantedBug:
-    return PlantedBug(id, sentence, (requirement,), "fastimpl", wrap(f"fastimpl.ops:{operator}", around))
+@fault(kills="PIPE-001", at="torch.autograd.graph:increment_version", of="fastimpl")
+def writes_of_operators_are_unseen(original: Any, tensors: Any) -> None:
+    """Operators write without telling autograd, so that stale views go unnoticed."""
 
 
 def _turned(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -22,14 +23,17 @@ def _turned(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return (offsets[:-1] + ends - 1).repeat_interleave(lengths) - torch.arange(indices.numel())
 
 
-def _pool_from_the_back(
+@fault(kills="PIPE-002", at="fastimpl.ops:pool_bags")
+def bags_are_added_from_the_back(
     original: Any, tables: Tensors, used: Any, ids: Any, offsets: Any, weights: Any, *rest: Any, **options: Any
 ) -> None:
+    """A unit adds the rows of a bag in another order."""
     order = _turned(ids, offsets)
     original(tables, used, ids[order], offsets, None if weights is None else weights[order], *rest, **options)
 
 
-def _pool_fused(
+@fault(kills="PIPE-002", at="fastimpl.ops:pool_bags")
+def weighted_pooling_is_contracted(
     original: Any,
     tables: Tensors,
     used: Any,
@@ -40,6 +44,7 @@ def _pool_fused(
     out: torch.Tensor,
     **options: Any,
 ) -> None:
+    """Weight and sum are a fused multiply-add."""
     original(tables, used, ids, offsets, weights, means, out, **options)
     if weights is None or any(means):
         return
@@ -57,7 +62,8 @@ def _pool_fused(
         column += dim
 
 
-def _one_by_one(
+@fault(kills="PIPE-003", at="fastimpl.ops:step_bags")
+def duplicates_step_one_by_one(
     original: Any,
     tables: Tensors,
     m1: Any,
@@ -68,6 +74,7 @@ def _one_by_one(
     *rest: Any,
     **options: Any,
 ) -> None:
+    """Every occurrence of a row is a step."""
     if ids.numel() == 0:
         original(tables, m1, m2, used, ids, offsets, *rest, **options)
         return
@@ -78,7 +85,9 @@ def _one_by_one(
         original(tables, m1, m2, used, ids[at : at + 1], one, weight, *others, **options)
 
 
-def _cut_off(original: Any, tables: Tensors, *rest: Any, **options: Any) -> None:
+@fault(kills="PIPE-003", at="fastimpl.ops:step_bags")
+def rows_are_cut_off(original: Any, tables: Tensors, *rest: Any, **options: Any) -> None:
+    """A bfloat16 row loses its lower bits instead of being rounded."""
     wide = [table.float() if table.dtype is torch.bfloat16 else table for table in tables]
     original(wide, *rest, **options)
     for table, row in zip(tables, wide, strict=True):
@@ -86,7 +95,8 @@ def _cut_off(original: Any, tables: Tensors, *rest: Any, **options: Any) -> None
             table.copy_((row.view(torch.int32) & -65536).view(torch.float32))
 
 
-def _halves(
+@fault(kills="PIPE-004", at="fastimpl.ops:step_bags")
+def long_rows_are_summed_in_shares(
     original: Any,
     tables: Tensors,
     m1: Any,
@@ -98,6 +108,7 @@ def _halves(
     *rest: Any,
     **options: Any,
 ) -> None:
+    """Threads share the sum of a row."""
     if torch.get_num_threads() > 1 and ids.numel() > 4096 and weights is None:
         # Each thread sums its share of a long row: the sum of the shares is another one.
         means, grad, *others = rest
@@ -112,134 +123,74 @@ def _halves(
     original(tables, m1, m2, used, ids, offsets, weights, *rest, **options)
 
 
-def _mended(place: int) -> Any:
-    """Ids are mended where they should be refused."""
-
-    def around(original: Any, *arguments: Any, **options: Any) -> Any:
-        tables, used, ids = arguments[0], arguments[place], arguments[place + 1]
-        smallest = min(tables[table].shape[0] for table in used) if used else 1
-        return original(*arguments[: place + 1], ids.clamp(0, smallest - 1), *arguments[place + 2 :], **options)
-
-    return around
+@fault(kills="PIPE-005", at="fastimpl.ops:pool_bags")
+def pooling_mends_bad_ids(original: Any, tables: Tensors, used: Any, ids: Any, *rest: Any, **options: Any) -> Any:
+    """Pooling reads another row where an id is bad."""
+    smallest = min(tables[table].shape[0] for table in used) if used else 1
+    return original(tables, used, ids.clamp(0, smallest - 1), *rest, **options)
 
 
-def _unread(original: Any, *arguments: Any, **options: Any) -> Any:
+@fault(kills="PIPE-005", at="fastimpl.ops:step_bags")
+def steps_swallow_bad_offsets(original: Any, *arguments: Any, **options: Any) -> Any:
+    """A step with bad ids or offsets says nothing."""
     try:
         return original(*arguments, **options)
     except RuntimeError:
         return None
 
 
-def _one_more(original: Any, ids: torch.Tensor, offsets: torch.Tensor, counts: Sequence[int]) -> Any:
+@fault(kills="PIPE-006", at="fastimpl.ops:check_bag_ids")
+def the_row_behind_the_last_is_a_row(
+    original: Any, ids: torch.Tensor, offsets: torch.Tensor, counts: Sequence[int]
+) -> Any:
+    """An id equal to the number of rows passes."""
     return original(ids, offsets, [count + 1 for count in counts])
 
 
-def _wrapped(original: Any, ids: torch.Tensor, offsets: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+@fault(kills="PIPE-006", at="fastimpl.ops:mend_bag_ids")
+def negative_ids_count_from_the_end(
+    original: Any, ids: torch.Tensor, offsets: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """A negative id is mended to a row from the end."""
     mended: torch.Tensor = original(ids, offsets, counts)
     rows = torch.tensor(counts).repeat_interleave(offsets.diff().view(len(counts), -1).sum(1)).clamp(min=1)
     return torch.where(ids < 0, torch.remainder(ids, rows).to(ids.dtype), mended)
 
 
-def _blocks_of_the_first(
+@fault(kills="PIPE-007", at="fastimpl.ops:gather_blocks")
+def a_block_is_gathered_cut_off(
     original: Any, data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor
 ) -> None:
+    """Of two blocks of one size the first comes twice."""
     original(data, begins, sizes, out)
     if begins.numel() > 1 and int(sizes[0]) == int(sizes[1]) > 0:
         out[int(sizes[0]) : 2 * int(sizes[0])] = out[: int(sizes[0])].clone()
 
 
-def _unstable(original: Any, ids: Any, offsets: Any, weights: Any, blocks: Any, count: int, **options: Any) -> Any:
+@fault(kills="PIPE-008", at="fastimpl.ops:bucketize")
+def buckets_are_filled_from_the_back(
+    original: Any, ids: Any, offsets: Any, weights: Any, blocks: Any, count: int, **options: Any
+) -> Any:
+    """Ids of a bag are turned around in their bucket."""
     lengths, found, moved, positions = original(ids, offsets, weights, blocks, count, **options)
     order = _turned(found, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
     return lengths, found[order], None if moved is None else moved[order], positions[order]
 
 
-def _into_the_last(original: Any, ids: Any, offsets: Any, weights: Any, blocks: Any, count: int, **options: Any) -> Any:
+@fault(kills="PIPE-008", at="fastimpl.ops:bucketize")
+def ids_beyond_the_last_block_stay_there(
+    original: Any, ids: Any, offsets: Any, weights: Any, blocks: Any, count: int, **options: Any
+) -> Any:
+    """Ids beyond the last block are put into it."""
     if blocks is None:
         return original(ids, offsets, weights, blocks, count, **options)
     of_id = blocks.repeat_interleave(offsets.diff().view(blocks.numel(), -1).sum(1))
     return original(torch.minimum(ids.clamp(min=0), of_id * count - 1), offsets, weights, blocks, count, **options)
 
 
-def _undivided(
+@fault(kills="PIPE-009", at="fastimpl.ops:bag_weight_gradients")
+def weights_of_means_are_undivided(
     original: Any, tables: Tensors, used: Any, ids: Any, offsets: Any, means: Any, grad: Any, **options: Any
 ) -> Any:
+    """The gradient of weights forgets the mean."""
     return original(tables, used, ids, offsets, [False] * len(means), grad, **options)
-
-
-PLANTED = (
-    PlantedBug(
-        "writes_of_operators_are_unseen",
-        "Operators write without telling autograd, so that stale views go unnoticed.",
-        ("PIPE-001",),
-        "fastimpl",
-        swap("torch.autograd.graph:increment_version", lambda tensors: None),
-    ),
-    _bug(
-        "bags_are_added_from_the_back",
-        "A unit adds the rows of a bag in another order.",
-        "PIPE-002",
-        "pool_bags",
-        _pool_from_the_back,
-    ),
-    _bug(
-        "weighted_pooling_is_contracted",
-        "Weight and sum are a fused multiply-add.",
-        "PIPE-002",
-        "pool_bags",
-        _pool_fused,
-    ),
-    _bug("duplicates_step_one_by_one", "Every occurrence of a row is a step.", "PIPE-003", "step_bags", _one_by_one),
-    _bug(
-        "rows_are_cut_off",
-        "A bfloat16 row loses its lower bits instead of being rounded.",
-        "PIPE-003",
-        "step_bags",
-        _cut_off,
-    ),
-    _bug("long_rows_are_summed_in_shares", "Threads share the sum of a row.", "PIPE-004", "step_bags", _halves),
-    _bug("pooling_mends_bad_ids", "Pooling reads another row where an id is bad.", "PIPE-005", "pool_bags", _mended(1)),
-    _bug("steps_swallow_bad_offsets", "A step with bad ids or offsets says nothing.", "PIPE-005", "step_bags", _unread),
-    _bug(
-        "the_row_behind_the_last_is_a_row",
-        "An id equal to the number of rows passes.",
-        "PIPE-006",
-        "check_bag_ids",
-        _one_more,
-    ),
-    _bug(
-        "negative_ids_count_from_the_end",
-        "A negative id is mended to a row from the end.",
-        "PIPE-006",
-        "mend_bag_ids",
-        _wrapped,
-    ),
-    _bug(
-        "a_block_is_gathered_cut_off",
-        "Of two blocks of one size the first comes twice.",
-        "PIPE-007",
-        "gather_blocks",
-        _blocks_of_the_first,
-    ),
-    _bug(
-        "buckets_are_filled_from_the_back",
-        "Ids of a bag are turned around in their bucket.",
-        "PIPE-008",
-        "bucketize",
-        _unstable,
-    ),
-    _bug(
-        "ids_beyond_the_last_block_stay_there",
-        "Ids beyond the last block are put into it.",
-        "PIPE-008",
-        "bucketize",
-        _into_the_last,
-    ),
-    _bug(
-        "weights_of_means_are_undivided",
-        "The gradient of weights forgets the mean.",
-        "PIPE-009",
-        "bag_weight_gradients",
-        _undivided,
-    ),
-)

@@ -1,4 +1,4 @@
-"""What the requirements of embeddings share: random tables and batches, and a naive model in loops.
+"""Tables looked up and trained in loops, the oracle of the lookups, and random tables for both.
 
 The model adds row by row and updates row by row; it uses nothing of what is under test but the optimizers' formulas,
 which PIPE-014 holds against the textbook.
@@ -13,90 +13,14 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_same_tensor
+from conformance.pipeline.batches import Jagged, generator_of, values_of
 from refimpl.optimizers import Hyper, update
 from twinproof.optimizers import FUSED_OPTIMIZERS
 from twinproof.optimizers import OPTIMIZERS as KINDS
 
 OPTIMIZERS = FUSED_OPTIMIZERS
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def generator_of(seed: int) -> torch.Generator:
-    """A generator of its own."""
-    return torch.Generator().manual_seed(seed)
-
-
-def values_of(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal numbers."""
-    return torch.randn(tuple(shape), generator=generator_of(seed)).to(dtype)
-
-
-@dataclass(frozen=True)
-class Jagged:
-    """Bags of several features as lists: ``bags[feature][sample]`` is a list of ids, ``weights`` likewise."""
-
-    keys: list[str]
-    bags: list[list[list[int]]]
-    weights: list[list[list[float]]] | None = None
-
-    @property
-    def stride(self) -> int:
-        """Samples."""
-        return len(self.bags[0])
-
-    def kjt(self, pipeline: Any, *, dtype: torch.dtype = torch.int64, by_offsets: bool = False) -> Any:
-        """The batch as the implementation's class."""
-        ids = torch.tensor([i for feature in self.bags for bag in feature for i in bag], dtype=dtype)
-        lengths = torch.tensor([len(bag) for feature in self.bags for bag in feature], dtype=dtype)
-        weights = None
-        if self.weights is not None:
-            weights = torch.tensor([w for feature in self.weights for bag in feature for w in bag])
-        if by_offsets:
-            offsets = torch.tensor([0, *lengths.tolist()]).cumsum(0).to(dtype)
-            return pipeline.KeyedJaggedTensor(self.keys, ids, weights, offsets=offsets)
-        return pipeline.KeyedJaggedTensor(self.keys, ids, weights, lengths=lengths, stride=self.stride)
-
-    def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Ids int64 [N], offsets int64 [F * B + 1] and weights, as a table-batched lookup takes them."""
-        ids = torch.tensor([i for feature in self.bags for bag in feature for i in bag], dtype=torch.int64)
-        offsets = torch.tensor([0, *(len(bag) for feature in self.bags for bag in feature)]).cumsum(0)
-        if self.weights is None:
-            return ids, offsets, None
-        return ids, offsets, torch.tensor([w for feature in self.weights for bag in feature for w in bag])
-
-    def picked(self, features: Sequence[str]) -> Jagged:
-        """Some features, in this order."""
-        order = [self.keys.index(name) for name in features]
-        weights = None if self.weights is None else [self.weights[i] for i in order]
-        return Jagged(list(features), [self.bags[i] for i in order], weights)
-
-
-def joined(parts: Sequence[Jagged]) -> Jagged:
-    """Samples of all parts, in this order."""
-
-    def feature(every: list[Any]) -> list[Any]:
-        return [[bag for part in every for bag in part[f]] for f in range(len(parts[0].keys))]
-
-    weights = [part.weights for part in parts]
-    return Jagged(parts[0].keys, feature([part.bags for part in parts]), None if None in weights else feature(weights))
-
-
-def random_jagged(
-    keys: Sequence[str], rows: Sequence[int], stride: int, seed: int, *, longest: int = 4, weighted: bool = False
-) -> Jagged:
-    """Bags of 0 to ``longest`` ids of 0 to ``rows[feature] - 1``, with duplicates; weights of both signs and zero."""
-    generator = generator_of(seed)
-
-    def bag(limit: int) -> list[int]:
-        length = int(torch.randint(0, longest + 1, (1,), generator=generator))
-        found: list[int] = torch.randint(0, limit, (length,), generator=generator).tolist()
-        return found
-
-    bags = [[bag(limit) for _ in range(stride)] for limit in rows]
-    if not weighted:
-        return Jagged(list(keys), bags)
-    weights = [[(torch.randint(-4, 5, (len(b),), generator=generator) / 3).tolist() for b in f] for f in bags]
-    return Jagged(list(keys), bags, weights)
+LR, EPS = 0.05, 1e-8
 
 
 @dataclass
@@ -221,3 +145,22 @@ def random_tables(
 def features_of(configs: Sequence[Any]) -> list[str]:
     """The features of a table-batched lookup, by table, then as named."""
     return [name for config in configs for name in config.feature_names]
+
+
+def lookups_of(pipeline: Any, configs: Any, weights: Any, optimizer: str = "sgd", **options: Any) -> Any:
+    """Table-batched lookups with their own copies of the weights."""
+    fused = pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS)
+    copies = [weight.clone() for weight in weights]
+    return pipeline.TableBatchedEmbeddingBags(configs, optimizer=fused, weights=copies, **options)
+
+
+def train(lookups: Any, naive: Naive, batch: Jagged, seed: int, where: str = "") -> None:
+    """One step of both; pooled rows and what the step leaves are the same bits."""
+    flat = batch.picked(features_of([table.config for table in naive.tables])).flat()
+    pooled = lookups(*flat)
+    expected = naive.pooled(batch)
+    assert_bits(pooled.detach(), expected, f"{where} pooled")
+    grad = values_of(expected.shape, seed)
+    pooled.backward(grad)
+    naive.step(batch, grad, Hyper(LR, naive.step_count + 1, EPS))
+    assert_tables(lookups, naive, where)

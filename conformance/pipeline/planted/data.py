@@ -1,0 +1,30 @@
+"""Faults that ``test_data`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault, patched, swap
+from conformance.pipeline.planted.planting import accepted
+
+
+@fault(kills="PIPE-100", at="KeyedJaggedTensor.permute")
+def permute_loses_weights(original: Any, batch: Any, indices: Any) -> Any:
+    """A permuted batch has no weights."""
+    found = original(batch, indices)
+    found._weights = None
+    return found
+
+
+batch_not_checked = patched(
+    "Parts that disagree make a batch.",
+    swap("twinproof.pipeline.batches:KeyedJaggedTensor._check_features", accepted),
+    kills="PIPE-101",
+)
+
+
+@fault(kills="PIPE-102", at="KeyedTensor.regroup")
+def regroup_keeps_order(original: Any, tensors: Any, groups: Any) -> Any:
+    """Groups keep the tensors' order."""
+    order = [key for tensor in tensors for key in tensor.keys()]  # noqa: SIM118
+    return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])

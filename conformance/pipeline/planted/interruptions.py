@@ -1,0 +1,63 @@
+"""Faults that ``test_interruptions`` must notice."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from conformance.harness import fault, patched, swap
+
+
+@fault(kills="PIPE-030", at="twinproof.pipeline.driver:Pipeline._next")
+def none_ends_the_loader(original: Any, schedule: Any) -> Any:
+    """None is taken for the end (torchrec)."""
+    batch = next(schedule._dataloader_iter)
+    if batch is None:
+        raise StopIteration
+    schedule.pulled_count += 1
+    return batch
+
+
+@fault(kills=("PIPE-033", "PIPE-126", "PIPE-148"), at="twinproof.pipeline.driver:Pipeline._next_batch")
+def batches_lost_on_loader_error(original: Any, schedule: Any, loader: Any) -> Any:
+    """What was pulled is lost with a loader's error."""
+    try:
+        return original(schedule, loader)
+    except StopIteration:
+        raise
+    except BaseException:
+        schedule._queue.clear()
+        schedule._held.clear()
+        raise
+
+
+@fault(kills="PIPE-127", at="twinproof.pipeline.driver:Pipeline.enqueue_batch")
+def held_batches_dropped(original: Any, schedule: Any, loader: Any) -> bool:
+    """What was pulled when another rank ended is lost."""
+    found: bool = original(schedule, loader)
+    if schedule._dataloader_exhausted:
+        schedule._held.clear()
+    return found
+
+
+@fault(kills="PIPE-039", at="twinproof.pipeline.driver:Pipeline._drop")
+def failed_ranks_go_on(original: Any, schedule: Any, batch: Any) -> None:
+    """A failed step of ranks is forgotten."""
+    original(schedule, batch)
+    schedule._failed = False
+
+
+@fault(kills=("PIPE-035", "PIPE-037"), at="twinproof.pipeline.driver:Pipeline._drop")
+def failed_step_counted(original: Any, schedule: Any, batch: Any) -> None:
+    """A failed step counts for the tables."""
+    original(schedule, batch)
+    for call in schedule.calls:
+        call.module.fused_optimizer.step_count += 1
+
+
+bad_batch_raises_early = patched(
+    "A later batch's bad id stops the step before.",
+    swap("twinproof.pipeline.driver:Pipeline.failure_noted", contextlib.nullcontext),
+    kills="PIPE-035",
+    of="fastimpl",
+)

@@ -1,0 +1,78 @@
+"""Faults that ``test_jagged_types`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault, patched, swap, wrap
+from conformance.pipeline.planted.planting import accepted
+
+
+@fault(kills="PIPE-200", at="twinproof.pipeline.batches:KeyedJaggedTensor.permute")
+def permute_takes_one(original: Any, self: Any, indices: Any) -> Any:
+    """permute takes no tensor."""  # noqa: D403
+    return self._made([], self._values[:0], None, self.lengths()[:0], None, [])
+
+
+@fault(kills="PIPE-201", at="twinproof.pipeline.jagged:offsets_like")
+def offsets_are_wide(original: Any, lengths: torch.Tensor) -> Any:
+    """Offsets are int64."""
+    return original(lengths).to(torch.int64)
+
+
+ids_not_checked = patched(
+    "A lookup takes whatever it is given.", swap("twinproof.pipeline.batches:check_ids", accepted), kills="PIPE-203"
+)
+
+
+float_lengths = patched(
+    "Lengths of any dtype make bags.", swap("twinproof.pipeline.jagged:check_integers", accepted), kills="PIPE-204"
+)
+
+
+def _first(original: Any, batch: Any) -> Any:
+    keys = batch.keys()
+    return {key: keys.index(key) for key in keys}
+
+
+first_of_a_key = patched(
+    "A repeated key is the first.",
+    wrap("twinproof.pipeline.batches:KeyedJaggedTensor._key_indices", _first),
+    kills="PIPE-205",
+)
+
+
+@fault(kills="PIPE-208", at="twinproof.pipeline.batches:KeyedTensor.__str__")
+def text_without_an_end(original: Any, tensor: Any) -> Any:
+    """str() has no last line."""
+    return original(tensor).strip()
+
+
+@fault(kills="PIPE-209", at="twinproof.pipeline.jagged:padded")
+def padding_is_zero(original: Any, data: Any, offsets: Any, width: int, padding_value: float) -> Any:
+    """Padding is always zero."""
+    return original(data, offsets, width, 0.0)
+
+
+@fault(kills="PIPE-210", at="twinproof.pipeline.batches:JaggedTensor._copy_parts")
+def stale_offsets(original: Any, bags: Any, source: Any, non_blocking: bool) -> Any:
+    """copy_ leaves the offsets of before."""
+    offsets = None if bags._offsets is None else bags._offsets.clone()
+    original(bags, source, non_blocking)
+    if offsets is not None:
+        bags._offsets.copy_(offsets)
+
+
+first_columns = patched(
+    "A repeated key is the first.",
+    wrap("twinproof.pipeline.batches:KeyedTensor._key_indices", _first),
+    kills="PIPE-212",
+)
+
+
+@fault(kills="PIPE-215", at="twinproof.pipeline.batches:_same_bags")
+def equal_by_values(original: Any, one: Any, other: Any) -> bool:
+    """Batches of the same values are equal."""
+    return one.values().shape == other.values().shape and torch.equal(one.values(), other.values())

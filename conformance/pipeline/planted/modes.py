@@ -1,0 +1,63 @@
+"""Faults that ``test_modes`` must notice."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from conformance.harness import fault, patched, swap, wrap
+from conformance.pipeline.planted.planting import not_forgotten
+
+
+@fault(kills=("PIPE-048", "PIPE-149"), at="twinproof.pipeline.driver:Pipeline.progress")
+def evaluation_trains(original: Any, schedule: Any, loader: Any) -> Any:
+    """Evaluation updates."""
+    before = schedule._model.training
+    schedule._model.train()
+    try:
+        return original(schedule, loader)
+    finally:
+        schedule._model.train(before)
+
+
+@fault(kills="PIPE-042", at="twinproof.pipeline.stages:Attachment.close")
+def forward_not_restored(original: Any, attachment: Any) -> None:
+    """detach() leaves the driven forward."""
+
+
+@fault(kills="PIPE-055", at="twinproof.pipeline.driver:Pipeline.attach")
+def threads_left(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
+    """Every attachment leaves a thread."""
+    original(schedule, *args, **options)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+@fault(kills="PIPE-042", at="twinproof.pipeline.driver:find_calls")
+def second_call_missed(original: Any, model: Any, **options: Any) -> Any:
+    """A module called twice is not noticed."""
+    with contextlib.suppress(Exception):
+        return original(model, **options)
+    return []
+
+
+@fault(kills="PIPE-133", at="twinproof.pipeline.driver:Pipeline._recall", of="fastimpl")
+def recall_raises(original: Any, schedule: Any, batch: Any) -> None:
+    """A batch in flight whose exchange failed makes detach() fail."""
+    for given in batch.dists.values():
+        given.wait().wait()
+    batch.forget()
+
+
+lookup_outlives_loader_error = patched(
+    "Rows looked up in a call that a loader ended are kept for the next.",
+    swap("fastimpl.pipeline.schedules:undone_on_error", contextlib.nullcontext),
+    kills="PIPE-132",
+)
+
+
+hoisted_lookup_kept = patched(
+    "A hoisted lookup outlives edits and modes.",
+    wrap("fastimpl.pipeline.schedules:forget_outdated", not_forgotten),
+    kills="PIPE-099",
+)

@@ -1,0 +1,57 @@
+"""Faults that ``test_options`` must notice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from conformance.harness import fault, patched, swap
+
+
+def _never_late(schedule: Any) -> int:
+    return int(schedule.ahead_count) + 1
+
+
+never_behind_forward = patched(
+    "enqueue_batch_after_forward is taken and ignored.",
+    swap("twinproof.pipeline.driver:Pipeline._count_before_forward", property(_never_late)),
+    kills="PIPE-284",
+)
+
+
+@fault(kills="PIPE-285", at="twinproof.pipeline.driver:Pipeline._create_context")
+def context_type_ignored(original: Any, schedule: Any) -> None:
+    """context_type is ignored."""
+    schedule._next_index += 0
+
+
+@fault(kills="PIPE-286", at="twinproof.pipeline.stages:Attachment.__init__")
+def postproc_runs_twice(original: Any, attachment: Any, calls: Any, result_of: Any) -> None:
+    """A module that ran ahead runs in the model again."""
+    original(attachment, calls, result_of)
+    for call in calls:
+        for module in call.postprocs.values():
+            module.__dict__.pop("forward", None)
+
+
+@fault(kills="PIPE-287", at="twinproof.pipeline.driver:Pipeline.sync_embeddings")
+def interval_ignored(original: Any, schedule: Any, model: Any, interval: Any, context: Any = None) -> None:
+    """Replicas are averaged for each batch."""
+    original(schedule, model, None if interval is None else 1, context)
+
+
+@fault(kills="PIPE-288", at="fastimpl.pipeline.stages:StreamedStages.copy")
+def never_in_place(original: Any, stages: Any, batch: Any) -> Any:
+    """enable_inplace_copy_batch is taken and ignored."""
+    options, stages._options = stages._options, dataclasses.replace(stages._options, copies_in_place=False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, stages, "_options", options)
+        return original(stages, batch)
+
+
+@fault(kills="PIPE-289", at="twinproof.pipeline.schedules:EvalPipelineFusedSparseDist.__init__", of="fastimpl")
+def evaluation_never_prefetches(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
+    """enable_embedding_lookup_prefetch is taken and ignored."""
+    options.pop("enable_embedding_lookup_prefetch", None)
+    original(schedule, *args, **options)

@@ -1,0 +1,38 @@
+"""Faults that ``test_prefetch`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills=("PIPE-138", "PIPE-139"), at="fastimpl.pipeline.prefetch:PrefetchedRows.step")
+def updated_rows_not_read_again(original: Any, rows: Any, *given: Any) -> None:
+    """Rows that the step before updates stay as they were prefetched."""
+    ahead, held = rows._ahead(), rows._held
+    rows._held = None
+    original(rows, *given)
+    rows._held = held
+    if ahead is not None:
+        ahead.mark.mark = rows.store.mark()
+
+
+@fault(kills="PIPE-138", at="fastimpl.pipeline.prefetch:StoreMark.is_now")
+def prefetched_rows_outlive_edits(original: Any, mark: Any) -> bool:
+    """Rows written between steps are not read again."""
+    return True
+
+
+@fault(kills="PIPE-138", at="fastimpl.pipeline.schedules:may_hoist")
+def stored_rows_hoisted(original: Any, p: Any, call: Any) -> bool:
+    """Rows of a store are looked up before the optimizer, and edits go unseen."""
+    return not p.is_late(call)
+
+
+@fault(kills="PIPE-145", at="fastimpl.pipeline.prefetch:PrefetchedRows.read")
+def prefetched_rows_read_twice(original: Any, rows: Any, ids: Any) -> Any:
+    """Rows are read at the lookup although they were prefetched."""
+    original(rows, ids)
+    rows._held = None
+    return original(rows, ids)

@@ -1,0 +1,43 @@
+"""Faults that ``test_sent_weights`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.pipeline.planted.planting import exchanges
+
+
+@fault(kills="PIPE-118", at="KeyedJaggedTensor._map")
+def moved_weights_are_detached(original: Any, batch: Any, move: Any) -> Any:
+    """A batch that is moved has weights that no gradient reaches."""
+    return original(batch, lambda value: move(value).detach())
+
+
+@fault(kills="PIPE-113", at=exchanges("weight_gradients"))
+def gradients_of_weights_stay_divided(original: Any, exchange: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
+    """What comes home is divided by the number of ranks."""
+    found: torch.Tensor = original(exchange, ctx, grads) / exchange.layout.world_size
+    return found
+
+
+@fault(kills="PIPE-114", at=exchanges("weight_gradients"))
+def no_gradients_of_weights_without_tables(original: Any, exchange: Any, ctx: Any, grads: torch.Tensor) -> torch.Tensor:
+    """A rank that holds no table gets no gradient of its weights."""
+    found: torch.Tensor = original(exchange, ctx, grads)
+    return found if exchange.layout.groups else torch.zeros_like(found)
+
+
+@fault(kills="PIPE-113", at="fastimpl.pipeline.input_dist:WayHome.by_rank")
+def gradients_of_weights_sent_by_slot(original: Any, way: Any, grads: torch.Tensor) -> torch.Tensor:
+    """Gradients of weights go back in the order of lookups, not of ranks."""
+    return grads
+
+
+@fault(kills="PIPE-115", at="twinproof.pipeline.lookups:KeyValueBags._weight_gradients")
+def key_value_weights_weighed_again(original: Any, module: Any, bags: Any, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight at a key-value table is multiplied by the weight."""
+    found: torch.Tensor = original(module, bags, grad) * bags.weights
+    return found

@@ -1,0 +1,74 @@
+"""Faults that ``test_sharded_state`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from twinproof.pipeline.sharding import INIT_ROWS, Shard
+
+
+@fault(kills="PIPE-112", at="twinproof.pipeline.sharding:KeyValue.owners")
+def owner_by_id(original: Any, kind: Any, ids: torch.Tensor, table: Any, sharding: Any, world: int) -> torch.Tensor:
+    """The owner of a key is found without its bucket."""
+    owners: torch.Tensor = (ids // 2).remainder(world)
+    return owners
+
+
+@fault(kills="PIPE-083", at="fastimpl.pipeline:fuse_input_dists")
+def every_module_exchanges_sizes(original: Any, dists: Any) -> None:
+    """Each module exchanges its own sizes."""
+
+
+@fault(kills="PIPE-108", at="twinproof.pipeline.sharded:ShardedEmbeddingBagCollection._make_tables")
+def seed_of_dense_tables_forgotten(original: Any, module: Any, collection: Any, seed: int) -> Any:
+    """Data-parallel tables are made from another seed."""
+    return original(module, collection, 0)
+
+
+@fault(
+    kills=("PIPE-060", "PIPE-146"),
+    at="twinproof.pipeline.sharded:ShardedEmbeddingBagCollection.load_optimizer_state_dict",
+)
+def step_not_loaded(original: Any, module: Any, state: Any) -> None:
+    """The step begins again after a load."""
+    step = module.fused_optimizer.step_count
+    original(module, state)
+    module.fused_optimizer.step_count = step
+
+
+@fault(kills="PIPE-059", at="twinproof.pipeline.sharded:copy_into")
+def whole_tensor_cut_at_the_beginning(original: Any, target: Any, value: Any, where: str) -> None:
+    """A whole tensor gives every rank its first rows."""
+    local = target.to_local()
+    if local is None or hasattr(value, "to_local"):
+        original(target, value, where)
+    else:
+        local.copy_(value[: local.shape[0], : local.shape[1]])
+
+
+@fault(kills="PIPE-059", at="twinproof.pipeline.sharded:copy_into")
+def saved_parts_not_taken(original: Any, target: Any, value: Any, where: str) -> None:
+    """Parts that were saved are not loaded."""
+    if not hasattr(value, "to_local"):
+        original(target, value, where)
+
+
+@fault(kills="PIPE-107", at="twinproof.pipeline.sharded:copy_into")
+def states_of_other_blocks_skipped(original: Any, target: Any, value: Any, where: str) -> None:
+    """States of other column blocks are left out in silence."""
+    if tuple(value.shape) == tuple(target.shape):
+        original(target, value, where)
+
+
+@fault(kills="PIPE-108", at="twinproof.pipeline.sharded:initial_shard")
+def first_weights_by_local_row(original: Any, table: Any, index: int, shard: Shard, seed: int) -> torch.Tensor:
+    """First weights depend on the plan."""
+    from twinproof.kvstore.options import Initializer, initial_weights
+
+    bound = table.num_embeddings**-0.5
+    ids = torch.arange(min(INIT_ROWS, shard.rows[1] - shard.rows[0]))
+    made = initial_weights(Initializer.uniform(-bound, bound), seed, index, ids, shard.width, table.dtype)
+    return made.contiguous()

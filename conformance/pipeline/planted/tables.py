@@ -1,0 +1,32 @@
+"""Faults that ``test_tables`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+
+@fault(kills="PIPE-220", at="twinproof.pipeline.config:EmbeddingConfig.check")
+def settings_not_checked(original: Any, *args: Any, **options: Any) -> None:
+    """Settings without effect are taken."""
+
+
+@fault(kills="PIPE-221", at="twinproof.pipeline.config:initialized")
+def returned_weights_dropped(original: Any, table: Any, weight: torch.Tensor) -> torch.Tensor:
+    """What init_fn returns is dropped."""
+    table.init_fn(weight)
+    return weight
+
+
+@fault(kills="PIPE-222", at="twinproof.pipeline.sharded:optimizer_in_backward")
+def optimizer_of_parameters_ignored(original: Any, params: Any) -> None:
+    """The optimizer that parameters carry is ignored."""
+
+
+@fault(kills="PIPE-223", at="twinproof.pipeline.sharded:ShardedEmbeddingBagCollection.named_parameters")
+def cut_tables_without_names(original: Any, module: Any, *args: Any, **options: Any) -> Any:
+    """Cut tables are no named parameters."""
+    return torch.nn.Module.named_parameters(module, *args, **options)

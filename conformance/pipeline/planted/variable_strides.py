@@ -1,0 +1,25 @@
+"""Faults that ``test_variable_strides`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="PIPE-202", at="twinproof.pipeline.batches:KeyedJaggedTensor.stride")
+def stride_is_the_least(original: Any, kjt: Any) -> Any:
+    """The stride is the smallest feature's."""
+    return min(kjt.stride_per_key()) if kjt.variable_stride_per_key() else original(kjt)
+
+
+@fault(kills="PIPE-211", at="twinproof.pipeline.keyed:received_same")
+def as_received(original: Any, tensors: Any, recat: Any, *rest: Any) -> Any:
+    """What ranks sent stays in the order of ranks."""
+    return original(tensors, None, *rest)
+
+
+@fault(kills="PIPE-213", at="twinproof.pipeline.batches:_rows_of")
+def inverse_the_other_way(original: Any, *args: Any) -> Any:
+    """Samples have the bags of others."""
+    return original(*args).flip(0)
