@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from conformance.checkpoint.cases import INDEX, mesh_of, random_bits, save
-from conformance.checkpoint.trainer import Trainer, load
-from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement
+from conformance.checkpoint.trainer import Trainer, alone, load
+from conformance.harness import Rank, assert_equal, assert_same_tensor, assert_same_tensors, raises, requirement
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, TwinproofError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
@@ -540,6 +540,86 @@ def test_adapters(checkpoint: Any, tmp_path: Path, adapter: Any) -> None:
     with loaded.manager(checkpoint, tmp_path / "new", **options) as manager:
         load(manager)
     assert_same_tensors(loaded.weights(), trainer.weights(), where="the model")
+
+
+class _Llama:
+    """A trainer's own names and layouts of a Llama: projections fused, as kernels want them; split for HF."""
+
+    fused = (("self_attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (16, 8, 8)),
+             ("mlp.gate_up", ("mlp.gate_proj", "mlp.up_proj"), (24, 24)))  # fmt: skip
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            found = next((each for each in self.fused if f".{each[0]}." in name), None)
+            if found is None:
+                result[name.replace("decoder.", "model.", 1)] = value
+                continue
+            own, parts, sizes = found
+            for part, piece in zip(parts, value.split(sizes), strict=True):
+                result[name.replace("decoder.", "model.", 1).replace(own, part)] = piece
+        return result
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        left, result = dict(hf_state_dict), {}
+        for own, parts, _ in self.fused:
+            for name in [name for name in hf_state_dict if f".{parts[0]}." in name]:
+                pieces = [left.pop(name.replace(parts[0], part)) for part in parts]
+                result[name.replace("model.", "decoder.", 1).replace(parts[0], own)] = torch.cat(pieces)
+        return {**{name.replace("model.", "decoder.", 1): value for name, value in left.items()}, **result}
+
+
+def _module_of(state: dict[str, Any]) -> torch.nn.Module:
+    """A tree of modules with these parameters."""
+    root = torch.nn.Module()
+    for name, value in state.items():
+        *parents, own = name.split(".")
+        place = root
+        for parent in parents:
+            if parent not in place._modules:
+                place.add_module(parent, torch.nn.Module())
+            place = place.get_submodule(parent)
+        place.register_parameter(own, torch.nn.Parameter(value.clone()))
+    return root
+
+
+@requirement(
+    "CKPT-446",
+    "A Llama that a trainer holds under its own names, projections fused, saved as HF, MUST open with from_pretrained "
+    "and give the same logits, and be loaded back into the trainer's names.",
+)
+def test_llama(checkpoint: Any, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(1)
+    llama: Any = LlamaForCausalLM
+    original, adapter = llama(config).eval(), _Llama()
+    own = adapter.from_hf(original.state_dict())
+    assert_equal("decoder.layers.1.self_attn.qkv.weight" in own, True, where="fused names")
+    trained = _module_of(own)
+    options = {"last_save_in_hf": True, "hf_options": {"max_shard_size": "8KB"}, "state_dict_adapter": adapter}
+    with alone(), checkpoint.CheckpointManager(tmp_path / "run", model=trained, interval=9, **options) as manager:
+        manager.save(3, last_step=True)
+    folder = tmp_path / "run/step-3"
+    config.save_pretrained(folder)
+    opened = llama.from_pretrained(folder).eval()
+    tokens = torch.arange(40).reshape(4, 10)
+    with torch.no_grad():
+        assert_same_tensor(opened(tokens).logits, original(tokens).logits, where="logits")
+    fresh = _module_of({name: torch.zeros_like(value) for name, value in own.items()})
+    options = {"initial_load_path": folder, "state_dict_adapter": adapter}
+    with alone(), checkpoint.CheckpointManager(tmp_path / "new", model=fresh, interval=9, **options) as manager:
+        assert_equal(manager.load(), True, where="loaded")
+    assert_same_tensors(dict(fresh.state_dict()), own, where="the trainer's names")
 
 
 def _one_rank_is_asked(rank: Rank, folder: str) -> str:

@@ -163,3 +163,14 @@ def adapter_not_undone(original: Any, manager: Any, path: Any) -> Any:
 def every_rank_looks(original: Any, manager: Any, look: Any) -> Any:
     """Each rank loads the newest checkpoint that its own view of the file system shows."""
     return look()
+
+
+@fault(kills="CKPT-446", at=f"{_CLASS}._save")
+def keys_are_values(original: Any, manager: Any, step: Any, state: Any, writer: Any) -> Any:
+    """Two tensors of one shape change places: the keys of an attention and its values."""
+    changed = dict(state)
+    for name in state:
+        if ".k_proj." in name:
+            other = name.replace(".k_proj.", ".v_proj.")
+            changed[name], changed[other] = state[other], state[name]
+    return original(manager, step, changed, writer)
