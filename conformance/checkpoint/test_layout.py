@@ -14,7 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checkpoint.cases import DTYPES, FILE, PT, Tiled, assert_loads, oracle, random_bits, save, save_ranks
+from conformance.checkpoint.cases import (
+    DTYPES,
+    FILE,
+    INDEX,
+    PT,
+    Tiled,
+    assert_folder,
+    assert_loads,
+    oracle,
+    random_bits,
+    save,
+    save_ranks,
+)
 from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement
 from twinproof.errors import ConfigError, UnsupportedError
 
@@ -208,3 +220,16 @@ def test_deterministic(checkpoint: Any, tmp_path: Path) -> None:
         assert_equal(sorted(path.name for path in (tmp_path / folder).iterdir()), sorted(first), where=folder)
         for file, content in first.items():
             assert_same_bytes(tmp_path / folder / file, content, where=f"{folder}: {file}")
+
+
+@requirement(
+    "CKPT-458",
+    "A save by one process with save_distributed=False MUST write final files at its path, and nothing else.",
+)
+def test_not_distributed(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"a": random_bits(torch.float32, (3, 5), 1), "b": random_bits(torch.float32, (7,), 2)}
+    for number, options in enumerate(({}, {"enable_consolidation": False}, {"enable_consolidation": True})):
+        path = tmp_path / f"{number}"
+        save(checkpoint, state, path, save_distributed=False, **options)
+        assert_folder(path, {FILE: ["a", "b"]}, state)
+        assert_equal(sorted(child.name for child in path.iterdir()), [FILE, INDEX], where=f"{options}")

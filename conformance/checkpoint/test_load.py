@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.checkpoint.cases import (
@@ -17,6 +18,7 @@ from conformance.checkpoint.cases import (
     Tiled,
     bits,
     load,
+    load_with,
     oracle,
     own_count,
     random_bits,
@@ -194,3 +196,26 @@ def test_read_only(checkpoint: Any, tmp_path: Path) -> None:
         (tmp_path / "ck").chmod(0o755)
     assert_same_tensors({n: bits(v) for n, v in targets.items()}, {n: bits(v) for n, v in state.items()})
     assert_equal(os.access(tmp_path / "ck" / FILE, os.R_OK), True, where="file")
+
+
+@requirement(
+    "CKPT-457",
+    "What keeps any thread of a load from reading MUST be raised with its cause and its file, with one thread and with "
+    "several.",
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_cause(checkpoint: Any, tmp_path: Path) -> None:
+    for thread_count in (1, 3):
+        path = tmp_path / f"{thread_count}"
+        state = {f"{index}": random_bits(torch.float32, (40,), index) for index in range(4)}
+        save(checkpoint, state, path, fqn_to_index_mapping={name: int(name) + 1 for name in state})
+        reader = checkpoint.HuggingFaceStorageReader(path, thread_count=thread_count)
+        victim, read = "model-00003-of-00004.safetensors", reader.read_data
+
+        def read_too_late(*arguments: Any, read: Any = read, path: Path = path, name: str = victim) -> Any:
+            (path / name).unlink()
+            return read(*arguments)
+
+        reader.read_data = read_too_late
+        with raises(OSError, mentions=[victim], where=f"{thread_count} threads"):
+            load_with(reader, {name: zeros_like(value) for name, value in state.items()})

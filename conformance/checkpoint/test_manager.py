@@ -76,6 +76,8 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"async_mode": "threads"}, "async_mode"),
     ({"last_save_in_hf": True, "last_save_model_only": False}, "last_save_model_only"),
     ({"last_save_in_safetensors_format": True, "last_save_model_weights_only": False}, "last_save_model_only"),
+    ({"last_save_in_hf": True, "last_save_in_safetensors_format": False}, "last_save_in_safetensors_format"),
+    ({"last_save_model_only": False, "last_save_model_weights_only": True}, "last_save_model_weights_only"),
     ({"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False}, "model_only"),
     ({"initial_load_in_hf": True}, "initial_load_path"),
     ({"initial_load_model_only": False}, "initial_load_path"),

@@ -255,8 +255,8 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         self._stager, self._owns_stager = stager, False
         self._cleaner: _Cleaner | None = None
-        in_hf = last_save_in_hf if last_save_in_safetensors_format is None else last_save_in_safetensors_format
-        model_only = last_save_model_only if last_save_model_weights_only is None else last_save_model_weights_only
+        in_hf = _either(last_save_in_hf, False, last_save_in_safetensors_format, "last_save_in_safetensors_format")
+        model_only = _either(last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only")
         self._hf_options = dict(hf_options or {})
         if self._hf_options and not in_hf:
             raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
@@ -565,6 +565,15 @@ def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Map
     if wrong:
         raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
     return result
+
+
+def _either(value: bool, default: bool, older: bool | None, name: str) -> bool:
+    """The value of an option that has two names. Raises ConfigError where they contradict each other."""
+    if older is None:
+        return value
+    if value != default and value != older:
+        raise ConfigError("two names of one option contradict each other", got=older, expected=value, where=name)
+    return older
 
 
 def _export(dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:

@@ -162,3 +162,9 @@ def message_read_early(original: Any, window: torch.Tensor, block: Any, message:
     begin, early = _data_begin(message), message.clone()
     early[begin:] = message[begin - 8 : -8]
     return int(original(window, block, early))
+
+
+@fault(kills="CKPT-458", at="twinproof.checkpoint.dcp:Staging")
+def saved_beside_the_path(original: Any, target: Any, **options: Any) -> Any:
+    """A save by one process leaves its files in a folder ``sharded`` of the path, as torch 2.13."""
+    return original(target / "sharded", **options)
