@@ -55,6 +55,8 @@ _ID = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
 _REQUIREMENT = re.compile(rf"({'|'.join(PREFIXES)})-\d{{3}}")
 _REQUIREMENTS_MAX = 3
 _IMPLEMENTATIONS = ("refimpl", "fastimpl")
+# The package that both are built on.
+_SHARED = "twinproof"
 _ABSENT = object()
 
 
@@ -92,6 +94,11 @@ class PlantedBug:
     def targets(self) -> tuple[str, ...]:
         """The implementations that it is planted in."""
         return (self.target,) if isinstance(self.target, str) else self.target
+
+    @property
+    def shared(self) -> bool:
+        """Whether every place of it is code that several implementations share, so that each runs the same fault."""
+        return len(self.targets) > 1 and {path.partition(".")[0] for path in self.paths} == {_SHARED}
 
     def unresolved(self) -> list[str]:
         """The places that do not exist, one sentence each."""

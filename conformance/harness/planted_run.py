@@ -42,7 +42,10 @@ class Group:
 
 
 def parametrize(metafunc: pytest.Metafunc, suite: Suite) -> None:
-    """Add one variant of a requirement test per bug that names it; with mode ``all``, beside the test as it is."""
+    """Add one variant of a requirement test per bug that names it; without mode ``only``, beside the test itself.
+
+    Mode ``own`` leaves out the bugs of shared code: a run on another implementation, with mode ``all``, plants them.
+    """
     requirement = requirement_of(metafunc.function)
     if requirement is None or suite.planted_mode == "none":
         return
@@ -51,8 +54,10 @@ def parametrize(metafunc: pytest.Metafunc, suite: Suite) -> None:
     unresolved = [sentence for bug in fitting for sentence in bug.unresolved()]
     if unresolved:
         raise pytest.Collector.CollectError("\n".join(unresolved))
+    if suite.planted_mode == "own":
+        fitting = [bug for bug in fitting if not bug.shared]
     parameters = [pytest.param(_Planted(module, bug), id=f"planted:{bug.id}") for bug in fitting]
-    if suite.planted_mode == "all":
+    if suite.planted_mode != "only":
         parameters.insert(0, pytest.param(None, id=pytest.HIDDEN_PARAM))
     if parameters:
         metafunc.fixturenames.append(PARAMETER)

@@ -20,7 +20,7 @@ from conformance.harness.requirements import Requirement, requirement_of
 
 __all__ = ["OPTIONS", "PLANTED_MODES", "SUITE", "Suite", "parameters_of", "requirement_of_item"]
 
-PLANTED_MODES = ("none", "only", "all")
+PLANTED_MODES = ("none", "only", "own", "all")
 OPTIONS: dict[str, dict[str, Any]] = {
     "impl": {
         "metavar": "NAME",
@@ -29,7 +29,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "profile": {"choices": PROFILES, "help": "how many examples, and whether they are random (default: ci)"},
     "ledger": {"action": "append", "metavar": "FILE", "help": "known deviations, strict TOML; may be repeated"},
     "report": {"metavar": "FILE", "help": "write the outcome of every requirement as JSON"},
-    "planted": {"choices": PLANTED_MODES, "help": "run requirements against planted bugs instead, or as well"},
+    "planted": {
+        "choices": PLANTED_MODES,
+        "help": "run requirements against planted bugs instead (only) or as well (all, or own: none of shared code)",
+    },
 }
 
 
@@ -51,7 +54,7 @@ class Suite:
 
     @property
     def planted_mode(self) -> str:
-        """``none``, ``only`` or ``all``."""
+        """``none``, ``only``, ``own`` or ``all``."""
         return self.option("planted") or "none"
 
     @cached_property

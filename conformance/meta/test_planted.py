@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterator
 
@@ -104,6 +105,36 @@ def test_survived_crashed_and_unplantable(toy: Callable[..., pytest.RunResult]) 
             "twinproof: planted bugs, by requirement: 3 no kill, 2 survived",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("paths", "targets", "shared"),
+    [
+        (("twinproof.errors:ConfigError",), ("refimpl", "fastimpl"), True),
+        (("twinproof.errors:ConfigError",), ("fastimpl",), False),
+        (("twinproof.errors:ConfigError", "fastimpl.kvstore:KVStore"), ("refimpl", "fastimpl"), False),
+        (("torch:load",), ("refimpl", "fastimpl"), False),
+        ((), ("refimpl", "fastimpl"), False),
+    ],
+)
+def test_which_bugs_are_of_shared_code(paths: tuple[str, ...], targets: tuple[str, ...], shared: bool) -> None:
+    bug = PlantedBug("a", "Is wrong.", ("KV-001",), targets, contextlib.nullcontext, paths)
+    assert bug.shared is shared
+
+
+def test_own_bugs_leave_out_those_of_shared_code(toy: Callable[..., pytest.RunResult]) -> None:
+    places = "paths=('twinproof.errors:ConfigError',)"
+    shared = (
+        f"PlantedBug('shared', 'is wrong', ('CKPT-002',), ('toy.impl', 'fastimpl'), contextlib.nullcontext, {places})"
+    )
+    bugs = "\n    import contextlib" + _planted(_bug("adds_one", "CKPT-001", _around("add")), shared)
+    result = toy(_TESTS, "--twinproof-planted", "own", planted=bugs)
+    # The six tests as they are, and three cases of one bug.
+    result.assert_outcomes(passed=9)
+    result.stdout.fnmatch_lines(["twinproof: planted bugs, by requirement: 1 killed"])
+    result = toy(_TESTS, "--twinproof-planted", "all", planted=bugs)
+    result.assert_outcomes(passed=9, failed=1)
+    result.stdout.fnmatch_lines(["survived: planted bug shared went unnoticed by CKPT-002"])
 
 
 def test_what_is_no_kill(toy: Callable[..., pytest.RunResult]) -> None:
