@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, patched, swap, wrap
 
 version_not_bumped = patched(
     "Operators write without raising version counters.",
@@ -56,3 +56,18 @@ def fake_kernel_lies() -> Iterator[None]:
         yield
     finally:
         _register(3)
+
+
+@fault(kills="CKPT-456", of="fastimpl")
+def misused_conversion_ignored() -> Iterator[None]:
+    """Values that a conversion refuses are passed over in silence."""
+
+    def around(original: Any, *arguments: Any) -> None:
+        try:
+            original(*arguments)
+        except RuntimeError:
+            return
+
+    # The operator is not there before the library is loaded.
+    with wrap("torch:ops.twinproof.checkpoint_dequantize_fp8", around):
+        yield
