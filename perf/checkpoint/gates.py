@@ -240,6 +240,96 @@ _LOADS = (
 )
 
 
+# The name of a contender, its package, how it reads.
+_LOADERS = (
+    ("safetensors", "safetensors' load_file", "its load_file with backend pread, one thread"),
+    ("fastsafetensors", "fastsafetensors", "its file loader without GDS, with as many threads as ours"),
+    ("runai", "runai-model-streamer", "its streamer, with as many threads as ours"),
+)
+_PREDICTION = (
+    "predicted from the least there is to do: both copy each byte once out of the page cache, at the bandwidth of the "
+    "kernel's copy, so that a peer with as many threads can be equalled and one with a thread is slower"
+)
+
+
+def _fresh_loads(peer: str, name: str, how: str) -> tuple[Gate, ...]:
+    """Loads into memory that the load makes, of one file and of many, against one library."""
+    fresh = partial(claim, peer=peer, control="by-128", filesystem="tmpfs", ceiling=20.0)
+    return (
+        fresh(
+            f"load-file-{peer}",
+            f"A load of one file into fresh memory MUST NOT be slower than {name}.",
+            full="load-1-file-512mib",
+            short="load-1-file-64mib",
+            floor=1.0,
+            evidence=f"{how}; {_PREDICTION}",
+        ),
+        fresh(
+            f"load-files-{peer}",
+            f"A load of 32 files into fresh memory MUST be faster than {name}.",
+            full="load-32-files-512mib",
+            short="load-32-files-64mib",
+            floor=1.0,
+            evidence=f"{how}; {_PREDICTION}; one plan for all files",
+        ),
+    )
+
+
+_FRESH_LOADS = (
+    *(gate for loader in _LOADERS for gate in _fresh_loads(*loader)),
+    limit(
+        "load-file-plain",
+        "A load of one file into fresh memory MUST reach 0.7 of one thread that only reads its bytes.",
+        full="load-1-file-512mib",
+        peer="plain",
+        floor=0.7,
+        ceiling=3.0,
+        control="by-128",
+        filesystem="tmpfs",
+        evidence="the same copy by two threads, with a header to read; the control reads 128 bytes per call",
+    ),
+    limit(
+        "load-file-mapped",
+        "A load of one file into fresh memory MUST reach 0.1 of a map whose pages are touched.",
+        full="load-1-file-512mib",
+        peer="mapped",
+        floor=0.1,
+        ceiling=2.0,
+        control="by-128",
+        filesystem="tmpfs",
+        evidence="a map copies nothing of what lies in the page cache, and each page when it is written to; one fault "
+        "for 16 pages costs a quarter of their copy",
+    ),
+)
+
+_QUANTIZED = (
+    claim(
+        "quantized-fp8",
+        "A load of e4m3 in blocks of 128 x 128 MUST take at most a tenth of torch's time.",
+        full="load-fp8-112mib",
+        short="load-fp8-14mib",
+        peer="torch",
+        floor=10.0,
+        ceiling=200.0,
+        control="torch",
+        filesystem="tmpfs",
+        evidence="torch multiplies block by block in Python, ours in one pass in the core's cache",
+    ),
+    limit(
+        "quantized-mxfp4",
+        "A load of MXFP4 MUST reach 0.2 of a copy of the bytes that come out.",
+        full="load-mxfp4-112mib",
+        short="load-mxfp4-14mib",
+        peer="plain",
+        floor=0.2,
+        ceiling=3.0,
+        control="reference",
+        filesystem="tmpfs",
+        evidence="an eighth of the bytes is read, all are written once; torch 2.13 fills only a part of such a tensor",
+    ),
+)
+
+
 def _consolidations(cut: str, times: float) -> tuple[Gate, ...]:
     """Consolidating a folder of shards that torch wrote, half as many times as fast where it is small."""
     return (
@@ -377,4 +467,4 @@ _REGRESSIONS = (
     _regression("open", full="open-2000x64", short="open-500x16"),
 )
 
-GATES = (*_SAVES, *_LOADS, *_FOLDERS, *_PLANS, *_REGRESSIONS)
+GATES = (*_SAVES, *_LOADS, *_FRESH_LOADS, *_QUANTIZED, *_FOLDERS, *_PLANS, *_REGRESSIONS)

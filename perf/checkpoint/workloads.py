@@ -11,6 +11,7 @@ _4_MIB = (1024, 1024)
 _TWO = ("ours", "torch")
 _FOUR = ("ours", "ours-best", "torch", "torch-best")
 _COUNTED = ("ours", "ours-64k", "torch", "plain", "mapped")
+_LOADERS = ("ours", "safetensors", "fastsafetensors", "runai", "mapped", "plain", "by-128")
 _PLANNED = ("ours@8", "ours@64", "torch@8", "torch@64")
 _QUADRATIC = ("quadratic@8", "quadratic@64")
 
@@ -21,6 +22,11 @@ _save_memory = partial(
 )
 _count = partial(Workload, component="checkpoint", job="count", file_count=4, rank_count=2, round_count=1)
 _load = partial(Workload, component="checkpoint", job="load", file_count=4, rank_count=2, shape=_16_MIB)
+_load_fresh = partial(Workload, component="checkpoint", job="load-fresh", contenders=_LOADERS)
+_load_fp8 = partial(Workload, component="checkpoint", job="load-fp8", tensor_count=2, contenders=_TWO)
+_load_mxfp4 = partial(
+    Workload, component="checkpoint", job="load-mxfp4", tensor_count=2, contenders=("ours", "plain", "reference")
+)
 _consolidate = partial(
     Workload, component="checkpoint", job="consolidate", file_count=4, rank_count=2, shape=_16_MIB, round_count=3
 )
@@ -54,6 +60,16 @@ WORKLOADS = (
     _load("load-columns-2gib", tensor_count=128, shard_dim=1, round_count=5, contenders=_TWO),
     _load("load-rows-256mib", tensor_count=16, round_count=6, contenders=_TWO),
     _load("load-rows-256mib-1-file", shape=_4_MIB, tensor_count=64, file_count=1, round_count=1, contenders=_TWO),
+    # Into memory that the load makes: one file, and 32.
+    _load_fresh("load-1-file-512mib", shape=_16_MIB, tensor_count=32, round_count=11),
+    _load_fresh("load-1-file-64mib", shape=_4_MIB, tensor_count=16, round_count=11),
+    _load_fresh("load-32-files-512mib", shape=_4_MIB, tensor_count=128, file_count=32, round_count=11),
+    _load_fresh("load-32-files-64mib", shape=(512, 1024), tensor_count=32, file_count=32, round_count=11),
+    # The matrices of DeepSeek-V3's experts; the short forms are an eighth of them.
+    _load_fp8("load-fp8-112mib", shape=(7168, 2048), round_count=7),
+    _load_fp8("load-fp8-14mib", shape=(896, 2048), round_count=9),
+    _load_mxfp4("load-mxfp4-112mib", shape=(7168, 2048), round_count=7),
+    _load_mxfp4("load-mxfp4-14mib", shape=(896, 2048), round_count=9),
     _consolidate("consolidate-rows-2gib", tensor_count=128, round_count=5, contenders=(*_FOUR, "plain", "by-page")),
     _consolidate("consolidate-rows-256mib", tensor_count=16, contenders=_FOUR),
     _consolidate("consolidate-columns-2gib", tensor_count=128, shard_dim=1, contenders=_FOUR),
