@@ -7,6 +7,7 @@ from perf.checkpoint.counting import measure_counts
 from perf.checkpoint.folders import measure_consolidations, measure_openings
 from perf.checkpoint.planning import measure_planning
 from perf.checkpoint.saving import measure_loads, measure_saves
+from perf.checkpoint.scale import measure_scale
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 
@@ -18,6 +19,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "consolidate": measure_consolidations,
     "open": measure_openings,
     "plan": measure_planning,
+    "scale": measure_scale,
 }
 
 __all__ = ["JOBS"]
