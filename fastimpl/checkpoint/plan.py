@@ -23,6 +23,8 @@ from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 
+_MUCH_BYTES = 64 << 10  # Of a block on one rank: from here on, what is sent costs more than an uneven share.
+
 # (name, offsets of the chunk) -> every rank that holds the chunk. A chunk that only its planned rank holds is absent.
 Holders = Mapping[tuple[str, tuple[int, ...]], Sequence[int]]
 
@@ -150,14 +152,16 @@ class _Balance:
         return sorted(ranks, key=lambda rank: (self.load_bytes[rank], rank)) if len(ranks) > 1 else ranks
 
     def choose(self, block: Block, shared: Sequence[tuple[_Part, int]]) -> None:
-        """Give a shared block to one who holds at least half as much of it as whoever holds most: the rest travels."""
+        """Give a shared block to the least loaded of its holders. Where much would travel, only large holders count."""
         if block.owner < 0:
             held: dict[int, int] = {}
             for part, size_bytes in shared:
                 for rank in part.holders or (part.rank,):
                     held[rank] = held.get(rank, 0) + size_bytes
             most = max(held.values(), default=0)
-            candidates = [rank for rank, size_bytes in held.items() if 2 * size_bytes >= most] or [0]
+            candidates = [
+                rank for rank, size_bytes in held.items() if most < _MUCH_BYTES or 2 * size_bytes >= most
+            ] or [0]
             block.owner = min(candidates, key=lambda rank: (self.load_bytes[rank], rank))
             self.load_bytes[block.owner] += block.end - block.start
 
