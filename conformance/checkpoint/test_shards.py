@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -110,11 +111,13 @@ def test_stale_files(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     assert_loads(checkpoint, tmp_path / "ck", new)
 
 
-def _count_writes(rank: Rank, path: str, replicated_rows: int) -> tuple[int, int]:
+def _count_writes(rank: Rank, path: str, replicated_rows: int, tensor_count: int) -> tuple[int, int]:
     mesh = mesh_of(rank)
-    big = random_bits(torch.float32, [replicated_rows, 64], 1)
     state = {
-        "emb": sharded(big, mesh, [Replicate()]),
+        **{
+            f"emb{i}": sharded(random_bits(torch.float32, [replicated_rows, 64], i), mesh, [Replicate()])
+            for i in range(tensor_count)
+        },
         **{f"norm{i}": random_bits(torch.float32, [8], i) for i in range(40)},
     }
     checkpoint = rank.component("checkpoint")
@@ -131,8 +134,11 @@ def _count_writes(rank: Rank, path: str, replicated_rows: int) -> tuple[int, int
     "Replicated tensors MUST be written once, and a large one by all its holders: max/mean of bytes per rank <= 1.2.",
     needs=("balanced_writes",),
 )
-def test_replicas_are_shared_out(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
-    results = rank_pool.run(_count_writes, 4, str(tmp_path / "ck"), 4096)
+@pytest.mark.parametrize(
+    ("rows", "tensor_count"), [(4096, 1), (32, 40)], ids=["one large tensor", "tensors of two blocks"]
+)
+def test_replicas_are_shared_out(checkpoint: Any, rank_pool: Any, tmp_path: Path, rows: int, tensor_count: int) -> None:
+    results = rank_pool.run(_count_writes, 4, str(tmp_path / "ck"), rows, tensor_count)
     written = [stats for _, stats in results]
     size = (tmp_path / "ck" / FILE).stat().st_size
     assert_equal(sum(written), size, where="bytes written by all ranks")

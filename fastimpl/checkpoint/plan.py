@@ -12,7 +12,7 @@ The coordinator computes this once. Each rank gets its own part only, as packed 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,6 +22,8 @@ from twinproof.checkpoint.format import PAGE_BYTES
 from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
+
+_MUCH_BYTES = 64 << 10  # Of a block on one rank: from here on, what is sent costs more than an uneven share.
 
 # (name, offsets of the chunk) -> every rank that holds the chunk. A chunk that only its planned rank holds is absent.
 Holders = Mapping[tuple[str, tuple[int, ...]], Sequence[int]]
@@ -126,8 +128,46 @@ def _floor(value: int, unit: int) -> int:
     return value - value % unit
 
 
-def _direct_runs(parts: Sequence[_Part], rules: BlockRules) -> list[tuple[int, int, int]]:
-    # Runs long enough to be written by a holder; a replicated run is shared out among all who hold it.
+class _Balance:
+    """Bytes that each rank writes, so that what several ranks could write goes to the least loaded of them."""
+
+    def __init__(self, rank_count: int) -> None:
+        self.load_bytes = [0] * rank_count
+
+    def count_held(self, parts: Sequence[_Part], rules: BlockRules) -> None:
+        """Runs that only one rank can write directly; known before any choice is made."""
+        for part in parts:
+            if not part.holders and part.geometry.run_bytes >= rules.direct_bytes:
+                self.load_bytes[part.rank] += part.geometry.total_bytes
+
+    def count_blocks(self, blocks: Iterable[Block]) -> None:
+        """The blocks that have an owner, exactly; forgets what was counted before."""
+        self.load_bytes = [0] * len(self.load_bytes)
+        for block in blocks:
+            if block.owner >= 0:
+                self.load_bytes[block.owner] += block.end - block.start
+
+    def least(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The ranks, least loaded first."""
+        return sorted(ranks, key=lambda rank: (self.load_bytes[rank], rank)) if len(ranks) > 1 else ranks
+
+    def choose(self, block: Block, shared: Sequence[tuple[_Part, int]]) -> None:
+        """Give a shared block to the least loaded of its holders. Where much would travel, only large holders count."""
+        if block.owner < 0:
+            held: dict[int, int] = {}
+            for part, size_bytes in shared:
+                for rank in part.holders or (part.rank,):
+                    held[rank] = held.get(rank, 0) + size_bytes
+            most = max(held.values(), default=0)
+            candidates = [
+                rank for rank, size_bytes in held.items() if most < _MUCH_BYTES or 2 * size_bytes >= most
+            ] or [0]
+            block.owner = min(candidates, key=lambda rank: (self.load_bytes[rank], rank))
+            self.load_bytes[block.owner] += block.end - block.start
+
+
+def _direct_runs(parts: Sequence[_Part], rules: BlockRules, balance: _Balance) -> list[tuple[int, int, int]]:
+    # Runs long enough to be written by a holder; a replicated run is shared out among the least loaded who hold it.
     runs = []
     for part in parts:
         if part.geometry.run_bytes < rules.direct_bytes:
@@ -135,8 +175,11 @@ def _direct_runs(parts: Sequence[_Part], rules: BlockRules) -> list[tuple[int, i
         owners = part.holders or (part.rank,)
         for begin, end in part.geometry.runs():
             share = max(-(-(end - begin) // len(owners)), rules.direct_bytes)
-            for i, start in enumerate(range(begin, end, share)):
-                runs.append((part.base + start, part.base + min(start + share, end), owners[i % len(owners)]))
+            cuts = [*range(begin, end, share), end]
+            for (start, stop), owner in zip(pairwise(cuts), balance.least(owners), strict=False):
+                runs.append((part.base + start, part.base + stop, owner))
+                if part.holders:
+                    balance.load_bytes[owner] += stop - start
     return sorted(runs)
 
 
@@ -197,19 +240,6 @@ def _share(parts: Sequence[_Part], blocks: list[Block]) -> list[list[tuple[_Part
     return shared
 
 
-class _Balance:
-    """Gives shared blocks to the least loaded rank among those that hold some of their bytes."""
-
-    def __init__(self, rank_count: int) -> None:
-        self.load_bytes = [0] * rank_count
-
-    def choose(self, block: Block, shared: Sequence[tuple[_Part, int]]) -> None:
-        if block.owner < 0:
-            candidates = {rank for part, _ in shared for rank in (part.holders or (part.rank,))} or {0}
-            block.owner = min(candidates, key=lambda rank: (self.load_bytes[rank], rank))
-            self.load_bytes[block.owner] += block.end - block.start
-
-
 @collector_paused()
 def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, holders: Holders) -> SavePieces:
     """Plan every write and every message of a save. A pure function of its arguments.
@@ -225,20 +255,19 @@ def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, ho
     by_file: dict[str, list[GlobalTensor]] = {file: [] for file in arrangement.files}
     for tensor in arrangement.tensors.values():
         by_file[tensor.file].append(tensor)
+    parts_by_file = [_parts(tensors, holders) for tensors in by_file.values()]
+    for parts in parts_by_file:
+        balance.count_held(parts, rules)
     pending = []
-    for number, (file, layout) in enumerate(arrangement.files.items()):
-        parts = _parts(by_file[file], holders)
+    for number, (parts, layout) in enumerate(zip(parts_by_file, arrangement.files.values(), strict=True)):
         if rank_count == 1:
             segments: list[tuple[int, int, int | None]] = [(0, layout.file_bytes, 0)]
         elif rules.sequential:
             segments = [(0, layout.file_bytes, None)]
         else:
-            segments = _segments(_direct_runs(parts, rules), layout.file_bytes, rules)
-        blocks = _cut(number, segments, rules)
-        for block in blocks:
-            if block.owner >= 0:
-                balance.load_bytes[block.owner] += block.end - block.start
-        pending.append((parts, blocks))
+            segments = _segments(_direct_runs(parts, rules, balance), layout.file_bytes, rules)
+        pending.append((parts, _cut(number, segments, rules)))
+    balance.count_blocks(block for _, blocks in pending for block in blocks)
     for parts, blocks in pending:
         shared = _share(parts, blocks)
         if rules.sequential and rank_count > 1:

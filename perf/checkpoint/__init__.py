@@ -9,6 +9,7 @@ from perf.checkpoint.loading import measure_fresh_loads
 from perf.checkpoint.planning import measure_planning
 from perf.checkpoint.quantized import measure_fp8_loads, measure_mxfp4_loads
 from perf.checkpoint.saving import measure_loads, measure_saves
+from perf.checkpoint.scale import measure_scale
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 
@@ -23,6 +24,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "consolidate": measure_consolidations,
     "open": measure_openings,
     "plan": measure_planning,
+    "scale": measure_scale,
 }
 
 __all__ = ["JOBS"]

@@ -455,6 +455,80 @@ _PLANS = (
 )
 
 
+def _scale(placement: str, *, full: str | None = None, short: str | None = None) -> tuple[Gate, ...]:
+    """What the plan of a large model says, against the formula in ``docs/checkpoint.md``."""
+    ours, formula = f"ours@{placement}", f"formula@{placement}"
+    count = partial(counter, hardware=_ANY_CPU, subject=ours, full=full, short=short, test=short)
+    return (
+        count(
+            f"plan-{placement}-balance",
+            "The busiest rank MUST NOT write more than 1.2 times what a rank writes on average.",
+            metric="max_over_mean",
+            floor=1,
+            ceiling=1.2,
+            control=f"rank0@{placement}",
+            evidence="stages hold one layer more or less; the control lets one rank write",
+        ),
+        count(
+            f"plan-{placement}-exchanged",
+            "Ranks MUST NOT exchange more bytes than the formula says.",
+            peer=formula,
+            metric="exchanged_bytes",
+            floor=0.4,
+            ceiling=1,
+            control=f"rank0@{placement}",
+            evidence="runs of half a block or more stay; of a shared block, all but its owner's part moves",
+        ),
+        count(
+            f"plan-{placement}-files",
+            "A save MUST NOT make more files than the formula says.",
+            peer=formula,
+            metric="file_count",
+            floor=0.4,
+            ceiling=1,
+            control=f"torch@{placement}",
+            evidence="a file is closed when the next tensor does not fit; the control makes a file per rank as well",
+        ),
+        count(
+            f"plan-{placement}-bytes",
+            "Planning MUST NOT send more bytes, up and down, than the formula says.",
+            peer=formula,
+            metric="plan_bytes",
+            floor=0.1,
+            ceiling=1,
+            control=f"torch@{placement}",
+            evidence="packed integers; the control pickles items",
+        ),
+    )
+
+
+def _scale_growth(id: str, subject: str, peer: str, *, full: str | None = None, short: str | None = None) -> Gate:
+    return claim(
+        id,
+        f"Planning MUST be linear: a chunk of {subject} costs at most twice one of {peer}.",
+        full=full,
+        short=short,
+        subject=f"ours@{subject}",
+        peer=f"ours@{peer}",
+        metric="cpu_seconds_per_chunk",
+        floor=0.5,
+        ceiling=4.0,
+        control="quadratic@pp2-fsdp8-tp4",
+        control_peer="quadratic@fsdp4-tp2",
+        evidence="the control looks through all items once per rank",
+    )
+
+
+_AT_SCALE = (
+    *_scale("pp8-ep8-fsdp8", full="scale-512"),
+    *_scale("pp4-fsdp16-tp8", full="scale-512"),
+    *_scale("pp2-ep4-fsdp8", short="scale-64"),
+    *_scale("pp2-fsdp8-tp4", short="scale-64"),
+    _scale_growth("plan-scale-linear-512", "pp4-fsdp16-tp8", "pp2-fsdp8-tp4", full="scale-linear-512"),
+    _scale_growth("plan-scale-linear", "pp2-fsdp8-tp4", "fsdp4-tp2", short="scale-linear-64"),
+)
+
+
 def _regression(what: str, *, full: str, short: str | None = None) -> Gate:
     """From one run to the next, for ``bench compare``."""
     return regression(
@@ -477,4 +551,4 @@ _REGRESSIONS = (
     _regression("open", full="open-2000x64", short="open-500x16"),
 )
 
-GATES = (*_SAVES, *_LOADS, *_FRESH_LOADS, *_QUANTIZED, *_FOLDERS, *_PLANS, *_REGRESSIONS)
+GATES = (*_SAVES, *_LOADS, *_FRESH_LOADS, *_QUANTIZED, *_FOLDERS, *_PLANS, *_AT_SCALE, *_REGRESSIONS)

@@ -15,6 +15,13 @@ _LOADERS = ("ours", "safetensors", "fastsafetensors", "runai", "mapped", "plain"
 _PLANNED = ("ours@8", "ours@64", "torch@8", "torch@64")
 _QUADRATIC = ("quadratic@8", "quadratic@64")
 
+_LINEAR = ("ours@pp2-fsdp8-tp4", "ours@fsdp4-tp2", "quadratic@pp2-fsdp8-tp4", "quadratic@fsdp4-tp2")
+
+
+def _placed(placement: str) -> tuple[str, ...]:
+    return tuple(f"{who}@{placement}" for who in ("ours", "torch", "rank0", "formula"))
+
+
 _save = partial(Workload, component="checkpoint", job="save", file_count=4, rank_count=2, shape=_16_MIB, round_count=3)
 # One file, so that torch's growth shows at this size.
 _save_memory = partial(
@@ -32,6 +39,8 @@ _consolidate = partial(
 )
 _open = partial(Workload, component="checkpoint", job="open", contenders=_TWO)
 _plan = partial(Workload, component="checkpoint", job="plan", shape=_16_MIB, round_count=3)
+# Stands for as many bytes as the model has, in tensors of the size of an expert's.
+_scale = partial(Workload, component="checkpoint", job="scale", shape=(7168, 1024), round_count=1)
 
 WORKLOADS = (
     # 128 tensors of 16 MiB over 4 files, by 2 ranks.
@@ -85,4 +94,10 @@ WORKLOADS = (
     ),
     _plan("plan-1000", tensor_count=1000, contenders=(*_PLANNED, "torch-pickled@8", "torch-pickled@64", *_QUADRATIC)),
     _plan("plan-200", tensor_count=200, round_count=1, contenders=_PLANNED),
+    # Planning for a model of 671 billion parameters on 512 ranks, and for one of 14 billion on 64 and 8; the placement
+    # is the contender's suffix.
+    _scale("scale-512", tensor_count=45_710, contenders=(*_placed("pp8-ep8-fsdp8"), *_placed("pp4-fsdp16-tp8"))),
+    _scale("scale-64", tensor_count=948, contenders=(*_placed("pp2-ep4-fsdp8"), *_placed("pp2-fsdp8-tp4"))),
+    _scale("scale-linear-512", tensor_count=45_710, round_count=3, contenders=("ours@pp4-fsdp16-tp8", *_LINEAR)),
+    _scale("scale-linear-64", tensor_count=948, round_count=6, contenders=_LINEAR),
 )
