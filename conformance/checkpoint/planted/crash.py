@@ -86,11 +86,11 @@ def old_deleted_first(original: Any, staging: Any) -> None:
     original(staging)
 
 
-@fault(kills="CKPT-304", at="fastimpl.checkpoint.consolidate:merge")
-def shards_deleted_early(original: Any, job: Any, folder: Any, *rest: Any) -> None:
+@fault(kills="CKPT-304", at="twinproof.checkpoint.catalog:Catalog.check_unchanged")
+def shards_deleted_early(original: Any, catalog: Any, *files: Any) -> None:
     """Consolidation deletes shard files once they are read, before its result is in force."""
-    # When all threads are done: one that still reads would end in an error, which is no kill.
-    original(job, folder, *rest)
-    for record in job.catalog.tensors.values():
+    original(catalog, *files)
+    # A load names its files; a consolidation means all.
+    for record in catalog.tensors.values() if not files else ():
         for chunk in record.chunks:
             Path(chunk.file).unlink(missing_ok=True)
