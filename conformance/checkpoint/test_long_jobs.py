@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,61 +21,11 @@ from conformance.checkpoint.crash_programs import MAPPING, make_state
 from conformance.checkpoint.trainer import Trainer
 from conformance.harness import Mismatch, Rank, assert_equal, assert_le, assert_same_tensors, requirement
 from conformance.harness.raising import errors_inside
+from conformance.provers.faults import Interruption, each_moment, interrupted
 from twinproof.errors import TwinproofError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class _Interruption:
-    """Does something once, before the n-th event of Python's own that names a path below a prefix."""
-
-    def __init__(self, prefix: Path, nth: int, action: Callable[[], object]) -> None:
-        self.prefix, self.nth, self.action = os.fspath(prefix), nth, action
-        self.seen_count, self.is_over = 0, False
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        names = [os.fsdecode(a) for a in arguments if isinstance(a, (str, bytes, os.PathLike))]
-        if self.is_over or not any(self.prefix in name for name in names):
-            return
-        self.seen_count += 1
-        if self.seen_count == self.nth:
-            self.is_over = True
-            self.action()
-
-
-_hooks: list[_Interruption] = []
-_installed: list[bool] = []
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    for hook in list(_hooks):
-        hook(event, arguments)
-
-
-@contextmanager
-def _interrupted(prefix: Path, nth: int, action: Callable[[], object]) -> Iterator[_Interruption]:
-    """Run the action in the middle of what the block does to the folder: before its n-th look at the file system."""
-    if not _installed:
-        # An audit hook cannot be taken back; without interruptions it does nothing.
-        sys.addaudithook(_audit)
-        _installed.append(True)
-    hook = _Interruption(prefix, nth, action)
-    _hooks.append(hook)
-    try:
-        yield hook
-    finally:
-        hook.is_over = True
-        _hooks.remove(hook)
-
-
-def _each_moment(make: Callable[[int], bool]) -> None:
-    """Call ``make(n)`` for n = 1, 2, ... until it says that there was no n-th moment."""
-    nth = 1
-    while make(nth):
-        nth += 1
-    if nth < 3:
-        raise Mismatch("too few moments to interrupt were seen", got=nth, expected=">= 3")
 
 
 def _one_of(targets: dict[str, torch.Tensor], *seeds: int) -> int | None:
@@ -147,24 +95,24 @@ class _Shards(_File):
 def test_replaced_while_read(checkpoint: Any, tmp_path: Path, kind: Callable[[Any, Path], _File]) -> None:
     outcomes = set()
 
-    def once(nth: int) -> bool:
+    def once(nth: int) -> Interruption:
         place = kind(checkpoint, tmp_path / f"{nth}" / "ck")
         place.path.parent.mkdir()
         place.save(OLD)
-        with _interrupted(place.path, nth, lambda: place.save(NEW)) as hook:
+        with interrupted(place.path, nth, lambda: place.save(NEW)) as hook:
             try:
                 seed = _one_of(place.load(), OLD, NEW)
             except BaseException as error:
                 if not _is_named(error):
                     raise
                 outcomes.add("named error")
-                return hook.seen_count >= nth
+                return hook
         if seed is None:
             raise Mismatch("parts of two checkpoints", got="a mixture", expected=[OLD, NEW], where=f"moment {nth}")
         outcomes.add(f"{seed}")
-        return hook.seen_count >= nth
+        return hook
 
-    _each_moment(once)
+    each_moment(once)
     assert_equal({f"{OLD}", f"{NEW}"} - outcomes, set(), where="outcomes that were not seen")
 
 
@@ -211,7 +159,7 @@ def test_replaced_between_ranks(checkpoint: Any, rank_pool: Any, tmp_path: Path)
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first save", "overwriting"])
 def test_two_savers(checkpoint: Any, tmp_path: Path, first: bool) -> None:
-    def once(nth: int) -> bool:
+    def once(nth: int) -> Interruption:
         path = tmp_path / f"{nth}" / "ck"
         path.parent.mkdir()
         if not first:
@@ -224,7 +172,7 @@ def test_two_savers(checkpoint: Any, tmp_path: Path, first: bool) -> None:
             except BaseException as error:
                 errors.append(error)
 
-        with warnings.catch_warnings(), _interrupted(path.parent, nth, lambda: attempt(NEW)) as hook:
+        with warnings.catch_warnings(), interrupted(path.parent, nth, lambda: attempt(NEW)) as hook:
             warnings.simplefilter("ignore")
             attempt(NEW + 100)
         unnamed = [f"{type(error).__name__}: {error}" for error in errors if not _is_named(error)]
@@ -233,9 +181,9 @@ def test_two_savers(checkpoint: Any, tmp_path: Path, first: bool) -> None:
         seed = state_in(checkpoint, path, (NEW, NEW + 100), where=f"moment {nth}")
         assert_equal(seed in (NEW, NEW + 100), True, where=f"moment {nth}: one of the two is there")
         assert_equal(leftovers(path.parent, "ck"), [], where=f"moment {nth}: leftovers")
-        return hook.seen_count >= nth
+        return hook
 
-    _each_moment(once)
+    each_moment(once)
 
 
 _EXTRA_BYTES = 32 << 20

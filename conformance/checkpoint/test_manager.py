@@ -90,6 +90,8 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"exclude_from_loading": ["optimizer"]}, "lr_scheduler"),
     ({"exclude_from_loading": ["nobody"]}, "nobody"),
     ({"hf_options": {"max_shard_size": "5GB"}}, "last_save_in_hf"),
+    ({"hf_options": {"max_shards": 3}, "last_save_in_hf": True}, "max_shards"),
+    ({"hf_options": {"durable": False}, "last_save_in_hf": True}, "durable"),
     ({"hf_options": {"max_shard_size": "5 apples"}, "last_save_in_hf": True}, "max_shard_size"),
     ({"states": {"model": torch.nn.Linear(1, 1)}}, "model"),
     ({"states": {"rng": 3}}, "rng"),
@@ -223,7 +225,7 @@ def test_hf_holds_the_model(checkpoint: Any, tmp_path: Path) -> None:
 @requirement(
     "CKPT-436",
     "A load MUST take the newest complete checkpoint of the folder, that of the step asked for, or else the initial "
-    "one; an incomplete step is none, and a missing one MUST be a named error.",
+    "one; an incomplete step is none; a missing one, and one of both formats, MUST be a named error.",
 )
 def test_what_is_loaded(checkpoint: Any, tmp_path: Path) -> None:
     trainer = Trainer(1)
@@ -249,12 +251,18 @@ def test_what_is_loaded(checkpoint: Any, tmp_path: Path) -> None:
         load(manager)
     assert_equal((fresh.counter.step, fresh.loader.given_count), (4, 0), where="what is excluded is left alone")
     assert_same_tensors(fresh.weights(), trainer.weights(), where="the model")
+    (tmp_path / "run/step-6/.metadata").touch()
+    save(checkpoint, {"w": torch.ones(2)}, tmp_path / "else")
+    shutil.copytree(tmp_path / "else", tmp_path / "run/step-6", dirs_exist_ok=True)
+    both = raises(FormatError, mentions=["step-6", "both"], where="both formats")
+    with Trainer(6).manager(checkpoint, tmp_path / "run") as manager, both:
+        load(manager)
 
 
 @requirement(
     "CKPT-437",
     "A manager MUST save at multiples of the interval, at the last step, after the first where asked for, and never "
-    "with load_only or where it is not enabled; the answer of save says whether it did.",
+    "with load_only or where it is not enabled; the answer of save says whether it did. A closed one MUST refuse.",
 )
 def test_when_it_saves(checkpoint: Any, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], list[str]]] = [
@@ -276,6 +284,10 @@ def test_when_it_saves(checkpoint: Any, tmp_path: Path) -> None:
         assert_equal(manager.save(0, last_step=True), True, where="a seed checkpoint")
         with raises(ConfigError, mentions=["curr_step"]):
             manager.save(-1)
+    verbs: tuple[Callable[[], Any], ...] = (lambda: manager.save(4), lambda: load(manager))
+    for verb in verbs:
+        with raises(ConfigError, mentions=["closed"], where="after close"):
+            verb()
 
 
 class _Broken:
@@ -345,8 +357,8 @@ def _retention(checkpoint: Any, folder: Path, keep: int, prepare: Callable[[Path
 
 @requirement(
     "CKPT-439",
-    "Retention MUST keep the newest complete checkpoints, as many as asked for: an incomplete one counts for nothing "
-    "and is not deleted, and 0 keeps all.",
+    "Retention MUST keep the newest complete checkpoints, as many as asked for, and the one just saved: an incomplete "
+    "one counts for nothing and is not deleted, and 0 keeps all.",
 )
 def test_retention(checkpoint: Any, tmp_path: Path) -> None:
     def incomplete(folder: Path) -> None:
@@ -359,6 +371,10 @@ def test_retention(checkpoint: Any, tmp_path: Path) -> None:
         assert_equal(_retention(checkpoint, tmp_path / f"{keep}", keep, lambda folder: None), expected, where=f"{keep}")
         found = _retention(checkpoint, tmp_path / f"{keep}-incomplete", keep, incomplete)
         assert_equal(found, [*expected, "step-7", "step-8"], where=f"{keep}, newer ones incomplete")
+    # A run that goes back to an earlier step has later ones before it.
+    with Trainer(1).manager(checkpoint, tmp_path / "2", interval=1, keep_latest_k=2) as manager:
+        manager.save(3)
+    assert_equal(_steps(tmp_path / "2"), ["step-3", "step-4", "step-5"], where="saved after going back")
 
 
 @requirement(

@@ -6,6 +6,7 @@ the model alone. Source: torchtitan's CheckpointManager, https://github.com/pyto
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import queue
@@ -34,10 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from twinproof.checkpoint.format import StrPath, local_path
-from twinproof.checkpoint.native import CheckpointFormat, NativeStorageWriter, detect_format
+from twinproof.checkpoint.native import CheckpointFormat, NativeStorageWriter, detect_format, formats_in
 from twinproof.checkpoint.plan import Export, check_count, exported_dtype
 from twinproof.checkpoint.publish import rank_count_of, scatter
-from twinproof.errors import ConfigError, MissingCheckpointError, PlanError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError, PlanError
 
 __all__ = ["ASYNC_MODES", "CheckpointManager", "CheckpointPolicy", "StateDictAdapter"]
 
@@ -185,7 +186,7 @@ class CheckpointManager:
         initial_load_in_hf_quantized: it holds block-quantized weights.
         export_dtype: dtype of floating point tensors in a model-only last save; None keeps each.
         export_keep: ``fnmatch`` patterns of names that keep their dtype.
-        keep_latest_k: complete checkpoints to keep; 0 keeps all. The newest complete one is never deleted.
+        keep_latest_k: complete checkpoints to keep; 0 keeps all. The newest and the last saved are never deleted.
         async_mode: ``disabled``; ``async``: ``save`` returns when states are copied; ``async_with_pinned_mem``: it
             returns at once, and ``maybe_wait_for_staging`` must come before the states change. Needs an accelerator.
         state_dict_adapter: see :class:`StateDictAdapter`; None leaves names and layouts as they are.
@@ -194,7 +195,7 @@ class CheckpointManager:
         load_only: nothing is saved.
         durable: fsync before a checkpoint becomes visible.
         stager: makes the copies of an asynchronous save, in place of the mode's own.
-        thread_count: threads of an HF load.
+        thread_count: threads of an HF load, unless the adapter brings a reader of its own.
         enable: False makes an object that neither loads nor saves.
         last_save_in_safetensors_format, last_save_model_weights_only: older names of ``last_save_in_hf`` and
             ``last_save_model_only``.
@@ -250,7 +251,7 @@ class CheckpointManager:
         last_save_in_safetensors_format: bool | None = None,
         last_save_model_weights_only: bool | None = None,
     ) -> None:
-        self.enable = enable
+        self.enable, self._is_closed = enable, False
         self._pending: _Pending | None = None
         self._group: dist.ProcessGroup | None = None
         self._stager, self._owns_stager = stager, False
@@ -333,7 +334,11 @@ class CheckpointManager:
                 self._stager.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
-            self._group, self._cleaner, self._owns_stager, self.enable = None, None, False, False
+            self._group, self._cleaner, self._owns_stager, self._is_closed = None, None, False, True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("the manager is closed: it neither saves nor loads", where=self.policy.folder)
 
     # Saving.
 
@@ -345,10 +350,12 @@ class CheckpointManager:
             last_step: whether it is the last.
 
         Raises:
-            CheckpointException: torch's, with each rank's named error; also that of the asynchronous save before.
+            CheckpointException: torch's, with each rank's named error; also that of the asynchronous save before, and
+                then this step is not saved. ConfigError: no step, or the manager is closed.
         """
         if type(curr_step) is not int or curr_step < 0:
             raise ConfigError("not a step", got=curr_step, expected=">= 0", where="curr_step")
+        self._check_open()
         if not self._saves_at(curr_step, last_step):
             return False
         self.maybe_wait_for_saving()
@@ -376,14 +383,17 @@ class CheckpointManager:
         if mapping is not None and not options.keys() & {"fqn_to_index_mapping", "max_shard_size", "single_file"}:
             options["fqn_to_index_mapping"] = mapping
         export = self.policy.export
-        return type(self)._writer(
-            folder,
-            process_group=self._group,
-            durable=self.policy.durable,
-            export_dtype=export.export_dtype,
-            export_keep=export.export_keep,
-            **options,
-        )
+        own = {
+            "process_group": self._group,
+            "durable": self.policy.durable,
+            "export_dtype": export.export_dtype,
+            "export_keep": export.export_keep,
+        }
+        known = inspect.signature(type(self)._writer).parameters.keys() - own.keys() - {"path"}
+        wrong = sorted(options.keys() - known)
+        if wrong:
+            raise ConfigError("no options to give", got=wrong, expected=sorted(known), where="hf_options")
+        return type(self)._writer(folder, **own, **options)
 
     def _native_writer(self, folder: Path) -> NativeStorageWriter:
         return NativeStorageWriter(folder, durable=self.policy.durable)
@@ -416,7 +426,7 @@ class CheckpointManager:
     def _saved(self, step: int) -> None:
         logger.info("step %d is saved in %s", step, self.policy.folder)
         if self._cleaner is not None:
-            self._cleaner.clean()
+            self._cleaner.clean(step)
 
     def maybe_wait_for_staging(self) -> None:
         """Return when the states may change: before the optimizer's next step."""
@@ -466,6 +476,7 @@ class CheckpointManager:
             ConfigError: more than the model is asked of an HF checkpoint, or an HF checkpoint of one that is not.
             FormatError: a checkpoint of both formats. CheckpointException: torch's, with each rank's named error.
         """
+        self._check_open()
         if not self.enable:
             return False
         self.maybe_wait_for_saving()
@@ -525,10 +536,8 @@ class CheckpointManager:
 
     def _load_native(self, path: Path, model_only: bool) -> None:
         state = self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
-        names = set(self._model_state())
-        reader = dcp.FileSystemReader(path)
-        dcp.load(state, storage_reader=reader, process_group=self._group)
-        self._set_model({name: state[name] for name in names})
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
+        self._set_model(state)
 
     def _load_hf(self, path: Path) -> None:
         adapter = self._adapter
@@ -591,10 +600,11 @@ def _discard(writer: Any) -> None:
 def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
     """Step -> format of every complete checkpoint of a manager's folder.
 
-    A ``step-N`` without metadata or index is what another program left of a crash, and is no checkpoint.
+    A ``step-N`` without metadata or index, or with files missing, is what another program left of a crash: it is no
+    checkpoint, and is logged.
 
     Raises:
-        FormatError: a folder of both formats.
+        FormatError: a folder of both formats, or with a malformed index: what it holds is for a human to say.
     """
     found: dict[int, CheckpointFormat] = {}
     if not folder.is_dir():
@@ -604,8 +614,11 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
         if match is None or not (folder / name).is_dir():
             continue
         try:
-            found[int(match[1])] = detect_format(folder / name)
-        except TwinproofError as error:
+            if formats_in(folder / name):
+                found[int(match[1])] = detect_format(folder / name)
+            else:
+                logger.warning("%s is no complete checkpoint: it has neither metadata nor index", folder / name)
+        except CorruptionError as error:
             logger.warning("%s is no complete checkpoint: %s", folder / name, error)
     return found
 
@@ -614,33 +627,35 @@ class _Cleaner:
     """Deletes old checkpoints in a thread: terabytes take minutes.
 
     A checkpoint is renamed before it is deleted, so that no half of it is ever taken for one. What could not be deleted
-    is tried again after the next save.
+    is tried again after the next save. The one that was just saved is kept whatever its step: a run that went back to
+    an earlier step finds later ones in its folder.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
-        self._requests: queue.Queue[bool] = queue.Queue()
+        self._saved_steps: queue.Queue[int | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
         self._thread.start()
 
-    def clean(self) -> None:
-        """Ask for it; returns at once."""
-        self._requests.put(True)
+    def clean(self, saved_step: int) -> None:
+        """Ask for it after a save; returns at once."""
+        self._saved_steps.put(saved_step)
 
     def close(self) -> None:
         """Return when everything that was asked for is done."""
-        self._requests.put(False)
+        self._saved_steps.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while self._requests.get():
+        while (saved_step := self._saved_steps.get()) is not None:
             try:
-                self._clean()
+                self._clean(saved_step)
             except Exception as error:
                 logger.warning("old checkpoints in %s could not be looked at: %s", self.folder, error)
 
-    def _clean(self) -> None:
-        for step in sorted(complete_steps(self.folder))[: -self.keep]:
+    def _clean(self, saved_step: int) -> None:
+        older = sorted(complete_steps(self.folder))[: -self.keep]
+        for step in (step for step in older if step != saved_step):
             name = f"step-{step}"
             hidden = self.folder / f".{name}.deleting-{uuid.uuid4().hex[:12]}"
             try:

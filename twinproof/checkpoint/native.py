@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -20,11 +19,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
-from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, local_path
+from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
 from twinproof.checkpoint.publish import Staging, fsync_path
 from twinproof.errors import FormatError, MissingCheckpointError, PlanError
 
-__all__ = ["CheckpointFormat", "NativeStorageWriter", "detect_format"]
+__all__ = ["CheckpointFormat", "NativeStorageWriter", "detect_format", "formats_in"]
 
 
 class CheckpointFormat(str, Enum):
@@ -43,25 +42,31 @@ def detect_format(path: StrPath) -> CheckpointFormat:
     """
     place = local_path(path)
     if place.is_file():
-        if place.suffix == ".safetensors":
+        if place.suffix == SUFFIX:
             return CheckpointFormat.HF
         raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
     if not place.is_dir():
         raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
-    names = sorted(os.listdir(place))
-    files = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
-    is_native, is_hf = NATIVE_METADATA_NAME in names, INDEX_NAME in names or bool(files)
-    if is_native == is_hf:
+    found = formats_in(place)
+    if len(found) != 1:
         raise FormatError(
             "a checkpoint has one format",
-            got="both" if is_hf else f"neither in {names[:5]}",
+            got="both" if found else f"neither in {sorted(os.listdir(place))[:5]}",
             expected=f"{NATIVE_METADATA_NAME} (torch's), or {INDEX_NAME} or safetensors files (HF)",
             where=place,
         )
-    if is_native:
+    if CheckpointFormat.DCP in found:
         return CheckpointFormat.DCP
     read_index(place)
     return CheckpointFormat.HF
+
+
+def formats_in(folder: Path) -> set[CheckpointFormat]:
+    """The formats whose files a folder has; none of a save that a crash cut short."""
+    names = os.listdir(folder)
+    is_hf = any(name == INDEX_NAME or (name.endswith(SUFFIX) and not name.startswith(".")) for name in names)
+    kinds = {CheckpointFormat.DCP: NATIVE_METADATA_NAME in names, CheckpointFormat.HF: is_hf}
+    return {kind for kind, is_there in kinds.items() if is_there}
 
 
 class NativeStorageWriter(FileSystemWriter):
@@ -122,9 +127,3 @@ class NativeStorageWriter(FileSystemWriter):
         if self.staging is not None:
             self.staging.discard()
             self.staging = None
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "staging": None}

@@ -181,7 +181,6 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         """Fill every target in place; nothing is written before all targets were checked."""
         mine = [item for item in plan.items if item.storage_index.fqn in self.quantized]
         plain = dataclasses.replace(plan, items=[i for i in plan.items if i.storage_index.fqn not in self.quantized])
-        self.targets(plain, planner)
         targets = [(item, self._target(item, planner)) for item in mine]
         future = super().read_data(plain, planner)
         pieces = [piece for item, target in targets for piece in self._pieces(item, target)]

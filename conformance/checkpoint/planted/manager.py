@@ -77,6 +77,24 @@ def initial_checkpoint_wins(original: Any, manager: Any, step: Any) -> Any:
     return original(manager, step)
 
 
+@fault(kills="CKPT-436", at=f"{_MANAGER}:complete_steps")
+def ambiguous_step_skipped(original: Any, folder: Any) -> Any:
+    """A newest step of both formats is passed over, and an older one is loaded in its place."""
+    try:
+        return original(folder)
+    except FormatError:
+        steps = {name: folder / f"step-{name}" for name in (2, 4)}
+        return {step: CheckpointFormat.DCP for step, path in steps.items() if path.is_dir()}
+
+
+closed_manager_says_false = patched(
+    "A manager that was closed goes on to answer that nothing was due.",
+    swap(f"{_CLASS}._check_open", nothing),
+    swap(f"{_CLASS}._saves_at", lambda *arguments: False),
+    kills="CKPT-437",
+)
+
+
 @fault(kills="CKPT-437", at=f"{_CLASS}._saves_at")
 def step_zero_counts(original: Any, manager: Any, step: Any, last_step: Any) -> Any:
     """The state before the first step is saved: 0 is a multiple of the interval."""
@@ -104,8 +122,14 @@ def kept_by_name(original: Any, folder: Any) -> Any:
     return {int(name.removeprefix("step-")): CheckpointFormat.DCP for name in names}
 
 
+@fault(kills="CKPT-439", at=f"{_MANAGER}:_Cleaner._clean")
+def saved_and_deleted(original: Any, cleaner: Any, saved_step: Any) -> Any:
+    """A run that went back to an earlier step loses what it saves: later steps of the run before are kept instead."""
+    original(cleaner, -1)
+
+
 @fault(kills="CKPT-440", at=f"{_MANAGER}:_Cleaner._clean")
-def deleted_in_sight(original: Any, cleaner: Any) -> Any:
+def deleted_in_sight(original: Any, cleaner: Any, saved_step: Any) -> Any:
     """Old checkpoints are deleted file by file under their own names; the first that fails ends it."""
     names = sorted(name for name in os.listdir(cleaner.folder) if name.startswith("step-"))
     for name in names[: -cleaner.keep]:

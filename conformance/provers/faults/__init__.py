@@ -5,7 +5,8 @@ process survives a power cut. A preloaded shim (``shim.c``) stands in front of l
 (``tracer.c``) in front of the kernel for code that bypasses libc; both are compiled here, count every call on a path
 under a root, record it, and fail, shorten, delay or hold it, or kill the process at the n-th. What killing cannot show,
 because the page cache survives it, :meth:`Trace.order_violations` reads off the recorded order of writes, syncs and
-renames, and :func:`power_cut_states` generates: every state of the disk that a power cut may leave.
+renames, and :func:`power_cut_states` generates: every state of the disk that a power cut may leave. What somebody
+else does in the middle of a program, :func:`interrupted` does at each moment.
 """
 
 from conformance.provers.faults.build import build_shim, build_tracer, why_no_shim, why_no_tracer
@@ -22,6 +23,7 @@ from conformance.provers.faults.model import (
     Outcome,
     Trace,
 )
+from conformance.provers.faults.moments import Interruption, each_moment, interrupted
 from conformance.provers.faults.order import Violation, order_violations
 from conformance.provers.faults.power_cut import DiskState, Snapshot, power_cut_states
 from conformance.provers.faults.session import Session
@@ -36,6 +38,7 @@ __all__ = [
     "Fault",
     "FaultError",
     "FaultServer",
+    "Interruption",
     "Outcome",
     "RankOutcomes",
     "Session",
@@ -44,6 +47,8 @@ __all__ = [
     "Violation",
     "build_shim",
     "build_tracer",
+    "each_moment",
+    "interrupted",
     "letting_go",
     "order_violations",
     "power_cut_states",
