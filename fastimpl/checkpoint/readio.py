@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from fastimpl import ops
-from fastimpl.checkpoint.device_copies import ChooseCopies, DoubleBuffer, InlineCopies, copies_for_device
+from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBuffer, InlineCopies, copies_for_device
 from fastimpl.checkpoint.geometry import Geometry
 from twinproof.checkpoint.format import as_bits, buffer_of
 from twinproof.checkpoint.publish import storage_error
@@ -143,9 +143,9 @@ def _flat_bytes(target: torch.Tensor) -> torch.Tensor | None:
 class _Reading:
     """Carries out slices; one instance is shared by all threads of a load."""
 
-    def __init__(self, choose: ChooseCopies = copies_for_device) -> None:
+    def __init__(self, starts: CopyStarts) -> None:
         self.local = _Thread()
-        self.choose = choose
+        self.starts = starts
         self.stats = LoadStats()
         self._lock = threading.Lock()
         self._all: list[DoubleBuffer] = []
@@ -153,7 +153,7 @@ class _Reading:
     def _buffers(self, device: torch.device) -> DoubleBuffer:
         buffers = self.local.buffers.get(device)
         if buffers is None:
-            buffers = self.local.buffers[device] = DoubleBuffer(self.choose(device) or InlineCopies())
+            buffers = self.local.buffers[device] = DoubleBuffer(self.starts.of_thread(device) or InlineCopies())
             with self._lock:
                 self._all.append(buffers)
         return buffers
@@ -162,7 +162,7 @@ class _Reading:
         """Read one slice into its target."""
         target, job = part.job.target, part.job
         flat = _flat_bytes(target) if target.dtype == job.dtype else None
-        if flat is not None and self.choose(target.device) is None:
+        if flat is not None and not self.starts.needs_copies(target.device):
             counts = _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
         else:
             buffers = self._buffers(target.device)
@@ -178,11 +178,12 @@ class _Reading:
         if flat is not None:
             buffers.copy(flat[part.skip : part.skip + part.count], dense)
             return
-        values = dense.view(dtype).to(target.device)
-        if dtype != target.dtype:
-            values = values.to(target.dtype)
-        first = part.skip // dtype.itemsize
-        ops.strided_scatter(as_bits(target), first, as_bits(values).view(torch.uint8))
+        with buffers.copies.on():
+            values = buffers.copies.upload(dense, target.device).view(dtype)
+            if dtype != target.dtype:
+                values = values.to(target.dtype)
+            ops.strided_scatter(as_bits(target), part.skip // dtype.itemsize, as_bits(values).view(torch.uint8))
+            buffers.mark()
 
     def drain(self) -> None:
         """Wait for copies of every thread."""
@@ -212,7 +213,7 @@ def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = 
     Raises:
         StorageError, CorruptionError: the first error of any thread.
     """
-    reading = _Reading(choose)
+    reading = _Reading(CopyStarts(choose, [job.target.device for job in jobs]))
     by_file: dict[str, list[ReadJob]] = {}
     for job in jobs:
         by_file.setdefault(job.file, []).append(job)
