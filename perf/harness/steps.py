@@ -130,6 +130,11 @@ class StepRunner:
         sources: digest of what is run, kept with each result.
         root: the steps' working folder.
         say: takes a line of progress.
+
+    Attributes:
+        outcomes: by name.
+        problems: with records, not with steps.
+        left_behind: processes that nothing could end.
     """
 
     def __init__(
@@ -138,6 +143,7 @@ class StepRunner:
         self.folder, self.sources, self.root, self.say = folder, sources, root, say
         self.outcomes: dict[str, Outcome] = {}
         self.problems: list[str] = []
+        self.left_behind: list[subprocess.Popen[bytes]] = []
         self._ends_s = time.monotonic() + budget_s
         self._stopped = False
         self._order: list[str] = []
@@ -245,6 +251,7 @@ class StepRunner:
             process.stdout.close()
         if code is None:
             # A driver can hold a process where no signal reaches it; what follows is tried all the same.
+            self.left_behind.append(process)
             return f"could not be killed at its limit of {limit_s:.0f} s", code
         if not in_time:
             cut = "" if limit_s == step.limit_s else ", which the budget cut"
