@@ -35,7 +35,7 @@ def _operators(device: str) -> list[Step]:
     bytes_of = Step("bytes:{}", python("perf.gpu.operators", "{}", "--device", device), 90, needs=("library", "launch"))
     rate_of = Step(
         "rate:{}",
-        python("perf.gpu.bandwidth", "{}", "--device", device, "--json", "{out}/rate-{}.json"),
+        python("perf.gpu.bandwidth", "{}", "--device", device, "--json", "{out}/rate-{}.json", "--seconds", "12"),
         60,
         needs=("library", "launch"),
     )

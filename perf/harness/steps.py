@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import selectors
 import signal
@@ -31,6 +32,8 @@ _TICK_S = 0.05
 _LEAST_S = 1.0  # A step that has less than this left is not begun.
 _FILE_BYTES = 32 << 30
 _NOTE_CHARS = 100
+# What faulthandler prints of each thread; the current one comes last.
+_FRAME = re.compile(r"^(?:Current t|T)hread .*most recent call first.*\n  (File .*)", re.MULTILINE)
 
 
 class Stopped(Exception):
@@ -78,7 +81,7 @@ class Outcome:
             like, ``stopped``, or ``not run``.
         exit_code: of the process, negative for a signal; None where there was none.
         seconds: from its start to its end.
-        note: the last line that it printed, or why it was not run.
+        note: the last line that it printed, where a signal found it, or why it was not run.
         sources: digest of what it ran on.
         kept: whether it is of an earlier run.
     """
@@ -119,6 +122,11 @@ class _Log:
     def last_line(self) -> str:
         lines = self.contents()[-4096:].decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
+
+    def innermost_frame(self) -> str:
+        """Where Python was when a signal reached it, if it said so."""
+        found = _FRAME.findall(self.contents()[-_TAIL_BYTES:].decode(errors="replace"))
+        return f"in {found[-1]}" if found else ""
 
 
 class StepRunner:
@@ -207,8 +215,9 @@ class StepRunner:
             log.add(f"{type(error).__name__}: {error}\n".encode())
         self._write_log(step, log)
         line = log.last_line()
+        note = line if result == PASSED else log.innermost_frame() or line
         seconds = round(time.monotonic() - begun, 3)
-        return Outcome(step.name, result, code, seconds, line[:_NOTE_CHARS], self.sources), line
+        return Outcome(step.name, result, code, seconds, note[:_NOTE_CHARS], self.sources), line
 
     def _reason_against(self, step: Step) -> str | None:
         missing = [name for name in step.needs if self._result_of(name) != PASSED]

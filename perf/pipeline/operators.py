@@ -28,9 +28,9 @@ def _arguments(
     is_weighted: bool = False,
 ) -> Arguments:
     seed = int(torch.randint(1 << 30, (), generator=generator))
-    # Half as many rows as ids, so that rows occur several times.
+    # Rows occur several times, and those of several tables with their states are made in seconds.
     bags = max(1, count * 2 // (_FEATURES * _LONGEST))
-    shape = {"features": _FEATURES, "bags": bags, "longest": _LONGEST, "rows": max(4, count // 2)}
+    shape = {"features": _FEATURES, "bags": bags, "longest": _LONGEST, "rows": max(4, count // 8)}
     return Arguments.of(seed, dtypes, optimizer, is_weighted=is_weighted, ids=ids, **shape)
 
 
