@@ -32,7 +32,9 @@ def suite(name: str, module: str, *must: str, limit_s: float, environment: Seque
 
 
 def _operators(device: str) -> list[Step]:
-    bytes_of = Step("bytes:{}", python("perf.gpu.operators", "{}", "--device", device), 90, needs=("library", "launch"))
+    needs = ("library", "launch")
+    words = ("perf.gpu.operators", "{}", "--device", device, "--json", "{out}/bytes-{}.json")
+    bytes_of = Step("bytes:{}", python(*words), 90, needs=needs)
     rate_of = Step(
         "rate:{}",
         python("perf.gpu.bandwidth", "{}", "--device", device, "--json", "{out}/rate-{}.json", "--seconds", "12"),

@@ -74,6 +74,22 @@ def test_an_operator_without_calls_is_a_failure(
         assert f"operators.py has no calls of {name}" in capsys.readouterr().out
 
 
+@built
+def test_calls_that_are_none_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "calls_of", lambda name: lambda count, generator: iter(()))
+    assert operators.main([OPERATORS[0], "--device", "cpu", *COUNT]) == 1
+
+
+@built
+def test_a_rehearsal_proves_no_operator(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.json"
+    assert operators.main([OPERATORS[0], "--device", "cpu", *COUNT, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert (found["cuda_operators_run"], found["differences"]) == ([], [])
+    assert found["compared"] > 0
+    assert "gpus" in found["environment"]
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_bandwidth_beside_a_copy(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rate.json"
