@@ -115,7 +115,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--architectures", nargs="*", default=[], help="that every kernel must be compiled for")
     parser.add_argument("--write", action="store_true", help="make ci/kernels.json from this log")
     given = parser.parse_args(arguments)
-    table = worst(read_report(given.log.read_text(encoding="utf-8", errors="replace").splitlines()))
+    log = given.log.read_text(encoding="utf-8", errors="replace") if given.log.exists() else ""
+    table = worst(read_report(log.splitlines()))
     if not table:
         print(f"kernels: {given.log} reports no kernel; build with CUDAFLAGS=-Xptxas=-v")
         return 1

@@ -89,3 +89,4 @@ def test_a_spill_cannot_be_written_off() -> None:
 def test_a_log_without_kernels_is_no_pass(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("[1/2] Building CXX object\n")
     assert kernels.main([str(tmp_path / "log")]) == 1
+    assert kernels.main([str(tmp_path / "no-such-log")]) == 1

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import signal
 import sys
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,14 +132,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not steps:
         parser.error(f"no step of phase {given.phase}{f' among {given.only}' if given.only else ''}")
-    os.environ |= {"PYTHONPATH": str(_ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    runner = StepRunner(out, budget_s=given.budget, sources=tree_digest(_ROOT), root=_ROOT, say=_say)
+    runner = StepRunner(
+        out,
+        budget_s=given.budget,
+        sources=tree_digest(_ROOT),
+        root=_ROOT,
+        environment={"PYTHONPATH": str(_ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        say=_say,
+    )
     if given.resume:
         runner.keep(outcome for outcome in read_outcomes(out).values() if outcome.result == PASSED)
-    signal.signal(signal.SIGTERM, lambda *_: runner.stop())
-    signal.signal(signal.SIGINT, lambda *_: runner.stop())
-    runner.run(steps)
-    return _report(runner, runner.results, given.summary)
+    with _ended_by_signals(runner):
+        runner.run(steps)
+        return _report(runner, runner.results, given.summary)
+
+
+@contextmanager
+def _ended_by_signals(runner: StepRunner) -> Iterator[None]:
+    """Whoever ends the run still gets its table."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: runner.stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,6 +137,7 @@ class StepRunner:
         budget_s: seconds for all of it.
         sources: digest of what is run, kept with each result.
         root: the steps' working folder.
+        environment: variables set for every step.
         say: takes a line of progress.
 
     Attributes:
@@ -146,9 +147,16 @@ class StepRunner:
     """
 
     def __init__(
-        self, folder: Path, *, budget_s: float, sources: str, root: Path, say: Callable[[str], None] = print
+        self,
+        folder: Path,
+        *,
+        budget_s: float,
+        sources: str,
+        root: Path,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
     ) -> None:
-        self.folder, self.sources, self.root, self.say = folder, sources, root, say
+        self.folder, self.sources, self.root, self.environment, self.say = folder, sources, root, environment, say
         self.outcomes: dict[str, Outcome] = {}
         self.problems: list[str] = []
         self.left_behind: list[subprocess.Popen[bytes]] = []
@@ -233,7 +241,8 @@ class StepRunner:
 
     def _carry_out(self, step: Step, log: _Log) -> tuple[str, int | None]:
         limit_s = min(step.limit_s, self.left_s)
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | dict(step.environment)
+        speaking = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        environment = os.environ | speaking | dict(self.environment) | dict(step.environment)
         process = subprocess.Popen(
             step.command,
             cwd=self.root,

@@ -12,7 +12,8 @@ import torch
 
 import fastimpl
 from fastimpl import ops
-from perf.gpu import bandwidth, facts, launch, library, operators
+from perf.gpu import bandwidth, facts, launch, library, operators, run
+from perf.harness.steps import PASSED, read_outcomes
 
 OPERATORS = ops.cuda_operators()
 COUNT = ["--counts", "60"]
@@ -122,6 +123,15 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip().endswith("no GPU here")
     monkeypatch.setattr(facts, "_said", lambda command: "NVIDIA H200, 580.1, 143771 MiB")
     assert facts.main() == 0
+
+
+@built
+def test_the_real_table_is_rehearsed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run.main(["--out", str(out), "--device", "cpu", "--phase", "1", "--only", "launch"]) == 0
+    found = read_outcomes(out)
+    assert {name: outcome.result for name, outcome in found.items()} == {"library": PASSED, "launch": PASSED}
+    assert found["launch"].note == "one launch on cpu is right"
 
 
 @built
