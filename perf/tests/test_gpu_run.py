@@ -229,7 +229,7 @@ def test_a_step_that_no_signal_ends_does_not_hold_the_run(tmp_path: Path, monkey
     monkeypatch.setattr(runner_module, "_DYING_S", 0.2)
     hangs = Step("hangs", (sys.executable, "-S", "-c", "import time; time.sleep(30)"), 1.0)
     good = Step("good", (sys.executable, "-S", "-c", "pass"), 30.0)
-    runner = StepRunner(tmp_path, budget_s=60, sources="s", root=tmp_path, environment={}, say=str)
+    runner = StepRunner(tmp_path, budget_s=60, sources="s", root=tmp_path, environment={}, say=lambda line: None)
     runner.run([hangs, good])
     for process in runner.left_behind:
         process.kill()
@@ -247,7 +247,7 @@ def test_results_are_synced_before_the_next_step(tmp_path: Path, monkeypatch: py
         real(number)
 
     monkeypatch.setattr(os, "fsync", sync)
-    runner = StepRunner(tmp_path, budget_s=60, sources="s", root=tmp_path, environment={}, say=str)
+    runner = StepRunner(tmp_path, budget_s=60, sources="s", root=tmp_path, environment={}, say=lambda line: None)
     runner.run([Step(name, (sys.executable, "-S", "-c", "pass"), 30) for name in "ab"])
     assert len(seen) == 2
     assert 0 < seen[0] < seen[1] == (tmp_path / "steps.jsonl").stat().st_size
