@@ -125,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
             row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
             row.body[:] = self.twin.get_rows(table, ids_of([key]))[0].numpy().tobytes()[16:]
 
-    def keys_made_nan(self, table: str, keys: list[int], grads: torch.Tensor, step: int) -> set[int]:
+    def keys_made_nan(self, table: str, keys: list[int], grads: torch.Tensor, step: int) -> list[int]:
         """The keys whose rows a step makes NaN: which NaN it is, nobody promises."""
         trial, layout = self.fresh(reference), self.twin.layout(table)
         trial.set_rows(table, self.twin.get_rows(table, ids_of(keys)))
@@ -135,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
         slots += [(slot.offset_bytes, slot.count, slot.dtype) for slot in layout.state_slots.values()]
         parts = [rows[:, at : at + count * kind.itemsize].clone().view(kind) for at, count, kind in slots]
         is_nan = torch.cat([part.isnan().any(1, keepdim=True) for part in parts], 1).any(1)
-        return {key for key, wrong in zip(keys, is_nan.tolist(), strict=True) if wrong}
+        return [key for key, wrong in zip(keys, is_nan.tolist(), strict=True) if wrong]
 
     @rule(table=tables, keys=close_batches)
     def delete(self, table: str, keys: list[int]) -> None:
