@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
 
 TASK_BYTES = 8 << 20  # The most that one task reads; bounds the memory of each thread.
 WINDOW_BYTES = 1 << 20  # Rows with gaps pass through a window that stays in the core's cache.
+_SLICES_OF_THREAD = 4  # At the least, of a load of that many windows: the last slices end at about the same time.
 GAP_BYTES = 4096  # Shorter gaps are read along: a page is the unit of every file system.
 
 
@@ -90,12 +92,12 @@ class _Slice:
     count: int
 
 
-def _slices(jobs: Iterable[ReadJob]) -> Iterator[_Slice]:
+def _slices(jobs: Iterable[ReadJob], slice_bytes: int) -> Iterator[_Slice]:
     for job in jobs:
         total = job.geometry.total_bytes
         # Cuts fall between elements, so that a slice can be scattered and cast on its own.
-        for skip in range(0, total, TASK_BYTES):
-            yield _Slice(job, skip, min(TASK_BYTES, total - skip))
+        for skip in range(0, total, slice_bytes):
+            yield _Slice(job, skip, min(slice_bytes, total - skip))
 
 
 def _fill(dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]) -> tuple[int, int]:
@@ -190,42 +192,94 @@ class _Reading:
             buffers.drain()
 
 
-def _each(work: Callable[[_Slice], None], slices: Iterator[_Slice], pool: ThreadPoolExecutor | None) -> None:
-    # All tasks are over when this returns: none may use the file's descriptor after it is closed.
-    if pool is None:
-        for part in slices:
-            work(part)
-        return
-    futures = [pool.submit(work, part) for part in slices]
-    try:
-        for future in futures:
-            future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)
+class _File:
+    """An input that is open from the first of its slices to the last, whichever threads read them."""
+
+    def __init__(self, path: str, slices: Sequence[_Slice]) -> None:
+        self.path, self.slices = path, slices
+        self._lock, self._descriptor, self._left_count = threading.Lock(), -1, len(slices)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Its descriptor, for one of the slices. Raises StorageError."""
+        with self._lock:
+            if self._descriptor < 0:
+                try:
+                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise storage_error(error, "opening", self.path) from error
+        try:
+            yield self._descriptor
+        finally:
+            with self._lock:
+                self._left_count -= 1
+                if self._left_count == 0:
+                    self.close()
+
+    def close(self) -> None:
+        """Also of a file whose slices were not all read: after an error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _files(jobs: Sequence[ReadJob], thread_count: int) -> list[_File]:
+    # Slices of a small load are smaller, so that no thread is left without work.
+    share = sum(job.geometry.total_bytes for job in jobs) // (_SLICES_OF_THREAD * thread_count)
+    slice_bytes = min(TASK_BYTES, max(WINDOW_BYTES, share - share % GAP_BYTES))
+    by_file: dict[str, list[ReadJob]] = {}
+    for job in jobs:
+        by_file.setdefault(job.file, []).append(job)
+    files = []
+    for path, mine in by_file.items():
+        mine.sort(key=lambda job: job.base)
+        files.append(_File(path, list(_slices(mine, slice_bytes))))
+    return files
 
 
 def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = copies_for_device) -> LoadStats:
-    """Carry out read jobs file by file, with ``thread_count`` threads inside each file; one file is open at a time.
+    """Carry out read jobs, file by file in each file's order, with ``thread_count`` threads on one queue.
+
+    No thread waits for the end of a file, so that many small files are read as fast as one large one. At most
+    ``thread_count`` files are open at a time.
 
     Raises:
         StorageError, CorruptionError: the first error of any thread.
     """
     reading = _Reading(choose)
-    by_file: dict[str, list[ReadJob]] = {}
-    for job in jobs:
-        by_file.setdefault(job.file, []).append(job)
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-read") as pool:
-        for file, mine in by_file.items():
-            mine.sort(key=lambda job: job.base)
+    files = _files(jobs, thread_count)
+    waiting = deque((file, part) for file in files for part in file.slices)
+
+    def work() -> None:
+        # Appending to a deque and popping from it are atomic.
+        while waiting:
             try:
-                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise storage_error(error, "opening", file) from error
+                file, part = waiting.popleft()
+            except IndexError:
+                return
             try:
-                _each(partial(reading.read, descriptor), _slices(mine), pool if thread_count > 1 else None)
-            finally:
-                os.close(descriptor)
+                with file.opened() as descriptor:
+                    reading.read(descriptor, part)
+            except BaseException:
+                waiting.clear()
+                raise
+
+    try:
+        _run_on_threads(work, min(thread_count, len(waiting)))
+    finally:
+        for file in files:
+            file.close()
     reading.drain()
     return reading.stats
+
+
+def _run_on_threads(work: Callable[[], None], thread_count: int) -> None:
+    """Run ``work`` on so many threads, this one among them; all have returned when this returns or raises."""
+    if thread_count < 2:
+        work()
+        return
+    with ThreadPoolExecutor(thread_count - 1, thread_name_prefix="checkpoint-read") as pool:
+        others = [pool.submit(work) for _ in range(thread_count - 1)]
+        work()
+    for other in others:
+        other.result()
