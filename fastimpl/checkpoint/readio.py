@@ -26,6 +26,7 @@ __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
 
 TASK_BYTES = 8 << 20  # The most that one task reads; bounds the memory of each thread.
 WINDOW_BYTES = 1 << 20  # Rows with gaps pass through a window that stays in the core's cache.
+_BUFFERS_MAX = 256  # Of one call; the system takes 1024.
 _SLICES_OF_THREAD = 4  # At the least, of a load of that many windows: the last slices end at about the same time.
 GAP_BYTES = 4096  # Shorter gaps are read along: a page is the unit of every file system.
 
@@ -100,6 +101,33 @@ def _slices(jobs: Iterable[ReadJob], slice_bytes: int) -> Iterator[_Slice]:
             yield _Slice(job, skip, min(slice_bytes, total - skip))
 
 
+def _is_dense(part: _Slice, choose: ChooseCopies) -> bool:
+    """Whether it is a whole job, one run in the file, that goes straight into one run of the target's memory."""
+    job = part.job
+    return (
+        part.count == job.geometry.run_bytes == job.geometry.total_bytes
+        and job.target.dtype == job.dtype
+        and job.target.is_contiguous()
+        and choose(job.target.device) is None
+    )
+
+
+def _bundles(slices: Iterable[_Slice], limit_bytes: int, choose: ChooseCopies) -> Iterator[list[_Slice]]:
+    """Slices that one call reads: dense ones without a gap between them in the file, or a single one of any kind."""
+    bundle: list[_Slice] = []
+    size_bytes, end = 0, None
+    for part in slices:
+        begin = part.job.base + part.job.geometry.locate(0) if _is_dense(part, choose) else None
+        is_next = begin is not None and begin == end and size_bytes + part.count <= limit_bytes
+        if bundle and not (is_next and len(bundle) < _BUFFERS_MAX):
+            yield bundle
+            bundle, size_bytes = [], 0
+        bundle.append(part)
+        size_bytes, end = size_bytes + part.count, None if begin is None else begin + part.count
+    if bundle:
+        yield bundle
+
+
 def _fill(dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]) -> tuple[int, int]:
     """Read one slice's bytes, dense. Returns (bytes read, calls)."""
     job, geo = part.job, part.job.geometry
@@ -160,20 +188,29 @@ class _Reading:
                 self._all.append(buffers)
         return buffers
 
-    def read(self, descriptor: int, part: _Slice) -> None:
-        """Read one slice into its target."""
-        target, job = part.job.target, part.job
-        flat = _flat_bytes(target) if target.dtype == job.dtype else None
-        if flat is not None and self.choose(target.device) is None:
-            counts = _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
+    def read(self, descriptor: int, bundle: list[_Slice]) -> None:
+        """Read slices into their targets."""
+        if len(bundle) == 1:
+            counts = self._read_one(descriptor, bundle[0])
         else:
-            buffers = self._buffers(target.device)
-            dense = buffers.take(part.count)
-            counts = _fill(dense, part, descriptor, self.local.take_window)
-            self._deliver(dense, part, flat, buffers)
+            job = bundle[0].job
+            buffers = [buffer_of(part.job.target) for part in bundle]
+            calls = read_exactly(descriptor, buffers, job.base + job.geometry.locate(0), job.file)
+            counts = sum(part.count for part in bundle), calls
         with self._lock:
             self.stats.read_bytes += counts[0]
             self.stats.read_count += counts[1]
+
+    def _read_one(self, descriptor: int, part: _Slice) -> tuple[int, int]:
+        target, job = part.job.target, part.job
+        flat = _flat_bytes(target) if target.dtype == job.dtype else None
+        if flat is not None and self.choose(target.device) is None:
+            return _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
+        buffers = self._buffers(target.device)
+        dense = buffers.take(part.count)
+        counts = _fill(dense, part, descriptor, self.local.take_window)
+        self._deliver(dense, part, flat, buffers)
+        return counts
 
     def _deliver(self, dense: torch.Tensor, part: _Slice, flat: torch.Tensor | None, buffers: DoubleBuffer) -> None:
         target, dtype = part.job.target, part.job.dtype
@@ -193,15 +230,15 @@ class _Reading:
 
 
 class _File:
-    """An input that is open from the first of its slices to the last, whichever threads read them."""
+    """An input that is open from the first of its bundles to the last, whichever threads read them."""
 
-    def __init__(self, path: str, slices: Sequence[_Slice]) -> None:
-        self.path, self.slices = path, slices
-        self._lock, self._descriptor, self._left_count = threading.Lock(), -1, len(slices)
+    def __init__(self, path: str, bundles: Sequence[list[_Slice]]) -> None:
+        self.path, self.bundles = path, bundles
+        self._lock, self._descriptor, self._left_count = threading.Lock(), -1, len(bundles)
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Its descriptor, for one of the slices. Raises StorageError."""
+        """Its descriptor, for one of the bundles. Raises StorageError."""
         with self._lock:
             if self._descriptor < 0:
                 try:
@@ -217,13 +254,13 @@ class _File:
                     self.close()
 
     def close(self) -> None:
-        """Also of a file whose slices were not all read: after an error."""
+        """Also of a file that was not read to its end: after an error."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-def _files(jobs: Sequence[ReadJob], thread_count: int) -> list[_File]:
+def _files(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies) -> list[_File]:
     # Slices of a small load are smaller, so that no thread is left without work.
     share = sum(job.geometry.total_bytes for job in jobs) // (_SLICES_OF_THREAD * thread_count)
     slice_bytes = min(TASK_BYTES, max(WINDOW_BYTES, share - share % GAP_BYTES))
@@ -233,7 +270,7 @@ def _files(jobs: Sequence[ReadJob], thread_count: int) -> list[_File]:
     files = []
     for path, mine in by_file.items():
         mine.sort(key=lambda job: job.base)
-        files.append(_File(path, list(_slices(mine, slice_bytes))))
+        files.append(_File(path, list(_bundles(_slices(mine, slice_bytes), slice_bytes, choose))))
     return files
 
 
@@ -247,19 +284,19 @@ def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = 
         StorageError, CorruptionError: the first error of any thread.
     """
     reading = _Reading(choose)
-    files = _files(jobs, thread_count)
-    waiting = deque((file, part) for file in files for part in file.slices)
+    files = _files(jobs, thread_count, choose)
+    waiting = deque((file, bundle) for file in files for bundle in file.bundles)
 
     def work() -> None:
         # Appending to a deque and popping from it are atomic.
         while waiting:
             try:
-                file, part = waiting.popleft()
+                file, bundle = waiting.popleft()
             except IndexError:
                 return
             try:
                 with file.opened() as descriptor:
-                    reading.read(descriptor, part)
+                    reading.read(descriptor, bundle)
             except BaseException:
                 waiting.clear()
                 raise
