@@ -106,6 +106,18 @@ def messages() -> Iterator[str]:
         yield f"fastimpl/csrc/kvstore/messages.h: got {theirs}, fastimpl/kvstore/native.py has {ours}"
 
 
+def launch_sizes() -> Iterator[str]:
+    """Lists of device tensors are cut in Python where a launch ends in C++."""
+    header = (ROOT / "fastimpl/csrc/offload/pack.h").read_text(encoding="utf-8")
+    python = (ROOT / "fastimpl/offload/packing.py").read_text(encoding="utf-8")
+    theirs, ours = (
+        re.findall(r"kPackBatch = (\d+)", header),
+        re.findall(r"^_DEVICE_BATCH = (\d+)", python, re.MULTILINE),
+    )
+    if ours != theirs:
+        yield f"fastimpl/offload/packing.py: _DEVICE_BATCH is {ours}, kPackBatch in offload/pack.h {theirs}"
+
+
 def documented_programs() -> Iterator[str]:
     """What a page shows first is what the suite runs."""
     page = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
@@ -200,7 +212,7 @@ def main(arguments: list[str]) -> int:
     """Check the tree, and the libraries given as arguments."""
     files = tracked()
     found = [*stable_includes(files), *layers(files), *tests_apart(files), *reference(files), *sizes(files), *rooms()]
-    found += [*messages(), *documented_programs(), *machines(files)]
+    found += [*messages(), *launch_sizes(), *documented_programs(), *machines(files)]
     for library in arguments:
         found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]
     print("\n".join(found) or f"checks: {len(files)} files, {len(arguments)} libraries, no violation")

@@ -5,9 +5,7 @@ Where the library was not built (``FASTIMPL_BUILD=none``) every component is the
 
 from __future__ import annotations
 
-import json
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from twinproof import errors
@@ -20,18 +18,26 @@ _PROVEN_CUDA_OPS: frozenset[str] = frozenset()
 
 
 def build_info() -> dict[str, Any]:
-    """Versions, architectures and flags of the built library; ``library`` is None in a pure-Python install.
+    """What was built and what it runs on; ``library`` is None in a pure-Python install.
 
-    ``unproven_cuda_ops`` is what torch's dispatcher has of ours for CUDA, less what a GPU has run.
+    ``torch`` and ``torch_cuda`` name the torch of this process and its CUDA toolkit, None in a CPU build;
+    ``cuda_stream_symbol`` says whether torch's current CUDA stream was found in it: without, no CUDA operator runs.
+    ``unproven_cuda_ops`` is what torch's dispatcher has of ours for CUDA, less what a GPU has run. The build's own
+    record follows: compilers, ``cuda_architectures``, flags, and the digest of the sources.
     """
+    import torch
+
     from fastimpl import ops
 
     library = ops.library_path()
     unproven = sorted(set(ops.cuda_operators()) - _PROVEN_CUDA_OPS)
     info: dict[str, Any] = {"library": library.name if library else None, "unproven_cuda_ops": unproven}
-    for folder in map(Path, __path__):  # noqa: F405
-        if (folder / "build_info.json").exists():
-            info |= json.loads((folder / "build_info.json").read_text())
+    info |= {
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "cuda_stream_symbol": ops.knows_cuda_stream(),
+    }
+    info |= ops.build_facts()
     try:
         info["version"] = metadata.version("twinproof")
     except metadata.PackageNotFoundError:

@@ -6,6 +6,9 @@ same properties with real copies where there is one.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,15 @@ from conformance.checkpoint.cases import (
     save,
     zeros_like,
 )
-from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensors, requirement
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_same_bytes,
+    assert_same_tensor,
+    assert_same_tensors,
+    requirement,
+)
+from conformance.provers.virtual_device import VirtualDevice
 
 
 class LateCopies:
@@ -35,6 +46,22 @@ class LateCopies:
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.done = 0
+
+    def of_thread(self) -> LateCopies:
+        """Each thread has a queue of its own."""
+        return LateCopies()
+
+    def on(self) -> AbstractContextManager[None]:
+        """Ops are over when they return; only copies are late."""
+        return nullcontext()
+
+    def upload(self, dense: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Memory of its own, which the buffer's next use does not change."""
+        return dense.clone()
+
+    def mark(self) -> object:
+        """Behind what was queued so far."""
+        return len(self.queue)
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Poison."""
@@ -106,6 +133,119 @@ def test_late_copies_in(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.Mon
         reader.choose_copies = _late
         load_with(reader, targets)
         assert_same_tensors(targets, state, where=f"{threads} threads")
+
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def _proven(*, late: bool) -> Iterator[VirtualDevice]:
+    """A virtual device whose caller works on a stream of its own, as under ``with torch.cuda.stream(...)``."""
+    with VirtualDevice(late=late) as device:
+        with device.engine.on(device.engine.stream("the caller's")):
+            yield device
+        device.check()
+
+
+def _in_worker(device: VirtualDevice, work: Callable[[], None]) -> None:
+    """Run in another thread, which has another current stream; the errors are raised here."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with device.in_thread():
+                work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for error in raised:
+        raise error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+SOURCES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype]] = {
+    "dense": (lambda value: value, torch.float32),
+    "strided": (lambda value: value.t(), torch.float32),
+    "cast": (lambda value: value, torch.bfloat16),
+}
+
+
+@requirement(
+    "CKPT-474",
+    "A save MUST read device memory after what its caller's stream was given, in whatever thread it reads, and bring a "
+    "gathered or cast tensor to the host after the gather or cast.",
+    needs=("staged_copies",),
+)
+def test_reads_behind_the_caller(checkpoint: Any) -> None:
+    from fastimpl.checkpoint.blockio import LocalPart
+    from fastimpl.checkpoint.device_copies import CopyStarts, EngineStart, Stager
+    from fastimpl.checkpoint.geometry import geometry
+    from fastimpl.checkpoint.source import Source
+
+    plain = torch.arange(63.0).reshape(7, 9)
+    for late in (False, True):
+        for name, (form, dtype) in SOURCES.items():
+            with _proven(late=late) as device:
+                memory = device.engine.device_empty(plain.nbytes).view(torch.float32).view(7, 9)
+                memory.copy_(plain)
+                source = Source(form(memory), dtype)
+                count = source.size_bytes
+                geo = geometry(source.value.shape, (0, 0), source.value.shape, dtype.itemsize)
+                parts = [LocalPart(source, geo, 0, 0, half, None) for half in (count, count // 2)]
+                starts = CopyStarts(lambda _: EngineStart(device.engine), [CPU])
+
+                def work(starts: CopyStarts = starts, parts: list[LocalPart] = parts) -> None:
+                    stager = Stager(starts)
+                    for part in (*parts, *parts):
+                        stager.finish(stager.start([part]))
+
+                _in_worker(device, work)
+                staged = [part.staged for part in parts]
+            expected = _bytes(form(plain).to(dtype))
+            for part, got in zip(parts, staged, strict=True):
+                assert got is not None
+                assert_same_tensor(got, expected[: part.count], where=f"{name}, {part.count} bytes")
+
+
+@requirement(
+    "CKPT-475",
+    "A load MUST write device memory after what its caller's stream was given, and return after all that it queued: "
+    "copies, casts and scatters.",
+    needs=("staged_copies",),
+)
+def test_writes_behind_the_caller(checkpoint: Any, tmp_path: Path) -> None:
+    from fastimpl.checkpoint.device_copies import CopyStarts, EngineStart
+    from fastimpl.checkpoint.geometry import geometry
+    from fastimpl.checkpoint.readio import ReadJob, _Reading, _Slice
+
+    plain = torch.arange(63.0).reshape(7, 9)
+    (tmp_path / "values").write_bytes(plain.numpy().tobytes())
+    for late in (False, True):
+        for name, (form, dtype) in SOURCES.items():
+            with _proven(late=late) as device, open(tmp_path / "values", "rb") as file:
+                memory = device.engine.device_empty(63 * dtype.itemsize).view(dtype)
+                memory.fill_(1)
+                target = form(memory.view(9, 7) if name == "strided" else memory.view(7, 9))
+                geo = geometry((7, 9), (0, 0), (7, 9), 4)
+                job = ReadJob(str(tmp_path / "values"), 0, geo, target, torch.float32)
+                reading = _Reading(CopyStarts(lambda _: EngineStart(device.engine), [CPU]))
+
+                def work(reading: _Reading = reading, job: ReadJob = job, number: int = file.fileno()) -> None:
+                    for skip in range(0, plain.nbytes, 84):
+                        reading.read(number, _Slice(job, skip, min(84, plain.nbytes - skip)))
+
+                _in_worker(device, work)
+                reading.drain()
+                # What the caller does next, on another stream still, is not ordered but by the load's return.
+                with device.engine.on(device.engine.stream("after")):
+                    got = target * 1
+            assert_same_tensor(got.contiguous(), plain.to(dtype), where=name)
 
 
 @requirement(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import example, given
@@ -41,6 +42,25 @@ def test_packing(offload: Any, items: list[tuple[int, int, int]]) -> None:
     unpack(back, slab, offsets)
     for number, (got, tensor) in enumerate(zip(back, tensors, strict=True)):
         assert_same_tensor(got, tensor, where=f"tensor {number}")
+
+
+@requirement(
+    "OPT-262",
+    "On a device, packing MUST take one launch for each 160 tensors.",
+    needs=PACK,
+)
+def test_packing_launches(offload: Any) -> None:
+    from fastimpl import ops
+    from fastimpl.offload.packing import pack, unpack
+
+    # Tensors without memory: where they would lie decides how a list is cut.
+    tensors = [torch.empty(4, device="meta") for _ in range(321)]
+    slab, offsets = torch.empty(16 * len(tensors), dtype=torch.uint8, device="meta"), list(range(0, 16 * 321, 16))
+    for name, verb in (("pack", pack), ("unpack", unpack)):
+        with mock.patch.object(ops, name) as called:
+            verb(tensors, slab, offsets)
+        lengths = [(len(call.args[0]), len(call.args[2])) for call in called.call_args_list]
+        assert_equal(lengths, [(160, 160), (160, 160), (1, 1)], where=name)
 
 
 @requirement(

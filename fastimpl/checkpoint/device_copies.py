@@ -1,15 +1,21 @@
 """Device tensors through two pinned buffers: while one is written to or filled from a file, the other is in flight.
 
-Prevents pageable copies, which reach a third of the bus, and a buffer that is reused before its copy ended.
-``CudaCopies`` is the only part that needs a GPU; ``InlineCopies`` runs the same buffer program on the CPU, for tests.
+Prevents pageable copies, which reach a third of the bus; a buffer that is reused before its copy ended; and bytes that
+are read before the caller's stream has made them. Every thread has a current stream of its own, so that what the copies
+run behind is recorded in the caller's thread (``CopyStart``), and each thread's stream begins there.
+
+Streams are those of an ``Engine``; ``InlineCopies`` runs the same buffer program without any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from twinproof.engine import Engine, engine_for
 
 if TYPE_CHECKING:
     from fastimpl.checkpoint.blockio import LocalPart
@@ -17,11 +23,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ChooseCopies",
     "Copies",
-    "CudaCopies",
+    "CopyStart",
+    "CopyStarts",
     "DoubleBuffer",
+    "EngineCopies",
+    "EngineStart",
     "InlineCopies",
     "Stager",
-    "copies_for",
     "copies_for_device",
 ]
 
@@ -32,66 +40,157 @@ class Copies(Protocol):
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Host memory that copies can run to and from at full speed."""
 
+    def on(self) -> AbstractContextManager[None]:
+        """Ops inside run in order with the copies: after those queued before, before those queued later."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> object:
         """Start a copy; returns its event."""
 
+    def upload(self, dense: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The bytes of a buffer in memory of the device, for ops inside ``on``. The buffer is free at the next mark."""
+
+    def mark(self) -> object:
+        """An event behind everything queued so far, copies and ops."""
+
     def wait(self, event: object) -> None:
-        """Block the host until the copy ended."""
+        """Block the host until what the event stands for has ended."""
+
+
+class CopyStart(Protocol):
+    """A point of the caller's stream, taken in the caller's thread: the copies of every thread run behind it."""
+
+    def of_thread(self) -> Copies:
+        """Copies for the calling thread."""
 
 
 class InlineCopies:
-    """Copies that are over when they return."""
+    """Copies that are over when they return; their own start."""
+
+    def of_thread(self) -> InlineCopies:
+        """The same for every thread: there is nothing to order."""
+        return self
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Ordinary memory."""
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def on(self) -> AbstractContextManager[None]:
+        """No change."""
+        return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> object:
         """Copy now."""
         target.copy_(source)
         return None
 
+    def upload(self, dense: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copied now; the buffer itself where it lies there."""
+        return dense.to(device)
+
+    def mark(self) -> object:
+        """Everything is over."""
+        return None
+
     def wait(self, event: object) -> None:
         """Nothing to wait for."""
 
 
-class CudaCopies:
-    """Copies on a stream of their own, behind everything that the current stream had queued when this was made."""
+class EngineStart:
+    """Behind everything that the calling thread's current stream has been given so far.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.stream.wait_stream(torch.cuda.current_stream(device))
+    Args:
+        engine: whose streams the copies run on.
+        buffer: makes host memory of a size in bytes; the engine's by default.
+    """
+
+    def __init__(self, engine: Engine, buffer: Callable[[int], torch.Tensor] | None = None) -> None:
+        self.engine = engine
+        self.buffer = buffer or engine.host_empty
+        self.event = engine.event()
+        engine.record(self.event, engine.current())
+
+    def of_thread(self) -> EngineCopies:
+        """Copies on a new stream, behind this point."""
+        return EngineCopies(self.engine, self.event, self.buffer)
+
+
+class EngineCopies:
+    """Copies on a stream of their own, which begins behind an event. See ``EngineStart``."""
+
+    def __init__(self, engine: Engine, begun: object, buffer: Callable[[int], torch.Tensor]) -> None:
+        self.engine, self._buffer = engine, buffer
+        self.stream = engine.stream("checkpoint copies")
+        engine.wait(self.stream, begun)
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Pinned memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        """Pinned memory of that size."""
+        return self._buffer(size_bytes)
+
+    def on(self) -> AbstractContextManager[None]:
+        """Send ops to the stream of the copies."""
+        return self.engine.on(self.stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> object:
-        """Queue the copy; the memory of a temporary source stays reserved until it ran."""
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            device_side = source if source.is_cuda else target
-            device_side.record_stream(self.stream)
-            return self.stream.record_event()
+        """Queue the copy; memory of the device stays reserved until it ran."""
+        with self.on():
+            self.engine.copy(target, source)
+            for side in (target, source):
+                if self.engine.holds(side):
+                    self.engine.keep(side, self.stream)
+        return self.mark()
+
+    def upload(self, dense: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Queue the copy into new memory of the stream."""
+        with self.on():
+            there = self.engine.device_empty(dense.numel())
+            self.engine.copy(there, dense)
+        return there
+
+    def mark(self) -> object:
+        """Record an event on the stream."""
+        event = self.engine.event()
+        self.engine.record(event, self.stream)
+        return event
 
     def wait(self, event: object) -> None:
         """Block until the event."""
-        assert isinstance(event, torch.cuda.Event)
-        event.synchronize()
+        self.engine.synchronize(event)
 
 
-def copies_for(device: torch.device) -> Copies:
-    """The copies of a device kind."""
-    return CudaCopies(device) if device.type == "cuda" else InlineCopies()
+def copies_for_device(device: torch.device) -> CopyStart | None:
+    """Where copies from or to a device begin, as of now: None where the CPU can use its memory as it lies."""
+    if device.type == "cpu":
+        return None
+    return EngineStart(engine_for(device), _pinned) if device.type == "cuda" else InlineCopies()
 
 
-def copies_for_device(device: torch.device) -> Copies | None:
-    """The copies that a save needs for tensors of a device: none where the CPU can read them as they lie."""
-    return None if device.type == "cpu" else copies_for(device)
+def _pinned(size_bytes: int) -> torch.Tensor:
+    # torch keeps it for the next save, which then need not pin memory again.
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-ChooseCopies = Callable[[torch.device], "Copies | None"]
+ChooseCopies = Callable[[torch.device], "CopyStart | None"]
+
+
+class CopyStarts:
+    """Where the copies of one save or load begin on each device. Made in the caller's thread, used in any.
+
+    Args:
+        choose: for a device, called once.
+        devices: all that the save or load touches.
+    """
+
+    def __init__(self, choose: ChooseCopies, devices: Iterable[torch.device]) -> None:
+        self._starts = {device: choose(device) for device in dict.fromkeys(devices)}
+
+    def needs_copies(self, device: torch.device) -> bool:
+        """Whether the CPU cannot use the device's memory as it lies."""
+        return self._starts[device] is not None
+
+    def of_thread(self, device: torch.device) -> Copies | None:
+        """Copies for the calling thread, None where there is no need of any."""
+        start = self._starts[device]
+        return start.of_thread() if start is not None else None
 
 
 class DoubleBuffer:
@@ -117,6 +216,10 @@ class DoubleBuffer:
         self._events[self._turn].append(event)
         return event
 
+    def mark(self) -> None:
+        """Keep the buffer last taken until what was queued so far has ended."""
+        self._events[self._turn].append(self.copies.mark())
+
     def drain(self) -> None:
         """Wait for everything."""
         self._settle(0)
@@ -132,16 +235,16 @@ class Stager:
     """Brings the device bytes of blocks to the host, one block ahead of the writes. One for each writing thread.
 
     Args:
-        choose: the copies for a device, None where its bytes need no staging.
+        starts: where the copies of this save begin.
     """
 
-    def __init__(self, choose: ChooseCopies = copies_for_device) -> None:
-        self.choose = choose
+    def __init__(self, starts: CopyStarts) -> None:
+        self.starts = starts
         self._buffers: dict[torch.device, DoubleBuffer | None] = {}
 
     def _buffer(self, device: torch.device) -> DoubleBuffer | None:
         if device not in self._buffers:
-            copies = self.choose(device)
+            copies = self.starts.of_thread(device)
             self._buffers[device] = DoubleBuffer(copies) if copies is not None else None
         return self._buffers[device]
 
@@ -160,8 +263,10 @@ class Stager:
             for part in mine:
                 assert part.source is not None
                 part.staged = host[at : at + part.count]
-                source = part.source.dense(part.skip, part.skip + part.count)
-                waits.append((buffers, buffers.copy(part.staged, source)))
+                # A tensor that lies otherwise is gathered or cast first, in order with the copy.
+                with buffers.copies.on():
+                    source = part.source.dense(part.skip, part.skip + part.count)
+                    waits.append((buffers, buffers.copy(part.staged, source)))
                 at += part.count
         return waits
 

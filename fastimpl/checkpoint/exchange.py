@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fastimpl.checkpoint.blockio import LocalPart
-from fastimpl.checkpoint.device_copies import ChooseCopies, Stager, copies_for_device
+from fastimpl.checkpoint.device_copies import CopyStarts, Stager
 from fastimpl.checkpoint.wire import HEADER_WORDS, STATUS_FAILED, STATUS_OK, OwnBlock, message_size_bytes
 from twinproof.errors import DistributedError
 
@@ -56,7 +56,7 @@ class Exchange:
         group: CPU-capable group of the ranks that save; never the caller's default group.
         owned: this rank's exchanged blocks, by round.
         foreign: by round, the other ranks' blocks that hold local bytes, with those bytes.
-        choose_copies: how bytes come from a device.
+        starts: where copies from each device begin.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Exchange:
         group: dist.ProcessGroup | None,
         owned: Mapping[int, OwnBlock],
         foreign: Mapping[int, Sequence[tuple[OwnBlock, Sequence[LocalPart]]]],
-        choose_copies: ChooseCopies = copies_for_device,
+        starts: CopyStarts,
     ) -> None:
         self.group, self.owned, self.foreign = group, owned, foreign
         self.sent_bytes = 0
-        self.stager = Stager(choose_copies)
+        self.stager = Stager(starts)
 
     def start(self, turn: int, *, failed: bool) -> Round:
         """Post this round's receives and sends. A post that fails is noted, and the others are made all the same."""

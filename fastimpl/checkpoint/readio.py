@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fastimpl import ops
-from fastimpl.checkpoint.device_copies import ChooseCopies, DoubleBuffer, InlineCopies, copies_for_device
+from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBuffer, InlineCopies, copies_for_device
 from fastimpl.checkpoint.geometry import Geometry
 from twinproof.checkpoint.format import as_bits, buffer_of
 from twinproof.checkpoint.publish import storage_error
@@ -101,23 +101,23 @@ def _slices(jobs: Iterable[ReadJob], slice_bytes: int) -> Iterator[_Slice]:
             yield _Slice(job, skip, min(slice_bytes, total - skip))
 
 
-def _is_dense(part: _Slice, choose: ChooseCopies) -> bool:
+def _is_dense(part: _Slice, starts: CopyStarts) -> bool:
     """Whether it is a whole job, one run in the file, that goes straight into one run of the target's memory."""
     job = part.job
     return (
         part.count == job.geometry.run_bytes == job.geometry.total_bytes
         and job.target.dtype == job.dtype
         and job.target.is_contiguous()
-        and choose(job.target.device) is None
+        and not starts.needs_copies(job.target.device)
     )
 
 
-def _bundles(slices: Iterable[_Slice], limit_bytes: int, choose: ChooseCopies) -> Iterator[list[_Slice]]:
+def _bundles(slices: Iterable[_Slice], limit_bytes: int, starts: CopyStarts) -> Iterator[list[_Slice]]:
     """Slices that one call reads: dense ones without a gap between them in the file, or a single one of any kind."""
     bundle: list[_Slice] = []
     size_bytes, end = 0, None
     for part in slices:
-        begin = part.job.base + part.job.geometry.locate(0) if _is_dense(part, choose) else None
+        begin = part.job.base + part.job.geometry.locate(0) if _is_dense(part, starts) else None
         is_next = begin is not None and begin == end and size_bytes + part.count <= limit_bytes
         if bundle and not (is_next and len(bundle) < _BUFFERS_MAX):
             yield bundle
@@ -173,9 +173,9 @@ def _flat_bytes(target: torch.Tensor) -> torch.Tensor | None:
 class _Reading:
     """Carries out slices; one instance is shared by all threads of a load."""
 
-    def __init__(self, choose: ChooseCopies = copies_for_device) -> None:
+    def __init__(self, starts: CopyStarts) -> None:
         self.local = _Thread()
-        self.choose = choose
+        self.starts = starts
         self.stats = LoadStats()
         self._lock = threading.Lock()
         self._all: list[DoubleBuffer] = []
@@ -183,7 +183,7 @@ class _Reading:
     def _buffers(self, device: torch.device) -> DoubleBuffer:
         buffers = self.local.buffers.get(device)
         if buffers is None:
-            buffers = self.local.buffers[device] = DoubleBuffer(self.choose(device) or InlineCopies())
+            buffers = self.local.buffers[device] = DoubleBuffer(self.starts.of_thread(device) or InlineCopies())
             with self._lock:
                 self._all.append(buffers)
         return buffers
@@ -204,7 +204,7 @@ class _Reading:
     def _read_one(self, descriptor: int, part: _Slice) -> tuple[int, int]:
         target, job = part.job.target, part.job
         flat = _flat_bytes(target) if target.dtype == job.dtype else None
-        if flat is not None and self.choose(target.device) is None:
+        if flat is not None and not self.starts.needs_copies(target.device):
             return _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
         buffers = self._buffers(target.device)
         dense = buffers.take(part.count)
@@ -217,11 +217,12 @@ class _Reading:
         if flat is not None:
             buffers.copy(flat[part.skip : part.skip + part.count], dense)
             return
-        values = dense.view(dtype).to(target.device)
-        if dtype != target.dtype:
-            values = values.to(target.dtype)
-        first = part.skip // dtype.itemsize
-        ops.strided_scatter(as_bits(target), first, as_bits(values).view(torch.uint8))
+        with buffers.copies.on():
+            values = buffers.copies.upload(dense, target.device).view(dtype)
+            if dtype != target.dtype:
+                values = values.to(target.dtype)
+            ops.strided_scatter(as_bits(target), part.skip // dtype.itemsize, as_bits(values).view(torch.uint8))
+            buffers.mark()
 
     def drain(self) -> None:
         """Wait for copies of every thread."""
@@ -260,7 +261,7 @@ class _File:
             self._descriptor = -1
 
 
-def _files(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies) -> list[_File]:
+def _files(jobs: Sequence[ReadJob], thread_count: int, starts: CopyStarts) -> list[_File]:
     # Slices of a small load are smaller, so that no thread is left without work.
     share = sum(job.geometry.total_bytes for job in jobs) // (_SLICES_OF_THREAD * thread_count)
     slice_bytes = min(TASK_BYTES, max(WINDOW_BYTES, share - share % GAP_BYTES))
@@ -270,7 +271,7 @@ def _files(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies) -> 
     files = []
     for path, mine in by_file.items():
         mine.sort(key=lambda job: job.base)
-        files.append(_File(path, list(_bundles(_slices(mine, slice_bytes), slice_bytes, choose))))
+        files.append(_File(path, list(_bundles(_slices(mine, slice_bytes), slice_bytes, starts))))
     return files
 
 
@@ -283,8 +284,8 @@ def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = 
     Raises:
         StorageError, CorruptionError: the first error of any thread.
     """
-    reading = _Reading(choose)
-    files = _files(jobs, thread_count, choose)
+    starts = CopyStarts(choose, [job.target.device for job in jobs])
+    reading, files = _Reading(starts), _files(jobs, thread_count, starts)
     waiting = deque((file, bundle) for file in files for bundle in file.bundles)
 
     def work() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fastimpl.checkpoint.blockio import LocalPart, assemble, write_at
-from fastimpl.checkpoint.device_copies import ChooseCopies, DoubleBuffer, Stager, copies_for_device
+from fastimpl.checkpoint.device_copies import CopyStarts, DoubleBuffer, Stager
 from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
@@ -96,7 +96,7 @@ class Runner:
         rank, rank_count: this rank, and how many save.
         thread_count: threads that write, the calling one included.
         failure: an error from before; the rank then only keeps the others going.
-        choose_copies: how bytes come from a device.
+        starts: where copies from each device begin.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Runner:
         rank_count: int,
         thread_count: int,
         failure: Exception | None,
-        choose_copies: ChooseCopies = copies_for_device,
+        starts: CopyStarts,
     ) -> None:
         self.plan, self.parts, self.files, self.exchange, self.failure = plan, parts, files, exchange, failure
         self.numbers = {id(block): number for number, block in enumerate(plan.blocks)}
@@ -121,7 +121,7 @@ class Runner:
             solo.sort(key=lambda block: (block.file < first, block.file, block.start))
         self.solo = deque(solo)
         self.thread_count = 1 if files.sequential else min(thread_count, len(mine)) or 1
-        self.choose_copies = choose_copies
+        self.starts = starts
         self.stats = SaveStats()
         self._lock = threading.Lock()
 
@@ -145,7 +145,7 @@ class Runner:
             self.failure = self.failure or error
 
     def _rounds(self) -> None:
-        thread = _Thread(self.choose_copies)
+        thread = _Thread(self.starts)
         pending: deque[Round] = deque()
         posted = 0
         for turn in range(self.plan.turn_count):
@@ -178,7 +178,7 @@ class Runner:
 
     def _drain(self, before: OwnBlock | None = None) -> None:
         """Write whole local blocks; the bytes of the next come from their device while this one is written."""
-        thread = _Thread(self.choose_copies)
+        thread = _Thread(self.starts)
         block = self._next(before)
         staged = self._stage(block, thread)
         while block is not None:
@@ -219,8 +219,8 @@ class Runner:
 class _Thread:
     """Memory of one writing thread: staging buffers, and scratch that grows to the largest block."""
 
-    def __init__(self, choose_copies: ChooseCopies) -> None:
-        self.stager = Stager(choose_copies)
+    def __init__(self, starts: CopyStarts) -> None:
+        self.stager = Stager(starts)
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size_bytes: int) -> torch.Tensor:

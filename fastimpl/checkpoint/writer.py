@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastimpl.checkpoint.blockio import LocalPart
-from fastimpl.checkpoint.device_copies import ChooseCopies, copies_for_device
+from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, copies_for_device
 from fastimpl.checkpoint.exchange import Exchange
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.pause import collector_paused
@@ -87,7 +87,8 @@ class PlannedWrites:
             failure = error
         parts = _parts(rank_plan, items, sources, job)
         files = FileSet(folder.path, names, sequential)
-        exchange = Exchange(job.group, *_by_turn(rank_plan, parts, job.rank), self.choose_copies)
+        starts = CopyStarts(self.choose_copies, [source.device for source in sources.values()])
+        exchange = Exchange(job.group, *_by_turn(rank_plan, parts, job.rank), starts)
         runner = Runner(
             rank_plan,
             parts,
@@ -97,7 +98,7 @@ class PlannedWrites:
             rank_count=rank_count_of(job.group),
             thread_count=job.options.thread_count,
             failure=failure,
-            choose_copies=self.choose_copies,
+            starts=starts,
         )
         plan_s = time.perf_counter() - job.begun_s
         try:

@@ -2,6 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(twinproof, m) {
+  // Of the library itself: whether torch's current CUDA stream can be asked for.
+  m.def("common_stream_symbol() -> bool");
   // Checkpoint. Windows and dense buffers are uint8; descriptors are int64, see fastimpl/ops.
   m.def("checkpoint_place(Tensor(a!) window, int window_start, Tensor dense, Tensor descriptors) -> ()");
   m.def("checkpoint_take(Tensor window, int window_start, Tensor(a!) dense, Tensor descriptors) -> ()");

@@ -17,9 +17,11 @@ from twinproof.offload.states import ALIGN_BYTES, Place, view_of
 __all__ = ["Item", "SlabLayout", "pack", "receive", "send", "unpack", "view_like"]
 
 
-# Tensors of one call. Lists of so many come from the first cache of the C library and go back to it; longer ones make
-# it merge the small blocks that were freed since, two a tensor, which takes as long as copying 1 KiB.
+# Tensors of one call on the CPU. Lists of so many come from the first cache of the C library and go back to it; longer
+# ones make it merge the small blocks that were freed since, two a tensor, which takes as long as copying 1 KiB.
 _BATCH = 64
+# On a device a call is a launch, which costs more than that: so many as one launch takes, ``kPackBatch`` in C++.
+_DEVICE_BATCH = 160
 # A copy of this size takes longer than its launch does, so that packing it would only move it once more.
 PACKED_BYTES = 1 << 18
 
@@ -53,6 +55,10 @@ def view_like(slab: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tens
     return values.as_strided(like.shape, like.stride(), values.storage_offset())
 
 
+def _batch_of(slab: torch.Tensor) -> int:
+    return _BATCH if slab.device.type == "cpu" else _DEVICE_BATCH
+
+
 def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
     """Copy tensors into a slab of their device, uint8, at ascending offsets.
 
@@ -61,8 +67,9 @@ def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[
     if not sources:
         return
     if ops.available():
-        for begin in range(0, len(sources), _BATCH):
-            ops.pack(sources[begin : begin + _BATCH], slab, offsets[begin : begin + _BATCH])
+        count = _batch_of(slab)
+        for begin in range(0, len(sources), count):
+            ops.pack(sources[begin : begin + count], slab, offsets[begin : begin + count])
         return
     for source, offset in zip(sources, offsets, strict=True):
         view_like(slab, source, offset).copy_(source)
@@ -73,8 +80,9 @@ def unpack(targets: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequenc
     if not targets:
         return
     if ops.available():
-        for begin in range(0, len(targets), _BATCH):
-            ops.unpack(targets[begin : begin + _BATCH], slab, offsets[begin : begin + _BATCH])
+        count = _batch_of(slab)
+        for begin in range(0, len(targets), count):
+            ops.unpack(targets[begin : begin + count], slab, offsets[begin : begin + count])
         return
     for target, offset in zip(targets, offsets, strict=True):
         target.copy_(view_like(slab, target, offset))

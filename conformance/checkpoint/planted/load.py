@@ -132,7 +132,7 @@ def cause_of_a_thread_lost(original: Any, reader: Any, plan: Any, planner: Any) 
 
 
 @fault(kills="CKPT-459", at="fastimpl.checkpoint.readio:_bundles")
-def gaps_not_seen(original: Any, slices: Any, limit_bytes: int, choose: Any) -> Any:
+def gaps_not_seen(original: Any, slices: Any, limit_bytes: int, starts: Any) -> Any:
     """Tensors are read with one call although others lie between them."""
     bundle: list[Any] = []
     for part in slices:

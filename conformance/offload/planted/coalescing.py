@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, patched, swap
 
 
 @fault(kills="OPT-221", at="fastimpl.offload.packing:pack")
@@ -39,3 +39,10 @@ def packing_before_checks(original: Any, sources: Any, slab: Any, offsets: Any) 
     """A call of the packing operator that is refused has already written."""
     slab[:32].zero_()
     original(sources, slab, offsets)
+
+
+lists_of_the_cpu = patched(
+    "Lists of device tensors are cut where those of host tensors are.",
+    swap("fastimpl.offload.packing:_DEVICE_BATCH", 64),
+    kills="OPT-262",
+)

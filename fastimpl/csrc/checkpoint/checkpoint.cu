@@ -1,17 +1,13 @@
 // CUDA launchers of the strided moves: part of a strided tensor into a dense device buffer, ready for one copy to the
 // host.
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "checkpoint/args.h"
-
-// A CPU-only torch lacks this symbol; weak, so that one library loads on both. It is only reached with CUDA tensors.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** ret_stream);
+#include "common/current_stream.h"
 
 namespace {
 
@@ -36,17 +32,14 @@ void strided_cuda(const Tensor& strided, int64_t start, const Tensor& dense) {
   const auto args = strided_args(strided, start, dense);
   if (args.count == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(strided.get_device_index());
-  void* stream = nullptr;
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(strided.get_device(), &stream) == 0,
-      "no current CUDA stream");
+  auto* const stream = static_cast<cudaStream_t>(current_stream(strided.get_device()));
   const int64_t blocks = (args.count + kThreads - 1) / kThreads;
   const auto grid = static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
   dispatch_width(strided.element_size(), [&](auto zero) {
     using T = decltype(zero);
     const StridedMove<T, kGather> body{args.shape, static_cast<T*>(strided.data_ptr()),
                                        static_cast<T*>(dense.data_ptr()), start};
-    for_each_index<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(body, args.count);
+    for_each_index<<<grid, kThreads, 0, stream>>>(body, args.count);
   });
   const cudaError_t status = cudaGetLastError();
   STD_TORCH_CHECK(status == cudaSuccess, "launch failed: ", cudaGetErrorString(status));

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,9 +14,7 @@
 #include <optional>
 #include <vector>
 
-// A CPU-only torch lacks this symbol; weak, so that one library loads on both. It is only reached with CUDA tensors.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** ret_stream);
+#include "common/current_stream.h"
 
 namespace fastimpl::device {
 
@@ -42,11 +39,7 @@ inline void check_cuda(cudaError_t status) {
 class Call {
  public:
   explicit Call(const Tensor& like) : like_(like), guard_(like.get_device_index()) {
-    void* stream = nullptr;
-    STD_TORCH_CHECK(
-        aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(like.get_device(), &stream) == 0,
-        "no current CUDA stream");
-    stream_ = static_cast<cudaStream_t>(stream);
+    stream_ = static_cast<cudaStream_t>(current_stream(like.get_device()));
   }
 
   template <typename T>

@@ -1,17 +1,13 @@
 // CUDA launchers of packing: many small device tensors into one slab, ready for one copy to the host, and back.
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 
+#include "common/current_stream.h"
 #include "offload/args.h"
-
-// A CPU-only torch lacks this symbol; weak, so that one library loads on both. It is only reached with CUDA tensors.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** ret_stream);
 
 namespace {
 
@@ -38,10 +34,7 @@ void move_all(const std::vector<Tensor>& tensors, const Tensor& slab, const std:
   std::vector<PackEntry> entries(tensors.size());
   pack_entries(tensors, slab, offsets, entries.data());
   const torch::stable::accelerator::DeviceGuard guard(slab.get_device_index());
-  void* stream = nullptr;
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(slab.get_device(), &stream) == 0,
-      "no current CUDA stream");
+  auto* const stream = static_cast<cudaStream_t>(current_stream(slab.get_device()));
   for (size_t first = 0; first < entries.size(); first += kPackBatch) {
     const size_t count = std::min<size_t>(kPackBatch, entries.size() - first);
     PackBatch<kGather> batch{};
@@ -52,8 +45,8 @@ void move_all(const std::vector<Tensor>& tensors, const Tensor& slab, const std:
       words = std::max(words, batch.word_count(static_cast<int>(i)));
     }
     const int64_t blocks = std::min((words + kThreads - 1) / kThreads, kBlocksMax);
-    for_each_word<kGather><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)), kThreads, 0,
-                             static_cast<cudaStream_t>(stream)>>>(batch);
+    for_each_word<kGather>
+        <<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(count)), kThreads, 0, stream>>>(batch);
     const cudaError_t status = cudaGetLastError();
     STD_TORCH_CHECK(status == cudaSuccess, "launch failed: ", cudaGetErrorString(status));
   }
