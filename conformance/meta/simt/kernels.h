@@ -103,6 +103,22 @@ struct Neighbours {
   }
 };
 
+// Half of the lanes are done long before the others, and wait for them: each half exchanges by itself meanwhile.
+struct Halves {
+  static constexpr int kThreads = 32;
+  simt::Global<uint32_t> out;
+
+  SIMT void operator()() const {
+    const unsigned first = simt::lane() / 16 * 16;
+    uint32_t sum = 0;
+    for (unsigned round = 0; round < (first == 0 ? 1U : 3U); ++round) {
+      sum += simt::shuffle(0xFFFFU << first, simt::lane(), 15, 16);
+    }
+    simt::ballot(kAllLanes, true);
+    out.store(simt::lane(), sum);
+  }
+};
+
 // Sums `in` by a shuffle tree in each warp; the last warp may be partly there, and the last lanes may have nothing.
 struct WarpSums {
   static constexpr int kThreads = 128;

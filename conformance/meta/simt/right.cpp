@@ -77,6 +77,13 @@ SIMT_PROOF("asynchronous ring") {
   for (size_t l = 0; l < 32; ++l) trial.expect(out.values()[l] == 3 * static_cast<float>((l + 1) % 32) + 96, "a sum");
 }
 
+SIMT_PROOF("halves of a warp") {
+  const auto out = trial.uninitialized<uint32_t>("out", 32);
+  trial.launch(Halves{out}, {1, 32});
+  for (uint32_t i = 0; i < 32; ++i)
+    trial.expect(out.values()[i] == (i < 16 ? 15U : 93U), "rounds of its half, then all");
+}
+
 SIMT_PROOF("histogram") {
   std::vector<uint32_t> in(64), wanted(4);
   for (auto& value : in) ++wanted[value = static_cast<uint32_t>(trial.random.below(4))];

@@ -102,7 +102,9 @@ def build(
     try:
         if planted is not None:
             folders = (path.parent, *folders)
-            path = _overlay(path, planted, folders) / path.name
+            overlay = _overlay(path, planted, folders)
+            # First, so that headers of the proofs include the faulty copy too.
+            path, folders = overlay / path.name, (overlay, *folders)
         return compile_once(f"simt-{path.stem}", path.parent, (path.name,), _FLAGS, (), folders)
     except CompileError as error:
         raise SimtError(str(error)) from error

@@ -234,8 +234,9 @@ SIMT void wait_copies() {
 
 namespace detail {
 
+// One block is room enough: without the 1 the compiler spills registers to make room for more.
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads) run(const Kernel kernel) {
+__global__ void __launch_bounds__(Kernel::kThreads, 1) run(const Kernel kernel) {
   kernel();
 }
 

@@ -215,7 +215,8 @@ inline const uint64_t* World::meet_in_warp(Meeting meeting, unsigned mask, unsig
       stop(kind::kReturnedLane, std::string(name) + " names lane " + std::to_string(i) + ", which has returned",
            {here(name, site), place_of(first + i, "returned after", other.site)});
     }
-    if (other.state != State::kInWarp) {
+    // A lane that waits for others alone comes later: parts of a warp may do something by themselves meanwhile.
+    if (other.state != State::kInWarp || (other.mask >> lane & 1) == 0) {
       is_last = false;
     } else if (other.mask != mask || other.meeting != meeting || other.width != width) {
       stop(kind::kMask, std::string(name) + " meets " + name_of(other.meeting) + " of another mask, kind or width",
