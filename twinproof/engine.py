@@ -12,11 +12,12 @@ Rules of the interface: a stream runs what was enqueued on it in order; ``wait``
 from __future__ import annotations
 
 import contextlib
-import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from twinproof.pinned import pinned_empty
 
 __all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for"]
 
@@ -191,21 +192,8 @@ class CudaEngine:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, size_bytes: int) -> torch.Tensor:
-        """Registered in place, because torch's pinned allocator rounds up to a power of two."""
-        memory = torch.empty(size_bytes, dtype=torch.uint8)
-        if size_bytes:
-            from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
-            pin_memory(memory.data_ptr(), size_bytes)
-            device = self.device
-
-            def release(pointer: int) -> None:
-                # Copies may still run to it; and memory freed while registered stays pinned under somebody else's data.
-                torch.cuda.synchronize(device)
-                unpin_memory(pointer)
-
-            weakref.finalize(memory.untyped_storage(), release, memory.data_ptr())
-        return memory
+        """On pages of its own, pinned at its exact size: see ``twinproof.pinned``."""
+        return pinned_empty(size_bytes, self.device)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """As torch says."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.distributed.tensor import Shard
 from conformance.checkpoint.cases import INDEX, Tiled, assert_parts, load_with, mesh_of, random_bits, sharded
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
+from twinproof.checkpoint import quantized
+from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -219,6 +223,43 @@ def test_others(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal(seen["w.weight"], ((20, 10), torch.bfloat16), where="a matrix")
     assert_equal(seen["w_blocks"], ((3, 16), torch.bfloat16), where="MXFP4")
     assert_equal(seen["norm.weight"], ((7,), torch.bfloat16), where="another tensor")
+
+
+class _NotedEngine(InlineEngine):
+    """Notes on which stream work was done; each thread has a current stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[str] = []
+
+    def current(self) -> str:
+        """The thread's."""
+        return f"current stream of {threading.current_thread().name}"
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Note it."""
+        self.used.append(stream)
+        yield
+
+
+@requirement(
+    "CKPT-476",
+    "A quantized load MUST write memory of a device on its caller's current stream, whatever thread converts.",
+)
+def test_targets_are_written_on_the_callers_stream(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "PIECE_BYTES", 64)
+    state = _matrix([20, 10], 8, torch.float8_e4m3fn, 1)
+    _save(checkpoint, state, tmp_path)
+    for threads in (1, 3):
+        engine = _NotedEngine()
+        monkeypatch.setattr(quantized, "engine_for", lambda device, engine=engine: engine)
+        # A target of another dtype is copied to, as one on a device is.
+        options = {"block_size": 8, "target_dtype": torch.bfloat16, "thread_count": threads}
+        _load(checkpoint, tmp_path, "w.weight", torch.empty(20, 10), **options)
+        assert_equal(set(engine.used), {engine.current()}, where=f"{threads} threads")
 
 
 @requirement(

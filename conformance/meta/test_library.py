@@ -100,15 +100,15 @@ def test_a_library_beside_other_sources_is_refused(
     library = ops.library_path()
     assert library == folder / "libfastimpl_ops.so"
     if recorded == "own":
-        ops._refuse_if_stale(library)
+        ops.refuse_if_stale(library)
         # Tests are compiled into a program of their own.
         (folder / "csrc/tests/b.cpp").write_text("int b;\n")
-        ops._refuse_if_stale(library)
+        ops.refuse_if_stale(library)
         (folder / "csrc/a.cpp").write_text("int a = 1;\n")
     with pytest.raises(ConfigError, match="built from other sources"):
-        ops._refuse_if_stale(library)
+        ops.refuse_if_stale(library)
 
 
 def test_without_sources_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastimpl, "__path__", [str(tmp_path)])
-    ops._refuse_if_stale(tmp_path / "libfastimpl_ops.so")
+    ops.refuse_if_stale(tmp_path / "libfastimpl_ops.so")

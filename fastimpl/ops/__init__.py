@@ -64,6 +64,7 @@ __all__ = [
     "place_rectangles",
     "pool_bags",
     "read_rectangle",
+    "refuse_if_stale",
     "row_keys",
     "saved_rows_fit",
     "sort_ids",
@@ -129,7 +130,7 @@ def sources_digest(folder: Path) -> str | None:
     return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else None
 
 
-def _refuse_if_stale(library: Path) -> None:
+def refuse_if_stale(library: Path) -> None:
     """A library runs beside the sources that it was built from, or beside none: another would judge code not seen.
 
     Raises:
@@ -168,7 +169,7 @@ def available() -> bool:
         reason = "no compiler, or FASTIMPL_BUILD=none"
         warnings.warn(f"fastimpl has no built library ({reason}): the reference is used", stacklevel=2)
         return False
-    _refuse_if_stale(path)
+    refuse_if_stale(path)
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     _warn_if_untested()
     checkpoint.register_fakes()

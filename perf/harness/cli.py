@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -95,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="OUT", help="keep every sample as evidence")
     parser.add_argument("--gates", action="store_true", help="end with 1 when a gate failed, or when none was decided")
     parser.add_argument("--only", nargs="+", metavar="GATE", help="gates to judge; only their shapes are measured")
+    parser.add_argument("--gate", metavar="GATE", help="this gate, of whatever component, and no other")
+    parser.add_argument("--list-gates", metavar="CLASS", help="print the gates of a hardware class as JSON, and end")
     parser.add_argument(
         "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
     )
@@ -123,6 +126,15 @@ def _bench(words: list[str]) -> int:
         return 0
     workloads = read_workloads()
     gates = read_gates(workloads)
+    if arguments.list_gates is not None:
+        print(json.dumps([gate.id for gate in gates if arguments.list_gates in gate.hardware]))
+        return 0
+    if arguments.gate is not None:
+        arguments.only = [arguments.gate]
+        of_gate = [
+            workloads[name].component for gate in gates if gate.id == arguments.gate for name in gate.workloads.values()
+        ]
+        arguments.component = next(iter(of_gate), arguments.component)
     if arguments.only is not None:
         unknown = sorted(set(arguments.only) - {gate.id for gate in gates})
         if unknown:

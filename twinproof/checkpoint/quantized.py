@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from twinproof.checkpoint import dcp
 from twinproof.checkpoint.catalog import Catalog, Chunk, LoadJob, StoredRange, TensorRecord
 from twinproof.checkpoint.format import StrPath, torch_dtype
 from twinproof.checkpoint.plan import check_count
+from twinproof.engine import Engine, engine_for
 from twinproof.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
 
 __all__ = ["Dequantize", "Piece", "Quantized", "QuantizedHuggingFaceStorageReader", "find_quantized"]
@@ -182,10 +184,13 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         mine = [item for item in plan.items if item.storage_index.fqn in self.quantized]
         plain = dataclasses.replace(plan, items=[i for i in plan.items if i.storage_index.fqn not in self.quantized])
         targets = [(item, self._target(item, planner)) for item in mine]
+        # Every thread has a current stream of its own: what goes to a device goes behind the caller's.
+        engines = {target.device: engine_for(target.device) for _, target in targets}
+        streams = {device: (engine, engine.current()) for device, engine in engines.items()}
         future = super().read_data(plain, planner)
         pieces = [piece for item, target in targets for piece in self._pieces(item, target)]
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="checkpoint-dequantize") as pool:
-            for _ in pool.map(self._load, pieces):
+            for _ in pool.map(partial(self._load, streams), pieces):
                 pass
         read = {item.storage_index.fqn for item in mine}
         names = read | {self.quantized[name].scales for name in read}
@@ -227,7 +232,7 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
                 return chunk
         raise PlanError("the checkpoint has no chunk at this offset", got=wanted, where=index.fqn)
 
-    def _load(self, part: _Part) -> None:
+    def _load(self, streams: Mapping[torch.device, tuple[Engine, Any]], part: _Part) -> None:
         form = self.quantized[part.name]
         if form.kind == FP8:
             first = tuple(offset % self.block_size for offset in part.offsets)
@@ -254,7 +259,9 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         out = part.target if is_direct else torch.empty(part.sizes, dtype=self.target_dtype)
         type(self)._dequantize(piece, out)
         if not is_direct:
-            part.target.copy_(out)
+            engine, stream = streams[part.target.device]
+            with engine.on(stream):
+                part.target.copy_(out)
 
     def _stored(
         self, name: str, offsets: Sequence[int], sizes: Sequence[int]

@@ -67,3 +67,9 @@ def scales_unchecked(original: Any, *arguments: Any) -> None:
 def quantized_numbers_taken_as_they_are(original: Any, manager: Any, path: Any) -> Any:
     """A manager reads the stored numbers without their scales."""
     return type(manager)._reader(path, 1, cast=True)
+
+
+@fault(kills="CKPT-476", at="QuantizedHuggingFaceStorageReader._load")
+def written_on_the_threads_stream(original: Any, reader: Any, streams: Any, part: Any) -> None:
+    """A thread that converts writes the target on its own current stream, which the caller's work does not wait for."""
+    original(reader, {device: (engine, engine.current()) for device, (engine, _) in streams.items()}, part)

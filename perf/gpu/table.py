@@ -1,0 +1,79 @@
+"""All steps in the order of their worth: what says most, and what everything else needs, comes first.
+
+Phase 1: facts, the library, one launch, every operator against the CPU's bytes, the suite's GPU tests, torch's stream
+sanitizer, and each kernel's bandwidth beside a copy. Phase 2: the gates, once without repetition and then in full.
+Phase 3: what schedules hide, and the tables of torchrec PR 2916, which take 82 GB.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from perf.harness.steps import Step
+
+__all__ = ["PHASES", "STEMS", "all_steps", "python", "suite"]
+
+PHASES = (1, 2, 3)
+STEMS = ("checkpoint", "kvstore", "offload", "pipeline")
+_LIBRARY = ("library",)
+
+
+def python(*words: str) -> tuple[str, ...]:
+    """A command of this interpreter. Warnings of another torch, or of a plugin that is there, are no failures."""
+    return (sys.executable, "-W", "default", "-m", *words)
+
+
+def suite(name: str, module: str, *must: str, limit_s: float, environment: Sequence[tuple[str, str]] = ()) -> Step:
+    """A step of phase 1: a module of the suite on fastimpl, whose requirements ``must`` may not be skipped."""
+    command = python("perf.gpu.tests", module, "--must", *must)
+    return Step(f"tests:{name}", command, limit_s, needs=_LIBRARY, environment=tuple(environment))
+
+
+def _operators(device: str) -> list[Step]:
+    needs = ("library", "launch")
+    words = ("perf.gpu.operators", "{}", "--device", device, "--json", "{out}/bytes-{}.json")
+    bytes_of = Step("bytes:{}", python(*words), 90, needs=needs)
+    rate_of = Step(
+        "rate:{}",
+        python("perf.gpu.bandwidth", "{}", "--device", device, "--json", "{out}/rate-{}.json", "--seconds", "12"),
+        60,
+        needs=("library", "launch"),
+    )
+    return [
+        Step("operators", python("perf.gpu.operators", "--list"), 60, needs=_LIBRARY, each=bytes_of),
+        Step("kernels", python("perf.gpu.operators", "--list"), 60, needs=_LIBRARY, each=rate_of),
+    ]
+
+
+def _gates() -> list[Step]:
+    bench = ("conformance.harness.cli", "bench")
+    words = (*bench, "--gate", "{}", "--gates", "--fs", "{out}", "--json")
+    once = Step("gate:{}:once", python(*words, "{out}/gate-{}-once.json", "--no-repeat"), 90, 2, needs=_LIBRARY)
+    full = Step("gate:{}:full", python(*words, "{out}/gate-{}-full.json"), 150, 2, needs=_LIBRARY)
+    listed = python(*bench, "--list-gates", "cuda")
+    return [
+        Step("gates-once", listed, 60, 2, needs=_LIBRARY, each=once),
+        Step("gates-full", listed, 60, 2, needs=_LIBRARY, each=full),
+    ]
+
+
+def all_steps(*, device: str = "cuda") -> list[Step]:
+    """Every step of every phase.
+
+    Args:
+        device: ``cpu`` rehearses: operators are compared with themselves, and what needs a GPU says so.
+    """
+    of_stems = [step for stem in STEMS for step in importlib.import_module(f"perf.gpu.{stem}").STEPS]
+    library = python("perf.gpu.library", "--build", "build/gpu")
+    needed = [Step("library", library, 300, phase, always=True) for phase in PHASES]
+    first = [
+        Step("facts", python("perf.gpu.facts"), 30),
+        needed[0],
+        Step("launch", python("perf.gpu.launch", "--device", device), 60, needs=_LIBRARY),
+    ]
+    operators, kernels = _operators(device)
+    middle = [operators, *(step for step in of_stems if step.phase == 1), kernels]
+    last = [step for step in of_stems if step.phase == 3]
+    return [*first, *middle, needed[1], *_gates(), *(s for s in of_stems if s.phase == 2), needed[2], *last]
