@@ -41,6 +41,7 @@ struct Shape {
 #include <cuda/atomic>
 
 #define SIMT __device__ __forceinline__
+#define SIMT_UNROLL _Pragma("unroll")
 
 namespace simt {
 
@@ -235,7 +236,7 @@ SIMT void wait_copies() {
 namespace detail {
 
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads) run(const Kernel kernel) {
+__global__ void __launch_bounds__(Kernel::kThreads, 1) run(const Kernel kernel) {
   kernel();
 }
 
