@@ -41,6 +41,7 @@ struct Shape {
 #include <cuda/atomic>
 
 #define SIMT __device__ __forceinline__
+#define SIMT_UNROLL _Pragma("unroll")
 
 namespace simt {
 

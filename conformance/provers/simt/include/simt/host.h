@@ -7,6 +7,7 @@
 #include <simt/world.h>
 
 #define SIMT inline
+#define SIMT_UNROLL
 
 namespace simt {
 
