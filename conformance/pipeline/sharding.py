@@ -40,8 +40,9 @@ def gradient_of(batches: list[Jagged], width: int, seed: int, rank: int) -> torc
 
 def train(rank: Rank, sharded: Any, batches: list[Jagged], seed: int, pipeline: Any) -> torch.Tensor:
     """One step of this rank; its pooled columns."""
-    pooled = sharded(batches[rank.rank].kjt(pipeline)).values()
-    pooled.backward(gradient_of(batches, pooled.shape[1], seed, rank.rank))
+    batch = batches[rank.rank].kjt(pipeline).to(rank.device)
+    pooled = sharded(batch).values()
+    pooled.backward(gradient_of(batches, pooled.shape[1], seed, rank.rank).to(rank.device))
     result: torch.Tensor = pooled.detach()
     return result
 

@@ -7,12 +7,11 @@ The backend is the process's, as torch has one at most; ``watchers`` are told wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from conformance.provers.pretend_device.errors import HostReadError, MixedPlacesError, NoKernelError
@@ -144,7 +143,8 @@ def _tell(event: Event) -> None:
 
 def _read(tensor: PretendTensor, what: str) -> None:
     """The host asks for values: a copy to pageable memory, and the host waits for it."""
-    _tell(Event("to host", what, here(), tensor.host.nbytes, wait_count=1, is_pageable=True))
+    if backend().watchers:
+        _tell(Event("to host", what, here(), tensor.host.nbytes, wait_count=1, is_pageable=True))
 
 
 def _as_list(tensor: PretendTensor) -> Any:
@@ -186,7 +186,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 def carry_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """One operator with operands or a result on the device."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = list(_tensors((args, kwargs)))
     ours = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
     others = [leaf for leaf in leaves if not isinstance(leaf, PretendTensor) and not leaf.is_meta]
     name, options = func._schema.name, dict(kwargs)
@@ -206,21 +206,42 @@ def carry_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _back(result, ours, is_ours)
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        parts = [_mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: _mapped(part, change) for key, part in value.items()}
+    return value
+
+
 def _hosts(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.host if isinstance(leaf, PretendTensor) else leaf, value)
+    return _mapped(value, lambda leaf: leaf.host if isinstance(leaf, PretendTensor) else leaf)
 
 
 def _back(result: Any, ours: Sequence[PretendTensor], is_ours: bool) -> Any:
     known = {id(tensor.host): tensor for tensor in ours}
 
-    def wrap(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, PretendTensor) or leaf.is_meta:
+    def wrap(leaf: torch.Tensor) -> torch.Tensor:
+        if isinstance(leaf, PretendTensor) or leaf.is_meta:
             return leaf
         if id(leaf) in known:
             return _same_shape(known[id(leaf)])
         return PretendTensor(leaf) if is_ours else leaf
 
-    return tree_map(wrap, result)
+    return _mapped(result, wrap)
 
 
 def _same_shape(tensor: PretendTensor) -> PretendTensor:
