@@ -65,7 +65,6 @@ def test_values_and_gradients_are_those_of_the_host() -> None:
         lambda there, here: torch.bucketize(there, here),
         lambda there, here: torch.randn(2, device=there.device, generator=torch.Generator()),
         lambda there, here: torch.equal(there, here),
-        lambda there, here: setattr(there, "data", here),
     ],
 )
 def test_an_operator_with_operands_in_two_places_is_refused_with_its_line(mix: Callable[..., Any]) -> None:
@@ -221,6 +220,26 @@ def test_shapes_change_in_place() -> None:
 def test_layouts_without_strides_are_refused_by_name() -> None:
     with PretendDevice() as device, pytest.raises(UnsupportedError, match="layout"):
         _values(device).to_sparse()
+
+
+def test_a_parameter_is_parked_on_the_host_and_comes_back() -> None:
+    with PretendDevice() as device:
+        param = torch.nn.Parameter(_values(device))
+        memory = device.pinned_empty(4 * N).view(torch.float32)
+        memory.copy_(param.detach(), non_blocking=True)
+        begin, there = device.mark, param.detach()
+        param.data = memory
+        assert param.device.type == "cpu"
+        assert param.data_ptr() == memory.data_ptr()
+        assert param.detach().add(1).tolist() == [1, 2, 3, 4]
+        assert device.events[begin:] == []
+        with pytest.raises(MixedPlacesError):
+            param.detach().add(there)
+        param.data = there
+        param.detach().add_(there)
+        assert param.device == device.device
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            torch.zeros(N).data = there
 
 
 def test_data_of_another_tensor_is_taken() -> None:

@@ -68,6 +68,15 @@ def assert_shards(sharded: Any, naive: Naive, where: str) -> None:
             assert_bits(value, expected, f"{where} {state} of {name}")
 
 
+def sharded_tensors(sharded: Any) -> dict[str, Any]:
+    """Every tensor of a sharded collection, by name: what it names, and its tables and states."""
+    found: dict[str, Any] = dict(sharded.named_parameters())
+    found |= dict(sharded.named_buffers())
+    for table, (_, weight, states) in sharded.local_shards().items():
+        found |= {f"shard of {table}": weight, **{f"{name} of {table}": state for name, state in states.items()}}
+    return found
+
+
 def is_element_wise(optimizer: str) -> bool:
     """Whether a column block of a table is updated as the same columns of the whole table are."""
     return optimizer != "lamb" and not any(state.is_row_wise for state in OPTIMIZERS[optimizer].states)

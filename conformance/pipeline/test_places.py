@@ -10,12 +10,19 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness.places import copies_of_program, on_pretend
 from conformance.pipeline.batches import random_jagged, values_of
 from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
 from conformance.pipeline.model import LR, OPTIMIZERS, assert_bits, random_tables
-from conformance.pipeline.places import copies_of_program, on_pretend, sharded_tensors
-from conformance.pipeline.sharding import batches_of, collection_of, gradient_of, random_plan, sharded_of
+from conformance.pipeline.sharding import (
+    batches_of,
+    collection_of,
+    gradient_of,
+    random_plan,
+    sharded_of,
+    sharded_tensors,
+)
 from twinproof.errors import DistributedError, IdRangeError
 
 

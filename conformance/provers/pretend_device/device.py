@@ -10,7 +10,7 @@ import torch
 from conformance.harness.compare import Mismatch
 from conformance.provers.pretend_device.record import Counts, Event, Record
 from conformance.provers.pretend_device.sources import launchers_of
-from conformance.provers.pretend_device.tensors import PretendTensor, backend
+from conformance.provers.pretend_device.tensors import backend, memory_of
 
 __all__ = ["PretendDevice", "on_host"]
 
@@ -74,4 +74,4 @@ class PretendDevice:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The memory behind a tensor of the device, or the tensor itself: for comparisons, which nothing counts."""
-    return tensor.host if isinstance(tensor, PretendTensor) else tensor
+    return memory_of(tensor)

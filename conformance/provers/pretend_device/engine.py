@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.provers.pretend_device.record import Event, here
-from conformance.provers.pretend_device.tensors import NAME, backend
+from conformance.provers.pretend_device.tensors import backend, is_there
 
 __all__ = ["PretendEngine"]
 
@@ -70,7 +70,7 @@ class PretendEngine:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor says so."""
-        return tensor.device.type == NAME
+        return is_there(tensor)
 
     def is_capturing(self) -> bool:
         """Never."""

@@ -19,7 +19,7 @@ from conformance.provers.pretend_device.record import Event, here
 from conformance.provers.pretend_device.sources import Launcher
 from twinproof.errors import UnsupportedError
 
-__all__ = ["NAME", "Backend", "PretendStorage", "PretendTensor", "backend"]
+__all__ = ["NAME", "Backend", "PretendStorage", "PretendTensor", "backend", "is_there", "memory_of"]
 
 NAME = "pretend"
 # An address of the device: no host has memory there, so that what follows it fails at once.
@@ -75,9 +75,16 @@ def _address(address: int) -> int:
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor of the device; ``host`` is the memory behind it, for provers and tests."""
+    """A tensor of the device; ``host`` is the memory behind it, for provers and tests.
 
+    A parameter keeps its identity when its ``data`` is set to memory of the host: it ``is_parked`` there then, and
+    counts as a tensor of the host until its ``data`` is of the device again.
+    """
+
+    # For code that refuses subclasses whose values are not their memory.
+    is_plain_memory = True
     host: torch.Tensor
+    is_parked: bool
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> PretendTensor:
@@ -91,7 +98,7 @@ class PretendTensor(torch.Tensor):
             dtype=host.dtype,
             device=torch.device(NAME, 0),
         )
-        made.host = host
+        made.host, made.is_parked = host, False
         result: PretendTensor = made
         return result
 
@@ -114,6 +121,8 @@ class PretendTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 return _set_data(*args)
+            if func == torch.Tensor.device.__get__ and args[0].is_parked:
+                return torch.device("cpu")
             return func(*args, **kwargs)
 
     @classmethod
@@ -128,12 +137,20 @@ def _unpickled(host: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return PretendTensor(host).requires_grad_(requires_grad)
 
 
-def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if isinstance(tensor, PretendTensor) != isinstance(value, PretendTensor):
-        raise MixedPlacesError("data of another place", got=value.device, expected=tensor.device, where=here())
-    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
-    if isinstance(tensor, PretendTensor) and isinstance(value, PretendTensor):
-        tensor.host = value.host
+def is_there(tensor: Any) -> bool:
+    """Whether this is memory of the device."""
+    return isinstance(tensor, PretendTensor) and not tensor.is_parked
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor of the device, or the tensor itself."""
+    return tensor.host if isinstance(tensor, PretendTensor) else tensor
+
+
+def _set_data(tensor: PretendTensor, value: torch.Tensor) -> None:
+    host = memory_of(value)
+    torch.Tensor.data.__set__(tensor, PretendTensor(host))  # type: ignore[attr-defined]
+    tensor.host, tensor.is_parked = host, not is_there(value)
 
 
 def _tell(event: Event) -> None:
@@ -143,7 +160,7 @@ def _tell(event: Event) -> None:
 
 def _read(tensor: PretendTensor, what: str) -> None:
     """The host asks for values: a copy to pageable memory, and the host waits for it."""
-    if backend().watchers:
+    if backend().watchers and not tensor.is_parked:
         _tell(Event("to host", what, here(), tensor.host.nbytes, wait_count=1, is_pageable=True))
 
 
@@ -153,6 +170,8 @@ def _as_list(tensor: PretendTensor) -> Any:
 
 
 def _refuse_read(tensor: PretendTensor, *args: Any, **options: Any) -> Any:
+    if tensor.is_parked:
+        return tensor.host.numpy()
     _tell(Event("refused", "numpy", here()))
     raise HostReadError("memory of the device", got="numpy of it", expected="cpu() first", where=here())
 
@@ -162,9 +181,16 @@ def _refuse_pinning(tensor: PretendTensor, *args: Any, **options: Any) -> Any:
 
 
 def _give_address(tensor: PretendTensor) -> int:
+    if tensor.is_parked:
+        return tensor.host.data_ptr()
     # No address leaves as one of the host's: whoever reads there by hand gets a fault, not bytes that a GPU has not.
     _tell(Event("address", "data_ptr", here()))
     return _address(tensor.host.data_ptr())
+
+
+def _storage_of(tensor: PretendTensor) -> Any:
+    storage = tensor.host.untyped_storage()
+    return storage if tensor.is_parked else PretendStorage(storage)
 
 
 _FUNCTIONS: dict[str, Any] = {
@@ -175,7 +201,7 @@ _FUNCTIONS: dict[str, Any] = {
     "data_ptr": _give_address,
     "const_data_ptr": _give_address,
     "mutable_data_ptr": _give_address,
-    "untyped_storage": lambda tensor: PretendStorage(tensor.host.untyped_storage()),
+    "untyped_storage": _storage_of,
     "__repr__": PretendTensor.__repr__,
     "__reduce_ex__": PretendTensor.__reduce_ex__,
     "pin_memory": _refuse_pinning,
@@ -187,8 +213,8 @@ _FUNCTIONS: dict[str, Any] = {
 def carry_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """One operator with operands or a result on the device."""
     leaves = list(_tensors((args, kwargs)))
-    ours = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, PretendTensor) and not leaf.is_meta]
+    ours = [leaf for leaf in leaves if is_there(leaf)]
+    others = [leaf for leaf in leaves if not is_there(leaf) and not leaf.is_meta]
     name, options = func._schema.name, dict(kwargs)
     place = options.get("device")
     is_ours = bool(ours) if place is None else torch.device(place).type == NAME
@@ -199,11 +225,11 @@ def carry_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     waits = _judge(func, name, args, options, ours, others)
     memory = options.pop("pin_memory", None)
     if memory and is_ours:
-        _refuse_pinning(ours[0] if ours else PretendTensor(torch.empty(0)))
+        _refuse_pinning(PretendTensor(torch.empty(0)))
     result = func(*_hosts(args), **_hosts(options))
     is_work = not (name in _ALLOCATIONS or _is_view(func))
     _tell_work(func, name, waits, is_work=is_work)
-    return _back(result, ours, is_ours)
+    return _back(result, leaves, is_ours)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -228,11 +254,11 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _hosts(value: Any) -> Any:
-    return _mapped(value, lambda leaf: leaf.host if isinstance(leaf, PretendTensor) else leaf)
+    return _mapped(value, memory_of)
 
 
-def _back(result: Any, ours: Sequence[PretendTensor], is_ours: bool) -> Any:
-    known = {id(tensor.host): tensor for tensor in ours}
+def _back(result: Any, operands: Sequence[torch.Tensor], is_ours: bool) -> Any:
+    known = {id(tensor.host): tensor for tensor in operands if isinstance(tensor, PretendTensor)}
 
     def wrap(leaf: torch.Tensor) -> torch.Tensor:
         if isinstance(leaf, PretendTensor) or leaf.is_meta:
@@ -273,8 +299,8 @@ def _transfer(func: Any, name: str, args: Sequence[Any], options: dict[str, Any]
     options.pop("pin_memory", None)
     source = args[1] if name == "aten::copy_" else args[0]
     target = args[0] if name == "aten::copy_" else None
-    goes_to_device = isinstance(target, PretendTensor) if target is not None else is_ours
-    comes_from_device = isinstance(source, PretendTensor)
+    goes_to_device = is_there(target) if target is not None else is_ours
+    comes_from_device = is_there(source)
     result = func(*_hosts(args), **_hosts(options))
     is_blocking = not (options.get("non_blocking", False) or (target is not None and len(args) > 2 and args[2]))
     if goes_to_device != comes_from_device:
@@ -285,7 +311,7 @@ def _transfer(func: Any, name: str, args: Sequence[Any], options: dict[str, Any]
         kind = "to device" if goes_to_device else "to host"
         if source.numel():
             _tell(Event(kind, name, here(), source.nbytes, wait_count=int(waits), is_pageable=is_pageable))
-    else:
+    elif goes_to_device:
         _tell_work(func, name, 0, is_work=True)
     if target is not None:
         return target
@@ -325,12 +351,12 @@ def _value_waits(func: Any, name: str, args: Sequence[Any], options: dict[str, A
 def _judge_index(name: str, args: Sequence[Any]) -> int:
     """Rows by index: an index on the host is copied first, a mask is counted first, and the host waits for both."""
     tensor, indices, waits = args[0], [index for index in args[1] if index is not None], 0
-    if not isinstance(tensor, PretendTensor):
+    if not is_there(tensor):
         _mixed(name, f"rows of the host, shape {tuple(tensor.shape)}, by an index on the device")
-    if len(args) > 2 and not isinstance(args[2], PretendTensor) and args[2].dim() > 0:
+    if len(args) > 2 and not is_there(args[2]) and args[2].dim() > 0:
         _mixed(name, f"values of shape {tuple(args[2].shape)} on the host")
     for index in indices:
-        if not isinstance(index, PretendTensor) and index.numel():
+        if not is_there(index) and index.numel():
             is_pageable = not backend().is_pinned(index)
             _tell(Event("to device", name, here(), index.nbytes, 1, is_pageable=is_pageable, is_hidden=True))
         elif index.dtype in (torch.bool, torch.uint8):
@@ -391,7 +417,7 @@ class Backend:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether host memory is pinned."""
-        return not isinstance(tensor, PretendTensor) and tensor.untyped_storage().data_ptr() in self._pinned
+        return not is_there(tensor) and memory_of(tensor).untyped_storage().data_ptr() in self._pinned
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from conformance.harness.devices import kernel_sources
 from conformance.provers.pretend_device import PretendDevice
@@ -25,12 +24,3 @@ def copies_of_program(device: PretendDevice, begin: int) -> list[str]:
     """Copies to the device since a mark, but those that launchers make of their arguments."""
     found = [event for event in device.events[begin:] if event.kind == "to device"]
     return [str(event) for event in found if not event.what.startswith("twinproof::")]
-
-
-def sharded_tensors(sharded: Any) -> dict[str, Any]:
-    """Every tensor of a sharded collection, by name: what it names, and its tables and states."""
-    found: dict[str, Any] = dict(sharded.named_parameters())
-    found |= dict(sharded.named_buffers())
-    for table, (_, weight, states) in sharded.local_shards().items():
-        found |= {f"shard of {table}": weight, **{f"{name} of {table}": state for name, state in states.items()}}
-    return found
