@@ -7,6 +7,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,6 +251,15 @@ def test_data_of_another_tensor_is_taken() -> None:
         again = pickle.loads(pickle.dumps(value))
         assert again.device == device.device
         assert on_host(copy.deepcopy(value)).data_ptr() != on_host(value).data_ptr()
+
+
+def test_the_documented_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    program = Path(__file__).with_name("pretend_program.txt").read_text(encoding="utf-8")
+    exec(compile(program, "pretend_program.py", "exec"), {})
+    said = capsys.readouterr().out
+    assert "aten::mul mixes host and device" in said
+    assert "host_waits=1, launches=0" in said
+    assert "1 wait: aten::_local_scalar_dense" in said
 
 
 def test_an_engine_counts_copies_and_the_waits_that_it_is_asked_for() -> None:
