@@ -23,7 +23,7 @@ from conformance.pipeline.sharding import (
     sharded_of,
     sharded_tensors,
 )
-from twinproof.errors import DistributedError, IdRangeError
+from twinproof.errors import DistributedError, IdRangeError, ShapeError
 
 
 def _cut(pipeline: Any, seed: int, kind: str, group: Any = None, *, weighted: bool = False, world_size: int = 1) -> Any:
@@ -270,6 +270,52 @@ def test_evaluation(pipeline: Any) -> None:
             schedule, loader = job.schedule(name), iter(job.batches(4))
             for step, batch in enumerate(loop.batches(4)):
                 assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step} output")
+
+
+def _read_together(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    modules = [_cut(pipeline, seed, "mixed", rank.group, world_size=rank.world_size) for seed in (3, 4, 5)]
+    with on_pretend() as device:
+        dists = []
+        for sharded, keys, limits in modules:
+            sharded.to(device.device)
+            batch = batches_of(rank, keys, limits, 7)[rank.rank].kjt(pipeline).to(device.device)
+            dists.append(sharded.input_dist(sharded.create_context(), batch))
+        pipeline.fuse_input_dists(dists)
+        begin = device.mark
+        for each in dists:
+            each.wait()
+        reads = [event for event in device.events[begin:] if event.kind == "to host"]
+        assert_equal(len(reads), 1, where="copies of sizes to the host")
+        for each in dists:
+            each.wait().wait()
+
+
+@requirement(
+    "PIPE-330",
+    "Sizes of modules that are exchanged together MUST be copied to the host together: it waits once, however many.",
+    needs=("streams",),
+)
+def test_read_together(rank_pool: Any) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_read_together, world_size)
+
+
+@requirement(
+    "PIPE-329",
+    "Ids on a device MUST be refused by name, with nothing stepped, where a table's rows are in a store that has the "
+    "host's memory alone.",
+)
+def test_stores_of_the_host(pipeline: Any, kvstore: Any) -> None:
+    job = Job(pipeline, 4, kinds=("table_wise",), kvstore=kvstore)
+    before = job.state()
+    with on_pretend() as device:
+        batch = job.batch(0).ids[0].to(device.device)
+        with raises(ShapeError):
+            job.collections[0].to(device.device)(batch).values().sum().backward()
+    job.collections[0].to("cpu")
+    for name, value in job.state().items():
+        assert_bits(value, before[name], name)
 
 
 @requirement(

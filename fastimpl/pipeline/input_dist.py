@@ -109,6 +109,14 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
+        # Those whose sizes are read in one go, for the host waits each time; and what was read.
+        self.together: Sequence[InputDist] = (self,)
+        self._said: list[int] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows what the ranks said."""
+        return self._said is not None
 
     @property
     def group(self) -> Any:
@@ -140,26 +148,38 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         return self._route.on(self._segments.lengths.device).order
 
     def _receive(self) -> Awaitable[list[Bags]]:
-        if self.layout.world_size == 1:
-            self.received = self.words
-        elif self.received is None:
-            fuse_input_dists([self])
-        if self.request is not None:
-            self.request.wait()
-        assert self.received is not None
-        rows, sent = self._read(self.received.reshape(self.layout.world_size, -1))
+        rows, sent = self._read()
         if any(row[1] for row in rows):
             self._raise_first()
         self._ctx.strides = [row[0] for row in rows]
         return self._exchange([row[_HEAD:] for row in rows], sent, wanted=any(row[2] for row in rows))
 
-    def _read(self, rows: torch.Tensor) -> tuple[list[list[int]], list[int]]:
-        """What each rank said, and the ids of each segment sent, on the host: one copy, for the host waits for it."""
-        words, width = rows.reshape(-1), rows.shape[1]
-        if self._segments is not None:
-            words = torch.cat([words, self._sent])
-        found = words.tolist()
-        return [found[at : at + width] for at in range(0, rows.numel(), width)], found[rows.numel() :]
+    def _read(self) -> tuple[list[list[int]], list[int]]:
+        """What each rank said, and the ids of each segment sent, on the host."""
+        if self._said is None:
+            asked = [each for each in self.together if not each.is_read and each.words.device == self.words.device]
+            messages = [each.message() for each in asked]
+            found = torch.cat(messages).tolist()
+            for each, message in zip(asked, messages, strict=True):
+                each._said, found = found[: message.numel()], found[message.numel() :]
+        assert self._said is not None
+        width = self._rows().shape[1]
+        count = width * self.layout.world_size
+        # A rank alone sends to itself what its words say.
+        sent = self._said[count:] if self.layout.world_size > 1 else self._said[_HEAD:]
+        return [self._said[at : at + width] for at in range(0, count, width)], sent
+
+    def message(self) -> torch.Tensor:
+        """What the host will read: the words of every rank, which are waited for, and the ids of each segment sent."""
+        if self.layout.world_size == 1:
+            self.received = self.words
+            return self.words
+        if self.received is None:
+            fuse_input_dists([self])
+        if self.request is not None:
+            self.request.wait()
+        words = self._rows().reshape(-1)
+        return words if self._segments is None else torch.cat([words, self._sent])
 
     def _raise_first(self) -> None:
         def fail() -> None:
@@ -266,8 +286,10 @@ def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
 
     What ``input_dist`` returned and nobody has waited for yet; those that were exchanged already are left out.
     """
-    waiting = [each for each in dists if isinstance(each, InputDist) and each.received is None]
-    waiting = [each for each in waiting if each.layout.world_size > 1]
+    fresh = [each for each in dists if isinstance(each, InputDist) and not each.is_read]
+    for each in fresh:
+        each.together = fresh
+    waiting = [each for each in fresh if each.received is None and each.layout.world_size > 1]
     if not waiting:
         return
     sent, received = zip(*(each.splits for each in waiting), strict=True)

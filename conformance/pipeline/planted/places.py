@@ -93,6 +93,21 @@ def batches_stay_on_the_host(original: Any, stages: Any, batch: Any) -> Any:
         stages._device = device
 
 
+@fault(kills="PIPE-330", at="fastimpl.pipeline:fuse_input_dists")
+def sizes_read_one_by_one(original: Any, dists: Any) -> None:
+    """Each module's sizes are copied to the host alone, and waited for alone."""
+    original(dists)
+    for each in dists:
+        each.together = (each,)
+
+
+@fault(kills="PIPE-329", at="twinproof.pipeline.lookups:StoreRows.read")
+def ids_copied_to_the_store(original: Any, rows: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Ids of a device are copied to a store of the host without a word, and its rows back."""
+    found: torch.Tensor = original(rows, ids.cpu()).to(ids.device)
+    return found
+
+
 @fault(kills="PIPE-328", at="twinproof.pipeline.sharded:copy_into")
 def loads_into_a_copy(original: Any, target: Any, value: Any, where: str) -> None:
     """Parts on a device are loaded into a copy on the host, which is dropped."""
