@@ -132,10 +132,14 @@ def kernels(files: list[Path]) -> Iterator[str]:
 
 def documented_programs() -> Iterator[str]:
     """What a page shows first is what the suite runs."""
-    page = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
-    program = (ROOT / "conformance/pipeline/documented_program.txt").read_text(encoding="utf-8")
-    if page.split("```python\n", 1)[1].split("```", 1)[0] != program:
-        yield "docs/pipeline.md: its first program is not conformance/pipeline/documented_program.txt"
+    programs = {
+        "docs/pipeline.md": "conformance/pipeline/documented_program.txt",
+        "docs/pretend-device.md": "conformance/meta/pretend_program.txt",
+    }
+    for name, program in programs.items():
+        page = (ROOT / name).read_text(encoding="utf-8")
+        if page.split("```python\n", 1)[1].split("```", 1)[0] != (ROOT / program).read_text(encoding="utf-8"):
+            yield f"{name}: its first program is not {program}"
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
