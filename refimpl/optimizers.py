@@ -28,7 +28,7 @@ def row_sum(values: torch.Tensor) -> torch.Tensor:
     1 to 0. Eight lanes are what a vector unit adds at once, so that the fast version has the same bits.
     """
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % LANES))
-    lanes = torch.zeros(values.shape[0], LANES, dtype=values.dtype)
+    lanes = values.new_zeros(values.shape[0], LANES)
     for begin in range(0, padded.shape[1], LANES):
         lanes = lanes + padded[:, begin : begin + LANES]
     while lanes.shape[1] > 1:
@@ -43,7 +43,7 @@ def reduce_duplicates(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Ten
     Each sum starts at +0 and adds in ascending position.
     """
     unique, inverse = torch.unique(ids, return_inverse=True)
-    sums = torch.zeros(unique.numel(), grads.shape[1], dtype=torch.float32)
+    sums = grads.new_zeros(unique.numel(), grads.shape[1], dtype=torch.float32)
     return unique, sums.index_add_(0, inverse, grads.to(torch.float32))
 
 

@@ -84,7 +84,8 @@ __all__ = [
 
 def _bag_of_each(bags: Bags) -> torch.Tensor:
     """The bag of each id, int64 [N]."""
-    return torch.arange(bags.offsets.numel() - 1).repeat_interleave(bags.offsets.diff())
+    lengths = bags.offsets.diff()
+    return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
 
 
 def pool(rows: torch.Tensor, bags: Bags, is_mean: bool) -> torch.Tensor:
@@ -95,7 +96,7 @@ def pool(rows: torch.Tensor, bags: Bags, is_mean: bool) -> torch.Tensor:
     terms = rows.to(torch.float32)
     if bags.weights is not None:
         terms = bags.weights[:, None] * terms
-    sums = torch.zeros(bags.offsets.numel() - 1, rows.shape[1]).index_add_(0, _bag_of_each(bags), terms)
+    sums = terms.new_zeros(bags.offsets.numel() - 1, rows.shape[1]).index_add_(0, _bag_of_each(bags), terms)
     return sums / bags.lengths() if is_mean else sums
 
 
@@ -244,16 +245,16 @@ class ToldEverything:
         begins: list[int] = offsets_of(torch.tensor([bags.indices.numel() for bags in everyone])).tolist()
         # A number takes the way of its id's weight.
         numbered = [
-            Bags(bags.indices, bags.offsets, torch.arange(begin, begin + bags.indices.numel()))
+            Bags(bags.indices, bags.offsets, begin + torch.arange(bags.indices.numel(), device=bags.indices.device))
             for bags, begin in zip(everyone, begins, strict=False)
         ]
-        none = torch.empty(0, dtype=torch.int64)
+        none = everyone[0].indices.new_empty(0, dtype=torch.int64)
         found = [[part.weights for part in self._parts(numbered, groups)] for groups in self.layout.rank_groups]
         return [torch.cat([none, *(numbers for numbers in some if numbers is not None)]) for some in found], begins
 
     def columns(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The lookups of all ranks, of which this rank's samples are taken."""
-        none = torch.zeros(sum(ctx.strides), 0)
+        none = torch.zeros(sum(ctx.strides), 0, device=ctx.bags.offsets.device)
         everyone = self._of_all_ranks(lambda: torch.cat([none, *outputs], dim=1))
         rank = self.layout.rank
         mine = slice(sum(ctx.strides[:rank]), sum(ctx.strides[: rank + 1]))
@@ -272,7 +273,7 @@ class ToldEverything:
         """Float32 [B, width] from the ranks' blocks [B, columns of the rank] for this rank's own bags."""
         layout = self.layout
         count = len(layout.feature_tables)
-        result = torch.zeros((bags.offsets.numel() - 1) // count, layout.width)
+        result = torch.zeros((bags.offsets.numel() - 1) // count, layout.width, device=bags.offsets.device)
         for rank, block in enumerate(blocks):
             for slot, there, here in self._slots(rank):
                 if slot.is_partial:
@@ -306,7 +307,7 @@ class ToldEverything:
     def weight_gradients(self, ctx: ShardedContext, grads: torch.Tensor) -> torch.Tensor:
         """The gradients of all ranks' lookups, added to the numbers of their ids."""
         numbers, begins = ctx.way_home
-        total = torch.zeros(begins[-1])
+        total = grads.new_zeros(begins[-1])
         for number, found in zip(numbers, self._of_all_ranks(lambda: grads), strict=True):
             total.index_add_(0, number, found)
         return total[begins[self.layout.rank] : begins[self.layout.rank + 1]]

@@ -219,3 +219,27 @@ def test_cause(checkpoint: Any, tmp_path: Path) -> None:
         reader.read_data = read_too_late
         with raises(OSError, mentions=[victim], where=f"{thread_count} threads"):
             load_with(reader, {name: zeros_like(value) for name, value in state.items()})
+
+
+@requirement(
+    "CKPT-459",
+    "Any subset of many small tensors of several files MUST load right, with any number of threads, into targets of "
+    "any strides.",
+)
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 512, 600])
+def test_small_neighbours(checkpoint: Any, tmp_path: Path, count: int) -> None:
+    state = {f"t{n:03}": random_bits(torch.int16, (n % 5, 3) if n % 11 else (7,), n + 1) for n in range(count + 3)}
+    save(checkpoint, state, tmp_path, fqn_to_index_mapping={name: 2 - int(int(name[1:]) < count) for name in state})
+    subsets = {
+        "all": list(state),
+        "gaps": [name for name in state if int(name[1:]) % 5 != 3],
+        "no first": list(state)[1:],
+        "no last": list(state)[:-1],
+    }
+    for threads in (1, 2, 3):
+        for which, names in subsets.items():
+            for stride in (1, 2):
+                targets = {name: torch.zeros(*state[name].shape, stride, dtype=torch.int16)[..., 0] for name in names}
+                load(checkpoint, targets, tmp_path, thread_count=threads)
+                expected = {name: state[name] for name in names}
+                assert_same_tensors(targets, expected, where=f"{which}, {threads} threads, stride {stride}")

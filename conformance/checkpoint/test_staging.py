@@ -238,7 +238,7 @@ def test_writes_behind_the_caller(checkpoint: Any, tmp_path: Path) -> None:
 
                 def work(reading: _Reading = reading, job: ReadJob = job, number: int = file.fileno()) -> None:
                     for skip in range(0, plain.nbytes, 84):
-                        reading.read(number, _Slice(job, skip, min(84, plain.nbytes - skip)))
+                        reading.read(number, [_Slice(job, skip, min(84, plain.nbytes - skip))])
 
                 _in_worker(device, work)
                 reading.drain()

@@ -39,12 +39,20 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
     _apply_ledger(suite, [item for item, _ in proofs])
     waived = {item.nodeid for item in items if item.stash.get(_WAIVED, False) and bug_of(item) is not None}
     dropped = [
-        item for item in items if item.nodeid in waived or (suite.planted_mode == "only" and bug_of(item) is None)
+        item
+        for item in items
+        if item.nodeid in waived
+        or (suite.planted_mode == "only" and bug_of(item) is None)
+        or (suite.device != "cpu" and not _takes_device(item))
     ]
     if dropped:
         suite.config.hook.pytest_deselected(items=dropped)
         gone = set(map(id, dropped))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+def _takes_device(item: pytest.Item) -> bool:
+    return "device" in getattr(item, "fixturenames", ())
 
 
 _WAIVED = pytest.StashKey[bool]()

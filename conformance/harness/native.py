@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["CompileError", "compile_once"]
+__all__ = ["CompileError", "cache_folder", "compile_once"]
 
 _COMPILERS = {"c": ("cc", "gcc", "clang"), "cpp": ("c++", "g++", "clang++")}
 _TIMEOUT_S = 120
@@ -34,7 +34,8 @@ def _compiler(language: str) -> str:
     raise CompileError(f"no compiler: none of {', '.join(_COMPILERS[language])} is on PATH")
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """The folder of this user's compiled programs. Raises CompileError where others could write to it."""
     folder = Path(tempfile.gettempdir()) / f"twinproof-faults-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -44,9 +45,16 @@ def _cache_folder() -> Path:
 
 
 def compile_once(
-    name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], libraries: Sequence[str] = ()
+    name: str,
+    folder: Path,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    libraries: Sequence[str] = (),
+    includes: Sequence[Path] = (),
 ) -> Path:
     """The program or library ``name`` made of ``sources`` in ``folder``, all of them C (``.c``) or C++ (``.cpp``).
+
+    ``includes`` are folders of headers, searched in that order; every ``.h`` in them counts as content.
 
     Raises:
         CompileError: no working compiler.
@@ -56,13 +64,18 @@ def compile_once(
     digest = hashlib.sha256("\0".join((compiler, platform.machine(), *flags, *libraries)).encode())
     for path in sorted([*folder.glob("*.h"), *folder.glob(f"*.{language}")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    target = _cache_folder() / f"{name}-{digest.hexdigest()[:24]}"
+    for include in includes:
+        for path in sorted(include.rglob("*.h")):
+            digest.update(str(path.relative_to(include)).encode() + b"\0" + path.read_bytes())
+    target = cache_folder() / f"{name}-{digest.hexdigest()[:24]}"
     if target.exists():
         return target
     # Several processes may build at once; the rename makes a finished file appear at one instant.
     with tempfile.TemporaryDirectory(dir=target.parent) as made:
         output = Path(made) / name
-        command = [compiler, *flags, *(str(folder / source) for source in sources), "-o", str(output), *libraries]
+        search = [f"-I{include}" for include in includes]
+        command = [compiler, *flags, *search, *(str(folder / source) for source in sources)]
+        command += ["-o", str(output), *libraries]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode != 0:
             raise CompileError(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -19,6 +19,7 @@ import pytest
 
 from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
+from conformance.harness.devices import prepare_device
 from conformance.harness.environment import environment_line
 from conformance.harness.failures import describe
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
@@ -205,8 +206,20 @@ def checkpoint(request: pytest.FixtureRequest) -> implementations.Component:
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Gloo processes for multi-rank requirements, started at first use and ended with the session."""
-    with RankPool(request.config.stash[SUITE].implementation) as pool:
+    suite = request.config.stash[SUITE]
+    with RankPool(suite.implementation, device=suite.device) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where objects that take a device are sent, ``--twinproof-device``; on ranks it is ``rank.device``.
+
+    A test that asks for it is one that runs on every device; where another than the CPU is asked for, only these run.
+    """
+    name: str = request.config.stash[SUITE].device
+    prepare_device(name)
+    return name
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conformance.harness.devices import DEVICES
 from conformance.harness.environment import environment, implementation_facts
 from conformance.harness.implementation import resolve_name
 from conformance.harness.ledger import Deviation, LedgerError, builtin_ledger, read_ledgers
@@ -26,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "NAME",
         "help": "implementation under test: a module, or a registered name (default: fastimpl)",
     },
+    "device": {"choices": DEVICES, "help": "where objects that take a device are sent (default: cpu)"},
     "profile": {"choices": PROFILES, "help": "how many examples, and whether they are random (default: ci)"},
     "ledger": {"action": "append", "metavar": "FILE", "help": "known deviations, strict TOML; may be repeated"},
     "report": {"metavar": "FILE", "help": "write the outcome of every requirement as JSON"},
@@ -62,6 +64,11 @@ class Suite:
         """The module under test; ``pytest.UsageError`` when there is no such module."""
         return resolve_name(self.option("impl") or "fastimpl")
 
+    @property
+    def device(self) -> str:
+        """The device that objects are sent to."""
+        return self.option("device") or "cpu"
+
     @cached_property
     def deviations(self) -> tuple[Deviation, ...]:
         """The entries of ``--twinproof-ledger`` and of the adapter's own; ``pytest.UsageError`` for a malformed one."""
@@ -96,6 +103,8 @@ class Suite:
         words += ["--twinproof-impl", self.option("impl") or "fastimpl", "--twinproof-profile", self.profile]
         if self.planted_mode != "none":
             words += ["--twinproof-planted", self.planted_mode]
+        if self.device != "cpu":
+            words += ["--twinproof-device", self.device]
         for path in self.option("ledger") or []:
             words += ["--twinproof-ledger", path]
         if self.config.getoption("hypothesis_seed", None) is not None:

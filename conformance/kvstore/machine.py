@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         """One state: headers stay, missing rows are made."""
         slot = self.store.layout(table).state_slots["momentum1"]
         values = torch.randn(len(keys), slot.count, generator=torch.Generator().manual_seed(seed))
-        # Adagrad's state is a sum of squares: of a negative one the root is a NaN, whose sign nobody promises.
+        # Adagrad's state is a sum of squares, of which a step takes the root.
         values = values.abs() if table == "b" else values
         self.both("set_state", table, "momentum1", ids_of(keys), values)
         for key, value in zip(keys, values, strict=True):
@@ -115,12 +115,27 @@ class StoreMachine(RuleBasedStateMachine):
     def apply_gradients(self, table: str, keys: list[int], seed: int, step: int) -> None:
         """An optimizer step: the values are the reference's, headers and ids the model's."""
         width = self.store.layout(table).embedding_dim
-        grads = torch.randn(len(keys), width, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.randn(len(keys), width, generator=torch.Generator().manual_seed(seed))
+        gone = self.keys_made_nan(table, keys, drawn, step)
+        places = [place for place, key in enumerate(keys) if key not in gone]
+        keys, grads = [keys[place] for place in places], drawn[places]
         self.both("apply_gradients", table, ids_of(keys), grads, 0.5, step)
         for key in keys:
             row = self.opened(table, key)
             row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
             row.body[:] = self.twin.get_rows(table, ids_of([key]))[0].numpy().tobytes()[16:]
+
+    def keys_made_nan(self, table: str, keys: list[int], grads: torch.Tensor, step: int) -> list[int]:
+        """The keys whose rows a step makes NaN: which NaN it is, nobody promises."""
+        trial, layout = self.fresh(reference), self.twin.layout(table)
+        trial.set_rows(table, self.twin.get_rows(table, ids_of(keys)))
+        trial.apply_gradients(table, ids_of(keys), grads, 0.5, step)
+        rows = trial.get_rows(table, ids_of(keys))
+        slots = [(16, layout.embedding_dim, layout.weight_dtype)]
+        slots += [(slot.offset_bytes, slot.count, slot.dtype) for slot in layout.state_slots.values()]
+        parts = [rows[:, at : at + count * kind.itemsize].clone().view(kind) for at, count, kind in slots]
+        is_nan = torch.cat([part.isnan().any(1, keepdim=True) for part in parts], 1).any(1)
+        return [key for key, wrong in zip(keys, is_nan.tolist(), strict=True) if wrong]
 
     @rule(table=tables, keys=close_batches)
     def delete(self, table: str, keys: list[int]) -> None:

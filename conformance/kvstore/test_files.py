@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
+from conformance.provers.faults import Interruption, each_moment, interrupted
 from twinproof.errors import ConfigError, MissingKeyError, TwinproofError
 
 
@@ -232,3 +234,36 @@ def test_tables(kvstore: Any, tmp_path: Path) -> None:
     narrow = store_of(kvstore, layouts_of(kvstore) | {"a": kvstore.RowLayout(7, torch.float16)})
     with raises(ConfigError, where="another width"):
         kvstore.load(narrow, tmp_path / "ck", weights_only=True)
+
+
+@requirement(
+    "KV-161",
+    "A load during which the checkpoint is replaced, at any moment, MUST give the rows of one of the two whole, or a "
+    "named error: never parts of both without a word.",
+)
+def test_replaced_while_loaded(kvstore: Any, tmp_path: Path) -> None:
+    old, new = filled(kvstore, range(40)), filled(kvstore, range(40))
+    # The same ids: rows of one file would fit the ids of the other.
+    for table in "ab":
+        new.set_rows(table, random_rows(new, new.ids(table).tolist(), 11, table))
+    expected, outcomes = {"old": contents(old), "new": contents(new)}, set()
+
+    def once(nth: int) -> Interruption:
+        path, store = tmp_path / f"{nth}" / "ck", fresh(kvstore)
+        path.parent.mkdir()
+        save(kvstore, old, path, buckets=kvstore.Buckets(2))
+        replace = functools.partial(save, kvstore, new, path, buckets=kvstore.Buckets(2))
+        with interrupted(path, nth, replace) as hook:
+            try:
+                kvstore.load(store, path, chunk_rows=4)
+            except TwinproofError:
+                outcomes.add("named error")
+                return hook
+        found = contents(store)
+        which = [name for name, rows in expected.items() if rows == found]
+        assert_equal(len(which), 1, where=f"moment {nth}: the rows of one of the two")
+        outcomes.update(which)
+        return hook
+
+    each_moment(once)
+    assert_equal({"old", "new"} - outcomes, set(), where="outcomes that were not seen")

@@ -66,6 +66,7 @@ class Job:
         processed: ids weigh by their position, by parameters that the dense optimizer updates.
         kvstore: every other table lives in a store of this component, one for each collection; None is no store.
         reduces: whether gradient hooks average the dense gradients of all ranks, which otherwise nobody does.
+        device: where the model is sent; batches are the host's.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Job:
         processed: bool = False,
         kvstore: Any = None,
         reduces: bool = True,
+        device: Any = "cpu",
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
@@ -106,6 +108,8 @@ class Job:
                 p for n, p in self.model.named_parameters() if not n.startswith("collections")
             ):
                 param.copy_(values_of(param.shape, 77 + index))
+        self.device = torch.device(device)
+        self.model.to(self.device)
         if world_size > 1 and reduces:
             self._reduce(group, world_size)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
@@ -150,6 +154,7 @@ class Job:
 
     def step(self, batch: Batch) -> torch.Tensor:
         """One step of the loop; the model's output."""
+        batch = batch if self.device.type == "cpu" else batch.to(self.device)
         if not self.model.training:
             with torch.no_grad():
                 seen: torch.Tensor = self.model(batch)[1]
@@ -180,7 +185,8 @@ class Job:
     def schedule(self, name: str, **options: Any) -> Any:
         """A pipeline that drives the job's model."""
         group = self.collections[0].process_group
-        return getattr(self.pipeline, name)(self.model, self.optimizer, process_group=group, **options)
+        options = {"device": self.device, "process_group": group, **options}
+        return getattr(self.pipeline, name)(self.model, self.optimizer, **options)
 
 
 def assert_same_state(got: Job, expected: Job, where: str) -> None:

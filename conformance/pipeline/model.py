@@ -97,8 +97,8 @@ class Naive:
 
 
 def assert_bits(got: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
-    """Equal dtype, shape and bytes."""
-    assert_same_tensor(got, expected, where=where)
+    """Equal dtype, shape and bytes, wherever they are."""
+    assert_same_tensor(got.cpu(), expected.cpu(), where=where)
 
 
 def assert_tables(lookups: Any, naive: Naive, where: str = "") -> None:

@@ -40,8 +40,9 @@ def gradient_of(batches: list[Jagged], width: int, seed: int, rank: int) -> torc
 
 def train(rank: Rank, sharded: Any, batches: list[Jagged], seed: int, pipeline: Any) -> torch.Tensor:
     """One step of this rank; its pooled columns."""
-    pooled = sharded(batches[rank.rank].kjt(pipeline)).values()
-    pooled.backward(gradient_of(batches, pooled.shape[1], seed, rank.rank))
+    batch = batches[rank.rank].kjt(pipeline).to(rank.device)
+    pooled = sharded(batch).values()
+    pooled.backward(gradient_of(batches, pooled.shape[1], seed, rank.rank).to(rank.device))
     result: torch.Tensor = pooled.detach()
     return result
 
@@ -65,6 +66,15 @@ def assert_shards(sharded: Any, naive: Naive, where: str) -> None:
             whole = table.states[state]
             expected = whole[rows] if whole.shape[1] == 1 else whole[rows, columns]
             assert_bits(value, expected, f"{where} {state} of {name}")
+
+
+def sharded_tensors(sharded: Any) -> dict[str, Any]:
+    """Every tensor of a sharded collection, by name: what it names, and its tables and states."""
+    found: dict[str, Any] = dict(sharded.named_parameters())
+    found |= dict(sharded.named_buffers())
+    for table, (_, weight, states) in sharded.local_shards().items():
+        found |= {f"shard of {table}": weight, **{f"{name} of {table}": state for name, state in states.items()}}
+    return found
 
 
 def is_element_wise(optimizer: str) -> bool:

@@ -14,11 +14,12 @@ from conformance.pipeline.model import OPTIMIZERS, assert_bits
 from twinproof.errors import ConfigError
 
 
-def _equal(pipeline: Any, rank: Rank | None, seeds: range, variants: Variants) -> None:
+def _equal(pipeline: Any, rank: Rank | None, seeds: range, variants: Variants, device: str) -> None:
     for seed in seeds:
         optimizer, dropout = OPTIMIZERS[seed % len(OPTIMIZERS)], 0.3 * (seed % 2)
         for name, options in variants:
-            loop, job = (Job(pipeline, seed, rank, optimizer=optimizer, dropout=dropout) for _ in range(2))
+            kinds: dict[str, Any] = {"optimizer": optimizer, "dropout": dropout, "device": device}
+            loop, job = (Job(pipeline, seed, rank, **kinds) for _ in range(2))
             schedule, loader = job.schedule(name, **options), iter(job.batches(5))
             for step, batch in enumerate(loop.batches(5)):
                 torch.manual_seed(step)
@@ -36,17 +37,17 @@ def _equal(pipeline: Any, rank: Rank | None, seeds: range, variants: Variants) -
     "Base, SparseDist, FusedSparseDist with every placement of the lookup, and SemiSync before its start MUST give the "
     "loop's outputs, tables, optimizer states, dense parameters and dropout, bit for bit after every step.",
 )
-def test_equal_alone(pipeline: Any) -> None:
-    _equal(pipeline, None, range(len(OPTIMIZERS)), VARIANTS)
+def test_equal_alone(pipeline: Any, device: str) -> None:
+    _equal(pipeline, None, range(len(OPTIMIZERS)), VARIANTS, device)
 
 
 def _equal_on_ranks(rank: Rank, seeds: range) -> None:
     # A third of the schedules each: four sizes of the group see them all, and some twice.
-    _equal(rank.component("pipeline"), rank, seeds, VARIANTS[(rank.world_size - 1) % 3 :: 3])
+    _equal(rank.component("pipeline"), rank, seeds, VARIANTS[(rank.world_size - 1) % 3 :: 3], rank.device)
 
 
 @requirement("PIPE-121", "The same MUST hold on 1 to 4 ranks, for plans that mix every kind of sharding.")
-def test_equal_on_ranks(rank_pool: Any) -> None:
+def test_equal_on_ranks(rank_pool: Any, device: str) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_equal_on_ranks, world_size, range(world_size + 1, world_size + 2))
 

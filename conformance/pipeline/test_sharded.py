@@ -38,7 +38,7 @@ def _whole_bags(rank: Rank, seeds: range) -> None:
         collection = collection_of(pipeline, configs, weights, is_weighted=weighted)
         plan = random_plan(pipeline, configs, rank.world_size, seed, kinds)
         sharded, naive = (
-            sharded_of(pipeline, collection, plan, optimizer, rank.group),
+            sharded_of(pipeline, collection, plan, optimizer, rank.group).to(rank.device),
             Naive(configs, weights, optimizer),
         )
         for step in range(1, 4):
@@ -54,7 +54,7 @@ def _whole_bags(rank: Rank, seeds: range) -> None:
     "Table-wise tables, and column-wise ones with an element-wise optimizer, MUST be the uncut table bit for bit, "
     "pooled rows, weights and states after every step, on 1 to 4 ranks, with batches of different size.",
 )
-def test_whole_bags(rank_pool: Any) -> None:
+def test_whole_bags(rank_pool: Any, device: str) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_whole_bags, world_size, range(4 * world_size, 4 * world_size + 6))
 
@@ -87,7 +87,7 @@ def _rows(rank: Rank, seeds: range) -> None:
         plan = {config.name: pipeline.row_wise() for config in configs}
         collection = collection_of(pipeline, configs, weights)
         sharded, naive = (
-            sharded_of(pipeline, collection, plan, optimizer, rank.group),
+            sharded_of(pipeline, collection, plan, optimizer, rank.group).to(rank.device),
             Naive(configs, weights, optimizer),
         )
         for step in range(1, 4):
@@ -105,7 +105,7 @@ def _rows(rank: Rank, seeds: range) -> None:
     "Row-wise tables MUST pool partial sums in ascending rank and divide a mean by the whole bag's ids, and their rows "
     "MUST then be updated as the uncut table's, bit for bit, for every optimizer, where W divides nothing too.",
 )
-def test_rows(rank_pool: Any) -> None:
+def test_rows(rank_pool: Any, device: str) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_rows, world_size, range(6 * world_size, 6 * world_size + 6))
 
@@ -116,9 +116,9 @@ def _row_error(rank: Rank, factor: float) -> None:
     weight = values_of((200, 16), 1)
     sharded = sharded_of(
         pipeline, collection_of(pipeline, [config], [weight]), {"t": pipeline.row_wise()}, "sgd", rank.group
-    )
+    ).to(rank.device)
     batches = batches_of(rank, ["f"], [200], 5, longest=60)
-    pooled = sharded(batches[rank.rank].kjt(pipeline)).values().detach()
+    pooled = sharded(batches[rank.rank].kjt(pipeline).to(rank.device)).values().detach().cpu()
     naive, exact = (
         torch.stack(
             [weight[torch.tensor(bag, dtype=torch.int64)].to(dtype).sum(0) for bag in batches[rank.rank].bags[0]]
@@ -135,7 +135,7 @@ def _row_error(rank: Rank, factor: float) -> None:
     "PIPE-084",
     "Row-wise pooled rows MUST err from the exact sum at most twice as much as the uncut table's sum in order.",
 )
-def test_row_error(rank_pool: Any, tolerance_factor: float) -> None:
+def test_row_error(rank_pool: Any, tolerance_factor: float, device: str) -> None:
     for world_size in (2, 3):
         rank_pool.run(_row_error, world_size, tolerance_factor)
 
@@ -152,7 +152,7 @@ def _mixed(rank: Rank, seeds: range) -> None:
             collection = collection_of(package, configs, weights, is_weighted=weighted)
             kinds = ("table_wise", "column_wise", "row_wise", "data_parallel")
             plan = random_plan(package, configs, rank.world_size, seed, kinds)
-            arms.append(sharded_of(package, collection, plan, optimizer, rank.group))
+            arms.append(sharded_of(package, collection, plan, optimizer, rank.group).to(rank.device))
         for step in range(1, 4):
             batches = batches_of(rank, keys, limits, seed + step, weighted=weighted, uneven=True)
             pooled = [
@@ -177,7 +177,7 @@ def _mixed(rank: Rank, seeds: range) -> None:
     "Plans that mix every kind of sharding, with dtypes mixed, features shared and batches of different size, MUST "
     "give the reference's bits after every step.",
 )
-def test_mixed(rank_pool: Any) -> None:
+def test_mixed(rank_pool: Any, device: str) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_mixed, world_size, range(4 * world_size, 4 * world_size + 6))
 
@@ -188,7 +188,9 @@ def _columns(rank: Rank) -> None:
     weight = values_of((7, 10), 1)
     ranks = list(range(rank.world_size))[::-1]
     plan = {"t": pipeline.column_wise(ranks)}
-    sharded = sharded_of(pipeline, collection_of(pipeline, [config], [weight]), plan, "rowwise_adagrad", rank.group)
+    sharded = sharded_of(pipeline, collection_of(pipeline, [config], [weight]), plan, "rowwise_adagrad", rank.group).to(
+        rank.device
+    )
     shard, _, _ = sharded.local_shards()["t"]
     part = slice(*shard.columns)
     narrow = pipeline.EmbeddingBagConfig(7, shard.width, "t", feature_names=["f"])
@@ -206,7 +208,7 @@ def _columns(rank: Rank) -> None:
 @requirement(
     "PIPE-079", "A column-wise table whose optimizer keeps one value for a row MUST keep one for each column block."
 )
-def test_columns(rank_pool: Any) -> None:
+def test_columns(rank_pool: Any, device: str) -> None:
     for world_size in (2, 4):
         rank_pool.run(_columns, world_size)
 
@@ -216,7 +218,7 @@ def _nothing(rank: Rank) -> None:
     configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", DTYPES[i], [f"f{i}"]) for i in range(2)]
     weights = [values_of((6, 4), i, DTYPES[i]) for i in range(2)]
     plan = {"t0": pipeline.table_wise(rank.world_size - 1), "t1": pipeline.table_wise(rank.world_size - 1)}
-    sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adam", rank.group)
+    sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adam", rank.group).to(rank.device)
     naive = Naive(configs, weights, "adam")
     for step in range(1, 5):
         # Ranks without ids, a step without any, and a feature that is always empty.
@@ -233,7 +235,7 @@ def _nothing(rank: Rank) -> None:
 @requirement(
     "PIPE-082", "Ranks without a table, ranks without ids and steps without any id MUST take part and count every step."
 )
-def test_nothing(rank_pool: Any) -> None:
+def test_nothing(rank_pool: Any, device: str) -> None:
     for world_size in (1, 2, 3):
         rank_pool.run(_nothing, world_size)
 
@@ -245,7 +247,9 @@ def _moved(rank: Rank) -> None:
     results = []
     for shift in range(rank.world_size):
         plan = {c.name: pipeline.table_wise((i + shift) % rank.world_size) for i, c in enumerate(configs)}
-        sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adagrad", rank.group)
+        sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adagrad", rank.group).to(
+            rank.device
+        )
         train(rank, sharded, batches, 7, pipeline)
         results.append(train(rank, sharded, batches, 8, pipeline))
     for other in results[1:]:
@@ -253,5 +257,5 @@ def _moved(rank: Rank) -> None:
 
 
 @requirement("PIPE-080", "Which rank holds a table MUST NOT change a bit.")
-def test_moved(rank_pool: Any) -> None:
+def test_moved(rank_pool: Any, device: str) -> None:
     rank_pool.run(_moved, 3)

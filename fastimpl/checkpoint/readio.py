@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -25,6 +26,8 @@ __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
 
 TASK_BYTES = 8 << 20  # The most that one task reads; bounds the memory of each thread.
 WINDOW_BYTES = 1 << 20  # Rows with gaps pass through a window that stays in the core's cache.
+_BUFFERS_MAX = 256  # Of one call; the system takes 1024.
+_SLICES_OF_THREAD = 4  # At the least, of a load of that many windows: the last slices end at about the same time.
 GAP_BYTES = 4096  # Shorter gaps are read along: a page is the unit of every file system.
 
 
@@ -90,12 +93,39 @@ class _Slice:
     count: int
 
 
-def _slices(jobs: Iterable[ReadJob]) -> Iterator[_Slice]:
+def _slices(jobs: Iterable[ReadJob], slice_bytes: int) -> Iterator[_Slice]:
     for job in jobs:
         total = job.geometry.total_bytes
         # Cuts fall between elements, so that a slice can be scattered and cast on its own.
-        for skip in range(0, total, TASK_BYTES):
-            yield _Slice(job, skip, min(TASK_BYTES, total - skip))
+        for skip in range(0, total, slice_bytes):
+            yield _Slice(job, skip, min(slice_bytes, total - skip))
+
+
+def _is_dense(part: _Slice, starts: CopyStarts) -> bool:
+    """Whether it is a whole job, one run in the file, that goes straight into one run of the target's memory."""
+    job = part.job
+    return (
+        part.count == job.geometry.run_bytes == job.geometry.total_bytes
+        and job.target.dtype == job.dtype
+        and job.target.is_contiguous()
+        and not starts.needs_copies(job.target.device)
+    )
+
+
+def _bundles(slices: Iterable[_Slice], limit_bytes: int, starts: CopyStarts) -> Iterator[list[_Slice]]:
+    """Slices that one call reads: dense ones without a gap between them in the file, or a single one of any kind."""
+    bundle: list[_Slice] = []
+    size_bytes, end = 0, None
+    for part in slices:
+        begin = part.job.base + part.job.geometry.locate(0) if _is_dense(part, starts) else None
+        is_next = begin is not None and begin == end and size_bytes + part.count <= limit_bytes
+        if bundle and not (is_next and len(bundle) < _BUFFERS_MAX):
+            yield bundle
+            bundle, size_bytes = [], 0
+        bundle.append(part)
+        size_bytes, end = size_bytes + part.count, None if begin is None else begin + part.count
+    if bundle:
+        yield bundle
 
 
 def _fill(dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]) -> tuple[int, int]:
@@ -158,20 +188,29 @@ class _Reading:
                 self._all.append(buffers)
         return buffers
 
-    def read(self, descriptor: int, part: _Slice) -> None:
-        """Read one slice into its target."""
-        target, job = part.job.target, part.job
-        flat = _flat_bytes(target) if target.dtype == job.dtype else None
-        if flat is not None and not self.starts.needs_copies(target.device):
-            counts = _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
+    def read(self, descriptor: int, bundle: list[_Slice]) -> None:
+        """Read slices into their targets."""
+        if len(bundle) == 1:
+            counts = self._read_one(descriptor, bundle[0])
         else:
-            buffers = self._buffers(target.device)
-            dense = buffers.take(part.count)
-            counts = _fill(dense, part, descriptor, self.local.take_window)
-            self._deliver(dense, part, flat, buffers)
+            job = bundle[0].job
+            buffers = [buffer_of(part.job.target) for part in bundle]
+            calls = read_exactly(descriptor, buffers, job.base + job.geometry.locate(0), job.file)
+            counts = sum(part.count for part in bundle), calls
         with self._lock:
             self.stats.read_bytes += counts[0]
             self.stats.read_count += counts[1]
+
+    def _read_one(self, descriptor: int, part: _Slice) -> tuple[int, int]:
+        target, job = part.job.target, part.job
+        flat = _flat_bytes(target) if target.dtype == job.dtype else None
+        if flat is not None and not self.starts.needs_copies(target.device):
+            return _fill(flat[part.skip : part.skip + part.count], part, descriptor, self.local.take_window)
+        buffers = self._buffers(target.device)
+        dense = buffers.take(part.count)
+        counts = _fill(dense, part, descriptor, self.local.take_window)
+        self._deliver(dense, part, flat, buffers)
+        return counts
 
     def _deliver(self, dense: torch.Tensor, part: _Slice, flat: torch.Tensor | None, buffers: DoubleBuffer) -> None:
         target, dtype = part.job.target, part.job.dtype
@@ -191,42 +230,94 @@ class _Reading:
             buffers.drain()
 
 
-def _each(work: Callable[[_Slice], None], slices: Iterator[_Slice], pool: ThreadPoolExecutor | None) -> None:
-    # All tasks are over when this returns: none may use the file's descriptor after it is closed.
-    if pool is None:
-        for part in slices:
-            work(part)
-        return
-    futures = [pool.submit(work, part) for part in slices]
-    try:
-        for future in futures:
-            future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)
+class _File:
+    """An input that is open from the first of its bundles to the last, whichever threads read them."""
+
+    def __init__(self, path: str, bundles: Sequence[list[_Slice]]) -> None:
+        self.path, self.bundles = path, bundles
+        self._lock, self._descriptor, self._left_count = threading.Lock(), -1, len(bundles)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Its descriptor, for one of the bundles. Raises StorageError."""
+        with self._lock:
+            if self._descriptor < 0:
+                try:
+                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise storage_error(error, "opening", self.path) from error
+        try:
+            yield self._descriptor
+        finally:
+            with self._lock:
+                self._left_count -= 1
+                if self._left_count == 0:
+                    self.close()
+
+    def close(self) -> None:
+        """Also of a file that was not read to its end: after an error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _files(jobs: Sequence[ReadJob], thread_count: int, starts: CopyStarts) -> list[_File]:
+    # Slices of a small load are smaller, so that no thread is left without work.
+    share = sum(job.geometry.total_bytes for job in jobs) // (_SLICES_OF_THREAD * thread_count)
+    slice_bytes = min(TASK_BYTES, max(WINDOW_BYTES, share - share % GAP_BYTES))
+    by_file: dict[str, list[ReadJob]] = {}
+    for job in jobs:
+        by_file.setdefault(job.file, []).append(job)
+    files = []
+    for path, mine in by_file.items():
+        mine.sort(key=lambda job: job.base)
+        files.append(_File(path, list(_bundles(_slices(mine, slice_bytes), slice_bytes, starts))))
+    return files
 
 
 def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = copies_for_device) -> LoadStats:
-    """Carry out read jobs file by file, with ``thread_count`` threads inside each file; one file is open at a time.
+    """Carry out read jobs, file by file in each file's order, with ``thread_count`` threads on one queue.
+
+    No thread waits for the end of a file, so that many small files are read as fast as one large one. At most
+    ``thread_count`` files are open at a time.
 
     Raises:
         StorageError, CorruptionError: the first error of any thread.
     """
-    reading = _Reading(CopyStarts(choose, [job.target.device for job in jobs]))
-    by_file: dict[str, list[ReadJob]] = {}
-    for job in jobs:
-        by_file.setdefault(job.file, []).append(job)
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-read") as pool:
-        for file, mine in by_file.items():
-            mine.sort(key=lambda job: job.base)
+    starts = CopyStarts(choose, [job.target.device for job in jobs])
+    reading, files = _Reading(starts), _files(jobs, thread_count, starts)
+    waiting = deque((file, bundle) for file in files for bundle in file.bundles)
+
+    def work() -> None:
+        # Appending to a deque and popping from it are atomic.
+        while waiting:
             try:
-                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise storage_error(error, "opening", file) from error
+                file, bundle = waiting.popleft()
+            except IndexError:
+                return
             try:
-                _each(partial(reading.read, descriptor), _slices(mine), pool if thread_count > 1 else None)
-            finally:
-                os.close(descriptor)
+                with file.opened() as descriptor:
+                    reading.read(descriptor, bundle)
+            except BaseException:
+                waiting.clear()
+                raise
+
+    try:
+        _run_on_threads(work, min(thread_count, len(waiting)))
+    finally:
+        for file in files:
+            file.close()
     reading.drain()
     return reading.stats
+
+
+def _run_on_threads(work: Callable[[], None], thread_count: int) -> None:
+    """Run ``work`` on so many threads, this one among them; all have returned when this returns or raises."""
+    if thread_count < 2:
+        work()
+        return
+    with ThreadPoolExecutor(thread_count - 1, thread_name_prefix="checkpoint-read") as pool:
+        others = [pool.submit(work) for _ in range(thread_count - 1)]
+        work()
+    for other in others:
+        other.result()

@@ -46,7 +46,7 @@ class AllToAll:
     def _segments(self, bags: Bags, *, wants_gradient: bool) -> Segments:
         """Every feature whole, then the cut ones by rank."""
         stride = (bags.offsets.numel() - 1) // len(self.layout.feature_tables)
-        positions = torch.arange(bags.indices.numel()) if wants_gradient else None
+        positions = torch.arange(bags.indices.numel(), device=bags.indices.device) if wants_gradient else None
         result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride, positions)
         for cut in self._route.cuts:
             part = self._cut(cut, self.layout.features(bags, cut.features), stride)
@@ -61,7 +61,7 @@ class AllToAll:
         if cut.is_stored:
             owners = self.layout.owners(bags.indices, cut.tables[0])
         else:
-            blocks = torch.tensor([self.layout.block_rows(table) for table in cut.tables])
+            blocks = self._route.on(bags.indices.device).block_rows[cut.key]
         lengths, ids, weights, positions = ops.bucketize(
             bags.indices.contiguous(), bags.offsets, bags.weights, blocks, self.layout.world_size, destinations=owners
         )
@@ -71,7 +71,8 @@ class AllToAll:
         """Each rank's columns go home to the rank of their samples."""
         strides, stride = ctx.strides, ctx.strides[self.layout.rank]
         widths = [sum(group.width for group in groups) for groups in self.layout.rank_groups]
-        mine = outputs[0] if len(outputs) == 1 else torch.cat([torch.zeros(sum(strides), 0), *outputs], dim=1)
+        none = torch.zeros(sum(strides), 0, device=ctx.bags.offsets.device)
+        mine = outputs[0] if len(outputs) == 1 else torch.cat([none, *outputs], dim=1)
         sent = [samples * widths[self.layout.rank] for samples in strides]
         flat = self._all_to_all(mine.reshape(-1), [stride * width for width in widths], sent)
         parts = torch.split(flat, [stride * width for width in widths])
@@ -93,7 +94,7 @@ class AllToAll:
         """The gradient of each weight goes home, the way that the weight has come."""
         way: WayHome = ctx.way_home
         home = self._all_to_all(way.by_rank(grads), way.sent, way.received)
-        total = torch.zeros(ctx.bags.indices.numel())
+        total = grads.new_zeros(ctx.bags.indices.numel())
         # Without positions nobody asks for the sums.
         return total if way.positions is None else total.index_add_(0, way.positions, home)
 

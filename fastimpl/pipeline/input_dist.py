@@ -57,37 +57,33 @@ class Segments:
 
 def _blocks(data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor, total: int) -> torch.Tensor:
     out = torch.empty(total, dtype=data.dtype, device=data.device)
-    ops.gather_blocks(data.contiguous(), begins, sizes, out)
+    if total:
+        ops.gather_blocks(data.contiguous(), begins.contiguous(), sizes.contiguous(), out)
     return out
 
 
-def _gather(data: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
-    table = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).t().contiguous()
-    return _blocks(data, table[0], table[1], sum(size for _, size in places))
+def _starts(sizes: torch.Tensor) -> torch.Tensor:
+    """Where each of the blocks begins that stand one after the other along the last dimension."""
+    return sizes.cumsum(-1) - sizes
 
 
 @dataclass(frozen=True)
 class WayHome:
-    """Where gradients of weights go: ``sizes[rank][slot]`` ids came from each rank, and ``sent`` went to each.
+    """Where gradients of weights go: ``sizes``, int64 [ranks, slots] ids of each rank for each slot, came here.
 
-    ``positions`` in the batch of what was sent, int64 [sum of sent], are None where this rank wants no gradient.
+    ``received`` ids came from each rank, ``sent`` went to each. ``positions`` in the batch of what was sent, int64 [sum
+    of sent], are None where this rank wants no gradient.
     """
 
-    sizes: list[list[int]]
+    sizes: torch.Tensor
+    received: list[int]
     sent: list[int]
     positions: torch.Tensor | None
 
-    @property
-    def received(self) -> list[int]:
-        """Ids that came from each rank."""
-        return [sum(row) for row in self.sizes]
-
     def by_rank(self, grads: torch.Tensor) -> torch.Tensor:
         """By rank, then slot, from by slot, then rank."""
-        flat = [row[slot] for slot in range(len(self.sizes[0])) for row in self.sizes]
-        begins, count = list(accumulate(flat, initial=0)), len(self.sizes)
-        places = [(begins[slot * count + r], size) for r, row in enumerate(self.sizes) for slot, size in enumerate(row)]
-        return _gather(grads, places)
+        begins = _starts(self.sizes.t().reshape(-1)).reshape(self.sizes.shape[::-1]).t().reshape(-1)
+        return _blocks(grads, begins, self.sizes.reshape(-1), sum(self.received))
 
 
 class InputDist(Awaitable[Awaitable[list[Bags]]]):
@@ -113,6 +109,14 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
+        # Those whose sizes are read in one go, for the host waits each time; and what was read.
+        self.together: Sequence[InputDist] = (self,)
+        self._said: list[int] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows what the ranks said."""
+        return self._said is not None
 
     @property
     def group(self) -> Any:
@@ -127,29 +131,55 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
 
     def _sizes(self) -> torch.Tensor:
         """For each rank: samples, failed, and the ids of each segment that goes there."""
-        counts, order = self._route.slot_counts, self._route.order
+        counts = self._route.slot_counts
         if self._segments is None:
-            return torch.cat([torch.tensor([0, 1, 0] + [0] * count) for count in counts])
-        segment_count = self._route.segment_count
-        self._ends = self._segments.ends(segment_count)
-        self._sent = self._ends.diff()[order]
-        head = torch.tensor([self._segments.stride, 0, self._segments.positions is not None])
+            return torch.tensor([word for count in counts for word in [0, 1, 0, *[0] * count]], device=self._ctx.device)
+        self._ends = self._segments.ends(self._route.segment_count)
+        self._sent = self._ends.diff()[self._order()]
+        # Filled where it is: a list of the host's would be a copy that the host waits for.
+        head = self._sent.new_zeros(_HEAD)
+        head[0].fill_(self._segments.stride)
+        head[2].fill_(self._segments.positions is not None)
         parts = [part for sizes in torch.split(self._sent, counts) for part in (head, sizes)]
         return torch.cat(parts)
 
+    def _order(self) -> torch.Tensor:
+        assert self._segments is not None
+        return self._route.on(self._segments.lengths.device).order
+
     def _receive(self) -> Awaitable[list[Bags]]:
-        if self.layout.world_size == 1:
-            self.received = self.words
-        elif self.received is None:
-            fuse_input_dists([self])
-        if self.request is not None:
-            self.request.wait()
-        assert self.received is not None
-        rows = self.received.reshape(self.layout.world_size, -1).tolist()
+        rows, sent = self._read()
         if any(row[1] for row in rows):
             self._raise_first()
         self._ctx.strides = [row[0] for row in rows]
-        return self._exchange([row[_HEAD:] for row in rows], wanted=any(row[2] for row in rows))
+        return self._exchange([row[_HEAD:] for row in rows], sent, wanted=any(row[2] for row in rows))
+
+    def _read(self) -> tuple[list[list[int]], list[int]]:
+        """What each rank said, and the ids of each segment sent, on the host."""
+        if self._said is None:
+            asked = [each for each in self.together if not each.is_read and each.words.device == self.words.device]
+            messages = [each.message() for each in asked]
+            found = torch.cat(messages).tolist()
+            for each, message in zip(asked, messages, strict=True):
+                each._said, found = found[: message.numel()], found[message.numel() :]
+        assert self._said is not None
+        width = self._rows().shape[1]
+        count = width * self.layout.world_size
+        # A rank alone sends to itself what its words say.
+        sent = self._said[count:] if self.layout.world_size > 1 else self._said[_HEAD:]
+        return [self._said[at : at + width] for at in range(0, count, width)], sent
+
+    def message(self) -> torch.Tensor:
+        """What the host will read: the words of every rank, which are waited for, and the ids of each segment sent."""
+        if self.layout.world_size == 1:
+            self.received = self.words
+            return self.words
+        if self.received is None:
+            fuse_input_dists([self])
+        if self.request is not None:
+            self.request.wait()
+        words = self._rows().reshape(-1)
+        return words if self._segments is None else torch.cat([words, self._sent])
 
     def _raise_first(self) -> None:
         def fail() -> None:
@@ -158,14 +188,20 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
 
         gathered(fail, self.group)
 
-    def _exchange(self, sizes: list[list[int]], *, wanted: bool) -> Awaitable[list[Bags]]:
+    def _taken(self, data: torch.Tensor, total: int) -> torch.Tensor:
+        """What is sent of the data of all segments: ``total`` elements by receiving rank, then slot."""
+        if self._route.sends_all_in_order:
+            return data
+        return _blocks(data, self._ends[:-1][self._order()], self._sent, total)
+
+    def _exchange(self, sizes: list[list[int]], sizes_sent: list[int], *, wanted: bool) -> Awaitable[list[Bags]]:
         """Send lengths and ids; ``sizes[rank][slot]`` ids come from each rank for each slot."""
         assert self._segments is not None
-        segments, counts, order = self._segments, self._route.slot_counts, self._route.order
-        sent = [sum(part) for part in _split(self._sent.tolist(), counts)]
+        segments, counts = self._segments, self._route.slot_counts
+        sent = [sum(part) for part in _split(sizes_sent, counts)]
         stride, strides = segments.stride, self._ctx.strides
-        ids = _blocks(segments.indices, self._ends[:-1][order], self._sent, sum(sent))
-        lengths = segments.lengths.reshape(self._route.segment_count, stride)[order].reshape(-1)
+        ids = self._taken(segments.indices, sum(sent))
+        lengths = segments.lengths.reshape(self._route.segment_count, stride)[self._order()].reshape(-1)
         received = [sum(row) for row in sizes]
         mine = counts[self.layout.rank]
         pieces = zip(torch.split(lengths, [count * stride for count in counts]), torch.split(ids, sent), strict=True)
@@ -174,13 +210,12 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         in_words = [count * stride + ids_count for count, ids_count in zip(counts, sent, strict=True)]
         requests = [self._send(words, out_words, in_words)]
         if segments.weights is not None:
-            weights = _blocks(segments.weights, self._ends[:-1][order], self._sent, sum(sent))
-            requests.append(self._send(weights, received, sent))
+            requests.append(self._send(self._taken(segments.weights, sum(sent)), received, sent))
         if wanted:
             positions = segments.positions
             if positions is not None:
-                positions = _blocks(positions, self._ends[:-1][order], self._sent, sum(sent))
-            self._ctx.way_home = WayHome(sizes, sent, positions)
+                positions = self._taken(positions, sum(sent))
+            self._ctx.way_home = WayHome(self._sizes_received(), received, sent, positions)
         return Awaitable(lambda: self._arrange(requests, sizes, out_words))
 
     def _send(self, data: torch.Tensor, out: list[int], sent: list[int]) -> tuple[torch.Tensor, Any]:
@@ -194,21 +229,36 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         for _, request in requests:
             if request is not None:
                 request.wait()
-        words, strides = requests[0][0], self._ctx.strides
-        at = [0, *accumulate(ends)]
-        slots = range(self._route.slot_counts[self.layout.rank])
-        lengths = [(at[r] + slot * stride, stride) for slot in slots for r, stride in enumerate(strides)]
-        starts = [list(accumulate([at[r] + len(slots) * strides[r], *row])) for r, row in enumerate(sizes)]
-        ids = [(starts[r][slot], row[slot]) for slot in slots for r, row in enumerate(sizes)]
-        moved = _gather(words, lengths + ids)
-        length_count = len(slots) * sum(strides)
-        weights = None
-        if len(requests) == 2:
-            base = [0, *accumulate(sum(row) for row in sizes)]
-            starts = [list(accumulate([base[r], *row])) for r, row in enumerate(sizes)]
-            places = [(starts[r][slot], row[slot]) for slot in slots for r, row in enumerate(sizes)]
-            weights = _gather(requests[1][0], places)
-        return self._bags(moved[:length_count], moved[length_count:], weights, sizes)
+        words, weights = requests[0][0], requests[1][0] if len(requests) == 2 else None
+        if self.layout.world_size > 1:
+            # Where the blocks are is known on the device too: places made on the host would be copied there first.
+            counts = self._sizes_received()
+            words = self._by_slot(words, counts, sum(ends))
+            if weights is not None:
+                starts = _starts(counts.reshape(-1)).reshape(counts.shape)
+                weights = _blocks(weights, starts.t().reshape(-1), counts.t().reshape(-1), weights.numel())
+        length_count = self._route.slot_counts[self.layout.rank] * sum(self._ctx.strides)
+        return self._bags(words[:length_count], words[length_count:], weights, sizes)
+
+    def _rows(self) -> torch.Tensor:
+        assert self.received is not None
+        return self.received.reshape(self.layout.world_size, -1)
+
+    def _sizes_received(self) -> torch.Tensor:
+        """Ids that each rank sends for each slot, int64 [ranks, slots], on the device."""
+        return self._rows()[:, _HEAD:]
+
+    def _by_slot(self, words: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
+        """Lengths, then ids, each by slot, then rank, from each rank's lengths and ids by slot."""
+        slots = torch.arange(counts.shape[1], device=words.device)[:, None]
+        strides = self._rows()[:, 0]
+        length_counts = strides * counts.shape[1]
+        begins = _starts(length_counts + counts.sum(1))
+        lengths = begins + slots * strides
+        ids = (begins + length_counts)[:, None] + _starts(counts)
+        places = torch.cat([lengths.reshape(-1), ids.t().reshape(-1)])
+        sizes = torch.cat([strides.expand_as(lengths).reshape(-1), counts.t().reshape(-1)])
+        return _blocks(words, places, sizes, total)
 
     def _bags(
         self, lengths: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, sizes: list[list[int]]
@@ -236,8 +286,10 @@ def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
 
     What ``input_dist`` returned and nobody has waited for yet; those that were exchanged already are left out.
     """
-    waiting = [each for each in dists if isinstance(each, InputDist) and each.received is None]
-    waiting = [each for each in waiting if each.layout.world_size > 1]
+    fresh = [each for each in dists if isinstance(each, InputDist) and not each.is_read]
+    for each in fresh:
+        each.together = fresh
+    waiting = [each for each in fresh if each.received is None and each.layout.world_size > 1]
     if not waiting:
         return
     sent, received = zip(*(each.splits for each in waiting), strict=True)

@@ -15,7 +15,6 @@ from twinproof.pipeline.lookups import HeldTable
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "NativeLookup", "TableBatchedEmbeddingBags"]
 
-_NONE = torch.empty(0)
 _HUGE_BYTES = 4 << 20
 
 
@@ -33,7 +32,7 @@ def _means(tables: Sequence[HeldTable]) -> list[bool]:
 
 
 def _momenta(tables: Sequence[HeldTable], name: str) -> list[torch.Tensor]:
-    return [table.states.get(name, _NONE) for table in tables]
+    return [table.states.get(name, table.weight.new_empty(0, dtype=torch.float32)) for table in tables]
 
 
 class NativeLookup:
@@ -66,7 +65,7 @@ class NativeLookup:
     def spread(self, bags: Bags, grad: torch.Tensor, feature_count: int) -> torch.Tensor:
         """Float32 [N, D]: the bag's gradient once for each of its ids, times the id's weight."""
         by_bag = torch.cat(torch.split(grad, grad.shape[1] // feature_count, dim=1))
-        grads = by_bag.repeat_interleave(bags.offsets.diff(), dim=0)
+        grads = by_bag.repeat_interleave(bags.offsets.diff(), dim=0, output_size=bags.indices.numel())
         return grads if bags.weights is None else grads.mul_(bags.weights.detach()[:, None])
 
     def update(

@@ -8,7 +8,7 @@ import torch
 
 from twinproof.pipeline.sharding import KINDS, Group, Layout
 
-__all__ = ["Cut", "Route"]
+__all__ = ["Cut", "Placed", "Route"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,21 @@ class Cut:
     is_stored: bool
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A route in the memory of one device: ``order`` int64, and int64 rows of a block by the key of each cut."""
+
+    order: torch.Tensor
+    block_rows: dict[tuple[int, int], torch.Tensor]
+
+
 class Route:
     """Segments are bags of one feature: first every feature whole, then each cut's features for each rank.
 
     Attributes:
         cuts: in the order of their segments.
-        order: int64, the segments that are sent, by receiving rank, then in the order of that rank's slots.
+        order: the segments that are sent, by receiving rank, then in the order of that rank's slots.
+        sends_all_in_order: whether these are all segments as they stand, so that nothing moves.
         slot_counts: segments that each rank receives from each.
         segment_count: segments of a batch.
     """
@@ -49,7 +58,20 @@ class Route:
                         continue
                     mine = features[key]
                     segments.append(begins[key] + rank * len(mine) + mine.index(slot.feature))
-        self.order = torch.tensor(segments, dtype=torch.int64)
+        self.order = segments
+        self.sends_all_in_order = segments == list(range(self.segment_count))
+        self._block_rows = {
+            cut.key: [layout.block_rows(table) for table in cut.tables] for cut in self.cuts if not cut.is_stored
+        }
+        self._placed: dict[torch.device, Placed] = {}
+
+    def on(self, device: torch.device) -> Placed:
+        """The same as tensors of a device, which are sent there once: each time would be a copy that is waited for."""
+        if device not in self._placed:
+            blocks = {key: torch.tensor(rows, device=device) for key, rows in self._block_rows.items()}
+            order = torch.tensor(self.order, dtype=torch.int64, device=device)
+            self._placed[device] = Placed(order, blocks)
+        return self._placed[device]
 
 
 def _key_of(group: Group) -> tuple[int, int]:

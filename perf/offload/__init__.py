@@ -8,6 +8,7 @@ from perf.harness.workloads import Workload
 from perf.offload.gpu import measure_exposed, measure_moves, measure_steps_on_gpu
 from perf.offload.gpu_memory import measure_host, measure_memory, measure_snapshots_on_gpu
 from perf.offload.host import measure_adam_bf16, measure_adam_fp32, measure_small
+from perf.offload.pretend import measure_step
 from perf.offload.steps import measure_small_steps, measure_snapshots, measure_steps
 
 # Called on every rank of the workload as (rank, workload, empty folder, round count, seed).
@@ -24,6 +25,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "gpu_host": measure_host,
     "gpu_memory": measure_memory,
     "gpu_snapshot": measure_snapshots_on_gpu,
+    "pretend_step": measure_step,
 }
 
 __all__ = ["JOBS"]

@@ -35,6 +35,9 @@ _small = partial(
     claim, full="offload-small-1e4", short="offload-small-1e4", peer="loop", floor=3.0, ceiling=30.0, control="copies"
 )
 
+_PRETEND = "pretend-step-32"
+_counted = partial(counter, full=_PRETEND, short=_PRETEND, test=_PRETEND, control="careless")
+
 GATES = (
     # Attachment and snapshots on the CPU.
     claim(
@@ -281,5 +284,48 @@ GATES = (
         floor=1.5,
         ceiling=20.0,
         control="pinned",
+    ),
+    # The pretend device: counts of the host's own, of any machine.
+    _counted(
+        "offload-pretend-step-waits",
+        "In a step with an offloader the host MUST wait for the device at most twice, however many chunks there are.",
+        metric="wait_count",
+        ceiling=2,
+        evidence="once for each slot, whose last copy out is waited for before its memory is asked for again",
+    ),
+    _counted(
+        "offload-pretend-verb-waits",
+        "offload() and prefetch() together MUST make the host wait for the device at most twice.",
+        metric="verb_wait_count",
+        ceiling=2,
+        evidence="a bound that must not grow: waits for events, which torch's sync debug mode does not see",
+    ),
+    _counted(
+        "offload-pretend-pageable",
+        "No copy of a step MUST run from or to pageable memory.",
+        metric="pageable_count",
+        ceiling=0,
+        evidence="homes of states are pinned",
+    ),
+    _counted(
+        "offload-pretend-sent",
+        "A step MUST copy each state to the device once, to the byte.",
+        metric="to_device_bytes",
+        ceiling="2 * payload_bytes",
+        evidence="two moments; step counters of fused AdamW stay on the device",
+    ),
+    _counted(
+        "offload-pretend-brought",
+        "A step MUST copy each state to the host once, to the byte.",
+        metric="to_host_bytes",
+        ceiling="2 * payload_bytes",
+        evidence="two moments; step counters of fused AdamW stay on the device",
+    ),
+    _counted(
+        "offload-pretend-launches",
+        "A step of 8 chunks MUST take at most 48 operators on the device.",
+        metric="launch_count",
+        ceiling=48,
+        evidence="a bound that must not grow; the plain step has 2, a chunk 6",
     ),
 )

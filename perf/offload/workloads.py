@@ -67,4 +67,13 @@ WORKLOADS = (
         round_count=7,
         contenders=("ours", "copy", "pickled", "brought"),
     ),
+    # A step on the pretend device: 8 chunks of 4 parameters. Counts do not depend on sizes.
+    _offload(
+        "pretend-step-32",
+        job="pretend_step",
+        shape=(64, 16),
+        tensor_count=32,
+        round_count=1,
+        contenders=("ours", "plain", "careless"),
+    ),
 )

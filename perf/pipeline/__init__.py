@@ -14,6 +14,7 @@ from perf.harness.workloads import Workload
 from perf.pipeline.gpu import CONFIGS, measure_config
 from perf.pipeline.pr2916_lines import table_lines
 from perf.pipeline.pr2916_table import measure_table
+from perf.pipeline.pretend import measure_step
 from perf.pipeline.sparse_nn import SparseJob, measure_sparse_nn
 from perf.pipeline.tables import Plan
 from perf.pipeline.training import measure_training
@@ -38,6 +39,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "seed-table-gpu": partial(measure_table, "cuda", 8192, 1000),
     "seed-table": partial(measure_table, "cpu", 512, 128),
     **{f"gpu-config-{name}": partial(measure_config, name) for name in CONFIGS},
+    "pretend-step": measure_step,
 }
 
 # Where the bench's own table says too little: job -> lines of a workload and its rounds.

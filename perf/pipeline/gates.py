@@ -190,4 +190,62 @@ _SCHEDULES = (
     ),
 )
 
-GATES = (*_TRAINING, *_SCHEDULES)
+_PRETEND = "pretend-step-8x200"
+_counted = partial(counter, full=_PRETEND, short=_PRETEND, test=_PRETEND, control="careless")
+_WAITS = (
+    "a bound that must not grow; the target is 2. Each of two modules waits 5 times in launchers, which check what "
+    "they are given (ids 1, pooling 2, update 2), and once for that check's answer; sizes of both are one wait; 29 "
+    "before; the control looks at each batch's lengths and sends them back"
+)
+
+
+def _counts(schedule: str, name: str) -> tuple[Gate, ...]:
+    """What a step of one schedule makes the host and the link do, on the pretend device."""
+    return (
+        _counted(
+            f"pipe-pretend-{schedule}-waits",
+            f"In a step of {name} with two modules the host MUST wait for the device at most 13 times.",
+            subject=schedule,
+            metric="wait_count",
+            ceiling=13,
+            evidence=_WAITS,
+        ),
+        _counted(
+            f"pipe-pretend-{schedule}-sent",
+            f"A step of {name} MUST send nothing to the device but the batch, and what launchers send of arguments.",
+            subject=schedule,
+            metric="extra_to_device_bytes",
+            ceiling=0,
+            evidence="batches in pinned memory, copied once; arguments of launchers have no bytes here",
+        ),
+        _counted(
+            f"pipe-pretend-{schedule}-read",
+            f"A step of {name} MUST read back at most two numbers a module and what sizes are made of.",
+            subject=schedule,
+            metric="to_host_bytes",
+            ceiling="2 * 8 * (2 + 3) + 8 * tensor_count",
+            evidence="ids outside of tables and the first; three words of a module, and the ids of each feature",
+        ),
+        _counted(
+            f"pipe-pretend-{schedule}-launches",
+            f"A step of {name} MUST take at most 169 operators on the device.",
+            subject=schedule,
+            metric="launch_count",
+            ceiling=169,
+            evidence="a bound that must not grow; an operator counts once, however many kernels it launches",
+        ),
+    )
+
+
+_PLACES = tuple(
+    gate
+    for schedule, name in (
+        ("base", "Base"),
+        ("sparse-dist", "SparseDist"),
+        ("fused", "Fused"),
+        ("semi-sync", "SemiSync"),
+    )
+    for gate in _counts(schedule, name)
+)
+
+GATES = (*_TRAINING, *_SCHEDULES, *_PLACES)

@@ -81,4 +81,13 @@ WORKLOADS = (
     _config("gpu-config-a-100x100k", job="gpu-config-a"),
     _config("gpu-config-b-100x100k", job="gpu-config-b"),
     _config("gpu-config-c-100x100k", job="gpu-config-c"),
+    # A step on the pretend device: 4 tables without weights and 4 with, 16 samples. Counts do not depend on sizes.
+    _pipeline(
+        "pretend-step-8x200",
+        job="pretend-step",
+        shape=(200, 16),
+        tensor_count=8,
+        round_count=1,
+        contenders=("base", "sparse-dist", "fused", "semi-sync", "careless"),
+    ),
 )

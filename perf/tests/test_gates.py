@@ -368,6 +368,22 @@ def test_counters_hold_in_the_short_form(component: str, gate: str, tmp_path: Pa
     assert (outcome.result, outcome.control.result) == (Result.PASS, Result.FAIL), outcome.reason
 
 
+@pytest.mark.parametrize(("component", "count"), [("offload", 6), ("pipeline", 16)])
+def test_counters_of_the_pretend_device_hold_and_their_controls_are_refused(
+    component: str, count: int, tmp_path: Path
+) -> None:
+    workloads = read_workloads()
+    chosen = [found for found in read_gates(workloads) if "-pretend-" in found.id]
+    bench = Bench("fastimpl", component, "test", workloads, chosen, Machine(("cpu",), "any"), tmp_path)
+    for _ in bench.run():
+        pass
+    outcomes = bench.outcomes()
+    wrong = [f"{o.gate}: {o.reason} ({o.subject.value} and {o.bound})" for o in outcomes if o.result is not Result.PASS]
+    assert wrong == []
+    assert len(outcomes) == count
+    assert {o.control.result for o in outcomes} == {Result.FAIL}
+
+
 def _evidence(workload: Workload, rounds: list[Round]) -> Evidence:
     return Evidence(
         "fastimpl", "full", 0, MACHINE, {}, {workload.name: workload.as_dict()}, {workload.name: rounds}, []

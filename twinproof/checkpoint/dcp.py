@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -417,9 +417,16 @@ class MetadataChunks(Sequence[ChunkStorageMetadata]):
         return len(self._chunks)
 
     def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        # Planners do this several times for each tensor; what a Sequence inherits asks for one index after the other.
+        return iter(self._all())
+
+    def _all(self) -> list[ChunkStorageMetadata]:
         if self._made is None:
             self._made = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in self._chunks]
-        return self._made[index]
+        return self._made
 
 
 class UnreadMetadata(Metadata):

@@ -50,10 +50,12 @@ def check_plain(value: Any, where: str) -> None:
     """Refuse a tensor whose values are not its memory: a quantized state, for instance, is several tensors and a rule.
 
     Raises:
-        UnsupportedError: naming its class. A DTensor is fine, whose shard is looked at.
+        UnsupportedError: naming its class. A DTensor is fine, whose shard is looked at, and so is a class that says
+            ``is_plain_memory``: the tensors of a device whose backend is written in Python.
     """
     kind = type(local_of(value)) if isinstance(value, torch.Tensor) else torch.Tensor
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    is_plain = getattr(kind, "is_plain_memory", False)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not is_plain:
         raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
 
 

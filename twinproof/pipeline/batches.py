@@ -35,6 +35,7 @@ __all__ = [
     "kjt_is_equal",
     "own_batch",
     "permute_multi_embedding",
+    "place_of",
     "regroup_kts",
     "select",
     "select_each",
@@ -386,6 +387,14 @@ def own_batch(batch: Any) -> KeyedJaggedTensor:
         length_per_key=batch.length_per_key_or_none(),
         inverse_indices=batch.inverse_indices_or_none(),
     )
+
+
+def place_of(batch: Any) -> torch.device:
+    """The device of a batch that ``own_batch`` takes; the host's of anything else, which it will refuse."""
+    nested = _nested_parts(batch)
+    values = next(iter(nested.values())) if nested else getattr(batch, "values", None)
+    found = values() if callable(values) and not isinstance(values, torch.Tensor) else values
+    return found.device if isinstance(found, torch.Tensor) else torch.device("cpu")
 
 
 def _nested_parts(batch: Any) -> dict[str, torch.Tensor]:

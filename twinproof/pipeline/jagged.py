@@ -139,6 +139,17 @@ class Bags:
         ids = slice(int(ends[0]), int(ends[-1]))
         return Bags(self.indices[ids], ends - ends[0], None if self.weights is None else self.weights[ids])
 
+    def by_feature(self, feature_count: int) -> "list[Bags]":
+        """The bags of every feature; the host looks at where they begin once, for it has to wait for that."""
+        stride = (self.offsets.numel() - 1) // feature_count
+        begins: list[int] = self.offsets[::stride].tolist() if stride else [0] * (feature_count + 1)
+        found = []
+        for index in range(feature_count):
+            ids, ends = slice(begins[index], begins[index + 1]), self.offsets[index * stride : (index + 1) * stride + 1]
+            weights = None if self.weights is None else self.weights[ids]
+            found.append(Bags(self.indices[ids], ends - begins[index], weights))
+        return found
+
     def detached(self) -> "Bags":
         """The same, whose weights get no gradient."""
         return Bags(self.indices, self.offsets, None if self.weights is None else self.weights.detach())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.statedict import rank_and_world
-from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, select
+from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, optimizer_in_backward
 from twinproof.pipeline.jagged import Bags
 from twinproof.pipeline.lookups import (
@@ -482,6 +482,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
         Returns the bags of each lookup of this rank, over all ranks' samples, feature-major and by rank.
         """
+        ctx.device = place_of(features)
         return self._exchange.input_dist(ctx, lambda: self._local_bags(features))
 
     def compute(self, ctx: ShardedContext, dist_input: list[Bags]) -> list[torch.Tensor]:
@@ -501,7 +502,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def output_dist(self, ctx: ShardedContext, output: list[torch.Tensor]) -> Awaitable[KeyedTensor]:
         """Pooled columns of all features for this rank's own samples."""
         count, layout = len(self.lookups), self.layout
-        anchor = torch.zeros(0, requires_grad=True)
+        anchor = torch.zeros(0, requires_grad=True, device=ctx.device)
         exchanged = _Exchanged.apply(  # type: ignore[no-untyped-call]
             anchor, self._exchange, self.fused_optimizer, ctx, count, *output[:count], *ctx.passing
         )
@@ -543,8 +544,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self._check_each(bags, bounded)
 
     def _check_each(self, bags: Bags, bounded: Sequence[int]) -> Bags:
-        count = len(self.layout.feature_tables)
-        parts = [bags.feature(f, count) for f in range(count)]
+        parts = bags.by_feature(len(self.layout.feature_tables))
         for f in bounded:
             table = self.layout.table_of(f)
             parts[f] = check_bounds(parts[f], [table.num_embeddings], [table.name], self.bounds_check, self._engine)
@@ -552,7 +552,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def _with_gradient(self, ctx: ShardedContext, received: Sequence[Bags]) -> list[Bags]:
         """The received bags, whose weights are those that the ranks sent, to autograd too."""
-        anchor, weights = torch.zeros(0, requires_grad=True), [bags.weights for bags in received]
+        anchor = torch.zeros(0, requires_grad=True, device=ctx.device)
+        weights = [bags.weights for bags in received]
         token, *known = _SentWeights.apply(  # type: ignore[no-untyped-call]
             anchor, self._exchange, self.world_size, ctx, ctx.bags.weights, *weights
         )
@@ -565,10 +566,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             return bags
         params = dict(zip(self.feature_processors.position_weights, ctx.passing, strict=True))
         names = [self.feature_names[slot.feature] for slot in group.slots]
-        weights = [
-            position_weights_of(name, bags.feature(index, len(names)), params.get(name))
-            for index, name in enumerate(names)
-        ]
+        parts = bags.by_feature(len(names))
+        weights = [position_weights_of(name, part, params.get(name)) for name, part in zip(names, parts, strict=True)]
         return Bags(bags.indices, bags.offsets, torch.cat(weights))
 
     def _replicated_outputs(self, ctx: ShardedContext) -> list[torch.Tensor]:
@@ -586,6 +585,19 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
         return self._parts.local_shards()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Tables and states go where the parameters go; what they are made of stays what the plan says."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        for module in self.lookups:
+            if isinstance(module, torch.nn.Module):
+                module._apply(moved)  # type: ignore[no-untyped-call]
+        self._cut_parameters.clear()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -214,7 +214,7 @@ class KeyValue(ShardingKind):
         """Id -> bucket -> rank."""
         assert sharding.buckets is not None
         ends = [rank_buckets(sharding.buckets.total_count, world, rank)[1] for rank in range(world)]
-        return torch.bucketize(bucket_of(ids, sharding.buckets), torch.tensor(ends), right=True)
+        return torch.bucketize(bucket_of(ids, sharding.buckets), torch.tensor(ends, device=ids.device), right=True)
 
 
 KINDS: dict[str, ShardingKind] = {
@@ -381,7 +381,8 @@ class Layout:
         """The bags of some features, from those of all."""
         if len(features) == len(self.feature_tables):
             return bags
-        return joined([bags.feature(feature, len(self.feature_tables)) for feature in features])
+        parts = bags.by_feature(len(self.feature_tables))
+        return joined([parts[feature] for feature in features])
 
     def block_rows(self, table: int) -> int:
         """Rows of each rank's block of a table that is cut by rows."""
@@ -406,9 +407,11 @@ class ShardedContext:
         way_home: of gradients of the batch's weights, where any rank's require one; otherwise None.
         passing: what every rank's backward has to visit: parameters of the feature processors, or ``SentWeights``.
         prefetched: what a pipeline read ahead, held for the batch's own lookup.
+        device: where the batch is, known even of one that cannot be looked up.
     """
 
     bags: Bags
+    device: torch.device = torch.device("cpu")
     strides: list[int]
     way_home: Any = None
     passing: tuple[torch.Tensor, ...] = ()

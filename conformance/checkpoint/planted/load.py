@@ -129,3 +129,28 @@ def cause_of_a_thread_lost(original: Any, reader: Any, plan: Any, planner: Any) 
         return original(reader, plan, planner)
     except OSError:
         raise OSError("Not all files were processed") from None
+
+
+@fault(kills="CKPT-459", at="fastimpl.checkpoint.readio:_bundles")
+def gaps_not_seen(original: Any, slices: Any, limit_bytes: int, starts: Any) -> Any:
+    """Tensors are read with one call although others lie between them."""
+    bundle: list[Any] = []
+    for part in slices:
+        if part.job.target.is_contiguous() and part.count == part.job.geometry.total_bytes and len(bundle) < 256:
+            bundle.append(part)
+        else:
+            yield [part]
+    if bundle:
+        yield bundle
+
+
+@fault(kills="CKPT-459", at="fastimpl.checkpoint.readio:_Reading.read")
+def last_of_many_left(original: Any, reading: Any, descriptor: int, bundle: Any) -> None:
+    """Of as many tensors as one call takes, the last is not read."""
+    original(reading, descriptor, bundle[:-1] if len(bundle) == 256 else bundle)
+
+
+@fault(kills="CKPT-459", at="refimpl.checkpoint:ReadWholeFiles.read")
+def reference_leaves_the_last(original: Any, engine: Any, job: Any) -> None:
+    """Of more than 400 ranges the last is not read."""
+    original(engine, dataclasses.replace(job, ranges=job.ranges[:-1]) if len(job.ranges) > 400 else job)

@@ -21,9 +21,9 @@ buffer_reused_early = patched(
 
 
 @fault(kills="CKPT-102", at="fastimpl.checkpoint.readio:_slices")
-def last_slice_skipped(original: Any, jobs: Any) -> Any:
+def last_slice_skipped(original: Any, jobs: Any, slice_bytes: int) -> Any:
     """The last piece of a tensor that is read in several is left out."""
-    for part in original(jobs):
+    for part in original(jobs, slice_bytes):
         if not part.skip or part.skip + part.count < part.job.geometry.total_bytes:
             yield part
 

@@ -40,7 +40,7 @@ _TIMEOUT_GRACE_S = 5.0
 class _Worker:
     """One process, its pipe and its output."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path, implementation: str) -> None:
+    def __init__(self, rank: int, world_size: int, folder: Path, implementation: str, device: str) -> None:
         context = get_context("forkserver")
         # Without effect once a server runs; workers import what it lacks.
         context.set_forkserver_preload(
@@ -55,7 +55,7 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=rank_process.main,
-            args=(theirs, rank, world_size, str(folder / "store"), str(self.log_path), implementation),
+            args=(theirs, rank, world_size, str(folder / "store"), str(self.log_path), implementation, device),
             daemon=True,
             name=f"twinproof-rank-{rank}-of-{world_size}",
         )
@@ -95,10 +95,10 @@ class _Worker:
 class _Crew:
     """The workers of one world size."""
 
-    def __init__(self, world_size: int, implementation: str) -> None:
+    def __init__(self, world_size: int, implementation: str, device: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="twinproof-ranks-")
         folder = Path(self._folder.name)
-        self._workers = [_Worker(rank, world_size, folder, implementation) for rank in range(world_size)]
+        self._workers = [_Worker(rank, world_size, folder, implementation, device) for rank in range(world_size)]
         try:
             self._answers(_STARTUP_S)
         except BaseException:
@@ -183,10 +183,11 @@ class RankPool:
     Args:
         implementation: the module under test, handed to every function as ``rank.implementation``.
         world_size_max: the largest world that may be asked for.
+        device: handed to every function as ``rank.device``.
     """
 
-    def __init__(self, implementation: str, *, world_size_max: int = _WORLD_SIZE_MAX) -> None:
-        self._implementation, self._world_size_max = implementation, world_size_max
+    def __init__(self, implementation: str, *, world_size_max: int = _WORLD_SIZE_MAX, device: str = "cpu") -> None:
+        self._implementation, self._world_size_max, self._device = implementation, world_size_max, device
         self._crews: dict[int, _Crew] = {}
 
     def run(
@@ -214,7 +215,7 @@ class RankPool:
         )
         crew = self._crews.get(world_size)
         if crew is None:
-            crew = self._crews[world_size] = _Crew(world_size, self._implementation)
+            crew = self._crews[world_size] = _Crew(world_size, self._implementation, self._device)
         try:
             return crew.run(job)
         except BaseException:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from conformance.harness.devices import prepare_device
 from conformance.harness.implementation import Component, component
 from conformance.harness.planted import activate, find_bug
 
@@ -39,12 +40,16 @@ _CAUSES_MAX = 8
 
 @dataclass(frozen=True)
 class Rank:
-    """Who a function of the pool is: ``group`` is the default process group and has exactly ``world_size`` ranks."""
+    """Who a function of the pool is: ``group`` is the default process group and has exactly ``world_size`` ranks.
+
+    ``device`` names where objects are sent that take a device.
+    """
 
     rank: int
     world_size: int
     group: ProcessGroup
     implementation: str
+    device: str = "cpu"
 
     def component(self, stem: str) -> Component:
         """The component of the implementation under test, as the fixture of that name gives it; skips by name."""
@@ -114,13 +119,19 @@ class Report:
 
 
 def main(
-    connection: Connection, rank: int, world_size: int, store_path: str, log_path: str, implementation: str
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    store_path: str,
+    log_path: str,
+    implementation: str,
+    device: str = "cpu",
 ) -> None:
     """Report the start, then serve jobs until the pool closes the pipe, or until one fails."""
     _redirect_output(log_path)
     with contextlib.suppress(EOFError, OSError):
         try:
-            me = _join_group(rank, world_size, store_path, implementation)
+            me = _join_group(rank, world_size, store_path, implementation, device)
             report = Report(pickle.dumps(None), None, time.monotonic())
         except BaseException as error:
             report = Report(b"", Failure.of(error), time.monotonic())
@@ -145,7 +156,7 @@ def _redirect_output(log_path: str) -> None:
     faulthandler.enable(file=2)
 
 
-def _join_group(rank: int, world_size: int, store_path: str, implementation: str) -> Rank:
+def _join_group(rank: int, world_size: int, store_path: str, implementation: str, device: str) -> Rank:
     import torch
     import torch.distributed as dist
 
@@ -157,7 +168,8 @@ def _join_group(rank: int, world_size: int, store_path: str, implementation: str
     )
     group = dist.group.WORLD
     assert group is not None
-    return Rank(rank, world_size, group, implementation)
+    prepare_device(device)
+    return Rank(rank, world_size, group, implementation, device)
 
 
 def _run(me: Rank, job: Job) -> Report:

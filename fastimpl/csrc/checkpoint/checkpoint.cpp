@@ -168,7 +168,7 @@ void checkpoint_dequantize_fp8(Tensor values, Tensor table, Tensor scales, int64
   dequantize_fp8(
       {static_cast<const uint8_t*>(values.data_ptr()), rows, columns, static_cast<const float*>(table.data_ptr()),
        static_cast<const float*>(scales.data_ptr()), scales.size(1), first_row, first_column, block},
-      target);
+      target, best_isa());
 }
 
 void checkpoint_dequantize_mxfp4(Tensor values, Tensor scales, int64_t skip, Tensor out) {
@@ -185,7 +185,7 @@ void checkpoint_dequantize_mxfp4(Tensor values, Tensor scales, int64_t skip, Ten
   if (rows == 0 || columns == 0) return;
   dequantize_mxfp4({static_cast<const uint8_t*>(values.data_ptr()), static_cast<const uint8_t*>(scales.data_ptr()),
                     rows, groups, group_bytes, skip, columns},
-                   target);
+                   target, best_isa());
 }
 
 }  // namespace

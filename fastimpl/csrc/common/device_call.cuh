@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/current_stream.h"
+#include "common/simt.h"
 
 namespace fastimpl::device {
 
@@ -62,6 +63,17 @@ class Call {
     const auto blocks = static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 20));
     for_each_index<<<blocks, kThreads, 0, stream_>>>(body, count);
     check_cuda(cudaGetLastError());
+  }
+
+  // A kernel written with simt.h.
+  template <typename Kernel>
+  void run(const Kernel& kernel, simt::Shape shape) {
+    check_cuda(simt::launch(kernel, shape, stream_));
+  }
+
+  template <typename T>
+  void clear(T* there, int64_t count) {
+    check_cuda(cudaMemsetAsync(there, 0, static_cast<size_t>(count) * sizeof(T), stream_));
   }
 
   void read_back(const int64_t* there, int64_t* here, int64_t count) {

@@ -60,6 +60,17 @@ FASTIMPL_BOTH inline float from_float16(uint16_t half) {
   return float_of(sign | bits_of(value));
 }
 
+// The value of a half, by the device's own instruction there, which need not keep the payload of a NaN.
+FASTIMPL_BOTH inline float value_of_float16(uint16_t half) {
+#if defined(__CUDA_ARCH__)
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+#else
+  return from_float16(half);
+#endif
+}
+
 inline void widen(Float type, const uint8_t* from, float* to, int64_t count) {
   if (type == Float::kFloat32) {
     std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "common/optimizers.h"
+#include "common/floats.h"
 #include "common/sums.h"
 
 namespace fastimpl::pipeline {
@@ -155,79 +155,21 @@ struct WeightGradient {
   }
 };
 
-// The row of one position, counted through all tables: what positions are sorted by, stably.
+// What one position adds to: its row, counted through all tables, by which positions are sorted, stably; where its
+// gradient begins, and what that is divided by.
 template <typename Id>
-struct RowOfPosition {
+struct PlaceOfPosition {
   GridBatch<Id> batch;
-  int64_t *rows, *bags, *positions;
+  int64_t *rows, *positions, *begins;
+  float* lengths;
 
   FASTIMPL_BOTH void operator()(int64_t at) const {
-    bags[at] = batch.bag_of(at);
-    rows[at] = batch.table_of(bags[at]).base + static_cast<int64_t>(batch.ids[at]);
+    const int64_t bag = batch.bag_of(at), feature = bag / batch.bag_count;
+    const GridTable& table = batch.table_of(bag);
+    rows[at] = table.base + static_cast<int64_t>(batch.ids[at]);
     positions[at] = at;
-  }
-};
-
-// Steps of rows whose first occurrence is one of a window of the sorted ones. Three launches, each over the whole
-// window: sums by element, what a row shares by row, the update by element. `sums` is [window, dim_max], `shared`
-// [window].
-template <typename Id>
-struct StepGrid {
-  GridBatch<Id> batch;
-  const int64_t *rows, *positions;  // Sorted.
-  const int64_t* bags;              // By position.
-  const float* grad;
-  int64_t window_begin, dim_max;
-  float *sums, *shared;
-  Optimizer optimizer;
-  Hyper h;
-
-  FASTIMPL_BOTH bool is_first(int64_t at) const { return at == 0 || rows[at] != rows[at - 1]; }
-  FASTIMPL_BOTH const GridTable& table_at(int64_t at) const { return batch.table_of(bags[positions[at]]); }
-
-  FASTIMPL_BOTH void sum(int64_t index) const {
-    const int64_t at = window_begin + index / dim_max, element = index % dim_max;
-    if (!is_first(at) || element >= table_at(at).dim) return;
-    float total = 0;
-    for (int64_t i = at; i < batch.id_count && rows[i] == rows[at]; ++i) {
-      const int64_t position = positions[i], bag = bags[position], feature = bag / batch.bag_count;
-      float g = grad[(bag - feature * batch.bag_count) * batch.width + batch.features[feature].column + element];
-      if (batch.table_of(bag).mean) g = g / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
-      if (batch.weights != nullptr) g = batch.weights[position] * g;
-      total += g;
-    }
-    sums[index] = total;
-  }
-
-  // What the elements of a row share: the row's momentum and a denominator, or a scale.
-  FASTIMPL_BOTH void share(int64_t index) const {
-    const int64_t at = window_begin + index;
-    if (!is_first(at) || !(is_row_wise(optimizer) || is_scaled(optimizer))) return;
-    const GridTable& table = table_at(at);
-    const float* const g = sums + index * dim_max;
-    const int64_t row = rows[at] - table.base;
-    float* const first = table.momentum1 + row * momentum1_width(optimizer, table.dim);
-    float* const second = table.momentum2 + row * momentum2_width(optimizer, table.dim);
-    const auto grad = [g](int64_t e) { return g[e]; };
-    if (is_scaled(optimizer)) {
-      const auto weight = [&table, row](int64_t e) { return table.load(row * table.dim + e); };
-      shared[index] = row_scale(table.dim, weight, grad, first, second, h);
-    } else {
-      shared[index] =
-          row_denominator(optimizer, lane_sum(table.dim, grad, grad) / static_cast<float>(table.dim), first, second, h);
-    }
-  }
-
-  FASTIMPL_BOTH void update(int64_t index) const {
-    const int64_t slot = index / dim_max, at = window_begin + slot, element = index % dim_max;
-    if (!is_first(at)) return;
-    const GridTable& table = table_at(at);
-    if (element >= table.dim) return;
-    const int64_t place = (rows[at] - table.base) * table.dim + element;
-    const float step =
-        element_step(optimizer, sums[index], is_row_wise(optimizer) || is_scaled(optimizer) ? shared[slot] : 0,
-                     table.momentum1 + place, table.momentum2 + place, h);
-    table.store(place, table.load(place) - step);
+    begins[at] = (bag - feature * batch.bag_count) * batch.width + batch.features[feature].column;
+    lengths[at] = table.mean ? static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]) : 1;
   }
 };
 

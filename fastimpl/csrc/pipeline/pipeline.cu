@@ -4,30 +4,13 @@
 
 #include "common/device_call.cuh"
 #include "pipeline/grid.h"
+#include "pipeline/step_kernel.h"
 
 namespace {
 
 using namespace fastimpl;
 using namespace fastimpl::pipeline;
 using namespace fastimpl::device;
-
-constexpr int64_t kScratchFloats = int64_t{1} << 24;
-
-template <typename Id>
-struct SumStep {
-  StepGrid<Id> grid;
-  __device__ void operator()(int64_t i) const { grid.sum(i); }
-};
-template <typename Id>
-struct ShareStep {
-  StepGrid<Id> grid;
-  __device__ void operator()(int64_t i) const { grid.share(i); }
-};
-template <typename Id>
-struct UpdateStep {
-  StepGrid<Id> grid;
-  __device__ void operator()(int64_t i) const { grid.update(i); }
-};
 
 Float float_type(const Tensor& t) {
   if (t.scalar_type() == ScalarType::Float) return Float::kFloat32;
@@ -152,6 +135,82 @@ float* momentum_of(const Tensor& momentum, const GridTable& table, const Tensor&
   return static_cast<float*>(momentum.data_ptr());
 }
 
+// Whether every vector of four elements lies at a multiple of its size.
+bool has_vectors(const Host& host, const float* grad) {
+  const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  return is_aligned(grad) && std::all_of(host.tables.begin(), host.tables.end(), [&](const GridTable& table) {
+           return table.has_quads() && is_aligned(table.momentum1) && is_aligned(table.momentum2);
+         });
+}
+
+std::vector<StepTable> described(const Host& host, Optimizer optimizer) {
+  std::vector<StepTable> result;
+  for (const GridTable& table : host.tables) {
+    const int64_t first = momentum1_width(optimizer, table.dim), second = momentum2_width(optimizer, table.dim);
+    result.push_back({{table.rows, table.row_count * table.dim * float_bytes(table.type)},
+                      {table.momentum1, table.row_count * first},
+                      {table.momentum2, table.row_count * second},
+                      table.dim,
+                      table.base,
+                      table.type});
+  }
+  return result;
+}
+
+constexpr int64_t kSharedBytes = 96 * 1024;  // What a block of every device from sm_80 on may have.
+
+template <Optimizer kOptimizer, int kVec, unsigned kLanesOfGroup>
+void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim_max, bool has_long) {
+  using Long = StepLongRows<kOptimizer, kVec>;
+  const int64_t row_bytes = row_floats(kOptimizer, dim_max) * 4, groups = simt::kLanes / kLanesOfGroup;
+  const int64_t long_bytes = Long::shared_floats(dim_max, Long::kThreads) * 4;
+  STD_TORCH_CHECK(row_bytes * groups <= kSharedBytes && long_bytes <= kSharedBytes, "tables: rows of ", dim_max,
+                  " elements are more than a block has memory for");
+  const int64_t count = batch.rows.size(), warps = std::min<int64_t>(8, kSharedBytes / 2 / (row_bytes * groups) + 1);
+  auto* const long_rows = call.scratch<int64_t>(count / kLongRun + 1, ScalarType::Long);
+  auto* const long_count = reinterpret_cast<uint64_t*>(call.scratch<int64_t>(1, ScalarType::Long));
+  call.clear(long_count, 1);
+  const int64_t tiles = (count + simt::kLanes - 1) / simt::kLanes, blocks = (tiles + warps - 1) / warps;
+  call.run(
+      StepRows<kOptimizer, kVec, kLanesOfGroup>{batch, h, dim_max, {long_rows, count / kLongRun + 1}, {long_count, 1}},
+      {std::min<int64_t>(blocks, 1 << 20), warps * simt::kLanes, row_bytes * groups * warps});
+  if (!has_long) return;
+  call.run(Long{batch, h, dim_max, {long_rows, count / kLongRun + 1}, {long_count, 1}},
+           {std::min<int64_t>(count / kLongRun, 4096), Long::kThreads, long_bytes});
+}
+
+template <typename Id>
+void step_rows(Call& call, const Host& host, const GridBatch<Id>& batch, const float* grad, Optimizer optimizer,
+               const Hyper& h) {
+  const int64_t count = batch.id_count;
+  auto *const rows = call.scratch<int64_t>(count, ScalarType::Long),
+              *const positions = call.scratch<int64_t>(count, ScalarType::Long),
+              *const begins = call.scratch<int64_t>(count, ScalarType::Long);
+  auto* const lengths = call.scratch<float>(count, ScalarType::Float);
+  call.launch(PlaceOfPosition<Id>{batch, rows, positions, begins, lengths}, count);
+  const int64_t *sorted = rows, *moved = positions;
+  int end_bit = 1;
+  while (end_bit < 62 && (int64_t{1} << end_bit) < host.row_count) ++end_bit;
+  call.sort(&sorted, &moved, count, end_bit);
+  const std::vector<StepTable> tables = described(host, optimizer);
+  const bool has_means = std::any_of(host.tables.begin(), host.tables.end(), [](const auto& t) { return t.mean; });
+  const StepBatch step{{call.upload(tables), static_cast<int64_t>(tables.size())},
+                       {sorted, count},
+                       {moved, count},
+                       {begins, count},
+                       {lengths, count},
+                       {batch.weights, batch.weights == nullptr ? 0 : count},
+                       {grad, batch.bag_count * batch.width},
+                       has_means || batch.weights != nullptr};
+  const bool has_long = count > kLongRun;
+  with_formula(optimizer, [&](auto formula) {
+    constexpr Optimizer kChosen = decltype(formula)::value;
+    if (!has_vectors(host, grad)) return launch_step<kChosen, 1, 32>(call, step, h, host.dim_max, has_long);
+    if (host.dim_max <= 32) return launch_step<kChosen, 4, 8>(call, step, h, host.dim_max, has_long);
+    launch_step<kChosen, 4, 32>(call, step, h, host.dim_max, has_long);
+  });
+}
+
 void step_bags_cuda(Tensors tables, Tensors momentum1, Tensors momentum2, Ints feature_tables, Tensor indices,
                     Tensor offsets, std::optional<Tensor> weights, Ints means, Tensor grad, int64_t optimizer,
                     std::vector<double> hyper, int64_t) {
@@ -174,30 +233,7 @@ void step_bags_cuda(Tensors tables, Tensors momentum1, Tensors momentum2, Ints f
     }
     Call call(indices);
     const auto batch = checked<Id>(call, host, indices, offsets, weights);
-    if (batch.id_count == 0) return;
-    auto *const rows = call.scratch<int64_t>(batch.id_count, ScalarType::Long), *const bags = call.scratch<int64_t>(
-                                                                                    batch.id_count, ScalarType::Long);
-    auto* const positions = call.scratch<int64_t>(batch.id_count, ScalarType::Long);
-    call.launch(RowOfPosition<Id>{batch, rows, bags, positions}, batch.id_count);
-    const int64_t *sorted = rows, *moved = positions;
-    int end_bit = 1;
-    while (end_bit < 62 && (int64_t{1} << end_bit) < host.row_count) ++end_bit;
-    call.sort(&sorted, &moved, batch.id_count, end_bit);
-    // Windows bound the sums that are held, whatever the batch.
-    const int64_t window = std::min(batch.id_count, std::max<int64_t>(1, kScratchFloats / host.dim_max));
-    auto *const sums = call.scratch<float>(window * host.dim_max, ScalarType::Float), *const shared =
-                                                                                          call.scratch<float>(
-                                                                                              window,
-                                                                                              ScalarType::Float);
-    for (int64_t begin = 0; begin < batch.id_count; begin += window) {
-      const int64_t count = std::min(window, batch.id_count - begin);
-      const StepGrid<Id> grid{batch, sorted,       moved, bags,   static_cast<const float*>(grad.data_ptr()),
-                              begin, host.dim_max, sums,  shared, chosen,
-                              values};
-      call.launch(SumStep<Id>{grid}, count * host.dim_max);
-      call.launch(ShareStep<Id>{grid}, count);
-      call.launch(UpdateStep<Id>{grid}, count * host.dim_max);
-    }
+    if (batch.id_count > 0) step_rows(call, host, batch, static_cast<const float*>(grad.data_ptr()), chosen, values);
   });
 }
 

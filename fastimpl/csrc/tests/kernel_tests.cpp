@@ -201,10 +201,13 @@ template <typename Write, typename Expect>
 void dequantizes(int64_t rows, int64_t columns, Write&& write, Expect&& expect) {
   using fastimpl::Float;
   const int64_t stride = columns + uniform(0, 3);
-  for (const Float type : {Float::kFloat32, Float::kFloat16, Float::kBFloat16}) {
+  const int64_t best = static_cast<int64_t>(fastimpl::best_isa());
+  for (const int64_t each : {0, 1, 2, 10, 11, 12, 20, 21, 22}) {
+    const auto type = static_cast<Float>(each / 10);
+    const auto isa = static_cast<fastimpl::Isa>(std::min(each % 10, best));
     const auto width = static_cast<size_t>(fastimpl::float_bytes(type));
     std::vector<uint8_t> memory(static_cast<size_t>(rows * stride) * width, 0xA5);
-    write(fastimpl::checkpoint::Output{type, memory.data(), stride});
+    write(fastimpl::checkpoint::Output{type, memory.data(), stride}, isa);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t column = 0; column < stride; ++column) {
         const uint8_t* at = memory.data() + static_cast<size_t>(row * stride + column) * width;
@@ -232,12 +235,21 @@ void fp8_matches_its_definition() {
                   scale_columns = (first_column + columns - 1) / block + 1;
     const auto values = random_bytes(rows * columns);
     std::vector<float> table(256), scales(static_cast<size_t>(scale_rows * scale_columns));
-    for (auto& number : table) number = static_cast<float>(uniform(-1000, 1000)) * 0x1p-9F;
+    const bool is_random = round % 2 == 0;
+    for (size_t byte = 0; byte < 256; ++byte) {
+      const int exponent = static_cast<int>(byte >> 3 & 15), mantissa = static_cast<int>(byte & 7);
+      const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                            : std::ldexp(static_cast<float>(mantissa + 8), exponent - 10);
+      const float number = (byte & 127) == 127 ? std::nanf("") : magnitude;
+      table[byte] = is_random ? static_cast<float>(uniform(-1000, 1000)) * 0x1p-9F
+                              : std::copysign(number, byte < 128 ? 1.0F : -1.0F);
+    }
+    require(fastimpl::checkpoint::is_e4m3(table.data()) != is_random, "dequantize: the formula of e4m3");
     for (auto& number : scales) number = std::ldexp(1.0F, static_cast<int>(uniform(-20, 20)));
     const fastimpl::checkpoint::Fp8 in{values.data(), rows,      columns,      table.data(), scales.data(),
                                        scale_columns, first_row, first_column, block};
     dequantizes(
-        rows, columns, [&](const auto& out) { fastimpl::checkpoint::dequantize_fp8(in, out); },
+        rows, columns, [&](const auto& out, auto isa) { fastimpl::checkpoint::dequantize_fp8(in, out, isa); },
         [&](int64_t row, int64_t column) {
           const int64_t scale = (first_row + row) / block * scale_columns + (first_column + column) / block;
           return table[values[static_cast<size_t>(row * columns + column)]] * scales[static_cast<size_t>(scale)];
@@ -253,7 +265,7 @@ void mxfp4_matches_its_definition() {
     const fastimpl::checkpoint::Mxfp4 in{values.data(), scales.data(), rows, groups, group_bytes, skip, columns};
     const float magnitudes[] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
     dequantizes(
-        rows, columns, [&](const auto& out) { fastimpl::checkpoint::dequantize_mxfp4(in, out); },
+        rows, columns, [&](const auto& out, auto isa) { fastimpl::checkpoint::dequantize_mxfp4(in, out, isa); },
         [&](int64_t row, int64_t column) {
           const int64_t at = row * all + skip + column;
           const int byte = values[static_cast<size_t>(at / 2)], half = at % 2 == 0 ? byte & 15 : byte >> 4;

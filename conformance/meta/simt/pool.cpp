@@ -1,0 +1,144 @@
+// Pooling on a grid has the bits of the host's: any tables, any bags, any number of threads.
+#include <simt/prove.h>
+
+#include "pipeline/pool.h"
+#include "pipeline/pool_plan.h"
+
+using namespace fastimpl;
+using namespace fastimpl::pipeline;
+using simt::prover::Trial;
+
+namespace {
+
+struct Table {
+  std::vector<uint8_t> bytes;
+  int64_t row_count, dim, shift;
+  Float type;
+  bool mean;
+};
+
+template <typename Id>
+struct Batch {
+  std::vector<Table> tables;
+  std::vector<int64_t> feature_tables, offsets{0};
+  std::vector<Id> ids;
+  std::vector<float> weights;
+  int64_t bag_count, width = 0;
+  bool is_weighted;
+};
+
+float any_float(Trial& trial) { return static_cast<float>(trial.random.between(-1000, 1000)) / 256.0F; }
+
+Table any_table(Trial& trial) {
+  static const int64_t dims[] = {1, 3, 4, 5, 8, 12, 16, 20, 32, 33, 40, 64, 72, 128, 136, 264};
+  Table table{{},
+              trial.random.between(1, 6),
+              dims[trial.random.below(16)],
+              // Rows that begin anywhere but at 16 bytes cannot be read in vectors.
+              trial.random.below(3) == 0 ? trial.random.between(1, 3) : 0,
+              static_cast<Float>(trial.random.below(3)),
+              trial.random.below(2) == 0};
+  std::vector<float> values(static_cast<size_t>(table.row_count * table.dim));
+  for (float& value : values) value = any_float(trial);
+  table.bytes.resize(values.size() * static_cast<size_t>(float_bytes(table.type)));
+  narrow(table.type, values.data(), table.bytes.data(), static_cast<int64_t>(values.size()));
+  return table;
+}
+
+template <typename Id>
+Batch<Id> any_batch(Trial& trial, bool is_weighted) {
+  Batch<Id> batch;
+  batch.is_weighted = is_weighted;
+  const int64_t table_count = trial.random.between(1, 2), feature_count = trial.random.between(1, 3);
+  for (int64_t t = 0; t < table_count; ++t) batch.tables.push_back(any_table(trial));
+  batch.bag_count = trial.random.between(1, 5);
+  for (int64_t f = 0; f < feature_count; ++f) {
+    const int64_t t = trial.random.below(table_count);
+    const Table& table = batch.tables[static_cast<size_t>(t)];
+    batch.feature_tables.push_back(t);
+    batch.width += table.dim;
+    for (int64_t bag = 0; bag < batch.bag_count; ++bag) {
+      const int64_t kind = trial.random.below(4), longest = kind == 0 ? 0 : kind == 1 ? 40 : 6;
+      for (int64_t i = trial.random.between(0, longest); i > 0; --i) {
+        batch.ids.push_back(static_cast<Id>(trial.random.below(table.row_count)));
+        if (is_weighted) batch.weights.push_back(any_float(trial));
+      }
+      batch.offsets.push_back(static_cast<int64_t>(batch.ids.size()));
+    }
+  }
+  return batch;
+}
+
+// What the host's own operator gives.
+template <typename Id>
+std::vector<float> pooled_by_host(Batch<Id>& batch) {
+  BagBatch<Id> host{{},
+                    {},
+                    batch.bag_count,
+                    batch.width,
+                    batch.ids.data(),
+                    batch.offsets.data(),
+                    batch.is_weighted ? batch.weights.data() : nullptr,
+                    static_cast<int64_t>(batch.ids.size())};
+  for (Table& table : batch.tables)
+    host.tables.push_back({table.bytes.data(), table.row_count, table.dim, table.type, table.mean, nullptr, nullptr});
+  int64_t column = 0;
+  for (const int64_t t : batch.feature_tables) {
+    host.features.push_back({t, column});
+    column += host.tables[static_cast<size_t>(t)].dim;
+  }
+  // A batch without ids has weights all the same, and nobody reads them.
+  static const float none = 0;
+  if (batch.is_weighted && batch.weights.empty()) host.weights = &none;
+  std::vector<float> out(static_cast<size_t>(batch.bag_count * batch.width));
+  const Parallel serial{1, [](int64_t count, const std::function<void(int64_t)>& work) {
+                          for (int64_t i = 0; i < count; ++i) work(i);
+                        }};
+  pool_bags(serial, host, out.data(), best_isa());
+  return out;
+}
+
+template <typename Id, bool kWeighted>
+void pool_on_a_grid(Trial& trial) {
+  Batch<Id> batch = any_batch<Id>(trial, kWeighted);
+  std::vector<simt::prover::Array<uint8_t>> rows;
+  for (const Table& table : batch.tables)
+    rows.push_back(trial.array<uint8_t>("table", table.bytes, table.shift * float_bytes(table.type)));
+  std::vector<PoolFeature> features;
+  int64_t column = 0;
+  for (const int64_t t : batch.feature_tables) {
+    const Table& table = batch.tables[static_cast<size_t>(t)];
+    features.push_back(
+        {rows[static_cast<size_t>(t)].global().data(), table.row_count, table.dim, column, table.type, table.mean});
+    column += table.dim;
+  }
+  const int64_t out_shift = trial.random.below(4) == 0 ? 1 : 0;
+  const auto out = trial.uninitialized<float>("out", batch.bag_count * batch.width, out_shift);
+  const auto ids = trial.array<Id>("ids", batch.ids);
+  const auto offsets = trial.array<int64_t>("offsets", batch.offsets);
+  const auto weights = trial.array<float>("weights", batch.weights);
+  const PoolBatch<Id> arguments{ids, offsets, weights, out, batch.bag_count, batch.width};
+  for (const PoolLaunch& launch : plan_pooling(features, batch.bag_count, batch.width, out.global().data())) {
+    const auto parts = trial.array<PoolPart>("parts", launch.parts);
+    // The addresses in them differ from run to run.
+    trial.may_differ(parts);
+    simt::Shape shape = launch.shape(batch.bag_count);
+    // Few threads, so that groups of lanes go from bag to bag and from part to part; now and then as many as planned.
+    if (trial.random.below(8) > 0) shape = {trial.random.between(1, 2), 32 * trial.random.between(1, 2)};
+    shape.blocks = std::min<int64_t>(shape.blocks, 2);
+    with_pool<kWeighted>(launch, arguments, parts, [&](const auto& kernel) { trial.launch(kernel, shape); });
+  }
+  trial.expect_same(out.values(), pooled_by_host(batch), "pooled");
+}
+
+}  // namespace
+
+SIMT_PROOF("pool int32") { pool_on_a_grid<int32_t, false>(trial); }
+SIMT_PROOF("pool int64 weighted") { pool_on_a_grid<int64_t, true>(trial); }
+// A planted fault is in all of them: half the kernels compile in half the time.
+#if !defined(SIMT_PLANTED)
+SIMT_PROOF("pool int64") { pool_on_a_grid<int64_t, false>(trial); }
+SIMT_PROOF("pool int32 weighted") { pool_on_a_grid<int32_t, true>(trial); }
+#endif
+
+int main(int count, char** arguments) { return simt::prover::main(count, arguments); }

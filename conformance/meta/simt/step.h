@@ -1,0 +1,231 @@
+// A batch for the fused step, what it gives by the book, and the same on the device.
+#pragma once
+
+#include <simt/prove.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "pipeline/grid.h"
+#include "pipeline/step_kernel.h"
+
+using namespace fastimpl;
+using namespace fastimpl::pipeline;
+using simt::prover::Array;
+using simt::prover::Trial;
+
+namespace step_cases {
+
+constexpr Hyper kHyper{0.1F, 1e-3F, 0.9F, 0.1F, 0.99F, 0.01F, 0.2F, 0.7F};
+
+struct Shapes {
+  bool has_quads, has_weights;
+  int64_t tables, dim_max, bags, ids_max, hot;  // `hot`: how many ids are those of one row.
+};
+
+template <typename T>
+std::vector<T> floats_of(Trial& trial, int64_t count, double low) {
+  std::vector<T> values(static_cast<size_t>(count));
+  // As many bits as a float has: sums in another order are other sums.
+  for (T& value : values) value = static_cast<T>(low + static_cast<double>(trial.random.below(1 << 24)) / (1 << 22));
+  return values;
+}
+
+// One case: a batch, what a step of it gives by the book, and the same on the device.
+template <Optimizer kOptimizer>
+struct Case {
+  Trial& trial;
+  Shapes shapes;
+  std::vector<GridTable> tables;
+  std::vector<GridFeature> features;
+  std::vector<std::vector<uint8_t>> rows, rows_before;
+  std::vector<std::vector<float>> first, second, first_before, second_before;
+  std::vector<int64_t> ids, offsets{0}, sorted, positions, bags, begins;
+  std::vector<float> weights, lengths, grad;
+  int64_t width = 0, row_count = 0, dim_max = 1;
+
+  Case(Trial& given, const Shapes& wanted) : trial(given), shapes(wanted) {
+    make_tables();
+    make_batch();
+    step_on_host();
+  }
+
+  void make_tables() {
+    for (int64_t t = 0; t < shapes.tables; ++t) {
+      int64_t dim = trial.random.between(1, shapes.dim_max);
+      if (shapes.has_quads) dim = (dim + 3) / 4 * 4;
+      const int64_t count = trial.random.between(1, 6);
+      const auto type = static_cast<Float>(trial.random.below(3));
+      std::vector<uint8_t> bytes(static_cast<size_t>(count * dim * float_bytes(type)));
+      const auto numbers = floats_of<float>(trial, count * dim, -2);
+      narrow(type, numbers.data(), bytes.data(), count * dim);
+      rows.push_back(bytes);
+      first.push_back(floats_of<float>(trial, count * momentum1_width(kOptimizer, dim), 0));
+      second.push_back(floats_of<float>(trial, count * momentum2_width(kOptimizer, dim), 0));
+      tables.push_back({nullptr, count, dim, type, trial.random.below(2) == 1, nullptr, nullptr, row_count});
+      features.push_back({t, width});
+      row_count += count;
+      width += dim;
+      dim_max = std::max(dim_max, dim);
+    }
+    rows_before = rows;
+    first_before = first;
+    second_before = second;
+    for (size_t t = 0; t < tables.size(); ++t) {
+      tables[t].rows = rows[t].data();
+      tables[t].momentum1 = first[t].data();
+      tables[t].momentum2 = second[t].data();
+    }
+  }
+
+  void make_batch() {
+    for (size_t f = 0; f < features.size(); ++f) {
+      for (int64_t b = 0; b < shapes.bags; ++b) {
+        int64_t length = trial.random.between(0, shapes.ids_max);
+        const bool is_hot = f == 0 && b == 0 && shapes.hot > 0;
+        if (is_hot) length = shapes.hot;
+        for (int64_t i = 0; i < length; ++i) {
+          const auto count = static_cast<uint64_t>(tables[f].row_count);
+          ids.push_back(is_hot ? 0 : static_cast<int64_t>(trial.random.below(count)));
+        }
+        offsets.push_back(offsets.back() + length);
+      }
+    }
+    if (shapes.has_weights) weights = floats_of<float>(trial, static_cast<int64_t>(ids.size()), -1);
+    grad = floats_of<float>(trial, shapes.bags * width, -2);
+  }
+
+  void step_on_host() {
+    const GridBatch<int64_t> batch{tables.data(),
+                                   features.data(),
+                                   static_cast<int64_t>(features.size()),
+                                   shapes.bags,
+                                   width,
+                                   ids.data(),
+                                   offsets.data(),
+                                   weights.empty() ? nullptr : weights.data(),
+                                   static_cast<int64_t>(ids.size())};
+    std::vector<int64_t> row_of(ids.size());
+    for (size_t at = 0; at < ids.size(); ++at) {
+      const int64_t bag = batch.bag_of(static_cast<int64_t>(at)), feature = bag / shapes.bags;
+      bags.push_back(bag);
+      row_of[at] = batch.table_of(bag).base + ids[at];
+      const auto f = static_cast<size_t>(feature);
+      begins.push_back((bag - feature * shapes.bags) * width + features[f].column);
+      const auto length = offsets[static_cast<size_t>(bag) + 1] - offsets[static_cast<size_t>(bag)];
+      lengths.push_back(tables[f].mean ? static_cast<float>(length) : 1);
+    }
+    positions.resize(ids.size());
+    std::iota(positions.begin(), positions.end(), 0);
+    std::stable_sort(positions.begin(), positions.end(), [&](int64_t a, int64_t b) {
+      return row_of[static_cast<size_t>(a)] < row_of[static_cast<size_t>(b)];
+    });
+    for (const int64_t position : positions) sorted.push_back(row_of[static_cast<size_t>(position)]);
+    for (size_t at = 0; at < sorted.size(); ++at) {
+      if (at == 0 || sorted[at] != sorted[at - 1]) step_row_on_host(at);
+    }
+  }
+
+  // By the book: each occurrence of the row in order, then what the row shares, then each element.
+  void step_row_on_host(size_t begin) {
+    const auto f = static_cast<size_t>(bags[static_cast<size_t>(positions[begin])] / shapes.bags);
+    GridTable& table = tables[f];
+    const int64_t dim = table.dim, row = sorted[begin] - table.base;
+    std::vector<float> sum(static_cast<size_t>(dim));
+    for (size_t at = begin; at < sorted.size() && sorted[at] == sorted[begin]; ++at) {
+      const auto position = static_cast<size_t>(positions[at]);
+      for (int64_t e = 0; e < dim; ++e) {
+        float g = grad[static_cast<size_t>(begins[position] + e)];
+        if (table.mean) g = g / lengths[position];
+        if (!weights.empty()) g = weights[position] * g;
+        sum[static_cast<size_t>(e)] += g;
+      }
+    }
+    float* const m1 = table.momentum1 + row * momentum1_width(kOptimizer, dim);
+    float* const m2 = table.momentum2 + row * momentum2_width(kOptimizer, dim);
+    const auto g = [&sum](int64_t e) { return sum[static_cast<size_t>(e)]; };
+    float shared = 0;
+    if (is_row_wise(kOptimizer))
+      shared = row_denominator(kOptimizer, lane_sum(dim, g, g) / static_cast<float>(dim), m1, m2, kHyper);
+    if (is_scaled(kOptimizer))
+      shared = row_scale(dim, [&](int64_t e) { return table.load(row * dim + e); }, g, m1, m2, kHyper);
+    for (int64_t e = 0; e < dim; ++e) {
+      const float change = element_step(kOptimizer, g(e), shared, m1 + e, m2 + e, kHyper);
+      table.store(row * dim + e, table.load(row * dim + e) - change);
+    }
+  }
+
+  bool has_factors() const {
+    return shapes.has_weights || std::any_of(tables.begin(), tables.end(), [](const GridTable& t) { return t.mean; });
+  }
+
+  template <int kVec, unsigned kLanesOfGroup>
+  void prove(simt::Shape shape) {
+    std::vector<StepTable> described;
+    std::vector<Array<uint8_t>> device_rows;
+    std::vector<Array<float>> device_first, device_second;
+    for (size_t t = 0; t < tables.size(); ++t) {
+      device_rows.push_back(trial.array<uint8_t>("rows", rows_before[t]));
+      device_first.push_back(trial.array<float>("momentum1", first_before[t]));
+      device_second.push_back(trial.array<float>("momentum2", second_before[t]));
+      described.push_back(
+          {device_rows[t], device_first[t], device_second[t], tables[t].dim, tables[t].base, tables[t].type});
+    }
+    const auto device_tables = trial.array<StepTable>("tables", described);
+    // Its pointers are others in each run.
+    trial.may_differ(device_tables);
+    const StepBatch batch{device_tables,
+                          trial.array<int64_t>("sorted rows", sorted),
+                          trial.array<int64_t>("positions", positions),
+                          trial.array<int64_t>("begins", begins),
+                          trial.array<float>("lengths", lengths),
+                          trial.array<float>("weights", weights),
+                          trial.array<float>("grad", grad),
+                          has_factors()};
+    const auto long_rows = trial.uninitialized<int64_t>("long rows", static_cast<int64_t>(ids.size()) / kLongRun + 1);
+    const auto long_count = trial.array<uint64_t>("long count", {0});
+    trial.may_differ(long_rows);
+    const int64_t floats = row_floats(kOptimizer, dim_max), warps = shape.threads / 32;
+    shape.shared_bytes = floats * 4 * warps * (32 / kLanesOfGroup);
+    trial.launch(StepRows<kOptimizer, kVec, kLanesOfGroup>{batch, kHyper, dim_max, long_rows, long_count}, shape);
+    using Long = StepLongRows<kOptimizer, kVec>;
+    trial.launch(Long{batch, kHyper, dim_max, long_rows, long_count}, {2, 32, Long::shared_floats(dim_max, 32) * 4});
+    trial.expect(shapes.hot <= kLongRun || long_count.values()[0] == 1, "a long row is listed");
+    for (size_t t = 0; t < tables.size(); ++t) {
+      trial.expect_same(device_rows[t].values(), rows[t], "rows");
+      trial.expect_same(device_first[t].values(), first[t], "momentum1");
+      trial.expect_same(device_second[t].values(), second[t], "momentum2");
+    }
+  }
+};
+
+// Occurrences of a row that a block takes.
+inline int64_t many(Trial& trial) { return kLongRun + 1 + static_cast<int64_t>(trial.random.below(40)); }
+
+// Rows in vectors of four: some to a warp, one to a warp, one to a block.
+template <Optimizer kOptimizer>
+void prove_vectors(Trial& trial, int64_t which) {
+  const bool has_weights = trial.random.below(2) == 1;
+  switch (which % 3) {
+    case 0: return Case<kOptimizer>(trial, {true, has_weights, 2, 40, 3, 9, 0}).template prove<4, 8>({2, 64});
+    case 1: return Case<kOptimizer>(trial, {true, has_weights, 1, 140, 2, 3, 40}).template prove<4, 32>({1, 64});
+    default: return Case<kOptimizer>(trial, {true, has_weights, 1, 8, 2, 3, many(trial)}).template prove<4, 8>({1, 32});
+  }
+}
+
+// Rows of any width.
+template <Optimizer kOptimizer>
+void prove_elements(Trial& trial, int64_t which) {
+  const bool has_weights = trial.random.below(2) == 1;
+  const int64_t hot = which % 2 == 0 ? 0 : many(trial);
+  Case<kOptimizer>(trial, {false, has_weights, 3, 11, 2, 12, hot}).template prove<1, 32>({1, 32});
+}
+
+template <Optimizer kOptimizer>
+void prove_all(Trial& trial) {
+  const int64_t number = trial.case_number / 2;
+  trial.case_number % 2 == 0 ? prove_vectors<kOptimizer>(trial, number) : prove_elements<kOptimizer>(trial, number);
+}
+
+}  // namespace step_cases

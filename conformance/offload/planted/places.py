@@ -1,0 +1,28 @@
+"""Faults that ``test_places`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from twinproof.offload.states import MASTER
+
+
+@fault(kills="OPT-270", at="refimpl.offload:rebind")
+def states_stay_on_the_host(original: Any, optimizer: Any, bundle: Any, name: str, memory: torch.Tensor) -> None:
+    """States are bound to a copy on the host where they should be on the device."""
+    original(optimizer, bundle, name, memory if name == MASTER else memory.cpu())
+
+
+@fault(kills="OPT-270", at="fastimpl.offload.transfers:StreamedTransfers._show_as_planned")
+def chunks_stay_on_the_host(original: Any, transfers: Any, chunk: Any, slot: torch.Tensor) -> Any:
+    """The states of a chunk are bound to a copy on the host where they should be in the slot."""
+    return original(transfers, chunk, slot.cpu())
+
+
+@fault(kills="OPT-271", at="twinproof.offload.plan:MovePlan.host_empty")
+def pageable_homes(original: Any, plan: Any, size_bytes: int) -> torch.Tensor:
+    """States live in memory that is not pinned."""
+    return torch.empty(size_bytes, dtype=torch.uint8)

@@ -1,0 +1,110 @@
+"""P. Places: on a device the offloader mixes no host and device memory, and every copy runs to pinned memory.
+
+The device is the pretend one: its tensors say so themselves, and an operator with operands in two places raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, assert_same_tensor, requirement
+from conformance.harness.places import on_pretend
+from conformance.offload.cases import EVEN, EVEN_BYTES, SHAPES, values
+from conformance.provers.pretend_device import PretendDevice, PretendEngine, on_host
+
+KINDS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"lr": 0.01, "fused": True},
+    "Adagrad": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "NAdam": {},
+    "Rprop": {},
+}
+
+
+class Arms:
+    """An optimizer on the device with an offloader, and the plain one of the host."""
+
+    def __init__(
+        self, offload: Any, device: PretendDevice, kind: str, shapes: Any = SHAPES, *, dtype: Any = torch.float32
+    ) -> None:
+        self.device, given = device, [values(shape, i, dtype) for i, shape in enumerate(shapes)]
+        self.mine = [torch.nn.Parameter(value.to(device.device)) for value in given]
+        self.theirs = [torch.nn.Parameter(value.clone()) for value in given]
+        self.masters = [offload.MasterWeights(params) for params in (self.mine, self.theirs)]
+        stepped = [list(masters.parameters()) for masters in self.masters]
+        self.optimizer, self.plain = (getattr(torch.optim, kind)(params, **KINDS[kind]) for params in stepped)
+        options: dict[str, Any] = {"engine": PretendEngine(), "chunk_bytes": 1024}
+        if dtype is not torch.float32:
+            options["master_weights"] = self.masters[0]
+            self.masters[1].attach(self.plain)
+        self.offloader = offload.OptimizerStateOffloader(self.optimizer, **options)
+        self.number = 0
+
+    def step(self) -> None:
+        """The same gradients in both."""
+        self.number += 1
+        for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
+            theirs.grad = values(theirs.shape, 100 * self.number + index, theirs.dtype)
+            mine.grad = theirs.grad.to(self.device.device)
+        self.plain.step()
+        self.optimizer.step()
+
+    def check(self) -> None:
+        """Parameters and states, bit for bit."""
+        for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
+            assert_equal(mine.device, self.device.device, where=f"place of parameter {index}")
+            assert_same_tensor(on_host(mine.detach()), theirs.detach(), where=f"parameter {index}")
+        got, expected = self.offloader.snapshot()["state"], self.plain.state_dict()["state"]
+        for number, state in expected.items():
+            for name, value in state.items():
+                found = got[number][name]
+                if isinstance(value, torch.Tensor):
+                    assert_same_tensor(on_host(found), value, where=f"state {name} of parameter {number}")
+
+
+@requirement(
+    "OPT-270",
+    "Steps of an offloaded optimizer on a device MUST give the host's bits and mix no host and device memory, masters, "
+    "prefetched states and a loaded state dict among them.",
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps(offload: Any, kind: str, dtype: torch.dtype) -> None:
+    with on_pretend() as device:
+        arms = Arms(offload, device, kind, dtype=dtype)
+        for _ in range(2):
+            arms.step()
+        arms.check()
+        arms.offloader.offload()
+        arms.offloader.prefetch()
+        arms.step()
+        arms.check()
+        arms.offloader.load_state_dict(arms.offloader.snapshot())
+        arms.step()
+        arms.check()
+        arms.offloader.close()
+
+
+@requirement(
+    "OPT-271",
+    "A step MUST copy each state once to the device and once back, to the byte, and through pinned memory alone.",
+    needs=("overlapped_transfers",),
+)
+def test_copies(offload: Any) -> None:
+    with on_pretend() as device:
+        arms = Arms(offload, device, "SGD", EVEN)
+        for _ in range(2):
+            arms.step()
+        for param in arms.mine:
+            param.grad = torch.ones_like(param)
+        begin = device.mark
+        arms.optimizer.step()
+        counts = device.counts(begin)
+        for name, found in (("to the device", counts.to_device), ("to the host", counts.to_host)):
+            assert_equal(found.size_bytes, len(EVEN) * EVEN_BYTES, where=f"bytes {name}")
+            assert_equal(found.pageable_count, 0, where=f"pageable copies {name}")

@@ -1,0 +1,118 @@
+// Pooling on a grid: some lanes of a warp for each bag. They load its ids at once, hand them to each other, and have
+// several rows under way; rows are added in order of position, each operation rounded by itself, so that a device has
+// the bits of the host. Compile without contraction.
+#pragma once
+
+#include "common/floats.h"
+#include "common/simt.h"
+
+namespace fastimpl::pipeline {
+
+template <Float kType>
+struct Stored {
+  using Bits = uint16_t;
+  FASTIMPL_BOTH static float value(Bits bits) {
+    return kType == Float::kFloat16 ? value_of_float16(bits) : from_bfloat16(bits);
+  }
+};
+template <>
+struct Stored<Float::kFloat32> {
+  using Bits = float;
+  FASTIMPL_BOTH static float value(Bits bits) { return bits; }
+};
+
+// Some columns of one feature: as many as the lanes of a bag hold.
+struct PoolPart {
+  simt::Global<const uint8_t> rows;  // The table's, from the first element of this part on.
+  int64_t column, first_bag;         // Of the pooled matrix; of the offsets.
+  int32_t dim, count;                // Elements of a row; of this part.
+  bool mean;
+};
+
+// `lanes`, a power of two, sum one bag of one part, `kElements` columns each. A part's columns, its table and `out` lie
+// at multiples of 16 bytes if kElements is more than 1.
+template <Float kType, typename Id, bool kWeighted, int kElements>
+struct Pool {
+  static constexpr int kThreads = 256;
+  static constexpr unsigned kRows = kElements > 1 ? 4 : 8;  // Under way at once.
+  using Bits = typename Stored<kType>::Bits;
+  using Row = simt::Vector<Bits, kElements>;
+
+  simt::Global<const PoolPart> parts;
+  simt::Global<const Id> ids;
+  simt::Global<const int64_t> offsets;
+  simt::Global<const float> weights;
+  simt::Global<float> out;  // [bag_count, width]
+  int64_t bag_count, width;
+  unsigned lanes;
+
+  // Parts and bags in steps of all groups of lanes, without a division for each.
+  SIMT void operator()() const {
+    const int64_t per_block = simt::threads() / lanes, stride = simt::blocks() * per_block,
+                  begin = simt::block() * per_block + simt::thread() / lanes;
+    const int64_t part_step = stride / bag_count, bag_step = stride % bag_count;
+    int64_t part = begin / bag_count, bag = begin % bag_count;
+    while (part < parts.size()) {
+      sum_bag(parts.load(part), bag);
+      part += part_step;
+      bag += bag_step;
+      if (bag >= bag_count) {
+        bag -= bag_count;
+        ++part;
+      }
+    }
+  }
+
+  SIMT unsigned first() const { return simt::lane() & ~(lanes - 1); }
+  SIMT unsigned mask() const { return (simt::kAllLanes >> (simt::kLanes - lanes)) << first(); }
+
+  SIMT void sum_bag(const PoolPart& part, int64_t bag) const {
+    const int64_t begin = offsets.load(part.first_bag + bag), end = offsets.load(part.first_bag + bag + 1);
+    const unsigned mine = simt::lane() - first(), element = mine * kElements;
+    const bool has_columns = element < static_cast<unsigned>(part.count);
+    const auto rows = part.rows.template as<const Bits>();
+    float sum[kElements] = {};
+    for (int64_t base = begin; base < end; base += lanes) {
+      const bool has_id = base + mine < end;
+      const Id id = has_id ? ids.load(base + mine) : Id{0};
+      const float weight = kWeighted && has_id ? weights.load(base + mine) : 0.0F;
+      const unsigned count = end - base < lanes ? static_cast<unsigned>(end - base) : lanes;
+      for (unsigned k = 0; k < count; k += kRows) {
+        Row loaded[kRows];
+        SIMT_UNROLL
+        for (unsigned r = 0; r < kRows; ++r) {
+          const auto row = static_cast<int64_t>(simt::shuffle(mask(), id, k + r, lanes));
+          if (has_columns && k + r < count) loaded[r] = rows.template load_vector<kElements>(row * part.dim + element);
+        }
+        SIMT_UNROLL
+        for (unsigned r = 0; r < kRows; ++r) {
+          const float scale = kWeighted ? simt::shuffle(mask(), weight, k + r, lanes) : 1.0F;
+          if (has_columns && k + r < count) add(sum, loaded[r], scale);
+        }
+      }
+    }
+    if (has_columns) store(part, bag * width + part.column + element, sum, end - begin);
+  }
+
+  SIMT static void add(float (&sum)[kElements], const Row& row, float scale) {
+    SIMT_UNROLL
+    for (int e = 0; e < kElements; ++e) {
+      const float value = Stored<kType>::value(row.values[e]);
+      sum[e] += kWeighted ? scale * value : value;
+    }
+  }
+
+  SIMT void store(const PoolPart& part, int64_t place, float (&sum)[kElements], int64_t length) const {
+    constexpr int kStored = kElements < 4 ? kElements : 4;
+    SIMT_UNROLL
+    for (int e = 0; e < kElements; e += kStored) {
+      simt::Vector<float, kStored> result;
+      SIMT_UNROLL
+      for (int i = 0; i < kStored; ++i)
+        result.values[i] = part.mean && length > 0 ? sum[e + i] / static_cast<float>(length) : sum[e + i];
+      out.template store_vector<kStored>(place + e, result);
+    }
+  }
+};
+
+}  // namespace fastimpl::pipeline
