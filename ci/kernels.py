@@ -57,8 +57,8 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def short_name(full: str) -> str:
-    """What a kernel is called here: the body of ``for_each_index``, else the function; without template arguments."""
-    body = re.search(r"for_each_index<(?:\(anonymous namespace\)::|[a-z_]+::)*(\w+)", full)
+    """What a kernel is called here: what ``for_each_index`` or ``simt::launch`` runs, else the function; bare."""
+    body = re.search(r"(?:for_each_index|simt::detail::run)<(?:\(anonymous namespace\)::|[a-z_]+::)*(\w+)", full)
     if body:
         return body[1]
     head = full.split("(anonymous namespace)::")[-1] if full.startswith("void (anonymous") else full

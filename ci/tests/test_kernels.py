@@ -16,6 +16,7 @@ _NAMES = {
     "ShareStep": (
         "_ZN8fastimpl6device14for_each_indexIN50_GLOBAL__N__033c8a62_11_pipeline_cu_d8ec9543_125279ShareStepIiEEEEvT_l"
     ),
+    "StepRows": "_ZN4simt6detail3runIN8fastimpl8pipeline8StepRowsILNS2_9OptimizerE6ELi1ELj32EEEEEvT_",
     "for_each_word": (
         "_ZN49_GLOBAL__N__044ae866_10_offload_cu_8a7536d6_1186513for_each_word"
         "ILb0EEEvN8fastimpl7offload9PackBatchIXT_EEE"
