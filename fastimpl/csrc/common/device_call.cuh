@@ -71,6 +71,9 @@ class Call {
     check_cuda(cudaGetLastError());
   }
 
+  // For kernels that have a launch of their own.
+  cudaStream_t stream() const { return stream_; }
+
   void read_back(const int64_t* there, int64_t* here, int64_t count) {
     check_cuda(
         cudaMemcpyAsync(here, there, static_cast<size_t>(count) * sizeof(int64_t), cudaMemcpyDeviceToHost, stream_));
