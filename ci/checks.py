@@ -140,6 +140,14 @@ def documented_programs() -> Iterator[str]:
         page = (ROOT / name).read_text(encoding="utf-8")
         if page.split("```python\n", 1)[1].split("```", 1)[0] != (ROOT / program).read_text(encoding="utf-8"):
             yield f"{name}: its first program is not {program}"
+    page = (ROOT / "docs/simt.md").read_text(encoding="utf-8")
+    for name in ("reverse.cpp", "reverse.txt"):
+        if f"\n{(ROOT / 'conformance/meta/simt' / name).read_text(encoding='utf-8')}```\n" not in page:
+            yield f"docs/simt.md: it does not show conformance/meta/simt/{name}"
+    kinds = (ROOT / "conformance/provers/simt/include/simt/fault.h").read_text(encoding="utf-8")
+    for kind in re.findall(r'\*k\w+ = "([\w-]+)"', kinds):
+        if f"`{kind}`" not in page:
+            yield f"docs/simt.md: it does not say what {kind} is"
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:

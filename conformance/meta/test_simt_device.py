@@ -15,7 +15,7 @@ _SOURCE = Path(__file__).parent / "simt" / "kernels.cu"
 
 def test_the_same_source_compiles_for_devices() -> None:
     found = device_usage(_SOURCE, architectures=["80", "90"])
-    assert len(found) == 2 * 11
+    assert len(found) == 2 * 12
     assert {usage.architecture for usage in found} == {"80", "90"}
     assert all(0 < usage.register_count <= 64 for usage in found)
     assert all(usage.spill_bytes == 0 for usage in found)

@@ -61,7 +61,7 @@ _PLANTED = [
 @needs_prover
 def test_pooling_has_the_bits_of_the_host() -> None:
     verdicts = prove(build(_PROOF), case_count=50, seed_count=10)
-    assert len(verdicts) == 4
+    assert len(verdicts) == 5
     for verdict in verdicts:
         assert verdict.faults == (), "\n".join(map(str, verdict.faults))
         assert verdict.runs == 1000

@@ -12,6 +12,6 @@ cudaError_t launch_all(cudaStream_t stream) {
 
 cudaError_t every(cudaStream_t stream) {
   return launch_all<Insert<Bug::kNone>, Rounds, Neighbours, WarpSums, Message<Publish::kRelease>,
-                    Message<Publish::kFence>, LastBlock<Order::kAcqRel>, Pipeline<Ring::kRight>, Histogram, Flags<true>,
-                    Slips>(stream);
+                    Message<Publish::kFence>, LastBlock<Order::kAcqRel>, Pipeline<Ring::kRight>, Histogram, Bytes,
+                    Flags<true>, Slips>(stream);
 }

@@ -231,6 +231,23 @@ struct Histogram {
   }
 };
 
+// Neighbouring bytes of a word are different places; a scope of the block is enough within one.
+struct Bytes {
+  static constexpr int kThreads = 64;
+  simt::Global<uint8_t> out;
+  simt::Global<uint32_t> counts;
+
+  SIMT void operator()() const {
+    const auto count = simt::shared<uint32_t>(0, 1);
+    if (simt::thread() == 0) count.store(0, 0);
+    out.store(simt::block() * simt::threads() + simt::thread(), static_cast<uint8_t>(simt::thread()));
+    simt::sync_block();
+    count.atomic_add(0, 1, Order::kRelaxed, Scope::kBlock);
+    simt::sync_block();
+    if (simt::thread() == 0) counts.store(simt::block(), count.load(0));
+  }
+};
+
 // Two threads raise a flag each and look at the other's: with stores and loads both may miss it.
 template <bool kWithChanges>
 struct Flags {

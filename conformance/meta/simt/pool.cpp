@@ -135,6 +135,15 @@ void pool_on_a_grid(Trial& trial) {
 
 SIMT_PROOF("pool int32") { pool_on_a_grid<int32_t, false>(trial); }
 SIMT_PROOF("pool int64 weighted") { pool_on_a_grid<int64_t, true>(trial); }
+SIMT_PROOF("nothing to pool") {
+  const auto rows = trial.array<uint8_t>("rows", std::vector<uint8_t>(64));
+  const auto launches = [&](int64_t dim, int64_t bag_count) {
+    return plan_pooling({{rows.global().data(), 64 / std::max<int64_t>(dim, 1), dim, 0, Float::kFloat16, false}},
+                        bag_count, dim, nullptr)
+        .size();
+  };
+  trial.expect(launches(8, 0) == 0 && launches(0, 3) == 0 && launches(8, 3) == 1, "a launch where there is work");
+}
 // A planted fault is in all of them: half the kernels compile in half the time.
 #if !defined(SIMT_PLANTED)
 SIMT_PROOF("pool int64") { pool_on_a_grid<int64_t, false>(trial); }

@@ -92,6 +92,14 @@ SIMT_PROOF("histogram") {
   trial.expect_same(counts.values(), wanted, "counts");
 }
 
+SIMT_PROOF("bytes") {
+  const auto out = trial.uninitialized<uint8_t>("out", 128);
+  const auto counts = trial.uninitialized<uint32_t>("counts", 2);
+  trial.launch(Bytes{out, counts}, {2, 64, 4});
+  for (uint32_t i = 0; i < 128; ++i) trial.expect(out.values()[i] == i % 64, "a byte for each thread");
+  trial.expect_same(counts.values(), {64, 64}, "threads of each block");
+}
+
 // For the exhaustive policy.
 SIMT_PROOF("flags by changes") {
   const auto flags = trial.array<uint32_t>("flags", {0}), missed = trial.uninitialized<uint32_t>("missed", 2);

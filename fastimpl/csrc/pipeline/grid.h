@@ -1,5 +1,6 @@
-// The pipeline's kernels for a grid: what one thread does, of any order of threads. Sums go in order of position and
-// every operation is rounded by itself, so that a device has the bits of the host; compile without contraction.
+// The pipeline's kernels for a grid, but for pooling: what one thread does, of any order of threads. Sums go in order
+// of position and every operation is rounded by itself, so that a device has the bits of the host; compile without
+// contraction.
 #pragma once
 
 #include <type_traits>
@@ -8,14 +9,6 @@
 #include "common/sums.h"
 
 namespace fastimpl::pipeline {
-
-// Four neighbouring elements of a row, loaded at once.
-struct alignas(16) FloatQuad {
-  float values[4];
-};
-struct alignas(8) HalfQuad {
-  uint16_t values[4];
-};
 
 struct GridTable {
   uint8_t* rows;
@@ -30,16 +23,6 @@ struct GridTable {
     const uint16_t bits = reinterpret_cast<const uint16_t*>(rows)[element];
     return type == Float::kFloat16 ? from_float16(bits) : from_bfloat16(bits);
   }
-  FASTIMPL_BOTH FloatQuad load_quad(int64_t element) const {
-    if (type == Float::kFloat32) return *reinterpret_cast<const FloatQuad*>(rows + element * 4);
-    const HalfQuad halves = *reinterpret_cast<const HalfQuad*>(rows + element * 2);
-    FloatQuad quad;
-    for (int i = 0; i < 4; ++i)
-      quad.values[i] = type == Float::kFloat16 ? from_float16(halves.values[i]) : from_bfloat16(halves.values[i]);
-    return quad;
-  }
-  // Whether every row can be read in quads.
-  bool has_quads() const { return dim % 4 == 0 && reinterpret_cast<uintptr_t>(rows) % 16 == 0; }
   FASTIMPL_BOTH void store(int64_t element, float value) const {
     if (type == Float::kFloat32) {
       reinterpret_cast<float*>(rows)[element] = value;
@@ -88,52 +71,6 @@ struct GridBatch {
     return last_not_above(feature_count * bag_count, position, [begins](int64_t bag) { return begins[bag]; });
   }
   FASTIMPL_BOTH const GridTable& table_of(int64_t bag) const { return tables[features[bag / bag_count].table]; }
-};
-
-// One element of the pooled matrix.
-template <typename Id>
-struct PoolElement {
-  GridBatch<Id> batch;
-  float* out;
-
-  FASTIMPL_BOTH void operator()(int64_t index) const {
-    const int64_t column = index % batch.width, feature = batch.feature_of(column),
-                  bag = feature * batch.bag_count + index / batch.width;
-    const GridTable& table = batch.table_of(bag);
-    const int64_t element = column - batch.features[feature].column, begin = batch.offsets[bag],
-                  end = batch.offsets[bag + 1];
-    float sum = 0;
-    for (int64_t at = begin; at < end; ++at) {
-      const float value = table.load(static_cast<int64_t>(batch.ids[at]) * table.dim + element);
-      sum += batch.weights == nullptr ? value : batch.weights[at] * value;
-    }
-    out[index] = table.mean && end > begin ? sum / static_cast<float>(end - begin) : sum;
-  }
-};
-
-// Four neighbouring columns of one bag: one load a row, one search for the feature. Only where all tables have quads.
-template <typename Id>
-struct PoolQuad {
-  GridBatch<Id> batch;
-  float* out;
-
-  FASTIMPL_BOTH void operator()(int64_t index) const {
-    const int64_t quads = batch.width / 4, column = index % quads * 4, feature = batch.feature_of(column),
-                  bag = feature * batch.bag_count + index / quads;
-    const GridTable& table = batch.table_of(bag);
-    const int64_t element = column - batch.features[feature].column, begin = batch.offsets[bag],
-                  end = batch.offsets[bag + 1];
-    FloatQuad sum{};
-    for (int64_t at = begin; at < end; ++at) {
-      const FloatQuad row = table.load_quad(static_cast<int64_t>(batch.ids[at]) * table.dim + element);
-      for (int i = 0; i < 4; ++i)
-        sum.values[i] += batch.weights == nullptr ? row.values[i] : batch.weights[at] * row.values[i];
-    }
-    if (table.mean && end > begin) {
-      for (int i = 0; i < 4; ++i) sum.values[i] = sum.values[i] / static_cast<float>(end - begin);
-    }
-    *reinterpret_cast<FloatQuad*>(out + index * 4) = sum;
-  }
 };
 
 // The gradient of the weight of one position.

@@ -4,6 +4,7 @@
 
 #include "common/device_call.cuh"
 #include "pipeline/grid.h"
+#include "pipeline/pool_plan.h"
 #include "pipeline/step_kernel.h"
 
 namespace {
@@ -87,6 +88,32 @@ void check_pooled(const Tensor& t, const Host& host, const Tensor& indices, cons
                   t.size(0), ", ", t.size(1), "], expected [", host.bag_count, ", ", host.width, "]");
 }
 
+std::vector<PoolFeature> pool_features(const Host& host) {
+  std::vector<PoolFeature> features;
+  for (const GridFeature& feature : host.features) {
+    const GridTable& table = host.tables[static_cast<size_t>(feature.table)];
+    features.push_back({table.rows, table.row_count, table.dim, feature.column, table.type, table.mean});
+  }
+  return features;
+}
+
+// One launch for all features whose rows are read alike.
+template <bool kWeighted, typename Id>
+void pool_on_device(Call& call, const Host& host, const GridBatch<Id>& batch, float* out) {
+  const int64_t id_count = batch.id_count, all = batch.feature_count * host.bag_count;
+  const PoolBatch<Id> arguments{{batch.ids, id_count},
+                                {batch.offsets, all + 1},
+                                {batch.weights, kWeighted ? id_count : 0},
+                                {out, host.bag_count * host.width},
+                                host.bag_count,
+                                host.width};
+  for (const PoolLaunch& launch : plan_pooling(pool_features(host), host.bag_count, host.width, out)) {
+    const simt::Global<const PoolPart> parts(call.upload(launch.parts), static_cast<int64_t>(launch.parts.size()));
+    with_pool<kWeighted>(launch, arguments, parts,
+                         [&](const auto& kernel) { call.run(kernel, launch.shape(host.bag_count)); });
+  }
+}
+
 void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, std::optional<Tensor> weights,
                     Ints means, Tensor out, int64_t) {
   with_ids(indices, [&](auto id) {
@@ -96,12 +123,10 @@ void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor 
     Call call(indices);
     const auto batch = checked<Id>(call, host, indices, offsets, weights);
     auto* const pooled = static_cast<float*>(out.data_ptr());
-    const bool has_quads =
-        std::all_of(host.tables.begin(), host.tables.end(), [](const GridTable& table) { return table.has_quads(); });
-    if (has_quads && reinterpret_cast<uintptr_t>(pooled) % 16 == 0) {
-      call.launch(PoolQuad<Id>{batch, pooled}, host.bag_count * host.width / 4);
+    if (weights) {
+      pool_on_device<true>(call, host, batch, pooled);
     } else {
-      call.launch(PoolElement<Id>{batch, pooled}, host.bag_count * host.width);
+      pool_on_device<false>(call, host, batch, pooled);
     }
   });
 }

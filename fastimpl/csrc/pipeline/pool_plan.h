@@ -38,11 +38,13 @@ inline bool has_vectors(const PoolFeature& feature, int64_t width, const float* 
          feature.column % 4 == 0 && width % 4 == 0;
 }
 
+// None without bags or columns.
 inline std::vector<PoolLaunch> plan_pooling(const std::vector<PoolFeature>& features, int64_t bag_count, int64_t width,
                                             const float* out) {
   std::vector<PoolLaunch> launches;
   for (size_t f = 0; f < features.size(); ++f) {
     const PoolFeature& feature = features[f];
+    if (bag_count == 0 || feature.dim == 0) continue;
     PoolLaunch wanted{feature.type, has_vectors(feature, width, out), 1, {}};
     while (wanted.lanes < simt::kLanes && wanted.lanes * wanted.elements() < feature.dim) wanted.lanes *= 2;
     auto found = std::find_if(launches.begin(), launches.end(), [&wanted](const PoolLaunch& known) {

@@ -322,28 +322,16 @@ void places_are_those_of_the_batch(World* w) {
 }
 
 void grids_have_the_bits_of_the_host() {
-  int64_t quad_count = 0;
   for (int i = 0; i < 150; ++i) {
     World w = random_world(12);
     if (w.bag_count == 0) continue;
-    Floats pooled(w.grad.size()), on_grid(pooled.size()), gradients(w.ids.size()), mine(gradients.size());
-    pool_bags(threads(1), w.batch(), pooled.data(), Isa::kPlain);
+    Floats gradients(w.ids.size()), mine(gradients.size());
     bag_weight_gradients(threads(1), w.batch(), w.grad.data(), gradients.data(), Isa::kPlain);
     const Grid grid(&w);
-    run_grid(static_cast<int64_t>(pooled.size()), PoolElement<int64_t>{grid.batch, on_grid.data()});
     run_grid(static_cast<int64_t>(mine.size()), WeightGradient<int64_t>{grid.batch, w.grad.data(), mine.data()});
-    require(are_same(on_grid, pooled), "pooling on a grid");
-    const auto has_quads = [](const GridTable& table) { return table.has_quads(); };
-    if (std::all_of(grid.tables.begin(), grid.tables.end(), has_quads) && !pooled.empty()) {
-      ++quad_count;
-      Floats by_quads(pooled.size(), 7.0F);
-      run_grid(static_cast<int64_t>(pooled.size() / 4), PoolQuad<int64_t>{grid.batch, by_quads.data()});
-      require(are_same(by_quads, pooled), "pooling by quads on a grid");
-    }
     require(are_same(mine, gradients), "gradients of weights on a grid");
     places_are_those_of_the_batch(&w);
   }
-  require(quad_count >= 10, "worlds that quads fit");
 }
 
 void grids_see_what_is_outside() {
