@@ -9,9 +9,10 @@ import pytest
 import torch.distributed.checkpoint
 
 from conformance import harness
+from conformance.provers import pretend_device
 
 # A pytest inside of this one forgets what it imported; what was imported before it stays, and torch has to.
-_IMPORTED_FIRST = (torch, *(getattr(harness, name) for name in harness.__all__))
+_IMPORTED_FIRST = (torch, pretend_device, *(getattr(harness, name) for name in harness.__all__))
 
 _IMPLEMENTATION = '''
 class checkpoint:

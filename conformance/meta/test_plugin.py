@@ -57,6 +57,25 @@ def test_capabilities_are_data(toy: Callable[..., pytest.RunResult], declared: s
         result.stdout.fnmatch_lines(["*implementation toy.impl lacks *mmap*"])
 
 
+def test_on_another_device_run_the_tests_that_take_one(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @requirement("CKPT-001", "MUST be there")
+    def test_there(device):
+        import torch
+        assert_equal(torch.zeros(1, device=device).device.type, "pretend", where="place")
+
+    @requirement("CKPT-002", "MUST run")
+    def test_here():
+        pass
+    """
+    toy(tests, "--twinproof-device", "pretend").assert_outcomes(passed=1, deselected=1)
+    result = toy(tests)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*expected: 'pretend'*"])
+    wrong = tests.replace('"pretend"', '"cpu"')
+    toy(wrong, "--twinproof-device", "pretend").stdout.fnmatch_lines(["*--twinproof-device pretend*"])
+
+
 def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
     tests = """
     @requirement("CKPT-005", "MUST stay small")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,28 @@ def test_a_mix_in_a_backward_is_found() -> None:
 
     with PretendDevice() as device, pytest.raises(MixedPlacesError, match=r"test_pretend_device.py:\d+ backward"):
         Wrong.apply(_values(device).requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_device_that_comes_after_the_first_backward_differentiates_too(tmp_path: Path) -> None:
+    program = """
+import threading, torch
+torch.ones(1, requires_grad=True).backward()
+from conformance.provers.pretend_device import PretendDevice
+with PretendDevice() as device:
+    def step():
+        value = torch.ones(3, device=device.device, requires_grad=True)
+        (value * 2).sum().cpu().backward()
+        assert value.grad.tolist() == [2, 2, 2]
+    step()
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    print(sorted({event.where for event in device.events if "MulBackward0" in event.where}))
+"""
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    found = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "program.py:8 step, in MulBackward0" in found.stdout
 
 
 def test_scalars_of_the_host_are_values_where_a_kernel_takes_them_so() -> None:

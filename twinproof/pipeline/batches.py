@@ -392,9 +392,12 @@ def own_batch(batch: Any) -> KeyedJaggedTensor:
 def place_of(batch: Any) -> torch.device:
     """The device of a batch that ``own_batch`` takes; the host's of anything else, which it will refuse."""
     nested = _nested_parts(batch)
-    values = next(iter(nested.values())) if nested else getattr(batch, "values", None)
-    found = values() if callable(values) and not isinstance(values, torch.Tensor) else values
-    return found.device if isinstance(found, torch.Tensor) else torch.device("cpu")
+    if nested:
+        return next(iter(nested.values())).device
+    if not all(callable(getattr(batch, name, None)) for name in _METHODS):
+        return torch.device("cpu")
+    found: torch.device = batch.values().device
+    return found
 
 
 def _nested_parts(batch: Any) -> dict[str, torch.Tensor]:

@@ -18,20 +18,20 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 
 def here() -> str:
-    """``folder/file:line function`` of the program, outside torch and this package; else autograd's node."""
+    """``folder/file:line function`` of the program, outside torch and this package, and autograd's node."""
+    node = torch._C._current_autograd_node()
+    suffix = f", in {node.name()}" if node is not None else ""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         is_library = name.startswith(_LIBRARY) and "site-packages" not in name
         if not name.startswith(_SKIPPED) and not is_library:
             path = Path(name)
-            return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+            return f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}{suffix}"
         if frame.f_back is None:
             break
         frame = frame.f_back
-    # Autograd's threads have no frame of the program unless a Python function of its own runs.
-    node = torch._C._current_autograd_node()
-    return f"autograd {node.name()}" if node is not None else "torch"
+    return f"torch{suffix}"
 
 
 @dataclass(frozen=True)

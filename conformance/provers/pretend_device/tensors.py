@@ -34,7 +34,8 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _ALLOCATIONS = {
     "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
     "aten::is_pinned", "aten::resize_", "aten::set_", "aten::_unsafe_view", "aten::lift_fresh",
-    "aten::_local_scalar_dense", "aten::record_stream",
+    "aten::_local_scalar_dense", "aten::record_stream", "aten::_has_compatible_shallow_copy_type",
+    "aten::unsafe_split", "aten::unsafe_split_with_sizes",
 }  # fmt: skip
 # Of torch's own libraries the kernels of a GPU are known to be there.
 _TORCH_LIBRARIES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional")
@@ -88,6 +89,9 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> PretendTensor:
+        # Autograd has no thread for a device that came after its first backward; the caller's own will do.
+        if torch._C._is_multithreading_enabled():  # type: ignore[attr-defined]
+            torch._C._set_multithreading_enabled(False)
         if host.layout is not torch.strided:
             raise UnsupportedError("a layout that the pretend device has not", got=host.layout, where=NAME)
         made: Any = torch.Tensor._make_wrapper_subclass(
