@@ -90,7 +90,7 @@ class PretendTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> PretendTensor:
         # Autograd has no thread for a device that came after its first backward; the caller's own will do.
-        if torch._C._is_multithreading_enabled():  # type: ignore[attr-defined]
+        if torch._C._is_multithreading_enabled():
             torch._C._set_multithreading_enabled(False)
         if host.layout is not torch.strided:
             raise UnsupportedError("a layout that the pretend device has not", got=host.layout, where=NAME)
