@@ -164,7 +164,8 @@ float* momentum_of(const Tensor& momentum, const GridTable& table, const Tensor&
 bool has_vectors(const Host& host, const float* grad) {
   const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   return is_aligned(grad) && std::all_of(host.tables.begin(), host.tables.end(), [&](const GridTable& table) {
-           return table.has_quads() && is_aligned(table.momentum1) && is_aligned(table.momentum2);
+           return table.dim % 4 == 0 && is_aligned(table.rows) && is_aligned(table.momentum1) &&
+                  is_aligned(table.momentum2);
          });
 }
 
