@@ -118,6 +118,11 @@ with PretendDevice() as device:
     assert "program.py:8 step, in MulBackward0" in found.stdout
 
 
+def test_nobody_finds_the_device_who_does_not_name_it() -> None:
+    PretendDevice()
+    assert not torch.accelerator.is_available()
+
+
 def test_scalars_of_the_host_are_values_where_a_kernel_takes_them_so() -> None:
     with PretendDevice() as device:
         there, scalar = _values(device), torch.tensor(2.0)

@@ -387,6 +387,36 @@ def _has_kernel(func: Any) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
 
+class _Module:
+    """``torch.pretend``. It says that it is not available: only what names the device is to be there.
+
+    Libraries that look for any accelerator, as torch's own checkpoint writer does, go on without one. They would ask
+    for streams, which the device has not.
+    """
+
+    def is_initialized(self) -> bool:
+        """Always."""
+        return True
+
+    def is_available(self) -> bool:
+        """Not to those who ask."""
+        return False
+
+    def current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Random numbers are the host's."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
 class Backend:
     """The process's backend: its watchers, its pinned memory, and what launchers do on the host.
 
@@ -397,7 +427,7 @@ class Backend:
     """
 
     def __init__(self) -> None:
-        _setup_privateuseone_for_python_backend(NAME)
+        _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
         self.device = torch.device(NAME, 0)
         self.watchers: list[Any] = []
         self.launchers: dict[str, Launcher] = {}
