@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 __all__ = ["main", "not_run"]
 
@@ -49,9 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="twinproof-") as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", *_OPTIONS, "--pyargs", given.module]
-        command += ["--twinproof-impl", "fastimpl", "--twinproof-report", str(report)]
-        code = subprocess.run(command, env=os.environ | _ENVIRONMENT, check=False).returncode
+        # In this process: where it hangs, a signal to it finds the test.
+        os.environ.update(_ENVIRONMENT)
+        options = ["--twinproof-impl", "fastimpl", "--twinproof-report", str(report)]
+        code = int(pytest.main([*_OPTIONS, "--pyargs", given.module, *options]))
         if not report.exists():
             print(f"pytest ended with {code} and left no report")
             return 1

@@ -257,8 +257,8 @@ class StepRunner:
         try:
             in_time = self._follow(process, log, limit_s)
             if not in_time:
-                # Python then says in which line each thread is.
-                _signal(process, signal.SIGABRT)
+                # Python then says in which line each thread is; its children, who would speak at once, are not asked.
+                process.send_signal(signal.SIGABRT)
                 self._follow(process, log, _DYING_S)
         finally:
             # Also where the step itself is over: what it left behind would disturb the next.
