@@ -226,13 +226,14 @@ def test_asked_to_end_it_kills_the_step_and_prints_the_table(tmp_path: Path) -> 
 
 def test_a_step_that_no_signal_ends_does_not_hold_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_signal", lambda process, number: None)
+    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: None)
     monkeypatch.setattr(runner_module, "_DYING_S", 0.2)
     hangs = Step("hangs", (sys.executable, "-S", "-c", "import time; time.sleep(30)"), 1.0)
     good = Step("good", (sys.executable, "-S", "-c", "pass"), 30.0)
     runner = StepRunner(tmp_path, budget_s=60, sources="s", root=tmp_path, environment={}, say=lambda line: None)
     runner.run([hangs, good])
     for process in runner.left_behind:
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
         process.wait()
     results = [outcome.result for outcome in runner.results]
     assert results == ["could not be killed at its limit of 1 s", PASSED]
