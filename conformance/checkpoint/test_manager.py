@@ -363,8 +363,12 @@ def _retention(checkpoint: Any, folder: Path, keep: int, prepare: Callable[[Path
 def test_retention(checkpoint: Any, tmp_path: Path) -> None:
     def incomplete(folder: Path) -> None:
         for step in (7, 8):
-            (folder / f"step-{step}").mkdir(exist_ok=True)
-            (folder / f"step-{step}/__0_0.distcp").touch()
+            if not (folder / f"step-{step}").exists():
+                # Whole at one instant: a fault that deletes it meets no half of it.
+                made = folder.with_name(f"{folder.name}-made")
+                made.mkdir()
+                (made / "__0_0.distcp").touch()
+                made.rename(folder / f"step-{step}")
 
     every = [f"step-{step}" for step in range(1, 6)]
     for keep, expected in ((0, every), (1, every[-1:]), (2, every[-2:]), (9, every)):
