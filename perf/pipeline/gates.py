@@ -193,8 +193,8 @@ _SCHEDULES = (
 _PRETEND = "pretend-step-8x200"
 _counted = partial(counter, full=_PRETEND, short=_PRETEND, test=_PRETEND, control="careless")
 _WAITS = (
-    "a bound that must not grow; the target is 2. Each of two modules waits 5 times in launchers, which check what "
-    "they are given (ids 1, pooling 2, update 2), and once for that check's answer; sizes of both are one wait; 29 "
+    "a bound that must not grow; the target is 2. Each of two modules waits 3 times in launchers, which check what "
+    "they are given (ids, pooling, update), and once for that check's answer; sizes of both are one wait; 29 "
     "before; the control looks at each batch's lengths and sends them back"
 )
 
@@ -204,10 +204,10 @@ def _counts(schedule: str, name: str) -> tuple[Gate, ...]:
     return (
         _counted(
             f"pipe-pretend-{schedule}-waits",
-            f"In a step of {name} with two modules the host MUST wait for the device at most 13 times.",
+            f"In a step of {name} with two modules the host MUST wait for the device at most 9 times.",
             subject=schedule,
             metric="wait_count",
-            ceiling=13,
+            ceiling=9,
             evidence=_WAITS,
         ),
         _counted(
