@@ -38,6 +38,7 @@ _FAULTS = [
     ("scratch that nobody wrote", "uninitialized", ["Slip::kScratchUnwritten"]),
     ("lane not in its mask", "mask", ["Slip::kNotInMask"]),
     ("masks that differ", "mask", ["Slip::kOtherMask", "Slip::kOtherMask"]),
+    ("part that votes apart", "returned-lane", ["Slip::kOtherPart", "Slip::kOtherPart"]),
     ("collectives that differ", "mask", ["simt::sync_warp(kAllLanes)", "simt::ballot(kAllLanes, true)"]),
     ("shuffle from outside", "shuffle-outside-mask", ["simt::shuffle(0xFFFFU, l, 16)"]),
     ("returned lane in a mask", "returned-lane", ["simt::sync_warp(kAllLanes)"]),

@@ -16,7 +16,7 @@ _SMALL = ("flags by changes", "message by release", "message by fence", "histogr
 
 def test_right_kernels_pass_a_thousand_schedules() -> None:
     verdicts = prove(build(_RIGHT), case_count=10, seed_count=50)
-    assert len(verdicts) == 11
+    assert len(verdicts) == 12
     for verdict in verdicts:
         assert verdict.faults == (), "\n".join(map(str, verdict.faults))
         assert verdict.runs == 1000

@@ -277,6 +277,7 @@ enum class Slip {
   kScratchUnwritten,
   kNotInMask,
   kOtherMask,
+  kOtherPart,
   kOtherKind,
   kFromOutside,
   kReturned,
@@ -308,7 +309,8 @@ struct Slips {
       case Slip::kSharedUnwritten: return a.store(t, simt::shared<uint32_t>(0, 64).load(t));
       case Slip::kScratchUnwritten: return a.store(t, b.load(t));
       case Slip::kNotInMask: simt::ballot(0xFFFF, true); return;
-      case Slip::kOtherMask: simt::ballot(low ? 0xFFFFU : kAllLanes, true); return;
+      case Slip::kOtherMask: simt::ballot(low ? 0x1FFFFU : kAllLanes, true); return;
+      case Slip::kOtherPart: simt::ballot(low ? 0xFFFFU : kAllLanes, true); return;
       case Slip::kOtherKind:
         if (low) {
           simt::sync_warp(kAllLanes);

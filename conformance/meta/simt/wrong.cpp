@@ -100,6 +100,7 @@ SIMT_PROOF("shared memory that nobody wrote") { slip(trial, Slip::kSharedUnwritt
 SIMT_PROOF("scratch that nobody wrote") { slip(trial, Slip::kScratchUnwritten); }
 SIMT_PROOF("lane not in its mask") { slip(trial, Slip::kNotInMask, {1, 32}); }
 SIMT_PROOF("masks that differ") { slip(trial, Slip::kOtherMask, {1, 32}); }
+SIMT_PROOF("part that votes apart") { slip(trial, Slip::kOtherPart, {1, 32}); }
 SIMT_PROOF("collectives that differ") { slip(trial, Slip::kOtherKind, {1, 32}); }
 SIMT_PROOF("shuffle from outside") { slip(trial, Slip::kFromOutside, {1, 32}); }
 SIMT_PROOF("returned lane in a mask") { slip(trial, Slip::kReturned, {1, 32}); }
