@@ -226,9 +226,13 @@ def test_cause(checkpoint: Any, tmp_path: Path) -> None:
     "Any subset of many small tensors of several files MUST load right, with any number of threads, into targets of "
     "any strides.",
 )
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 512, 600])
+@pytest.mark.parametrize("count", [1, 5, 255, 256, 257, 512, 600])
 def test_small_neighbours(checkpoint: Any, tmp_path: Path, count: int) -> None:
     state = {f"t{n:03}": random_bits(torch.int16, (n % 5, 3) if n % 11 else (7,), n + 1) for n in range(count + 3)}
+    if count == 5:
+        # Together just at, and just over, what is read at once; one that is read in parts.
+        halves = {0: 1 << 18, 1: 1 << 18, 2: 1 << 18, 3: (1 << 18) + 1, 4: 3 << 19}
+        state |= {f"t{n:03}": random_bits(torch.int16, (size,), n + 1) for n, size in halves.items()}
     save(checkpoint, state, tmp_path, fqn_to_index_mapping={name: 2 - int(int(name[1:]) < count) for name in state})
     subsets = {
         "all": list(state),

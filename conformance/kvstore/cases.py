@@ -51,8 +51,8 @@ def random_bits(dtype: torch.dtype, shape: Sequence[int], seed: int) -> torch.Te
     """Random bits: NaN payloads, signed zeros, infinities and subnormals included."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
-    # A few elements of each exceptional kind; random bits alone seldom have them. Where they stand depends on the seed,
-    # so that short rows differ too.
+    # A few elements of each exceptional kind; random bits alone seldom have them. Where they stand changes from
+    # row to row, so that short rows differ too.
     values = raw.view(_BITS[dtype.itemsize]).reshape(-1)
     sign = -(1 << (8 * dtype.itemsize - 1))
     for position, bits in enumerate((0, sign, 1, sign + 1)):

@@ -16,7 +16,7 @@ _HEADER = "pipeline/step_kernel.h"
 
 
 def test_steps_have_the_bits_of_the_book() -> None:
-    verdicts = prove(build(_SOURCES / "step.cpp"), case_count=12, seed_count=20)
+    verdicts = prove(build(_SOURCES / "step.cpp"), case_count=24, seed_count=10)
     assert len(verdicts) == 6
     for verdict in verdicts:
         assert verdict.faults == (), "\n".join(map(str, verdict.faults))
@@ -71,6 +71,7 @@ _BUGS = (
         "if (there <= kLanesOfGroup) break;",
         ("wrong-result",),
     ),
+    _Bug("a group takes one more", "behind = begin + kLongRun;", "behind = begin + kLongRun + 1;", ("wrong-result",)),
     _Bug("a list that is not counted", "long_count.atomic_add(0, 1)", "long_count.atomic_load(0)", ("wrong-result",)),
     _Bug("copies not waited for", "if (i == half) simt::wait_copies<0>();", "", ("race",)),
     _Bug(

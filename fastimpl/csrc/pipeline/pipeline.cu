@@ -190,8 +190,8 @@ void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim
   using Long = StepLongRows<kOptimizer, kVec>;
   const int64_t row_bytes = row_floats(kOptimizer, dim_max) * 4, groups = simt::kLanes / kLanesOfGroup;
   const int64_t long_bytes = Long::shared_floats(dim_max, Long::kThreads) * 4;
-  STD_TORCH_CHECK(row_bytes * groups <= kSharedBytes && long_bytes <= kSharedBytes, "tables: rows of ", dim_max,
-                  " elements are more than a block has memory for");
+  STD_TORCH_CHECK(row_bytes * groups <= kSharedBytes && (!has_long || long_bytes <= kSharedBytes), "tables: rows of ",
+                  dim_max, " elements are more than a block has memory for");
   const int64_t count = batch.rows.size(), warps = std::min<int64_t>(8, kSharedBytes / 2 / (row_bytes * groups) + 1);
   auto* const long_rows = call.scratch<int64_t>(count / kLongRun + 1, ScalarType::Long);
   auto* const long_count = reinterpret_cast<uint64_t*>(call.scratch<int64_t>(1, ScalarType::Long));
