@@ -15,6 +15,7 @@ from conformance.offload.cases import (
     CpuArm,
     Twins,
     assert_same_state,
+    in_host_memory,
     proven,
     reread,
     values,
@@ -231,3 +232,26 @@ def test_edges(offload: Any) -> None:
                 arm.step()
             arm.check()
             arm.offloader.close()
+
+
+@requirement(
+    "OPT-281",
+    "States that a user binds in another memory format than the parameter's MUST be stepped with the bits of the formula.",
+)
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
+def test_other_formats(offload: Any, halves: bool) -> None:
+    shapes = ((3, 5), (2, 3, 4, 5), (7,))
+    with proven() as device:
+        arm = CpuArm(offload, device, halves=halves, shapes=shapes)
+        arm.step()
+        for param in arm.optimizer.param_groups[0]["params"]:
+            state = arm.optimizer.state[param]
+            for name in ("exp_avg", "exp_avg_sq"):
+                with _disable_current_modes():
+                    turned = state[name].movedim(0, -1).contiguous()
+                # The dimensions lie in memory from the first to the last.
+                state[name] = in_host_memory(device, turned).movedim(-1, 0)
+        for _ in range(2):
+            arm.step()
+            arm.check()
+        arm.offloader.close()

@@ -187,9 +187,18 @@ class HostStep:
 
 
 def _step_rows(hyper: AdamHyper, rows: list[tuple[torch.Tensor | None, ...]]) -> None:
-    if ops.available():
-        columns = [[tensor for tensor in column if tensor is not None] for column in zip(*rows, strict=True)]
+    fitting = [row for row in rows if ops.available() and _have_one_order(row)]
+    if fitting:
+        columns = [[tensor for tensor in column if tensor is not None] for column in zip(*fitting, strict=True)]
         ops.adam_step(hyper, *columns)
+    if len(fitting) == len(rows):
         return
     for row in rows:
-        adam_step(hyper, *row)  # type: ignore[arg-type]
+        if not any(row is other for other in fitting):
+            adam_step(hyper, *row)  # type: ignore[arg-type]
+
+
+def _have_one_order(row: tuple[torch.Tensor | None, ...]) -> bool:
+    # Users may bind states of their own, in another memory format than the parameter's.
+    tensors = [tensor for tensor in row if tensor is not None]
+    return all(tensor.is_contiguous() for tensor in tensors) or len({tensor.stride() for tensor in tensors}) == 1

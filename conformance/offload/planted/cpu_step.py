@@ -137,3 +137,11 @@ cpu_weight_taken_early = patched(
     wrap("fastimpl.offload.cpu_step:HostStep._send_up", _without("wait")),
     kills="OPT-210",
 )
+
+
+@fault(kills="OPT-281", at="fastimpl.offload.cpu_step:_have_one_order")
+def cpu_formats_mixed(original: Any, row: Any) -> bool:
+    """A step on the CPU takes the memory of a permuted moment for that of a contiguous one."""
+    for moment in row[2:4]:
+        torch.as_strided(moment, row[1].shape, row[1].stride()).copy_(moment.clone())
+    return bool(original(row))
