@@ -84,8 +84,8 @@ __all__ = [
 
 def _bag_of_each(bags: Bags) -> torch.Tensor:
     """The bag of each id, int64 [N]."""
-    lengths = bags.offsets.diff()
-    return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
+    ends, count = bags.offsets[1:], bags.indices.numel()
+    return torch.searchsorted(ends, torch.arange(count, device=ends.device), right=True)
 
 
 def pool(rows: torch.Tensor, bags: Bags, is_mean: bool) -> torch.Tensor:

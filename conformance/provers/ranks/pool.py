@@ -29,6 +29,8 @@ from conformance.provers.ranks.worker import TIMEOUT_MARK, Job, Rank, Report
 __all__ = ["Rank", "RankDied", "RankError", "RankPool", "RankTimeout"]
 
 _WORLD_SIZE_MAX = 4
+# An optimizer imports the compiler at its first step. Nothing here starts a thread or looks for a device.
+_PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo")
 # After a first failure the others get this long: a failing worker leaves the group, which ends its peers' collectives.
 _FAILURE_GRACE_S = 2.0
 # Importing torch on a loaded machine is slow; it must not eat the timeout of the first call.
@@ -43,9 +45,7 @@ class _Worker:
     def __init__(self, rank: int, world_size: int, folder: Path, implementation: str, device: str) -> None:
         context = get_context("forkserver")
         # Without effect once a server runs; workers import what it lacks.
-        context.set_forkserver_preload(
-            ["torch.distributed.checkpoint", "torch.distributed.tensor", rank_process.__name__]
-        )
+        context.set_forkserver_preload([*_PRELOADED, rank_process.__name__])
         self.rank = rank
         self.log_path = folder / f"rank{rank}.log"
         self.log_path.touch()
