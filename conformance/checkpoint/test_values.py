@@ -117,6 +117,24 @@ def test_strided_inputs(
     assert_same_tensors(targets, {name: _dense(value) for name, value in state.items()})
 
 
+@requirement(
+    "CKPT-482", "Tensors of up to 64 dimensions, in any order in memory, MUST be saved and loaded as their logical values."
+)
+def test_many_dimensions(checkpoint: Any, tmp_path: Path) -> None:
+    def turned(shape: tuple[int, ...]) -> torch.Tensor:
+        # Neighbouring dimensions never lie in memory as one.
+        return random_bits(torch.int32, shape, len(shape)).permute(*reversed(range(len(shape))))
+
+    state = {f"of {n}": turned((2,) * n) for n in (15, 16, 17, 18)}
+    state["of 64"] = turned((1, 2, 1, 1) * 16)
+    state["expanded"] = state["of 17"][:1].expand(state["of 17"].shape)
+    save(checkpoint, state, tmp_path / "ck")
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, PT), where="many dimensions")
+    targets = {name: torch.zeros_like(value, memory_format=torch.preserve_format) for name, value in state.items()}
+    load(checkpoint, targets, tmp_path / "ck")
+    assert_same_tensors(targets, {name: _dense(value) for name, value in state.items()})
+
+
 def _dense(value: torch.Tensor) -> torch.Tensor:
     return bits(value).contiguous().view(value.dtype)
 

@@ -76,7 +76,7 @@ def strided_gather(source: torch.Tensor, start: int, dense: torch.Tensor) -> Non
     """Copy elements ``start`` and on, in row-major order, of a tensor of any strides into dense bytes.
 
     Args:
-        source: any dtype of 1, 2, 4 or 8 bytes, at most 16 dimensions, CPU or CUDA.
+        source: any dtype of 1, 2, 4 or 8 bytes, CPU or CUDA.
         start: flat index of the first element.
         dense: uint8 [whole elements], same device. Written.
     """

@@ -137,3 +137,12 @@ complex_stored_half = patched(
     bytes_where(lambda s: s.dtype is torch.complex64, _second_half_zero),
     kills="CKPT-001",
 )
+
+
+@fault(kills="CKPT-482", at="fastimpl.ops:strided_gather")
+def dimensions_beyond_16_ignored(original: Any, source: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """Of a tensor of many dimensions, those after the sixteenth are taken to be dense."""
+    if source.dim() > 16 and source.stride(-1) > 1:
+        rest = source.shape[15:].numel()
+        source = source.as_strided((*source.shape[:15], rest), (*source.stride()[:15], 1))
+    original(source, start, dense)

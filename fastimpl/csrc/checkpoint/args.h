@@ -20,13 +20,9 @@ inline StridedArgs strided_args(const torch::stable::Tensor& strided, int64_t st
   STD_TORCH_CHECK(dense.numel() % width == 0, "dense: got ", dense.numel(), " bytes, not whole elements of ", width);
   STD_TORCH_CHECK(start >= 0 && start <= strided.numel() && count <= strided.numel() - start, "elements ", start, " + ",
                   count, " of ", strided.numel());
-  STD_TORCH_CHECK(strided.dim() <= kStridedDimMax, "got ", strided.dim(), " dimensions, at most ", kStridedDimMax);
   StridedArgs args{{}, count};
-  args.shape.ndim = strided.dim();
-  for (int64_t d = 0; d < strided.dim(); ++d) {
-    args.shape.size[d] = strided.size(d);
-    args.shape.stride[d] = strided.stride(d);
-  }
+  if (count == 0) return args;
+  for (int64_t d = 0; d < strided.dim(); ++d) args.shape.add(strided.size(d), strided.stride(d));
   return args;
 }
 

@@ -11,12 +11,26 @@
 
 namespace fastimpl::checkpoint {
 
-constexpr int kStridedDimMax = 16;
+// So many dimensions of two elements and more have as many elements as an int64 counts.
+constexpr int kStridedDimMax = 62;
 
+// Dimensions of one element are left out, and neighbours that lie in memory as one are one.
 struct Strided {
   int64_t ndim = 0;
   int64_t size[kStridedDimMax] = {};
   int64_t stride[kStridedDimMax] = {};  // In elements; may be zero (expanded) but not negative.
+
+  // The next dimension, from the outermost to the innermost; of a tensor that has elements.
+  void add(int64_t elements, int64_t step) {
+    if (elements == 1) return;
+    if (ndim && stride[ndim - 1] == step * elements) {
+      size[ndim - 1] *= elements;
+      stride[ndim - 1] = step;
+      return;
+    }
+    size[ndim] = elements;
+    stride[ndim++] = step;
+  }
 
   // Memory offset, in elements, of the flat row-major index.
   FASTIMPL_BOTH int64_t locate(int64_t flat) const {

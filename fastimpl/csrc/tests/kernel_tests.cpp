@@ -148,6 +148,10 @@ void strided_matches_its_definition() {
     }
     int64_t total = 1;
     for (int64_t d = 0; d < s.ndim; ++d) total *= s.size[d];
+    fastimpl::checkpoint::Strided merged;
+    for (int64_t d = 0; d < s.ndim; ++d) merged.add(s.size[d], s.stride[d]);
+    require(merged.ndim <= s.ndim, "dimensions were added");
+    for (int64_t p = 0; p < total; ++p) require(merged.locate(p) == s.locate(p), "merged dimensions lie elsewhere");
     std::vector<T> memory(static_cast<size_t>(span));
     std::iota(memory.begin(), memory.end(), T{1});
     const int64_t start = uniform(0, total - 1), count = uniform(0, total - start);
