@@ -75,6 +75,8 @@ def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
     ask = "import fastimpl, json; print(json.dumps([fastimpl.build_info(), sorted(fastimpl._PROVEN_CUDA_OPS)]))"
     done = subprocess.run([sys.executable, "-P", "-c", ask], check=True, capture_output=True, text=True)
     info, proven = json.loads(done.stdout.splitlines()[-1])
+    if info["regimes"] != "shipped":
+        yield f"{library.name}: regimes are {info['regimes']}, expected shipped: this library is for tests"
     if info.get("cuda") and registered != {*info["unproven_cuda_ops"], *proven}:
         missing = sorted(registered ^ {*info["unproven_cuda_ops"], *proven})
         yield f"{library.name}: build_info() and the CUDA sources disagree on {', '.join(missing)}"
@@ -104,6 +106,56 @@ def messages() -> Iterator[str]:
     }
     if ours != theirs:
         yield f"fastimpl/csrc/kvstore/messages.h: got {theirs}, fastimpl/kvstore/native.py has {ours}"
+
+
+# Numbers that decide no way: bits and widths of formats, status codes, launches (which the SIMT prover draws), and what
+# the system bounds. Every other number of a fast path is a regime, which a build for tests lowers.
+FIXED_NUMBERS = {
+    "fastimpl/offload/packing.py": {"_DEVICE_BATCH"},
+    "fastimpl/csrc/checkpoint/dequantize.h": {"kGroupBytes"},
+    "fastimpl/csrc/checkpoint/rectangle_copy.h": {"kDimMax"},
+    "fastimpl/csrc/checkpoint/strided.h": {"kStridedDimMax"},
+    "fastimpl/csrc/common/memory.h": {"kHugePageBytes", "kPageBytes"},
+    "fastimpl/csrc/common/vectors.h": {"kBlock"},
+    "fastimpl/csrc/kvstore/batch.h": {"kLineBytes", "kFarBytes"},
+    "fastimpl/csrc/kvstore/map.h": {"kGroupSlots", "kTagBits", "kDepthMax"},
+    "fastimpl/csrc/kvstore/pool.h": {"kChunkRowsMin"},
+    "fastimpl/csrc/kvstore/row.h": {"kHeaderBytes"},
+    "fastimpl/csrc/offload/pack.h": {"kLine", "kPackBatch", "kPackWord"},
+    "fastimpl/csrc/pipeline/grid_ids.h": {"kRunBytes"},
+    "fastimpl/csrc/pipeline/rows.h": {"kLineBytes"},
+    "fastimpl/csrc/pipeline/step.h": {"kLineColumns"},
+}
+# Kernels for devices: their blocks, rings and long runs are crossed by proofs that choose the shapes.
+DEVICE_HEADERS = re.compile(r"(_kernel|_plan|simt|device\w*)\.(h|cuh)$|/device_\w+\.h$")
+
+
+def regimes(files: list[Path]) -> Iterator[str]:
+    """A number at which code takes another way can be lowered, so that the suite crosses it; see common/regimes.h."""
+    number = r"(?:int64_t\{1\} << )?(\d[\d']*)(?: << (\d+))?"
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix in (".h", ".cpp") and name.startswith("fastimpl/csrc/") and "/tests/" not in name:
+            found = re.findall(r"\bconstexpr [^;]*;", path.read_text(encoding="utf-8"))
+            pairs = [pair for line in found for pair in re.findall(rf"\b(k[A-Z]\w*) = {number}(?=[,;])", line)]
+        elif path.suffix == ".py" and name.startswith("fastimpl/"):
+            pairs = re.findall(
+                rf"^(_?[A-Z][A-Z0-9_]*) = {number}\s*(?:#.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
+            )
+        else:
+            continue
+        if DEVICE_HEADERS.search(name):
+            continue
+        if path.suffix != ".py":
+            # A byte has 256 values, and shards are few by contract.
+            bare = re.findall(
+                r"^.*[/<>]=? (?!0x|256\b|4096,)\d{3,}\b.*$", path.read_text(encoding="utf-8"), re.MULTILINE
+            )
+            yield from (f"{name}: a regime without a name: {line.strip()}" for line in bare)
+        for constant, base, shift in pairs:
+            value = int(base.replace("'", "")) << int(shift or 0)
+            if value >= 10 and constant not in FIXED_NUMBERS.get(name, set()):
+                yield f"{name}: {constant} is {value}: expected regime(shipped, lowered), or an entry of FIXED_NUMBERS"
 
 
 def launch_sizes() -> Iterator[str]:
@@ -236,7 +288,7 @@ def main(arguments: list[str]) -> int:
     """Check the tree, and the libraries given as arguments."""
     files = tracked()
     found = [*stable_includes(files), *layers(files), *tests_apart(files), *reference(files), *sizes(files), *rooms()]
-    found += [*messages(), *launch_sizes(), *kernels(files), *documented_programs(), *machines(files)]
+    found += [*messages(), *launch_sizes(), *regimes(files), *kernels(files), *documented_programs(), *machines(files)]
     for library in arguments:
         found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]
     print("\n".join(found) or f"checks: {len(files)} files, {len(arguments)} libraries, no violation")

@@ -16,13 +16,14 @@ from fastimpl import ops
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.checkpoint.source import LazySource, Source
 from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
+from fastimpl.regimes import regime
 from twinproof.checkpoint.format import buffer_of
 from twinproof.errors import CorruptionError, PlanError
 
 __all__ = ["LocalPart", "assemble", "write_at"]
 
-_IOV_MAX = 512
-_ZERO_COPY_BYTES = 256 << 10  # Below this, copying a piece is cheaper than one more entry of a vector.
+_IOV_MAX = regime(512, 3)
+_ZERO_COPY_BYTES = regime(256 << 10, 48)  # Below this, copying a piece is cheaper than one more entry of a vector.
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import Block, BlockRules, plan_blocks
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.checkpoint.run import FileSet
+from fastimpl.regimes import regime
 from twinproof.checkpoint import shards
 from twinproof.checkpoint.catalog import Box, Chunk
 from twinproof.checkpoint.format import StrPath, buffer_of
@@ -31,7 +32,8 @@ from twinproof.errors import CorruptionError
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
 
-_OPEN_MAX = 32  # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
+# Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
+_OPEN_MAX = regime(32, 2)
 _RULES = BlockRules.of(1 << 20)  # Blocks of 2 MiB stay in a core's cache between reading and writing.
 
 

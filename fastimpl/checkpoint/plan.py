@@ -18,12 +18,14 @@ from itertools import pairwise
 
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.pause import collector_paused
+from fastimpl.regimes import regime
 from twinproof.checkpoint.format import PAGE_BYTES
 from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
 __all__ = ["Block", "BlockRules", "Holders", "SavePieces", "first_file", "plan_blocks"]
 
-_MUCH_BYTES = 64 << 10  # Of a block on one rank: from here on, what is sent costs more than an uneven share.
+# Of a block on one rank: from here on, what is sent costs more than an uneven share.
+_MUCH_BYTES = regime(64 << 10, 32)
 
 # (name, offsets of the chunk) -> every rank that holds the chunk. A chunk that only its planned rank holds is absent.
 Holders = Mapping[tuple[str, tuple[int, ...]], Sequence[int]]

@@ -18,17 +18,18 @@ import torch
 from fastimpl import ops
 from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBuffer, InlineCopies, copies_for_device
 from fastimpl.checkpoint.geometry import Geometry
+from fastimpl.regimes import regime
 from twinproof.checkpoint.format import as_bits, buffer_of
 from twinproof.checkpoint.publish import storage_error
 from twinproof.errors import CorruptionError
 
 __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
 
-TASK_BYTES = 8 << 20  # The most that one task reads; bounds the memory of each thread.
-WINDOW_BYTES = 1 << 20  # Rows with gaps pass through a window that stays in the core's cache.
-_BUFFERS_MAX = 256  # Of one call; the system takes 1024.
+TASK_BYTES = regime(8 << 20, 512)  # The most that one task reads; bounds the memory of each thread.
+WINDOW_BYTES = regime(1 << 20, 96)  # Rows with gaps pass through a window that stays in the core's cache.
+_BUFFERS_MAX = regime(256, 3)  # Of one call; the system takes 1024.
 _SLICES_OF_THREAD = 4  # At the least, of a load of that many windows: the last slices end at about the same time.
-GAP_BYTES = 4096  # Shorter gaps are read along: a page is the unit of every file system.
+GAP_BYTES = regime(4096, 16)  # Shorter gaps are read along: a page is the unit of every file system.
 
 
 @dataclass

@@ -21,9 +21,10 @@ from fastimpl.checkpoint.device_copies import CopyStarts, DoubleBuffer, Stager
 from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
+from fastimpl.regimes import regime
 from twinproof.checkpoint.publish import storage_error
 
-IN_FLIGHT_BYTES = 8 << 20  # Exchanged bytes that wait in memory before the next round is posted.
+IN_FLIGHT_BYTES = regime(8 << 20, 256)  # Exchanged bytes that wait in memory before the next round is posted.
 
 Staged = Sequence[tuple[DoubleBuffer, object]]
 

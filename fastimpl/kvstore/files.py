@@ -16,6 +16,7 @@ from fastimpl import ops
 from fastimpl.checkpoint import HuggingFaceStorageWriter
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.kvstore.filling import WaitingRows, fill
+from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.checkpoint.format import buffer_of, torch_dtype
 from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles
@@ -25,10 +26,10 @@ from twinproof.kvstore.views import KVTensor, LazyRows, dense_rows
 
 __all__ = ["StreamedFiles", "load", "save"]
 
-BLOCK_BYTES = 4 << 20
-CHUNK_BYTES = 8 << 20
+BLOCK_BYTES = regime(4 << 20, 4096)
+CHUNK_BYTES = regime(8 << 20, 512)
 # Of a table that is filled: only the ids of so many rows are in memory twice, and threads meet once for each such part.
-FILL_ROWS = 1 << 20
+FILL_ROWS = regime(1 << 20, 5)
 
 
 def save(store: KVStore, path: str | os.PathLike[str], **options: Any) -> SaveReport:

@@ -11,6 +11,7 @@ from collections import deque
 from fastimpl.kvstore.native import AllocationError, check_status
 from fastimpl.kvstore.store import KVStore
 from fastimpl.ops import KVFilling
+from fastimpl.regimes import regime
 from twinproof.errors import CorruptionError
 from twinproof.kvstore import store as shared
 from twinproof.kvstore.disk import SavedRows
@@ -18,7 +19,7 @@ from twinproof.kvstore.disk import SavedRows
 __all__ = ["WaitingRows", "fill"]
 
 _REFUSED = 1
-_SPOKEN_ROWS = 4096  # In memory at once where something is wrong.
+_SPOKEN_ROWS = regime(4096, 2)  # In memory at once where something is wrong.
 
 
 class WaitingRows:

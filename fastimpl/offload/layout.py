@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fastimpl.regimes import regime
 from twinproof.offload.states import MASTER, Bundle, is_movable, local_of, rebind
 
 __all__ = ["BoundTensors", "ChunkLayout"]
 
 # Larger tensors than this, on average, get memory of their own on the device: there the copies are what takes time.
-_SMALL_BYTES = 1 << 18
+_SMALL_BYTES = regime(1 << 18, 512)
 
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastimpl import ops
+from fastimpl.regimes import regime
 from twinproof.offload.states import ALIGN_BYTES, Place, view_of
 
 __all__ = ["Item", "SlabLayout", "pack", "receive", "send", "unpack", "view_like"]
@@ -19,11 +20,11 @@ __all__ = ["Item", "SlabLayout", "pack", "receive", "send", "unpack", "view_like
 
 # Tensors of one call on the CPU. Lists of so many come from the first cache of the C library and go back to it; longer
 # ones make it merge the small blocks that were freed since, two a tensor, which takes as long as copying 1 KiB.
-_BATCH = 64
+_BATCH = regime(64, 2)
 # On a device a call is a launch, which costs more than that: so many as one launch takes, ``kPackBatch`` in C++.
 _DEVICE_BATCH = 160
 # A copy of this size takes longer than its launch does, so that packing it would only move it once more.
-PACKED_BYTES = 1 << 18
+PACKED_BYTES = regime(1 << 18, 1 << 10)
 
 # A place, the offset of its bundle, and the tensor: what lies there, or shall.
 Item = tuple[Place, int, torch.Tensor]

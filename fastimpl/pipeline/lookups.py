@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastimpl import ops
+from fastimpl.regimes import regime
 from twinproof.optimizers import Hyper
 from twinproof.pipeline import lookups, modules
 from twinproof.pipeline.jagged import Bags
@@ -15,7 +16,7 @@ from twinproof.pipeline.lookups import HeldTable
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "NativeLookup", "TableBatchedEmbeddingBags"]
 
-_HUGE_BYTES = 4 << 20
+_HUGE_BYTES = regime(4 << 20, 64)
 
 
 def _plain(bags: Bags) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -10,11 +10,13 @@
 #include <type_traits>
 
 #include "common/floats.h"
+#include "common/regimes.h"
 #include "common/vectors.h"
 
 namespace fastimpl::checkpoint {
 
-constexpr int64_t kRunMax = 512;  // Numbers that are computed in float32 before they are narrowed: whole groups of 32.
+constexpr int64_t kRunMax =
+    regime(512, 32);  // Numbers that are computed in float32 before they are narrowed: whole groups of 32.
 
 // A matrix whose rows lie `row_stride` elements apart.
 struct Output {

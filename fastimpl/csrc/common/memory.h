@@ -14,10 +14,12 @@
 #include <new>
 #include <vector>
 
+#include "common/regimes.h"
+
 namespace fastimpl {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kMapThresholdBytes = size_t{1} << 20;
+constexpr size_t kMapThresholdBytes = regime(1 << 20, 1 << 12);
 
 // Fetches the cache line at `address`. Not the compiler's builtin: functions that only fetch pass for functions without
 // effects, and GCC leaves calls of such out.

@@ -8,12 +8,17 @@
 
 #include "common/memory.h"
 #include "common/parallel.h"
+#include "common/regimes.h"
 
 namespace fastimpl {
 
-constexpr int kTopBits = 8, kDigitBitsMax = 13;
+constexpr int kTopBits = regime(8, 2), kDigitBitsMax = regime(13, 3);
 constexpr int64_t kParts = int64_t{1} << kTopBits;
-constexpr int64_t kInsertionWords = 24;
+constexpr int64_t kInsertionWords = regime(24, 3);
+// So many words are sorted in parts, by all threads.
+constexpr int64_t kSortedInParts = regime(65536, 12);
+// So many words are worth another thread.
+constexpr int64_t kSplitWords = regime(65536, 3);
 
 // Order of signed keys as unsigned words.
 inline uint64_t sortable(int64_t key) { return static_cast<uint64_t>(key) ^ (uint64_t{1} << 63); }
@@ -81,7 +86,7 @@ inline void sort_large(uint64_t* words, uint64_t* spare, int64_t count) {
 template <typename PartOf>
 void distribute(const Parallel& parallel, const uint64_t* from, uint64_t* to, int64_t count, int64_t part_count,
                 PartOf&& part_of, int64_t* begins) {
-  const int64_t ways = std::max<int64_t>(1, std::min(parallel.thread_count, count / 65536));
+  const int64_t ways = std::max<int64_t>(1, std::min(parallel.thread_count, count / kSplitWords));
   std::vector<int64_t> next(static_cast<size_t>(ways * part_count));
   parallel.run(ways, [&](int64_t way) {
     int64_t* const counts = next.data() + way * part_count;
@@ -103,7 +108,7 @@ void distribute(const Parallel& parallel, const uint64_t* from, uint64_t* to, in
 // Sorts words: one pass by their highest differing bits into parts, then each part by itself on any thread.
 inline void sort_all(const Parallel& parallel, uint64_t* words, uint64_t* spare, int64_t count) {
   const int top_bits = differing_bits(words, count);
-  if (count < 65536 || top_bits <= kTopBits) return sort_large(words, spare, count);
+  if (count < kSortedInParts || top_bits <= kTopBits) return sort_large(words, spare, count);
   const int shift = top_bits - kTopBits;
   std::vector<int64_t> begins(kParts + 1);
   distribute(
@@ -194,7 +199,7 @@ template <typename IdAt>
 int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, const BucketRule& rule, int64_t begin,
                        int64_t end, int64_t* sorted, int64_t* counts) {
   const BucketGroups groups(std::max<int64_t>(1, end - begin));
-  const int64_t ways = std::max<int64_t>(1, std::min(parallel.thread_count, count / 65536)),
+  const int64_t ways = std::max<int64_t>(1, std::min(parallel.thread_count, count / kSplitWords)),
                 group_count = groups.count();
   std::vector<int64_t> next(static_cast<size_t>(ways * group_count));
   std::atomic<int64_t> outside{0};

@@ -2,15 +2,17 @@
 // a batch grouped by shard, so that threads which write never meet.
 #pragma once
 
+#include "common/regimes.h"
 #include "kvstore/rows.h"
 
 namespace fastimpl::kvstore {
 
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kWindow = 1024, kGroupDistance = 24, kValuesDistance = 14, kFarBytes = 32 << 10;
+constexpr int64_t kWindow = regime(1024, 7), kGroupDistance = regime(24, 3), kValuesDistance = regime(14, 2),
+                  kFarBytes = 32 << 10;
 
 // What is too large to stay in a cache is written past it.
-constexpr int64_t kStreamBytes = int64_t{4} << 20;
+constexpr int64_t kStreamBytes = regime(4 << 20, 1 << 10);
 
 // Both 16-byte aligned, `bytes` a multiple of 16.
 inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
@@ -36,7 +38,7 @@ inline void short_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 inline int64_t row_distance(int64_t bytes) {
   return std::max<int64_t>(2, std::min<int64_t>(24, 48 * kLineBytes / (bytes + kLineBytes)));
 }
-constexpr int64_t kSerialIds = 512, kGroupsMax = 256;
+constexpr int64_t kSerialIds = regime(512, 4), kGroupsMax = regime(256, 3);
 
 // The positions of a batch in groups, one for each thread, each of whole shards, its positions in ascending order: so
 // few groups that what belongs to the positions is still read almost in order.

@@ -5,11 +5,14 @@
 
 namespace fastimpl::kvstore {
 
+// So many rows are worth another thread.
+constexpr int64_t kListedRows = regime(65536, 3);
+
 // Ids in [first, last], ascending.
 inline Ids list_ids(const Table& table, const Parallel& parallel, int64_t first, int64_t last,
                     const Overlay* snapshot) {
   const int64_t row_count = table.rows.pool.size(),
-                part_count = std::max<int64_t>(1, std::min(parallel.thread_count, row_count / 65536));
+                part_count = std::max<int64_t>(1, std::min(parallel.thread_count, row_count / kListedRows));
   const auto begin_of = [&](int64_t part) { return row_count * part / part_count; };
   Ids ids(static_cast<size_t>(row_count));
   std::vector<int64_t> ends(static_cast<size_t>(part_count));

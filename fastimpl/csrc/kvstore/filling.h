@@ -6,12 +6,13 @@
 // written.
 #pragma once
 
+#include "common/regimes.h"
 #include "kvstore/saved.h"
 #include "kvstore/write.h"
 
 namespace fastimpl::kvstore {
 
-constexpr int64_t kPieceBytes = int64_t{256} << 10;
+constexpr int64_t kPieceBytes = regime(256 << 10, 200);
 
 // Brings rows [first, first + count) of what is read into memory; false where that failed. Threads call it at once.
 using ReadRows = std::function<bool(uint8_t* to, int64_t first, int64_t count)>;
@@ -33,7 +34,7 @@ struct Filling {
 // `base` + i.
 inline void enter_shards(RowSet& rows, const int64_t* ids, int64_t count, int64_t base, int64_t first_shard,
                          int64_t behind_shard) {
-  constexpr int64_t kEntered = 256;
+  constexpr int64_t kEntered = regime(256, 3);
   uint64_t hashes[kEntered];
   uint32_t slots[kEntered];
   int64_t waiting = 0;

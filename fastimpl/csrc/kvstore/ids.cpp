@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "checkpoint/rectangle_read.h"
+#include "common/regimes.h"
 #include "kvstore/args.h"
 #include "kvstore/saved.h"
 
@@ -10,7 +11,7 @@ namespace {
 using namespace fastimpl;
 using namespace fastimpl::kvstore;
 
-constexpr int64_t kReadBytes = int64_t{1} << 20;  // Less is not worth another thread.
+constexpr int64_t kReadBytes = regime(1 << 20, 100);  // Less is not worth another thread.
 
 // Ids by bucket, ascending inside, the buckets' counts, and how many ids were outside [begin, end): nothing is sorted
 // when there are any.

@@ -10,15 +10,16 @@
 
 #include <vector>
 
+#include "common/regimes.h"
 #include "kvstore/pool.h"
 
 namespace fastimpl::kvstore {
 
 constexpr int kGroupSlots = 10;
 constexpr uint32_t kAbsent = 0xFFFFFFFF;
-constexpr int64_t kSegmentGroups = 1024;
-constexpr int64_t kFirstGroups = 8;
-constexpr int kTagBits = 16, kGroupBits = 10;
+constexpr int kTagBits = 16, kGroupBits = regime(10, 3);
+constexpr int64_t kSegmentGroups = int64_t{1} << kGroupBits;
+constexpr int64_t kFirstGroups = regime(8, 2);
 constexpr int64_t kDepthMax = 26;
 
 struct alignas(64) Group {

@@ -10,10 +10,11 @@
 #include <mutex>
 
 #include "common/memory.h"
+#include "common/regimes.h"
 
 namespace fastimpl::kvstore {
 
-constexpr int64_t kChunkBytesMax = int64_t{16} << 20;
+constexpr int64_t kChunkBytesMax = regime(16 << 20, 1 << 10);
 constexpr int64_t kChunkRowsMin = 16;
 constexpr int64_t kSlotsMax = int64_t{0xFFFFFFF0};
 constexpr int64_t kVersionBytes = 8;
@@ -180,7 +181,7 @@ class SlotRun {
   }
 
  private:
-  static constexpr int64_t kAhead = 16;
+  static constexpr int64_t kAhead = regime(16, 2);
   RowPool& pool_;
   SlotRange run_;
   int64_t expected_ = 0;

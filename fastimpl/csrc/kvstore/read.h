@@ -1,12 +1,13 @@
 // Reading a batch: bytes [begin, end) of each id's row into dense memory. Under the shared lock.
 #pragma once
 
+#include "common/regimes.h"
 #include "kvstore/table.h"
 
 namespace fastimpl::kvstore {
 
 // Ids that are worth another thread.
-constexpr int64_t kReadGrain = 192;
+constexpr int64_t kReadGrain = regime(192, 3);
 
 // Ids that are missing, now or in the snapshot, read as their initial row.
 inline void read_rows(const Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, Range range,

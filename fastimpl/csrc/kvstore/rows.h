@@ -5,9 +5,12 @@
 #include <memory>
 
 #include "common/parallel.h"
+#include "common/regimes.h"
 #include "kvstore/row.h"
 
 namespace fastimpl::kvstore {
+
+constexpr int64_t kTouchedGrain = regime(4096, 3);
 
 class RowSet {
  public:
@@ -53,7 +56,7 @@ class RowSet {
   // Makes room for this many rows, and touches it. Throws std::bad_alloc.
   void reserve(const Parallel& parallel, int64_t row_count) {
     const int64_t touched = pool.allocate(row_count);
-    parallel.run_ranges(std::max<int64_t>(0, row_count - touched), 4096, [&](int64_t begin, int64_t end) {
+    parallel.run_ranges(std::max<int64_t>(0, row_count - touched), kTouchedGrain, [&](int64_t begin, int64_t end) {
       for (int64_t slot = touched + begin; slot < touched + end; ++slot)
         *static_cast<volatile uint8_t*>(pool.at(slot)) = 0;
     });

@@ -1,12 +1,13 @@
 // Rows as they lie in memory of the caller or come from a file: their keys, and whether they are what was saved.
 #pragma once
 
+#include "common/regimes.h"
 #include "common/sort.h"
 #include "kvstore/batch.h"
 
 namespace fastimpl::kvstore {
 
-constexpr int64_t kKeyGrain = 4096;
+constexpr int64_t kKeyGrain = regime(4096, 3);
 
 // The keys of rows [count, row_bytes].
 inline void read_keys(const Parallel& parallel, const uint8_t* rows, int64_t count, int64_t row_bytes, int64_t* keys) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/regimes.h"
 #include "offload/pack.h"
 
 namespace fastimpl::offload {
@@ -41,7 +42,7 @@ inline bool have_same_order(const torch::stable::Tensor& a, const torch::stable:
 // So many entries need no memory of the heap. The C library gives and takes back arrays of up to 1 KiB without a look
 // at its other blocks; a larger one first merges all small blocks that were freed since, which were one or two a
 // tensor.
-constexpr int64_t kFewEntries = 64;
+constexpr int64_t kFewEntries = regime(64, 3);
 
 // Tensors and their places in a slab, which have to be in order and apart: then any split between threads is right.
 // Fills an entry for each, and returns the bytes of all.

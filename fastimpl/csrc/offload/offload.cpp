@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "common/regimes.h"
 #include "offload/adam.h"
 #include "offload/args.h"
 
@@ -18,7 +19,7 @@ using Tensors = std::vector<Tensor>;
 
 constexpr size_t kHyperWords = 9;
 // Of one block: large enough that handing it out costs nothing, small enough that the last ones even out.
-constexpr int64_t kBlockElements = int64_t{1} << 16;
+constexpr int64_t kBlockElements = regime(1 << 16, 40);
 
 Float float_of(const Tensor& t, const char* name) {
   if (t.scalar_type() == ScalarType::Float) return Float::kFloat32;

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "common/regimes.h"
+
 #ifndef FASTIMPL_BOTH
 #ifdef __CUDACC__
 #define FASTIMPL_BOTH __host__ __device__
@@ -21,7 +23,7 @@ struct PackEntry {
 };
 
 // What one thread of the host moves at a time: a call to memcpy for each piece, a task for about so many bytes.
-constexpr int64_t kTaskBytes = int64_t{1} << 18;
+constexpr int64_t kTaskBytes = regime(1 << 18, 192);
 
 struct PackTask {
   int64_t first, last;  // Pieces.

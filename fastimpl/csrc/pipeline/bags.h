@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/parallel.h"
+#include "common/regimes.h"
 #include "pipeline/rows.h"
 
 namespace fastimpl::pipeline {
@@ -43,7 +44,9 @@ struct BagBatch {
   }
 };
 
-constexpr int64_t kOffsetsGrain = 65536;
+constexpr int64_t kOffsetsGrain = regime(65536, 3);
+// So many ids are worth a part of their own.
+constexpr int64_t kPartIds = regime(512, 3);
 
 // Whether offsets begin at 0, end at `id_count` and never fall. `bag_count` of them and one more.
 inline bool are_offsets(const Parallel& parallel, const int64_t* offsets, int64_t bag_count, int64_t id_count) {
@@ -85,7 +88,7 @@ void for_bags(const Parallel& parallel, const int64_t* offsets, int64_t feature_
   const int64_t all = feature_count * bag_count, id_count = offsets[all];
   const int64_t parts = parallel.thread_count <= 1
                             ? 1
-                            : std::max<int64_t>(1, std::min(8 * parallel.thread_count, (id_count + all) / 512));
+                            : std::max<int64_t>(1, std::min(8 * parallel.thread_count, (id_count + all) / kPartIds));
   const std::vector<int64_t> begins = balanced_bags(offsets, all, parts);
   parallel.run(parts, [&](int64_t part) {
     const int64_t end = begins[static_cast<size_t>(part + 1)];

@@ -2,9 +2,13 @@
 // computed.
 #pragma once
 
+#include "common/regimes.h"
 #include "pipeline/bags.h"
 
 namespace fastimpl::pipeline {
+
+// So many bytes are worth another thread.
+constexpr int64_t kCopiedBytes = regime(65536, 24);
 
 // A copy in which every id outside [0, row_counts[feature]) is 0.
 template <typename Id>
@@ -33,7 +37,7 @@ inline int64_t place_blocks(const int64_t* begins, const int64_t* sizes, int64_t
 // Blocks one after the other; elements of `element_bytes`. Threads take equal shares of the output's bytes.
 inline void gather_blocks(const Parallel& parallel, const uint8_t* data, const int64_t* begins, const int64_t* starts,
                           int64_t block_count, int64_t element_bytes, uint8_t* out) {
-  parallel.run_ranges(starts[block_count], int64_t{65536} / element_bytes, [&](int64_t first, int64_t last) {
+  parallel.run_ranges(starts[block_count], kCopiedBytes / element_bytes, [&](int64_t first, int64_t last) {
     int64_t k = std::upper_bound(starts, starts + block_count + 1, first) - starts - 1;
     for (int64_t at = first; at < last; ++k) {
       const int64_t end = std::min(last, starts[k + 1]);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "common/regimes.h"
 #include "common/sort.h"
 #include "common/step_row.h"
 #include "pipeline/pool.h"
@@ -13,9 +14,9 @@
 
 namespace fastimpl::pipeline {
 
-constexpr int kDigitBits = 11;
+constexpr int kDigitBits = regime(11, 3);
 // A row has many occurrences when it has so many, and a considerable share of all: then its columns are split.
-constexpr int64_t kLongRow = 4096;
+constexpr int64_t kLongRow = regime(4096, 6);
 // Columns of a cache line, which no two threads should read.
 constexpr int64_t kLineColumns = 16;
 
@@ -288,7 +289,9 @@ void step_bags(const Parallel& parallel, const BagBatch<Id>& batch, const float*
   const StepJob<Id> job{batch, found, grad, hyper,
                         std::max(kLongRow, batch.id_count / (4 * std::max<int64_t>(1, parallel.thread_count)))};
   const int64_t part_count =
-      parallel.thread_count <= 1 ? 1 : std::max<int64_t>(1, std::min(16 * parallel.thread_count, batch.id_count / 512));
+      parallel.thread_count <= 1
+          ? 1
+          : std::max<int64_t>(1, std::min(16 * parallel.thread_count, batch.id_count / kPartIds));
   const std::vector<int64_t> cuts = row_cuts(found, batch.id_count, part_count);
   std::mutex guard;
   std::vector<Span> long_rows;
