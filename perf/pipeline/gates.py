@@ -30,6 +30,21 @@ _gpu_step = partial(claim, subject="fused:data_dist", peer="sparse-dist", ceilin
 _gpu_saving = partial(limit, peer="saved", floor=0.8, ceiling=2.0, control_peer="saved-by-blocking", hardware=_GPU)
 
 
+def _kernel(id: str, what: str, floor: float, *, full: str) -> Gate:
+    """An operator on a GPU beside a copy of the bytes that it has to read and write."""
+    return limit(
+        id,
+        f"{what} on a GPU MUST reach {floor} of the rate of a copy on the device in the same run.",
+        full=full,
+        peer="copy",
+        floor=floor,
+        ceiling=1.2,
+        control="four-times",
+        hardware=_GPU,
+        evidence=f"the bytes that the task has to move, once; the control does the work four times; {_UNJUDGED}",
+    )
+
+
 def _step(id: str, what: str, share: str, *, full: str, floor: float, ceiling: float = 8.0) -> Gate:
     """A whole step: forward, backward and the optimizer."""
     return _fbgemm(
@@ -190,6 +205,14 @@ _SCHEDULES = (
     ),
 )
 
+_KERNELS_ON_GPU = (
+    _kernel("pipe-gpu-pool", "Pooling", 0.8, full="gpu-kernel-pool-128"),
+    _kernel("pipe-gpu-pool-float16", "Pooling float16 rows", 0.7, full="gpu-kernel-pool-float16-128"),
+    _kernel("pipe-gpu-pool-bfloat16", "Pooling bfloat16 rows", 0.7, full="gpu-kernel-pool-bfloat16-128"),
+    _kernel("pipe-gpu-pool-one", "Pooling bags of one id", 0.5, full="gpu-kernel-pool-one-128"),
+    _kernel("pipe-gpu-step", "The backward with row-wise Adagrad", 0.5, full="gpu-kernel-step-128"),
+)
+
 _PRETEND = "pretend-step-8x200"
 _counted = partial(counter, full=_PRETEND, short=_PRETEND, test=_PRETEND, control="careless")
 _WAITS = (
@@ -255,4 +278,4 @@ _PLACES = tuple(
     for gate in _counts(schedule, name)
 )
 
-GATES = (*_TRAINING, *_SCHEDULES, *_PLACES)
+GATES = (*_TRAINING, *_SCHEDULES, *_KERNELS_ON_GPU, *_PLACES)
