@@ -118,6 +118,10 @@ class PlainLookup:
         bad = self._is_outside(bags, row_counts).nonzero()[:, 0]
         return bad.numel(), int(bad[0]) if bad.numel() else -1
 
+    def settled(self, bags: Bags, row_counts: Sequence[int]) -> tuple[Bags, torch.Tensor] | None:
+        """None: the host always waits to know."""
+        return None
+
     def mended(self, bags: Bags, row_counts: Sequence[int]) -> torch.Tensor:
         """The ids, those outside of their feature's rows as 0."""
         return bags.indices.masked_fill(self._is_outside(bags, row_counts), 0)

@@ -25,8 +25,28 @@ _PLANTED = [
         {"out-of-bounds"},
     ),
     (
+        Planted("ids outside are rows", _KERNEL, "const Id id = has_row ? given : Id{-1};", "const Id id = given;"),
+        {"out-of-bounds", "misaligned"},
+    ),
+    (
+        Planted("ids below zero are rows", _KERNEL, "k + r < count && row >= 0;", "k + r < count;"),
+        {"out-of-bounds", "misaligned"},
+    ),
+    (
         Planted(
-            "rows past the bag are added", _KERNEL, "if (has_columns && k + r < count) add(", "if (has_columns) add("
+            "bags of any offsets",
+            _KERNEL,
+            "return offset < 0 ? 0 : offset < ids.size() ? offset : ids.size();",
+            "return offset;",
+        ),
+        {"out-of-bounds", "no-end"},
+    ),
+    (
+        Planted(
+            "rows past the bag are added",
+            _KERNEL,
+            "is_loaded[r] = has_columns && k + r < count &&",
+            "is_loaded[r] = has_columns &&",
         ),
         {"wrong-result"},
     ),
@@ -55,7 +75,7 @@ _PLANTED = [
         ),
         {"returned-lane", "deadlock", "out-of-bounds", "wrong-result"},
     ),
-]  # fmt: skip
+]
 
 
 @needs_prover

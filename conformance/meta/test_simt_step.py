@@ -72,6 +72,7 @@ _BUGS = (
         ("wrong-result",),
     ),
     _Bug("a group takes one more", "behind = begin + kLongRun;", "behind = begin + kLongRun + 1;", ("wrong-result",)),
+    _Bug("a row of no table", "if (row >= batch.row_count) return;", "", ("out-of-bounds", "misaligned")),
     _Bug("a list that is not counted", "long_count.atomic_add(0, 1)", "long_count.atomic_load(0)", ("wrong-result",)),
     _Bug("copies not waited for", "if (i == half) simt::wait_copies<0>();", "", ("race",)),
     _Bug(

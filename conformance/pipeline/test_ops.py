@@ -52,6 +52,7 @@ def test_pipe_001_opcheck(pipeline: Any) -> None:
         ("pipeline_weight_gradients", (a.tables, *bags, means, a.grad, -1)),
         ("pipeline_check_ids", (a.indices, a.offsets, counts)),
         ("pipeline_mend_ids", (a.indices, a.offsets, counts)),
+        ("pipeline_settle_ids", (a.indices, a.offsets, counts)),
         ("pipeline_gather_blocks", (torch.arange(10.0), begins, sizes, empty)),
         ("pipeline_bucketize", (a.indices, a.offsets, a.weights, blocks, None, len(counts), 2)),
         ("pipeline_advise_huge_pages", (out,)),

@@ -23,7 +23,7 @@ from conformance.pipeline.sharding import (
     sharded_of,
     sharded_tensors,
 )
-from twinproof.errors import DistributedError, IdRangeError, ShapeError
+from twinproof.errors import DistributedError, IdRangeError, MissingKeyError, ShapeError
 
 
 def _cut(pipeline: Any, seed: int, kind: str, group: Any = None, *, weighted: bool = False, world_size: int = 1) -> Any:
@@ -111,25 +111,29 @@ def _bad_ids(rank: Rank) -> None:
     bad = pipeline.KeyedJaggedTensor(["f"], torch.tensor([1, 6]), lengths=torch.tensor([1, 1]))
     with on_pretend() as device:
         sharded.to(device.device)
-        given = (bad if rank.rank == rank.world_size - 1 else good).to(device.device)
-        with raises(IdRangeError if rank.world_size == 1 else DistributedError):
-            sharded(given)
-        if rank.world_size > 1:
-            # Two modules in one exchange, of which one has nothing to send.
-            dists: list[Any] = []
-            with raises(DistributedError):
-                for ids in (given, good.to(device.device)):
-                    dists.append(sharded.input_dist(sharded.create_context(), ids))
-                pipeline.fuse_input_dists(dists)
-                dists[0].wait()
-            for other in dists[1:]:
-                other.wait().wait()
+        # The second fails before there are ids to send.
+        missing = pipeline.KeyedJaggedTensor(["g"], torch.tensor([1]), lengths=torch.tensor([1]))
+        for wrong, error in ((bad, IdRangeError), (missing, MissingKeyError)):
+            given = (wrong if rank.rank == rank.world_size - 1 else good).to(device.device)
+            with raises(error if rank.world_size == 1 else DistributedError):
+                sharded(given)
+            if rank.world_size > 1:
+                # Two modules in one exchange, of which one has nothing to send.
+                dists: list[Any] = []
+                with raises(DistributedError):
+                    for ids in (given, good.to(device.device)):
+                        dists.append(sharded.input_dist(sharded.create_context(), ids))
+                    pipeline.fuse_input_dists(dists)
+                    dists[0].wait()
+                for other in dists[1:]:
+                    other.wait().wait()
         assert_bits(sharded(good.to(device.device)).values().detach(), values_of((6, 4), 1)[1:3], "after the error")
 
 
 @requirement(
     "PIPE-322",
-    "On a device, too, what one rank's ids raise MUST be raised on all ranks by name, and the next batch run.",
+    "On a device, too, what one rank's ids raise, or a feature that it lacks, MUST be raised on all ranks by name, and "
+    "the next batch run.",
 )
 def test_bad_ids(rank_pool: Any) -> None:
     for world_size in (1, 2):

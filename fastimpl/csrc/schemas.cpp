@@ -35,6 +35,7 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
       "Tensor grad, int isa) -> Tensor");
   m.def("pipeline_check_ids(Tensor indices, Tensor offsets, int[] row_counts) -> Tensor");
   m.def("pipeline_mend_ids(Tensor indices, Tensor offsets, int[] row_counts) -> Tensor");
+  m.def("pipeline_settle_ids(Tensor indices, Tensor offsets, int[] row_counts) -> (Tensor, Tensor, Tensor)");
   m.def("pipeline_advise_huge_pages(Tensor memory) -> ()");
   m.def("pipeline_gather_blocks(Tensor data, Tensor begins, Tensor sizes, Tensor(a!) out) -> ()");
   m.def(

@@ -38,6 +38,7 @@ from fastimpl.ops.pipeline import (
     gather_blocks,
     mend_bag_ids,
     pool_bags,
+    settle_bags,
     step_bags,
 )
 from twinproof.errors import ConfigError
@@ -67,6 +68,7 @@ __all__ = [
     "refuse_if_stale",
     "row_keys",
     "saved_rows_fit",
+    "settle_bags",
     "sort_ids",
     "sources_digest",
     "step_bags",

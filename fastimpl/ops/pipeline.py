@@ -5,7 +5,10 @@ dim and dtype. Feature f looks up ``tables[feature_tables[f]]``. Bag b of featur
 to ``offsets[f * B + b + 1]`` of ``indices``, int32 or int64 [N]; ``offsets`` is int64 [F * B + 1]. ``weights``, float32
 [N], belong to positions. Pooled matrices are float32 [B, sum of the features' dims], feature after feature.
 
-Offsets and ids are checked before anything is read by them or written: RuntimeError, naming the argument.
+On the CPU offsets and ids are checked before anything is read by them or written: RuntimeError, naming the argument. On
+a device ``pool_bags``, ``step_bags`` and ``bag_weight_gradients`` wait for nothing, and a graph may hold them: ids
+outside of their tables are left out, and offsets lead to no memory but the batch's. ``settle_bags`` says whether there
+are any, without waiting either.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ __all__ = [
     "mend_bag_ids",
     "pool_bags",
     "register_fakes",
+    "settle_bags",
     "step_bags",
 ]
 
@@ -46,6 +50,14 @@ def register_fakes() -> None:
     )
     torch.library.register_fake(
         "twinproof::pipeline_mend_ids", lambda indices, offsets, counts: indices.new_empty(indices.shape)
+    )
+    torch.library.register_fake(
+        "twinproof::pipeline_settle_ids",
+        lambda indices, offsets, counts: (
+            indices.new_empty(indices.shape),
+            offsets.new_empty(offsets.shape),
+            indices.new_empty(2, dtype=torch.int64),
+        ),
     )
     torch.library.register_fake("twinproof::pipeline_bucketize", _fake_bucketize)
 
@@ -98,7 +110,8 @@ def pool_bags(
         isa: 0 plain, 1 AVX2, 2 AVX-512, -1 the best that this machine has; changes no bit.
 
     Raises:
-        RuntimeError: arguments that do not fit, no offsets, ids outside their table. Then nothing is written.
+        RuntimeError: arguments that do not fit; on the CPU also no offsets, ids outside their table. Then nothing is
+            written.
     """
     torch.ops.twinproof.pipeline_pool(tables, feature_tables, indices, offsets, weights, _integers(means), out, isa)
     torch.autograd.graph.increment_version(out)
@@ -199,17 +212,40 @@ def check_bag_ids(indices: torch.Tensor, offsets: torch.Tensor, row_counts: Sequ
         offsets: int64 [F * B + 1].
         row_counts: rows of each feature's table.
 
+    The host waits for the answer, once.
+
     Raises:
         RuntimeError: offsets that are none.
     """
     count, first = torch.ops.twinproof.pipeline_check_ids(indices, offsets, row_counts).tolist()
-    return count, first
+    if count < 0:
+        raise RuntimeError(f"offsets: not ascending from 0 to {indices.numel()}, wrong at {first}")
+    return count, first if count else -1
 
 
 def mend_bag_ids(indices: torch.Tensor, offsets: torch.Tensor, row_counts: Sequence[int]) -> torch.Tensor:
-    """A copy of ``indices`` in which every id that ``check_bag_ids`` counts is 0. Raises as that."""
+    """A copy of ``indices`` in which every id that ``check_bag_ids`` counts is 0. On the CPU it raises as that."""
     mended: torch.Tensor = torch.ops.twinproof.pipeline_mend_ids(indices, offsets, row_counts)
     return mended
+
+
+def settle_bags(
+    indices: torch.Tensor, offsets: torch.Tensor, row_counts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids and offsets that lead nowhere else, and what was wrong with those given. Nothing is waited for.
+
+    Args:
+        indices: int32 or int64 [N].
+        offsets: int64 [F * B + 1].
+        row_counts: rows of each feature's table.
+
+    Returns:
+        The ids, those outside of their tables as 0; the offsets; and int64 [2]: how many ids were outside, and the
+        position of the first, or the largest int64. Offsets that are none: -1, and which is wrong; then all ids are 0
+        and belong to the last bag.
+    """
+    mended, ends, found = torch.ops.twinproof.pipeline_settle_ids(indices, offsets, row_counts)
+    return mended, ends, found
 
 
 def gather_blocks(data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor) -> None:

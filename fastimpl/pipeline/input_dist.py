@@ -19,6 +19,7 @@ from fastimpl import ops
 from fastimpl.pipeline.route import Route
 from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.jagged import Bags, offsets_of
+from twinproof.pipeline.lookups import LateCheck
 from twinproof.pipeline.sharding import Awaitable, Layout, ShardedContext
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
@@ -106,6 +107,8 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
     ) -> None:
         super().__init__(self._receive)
         self.layout, self._route, self._ctx, self._segments, self._failure = layout, route, ctx, segments, failure
+        # A check of this rank's ids whose answer the host reads with the sizes.
+        self._late: LateCheck | None = ctx.late_check if segments is not None else None
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
@@ -139,6 +142,8 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         # Filled where it is: a list of the host's would be a copy that the host waits for.
         head = self._sent.new_zeros(_HEAD)
         head[0].fill_(self._segments.stride)
+        if self._late is not None and self.layout.world_size > 1:
+            head[1].copy_(self._late.has_failed())
         head[2].fill_(self._segments.positions is not None)
         parts = [part for sizes in torch.split(self._sent, counts) for part in (head, sizes)]
         return torch.cat(parts)
@@ -149,7 +154,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
 
     def _receive(self) -> Awaitable[list[Bags]]:
         rows, sent = self._read()
-        if any(row[1] for row in rows):
+        if any(row[1] for row in rows) or (self.layout.world_size == 1 and self._failure is not None):
             self._raise_first()
         self._ctx.strides = [row[0] for row in rows]
         return self._exchange([row[_HEAD:] for row in rows], sent, wanted=any(row[2] for row in rows))
@@ -159,9 +164,11 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         if self._said is None:
             asked = [each for each in self.together if not each.is_read and each.words.device == self.words.device]
             messages = [each.message() for each in asked]
-            found = torch.cat(messages).tolist()
+            found = torch.cat([part for message in messages for part in message]).tolist()
             for each, message in zip(asked, messages, strict=True):
-                each._said, found = found[: message.numel()], found[message.numel() :]
+                count = sum(part.numel() for part in message)
+                each._hear(found[:count])
+                found = found[count:]
         assert self._said is not None
         width = self._rows().shape[1]
         count = width * self.layout.world_size
@@ -169,23 +176,37 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         sent = self._said[count:] if self.layout.world_size > 1 else self._said[_HEAD:]
         return [self._said[at : at + width] for at in range(0, count, width)], sent
 
-    def message(self) -> torch.Tensor:
-        """What the host will read: the words of every rank, which are waited for, and the ids of each segment sent."""
+    def _hear(self, said: list[int]) -> None:
+        """What ``message`` said. Of several modules' each is told its own, and raises at its own ``wait``."""
+        if self._late is not None:
+            self._failure = self._late.failure(said[-2], said[-1])
+            self._late = self._ctx.late_check = None
+            said = said[:-2]
+        self._said = said
+
+    def message(self) -> list[torch.Tensor]:
+        """What the host will read: the words of every rank, which are waited for, and the ids of each segment sent.
+
+        The last two words are what a check of this rank's ids found, if there is one.
+        """
+        checks = [] if self._late is None else [self._late.found]
         if self.layout.world_size == 1:
             self.received = self.words
-            return self.words
+            return [self.words, *checks]
         if self.received is None:
             fuse_input_dists([self])
         if self.request is not None:
             self.request.wait()
-        words = self._rows().reshape(-1)
-        return words if self._segments is None else torch.cat([words, self._sent])
+        sent = [] if self._segments is None else [self._sent]
+        return [self._rows().reshape(-1), *sent, *checks]
 
     def _raise_first(self) -> None:
         def fail() -> None:
             if self._failure is not None:
                 raise self._failure
 
+        if self.layout.world_size == 1:
+            fail()
         gathered(fail, self.group)
 
     def _taken(self, data: torch.Tensor, total: int) -> torch.Tensor:

@@ -51,6 +51,13 @@ class NativeLookup:
         """How many ids are outside of their feature's rows, and the position of the first, or -1."""
         return ops.check_bag_ids(bags.indices.contiguous(), bags.offsets.contiguous(), row_counts)
 
+    def settled(self, bags: Bags, row_counts: Sequence[int]) -> tuple[Bags, torch.Tensor] | None:
+        """Bags that lead nowhere else, and what was wrong, on the device; None where the host knows at once."""
+        if bags.indices.device.type == "cpu":
+            return None
+        ids, offsets, found = ops.settle_bags(bags.indices.contiguous(), bags.offsets.contiguous(), row_counts)
+        return Bags(ids, offsets, bags.weights), found
+
     def mended(self, bags: Bags, row_counts: Sequence[int]) -> torch.Tensor:
         """The ids, those outside of their feature's rows as 0."""
         return ops.mend_bag_ids(bags.indices.contiguous(), bags.offsets.contiguous(), row_counts)

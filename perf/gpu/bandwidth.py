@@ -26,7 +26,7 @@ from fastimpl import ops
 from perf.gpu.operators import OperatorCall, calls_of, on_device, outputs
 from perf.harness.paired import Sample, interleave
 
-__all__ = ["Rate", "main", "measure"]
+__all__ = ["Rate", "main", "measure", "timed"]
 
 _COUNTS = (1_000_000, 8_000_000)
 _ROUNDS = 9
@@ -46,7 +46,7 @@ class Rate:
     share: float
 
 
-def _timed(job: Callable[[], object], device: torch.device) -> Sample:
+def timed(job: Callable[[], object], device: torch.device) -> Sample:
     """Seconds of a job: on a GPU between two events of its stream, which leaves the host's own work out of it."""
     if device.type != "cuda":
         begun = time.perf_counter()
@@ -70,7 +70,7 @@ def measure(operator: str, call: OperatorCall, *, count: int, device: torch.devi
         "operator": lambda: outputs(operator, arguments),
         "copy": lambda: target.copy_(source),
     }
-    contenders = {name: partial(_timed, job, device) for name, job in jobs.items()}
+    contenders = {name: partial(timed, job, device) for name, job in jobs.items()}
     rounds = interleave(contenders, round_count=round_count, seed=0)
     ours, copies = ([each[name]["seconds"] for each in rounds] for name in ("operator", "copy"))
     share = statistics.median(copy / own for own, copy in zip(ours, copies, strict=True))

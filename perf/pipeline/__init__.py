@@ -12,6 +12,7 @@ from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.pipeline.gpu import CONFIGS, measure_config
+from perf.pipeline.kernels import KERNELS, measure_kernel
 from perf.pipeline.pr2916_lines import table_lines
 from perf.pipeline.pr2916_table import measure_table
 from perf.pipeline.pretend import measure_step
@@ -39,6 +40,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "seed-table-gpu": partial(measure_table, "cuda", 8192, 1000),
     "seed-table": partial(measure_table, "cpu", 512, 128),
     **{f"gpu-config-{name}": partial(measure_config, name) for name in CONFIGS},
+    **{f"gpu-kernel-{name}": partial(measure_kernel, name) for name in KERNELS},
     "pretend-step": measure_step,
 }
 

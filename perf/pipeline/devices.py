@@ -7,7 +7,7 @@ import torch
 __all__ = ["gpu_kernels_missing", "reason_against_gpu"]
 
 # What a step of table-wise tables on one rank calls.
-_NEEDED = ("pipeline_check_ids", "pipeline_gather_blocks", "pipeline_pool", "pipeline_step")
+_NEEDED = ("pipeline_settle_ids", "pipeline_pool", "pipeline_step")
 
 
 def gpu_kernels_missing() -> list[str]:

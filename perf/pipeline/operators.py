@@ -117,6 +117,15 @@ def _mend_ids(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
         yield OperatorCall(label, (a.indices, a.offsets, _row_counts(a)), _id_bytes(a) + a.indices.nbytes)
 
 
+def _settle_ids(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
+    for label, a in _bad_ids(count, generator):
+        # Ids and offsets are read and written.
+        yield OperatorCall(label, (a.indices, a.offsets, _row_counts(a)), 2 * _id_bytes(a))
+        wrong = a.offsets.clone()
+        wrong[wrong.numel() // 2] = -1
+        yield OperatorCall(f"{label}, wrong offsets", (a.indices, wrong, _row_counts(a)), 2 * _id_bytes(a))
+
+
 def _gather_blocks(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
         data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
@@ -148,6 +157,7 @@ CALLS: dict[str, Calls] = {
     "pipeline_gather_blocks": _gather_blocks,
     "pipeline_mend_ids": _mend_ids,
     "pipeline_pool": _pool,
+    "pipeline_settle_ids": _settle_ids,
     "pipeline_step": _step,
     "pipeline_weight_gradients": _weight_gradients,
 }

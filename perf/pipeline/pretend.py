@@ -45,6 +45,7 @@ def sample_of(counts: Counts, step_count: int) -> Sample:
     """Per step; ``wait_count`` only where the waits of operators are known."""
     found = {
         "launch_count": counts.launches,
+        "pageable_count": counts.to_device.pageable_count,
         "to_device_bytes": counts.to_device.size_bytes,
         "to_device_count": counts.to_device.count,
         "to_host_bytes": counts.to_host.size_bytes,

@@ -28,6 +28,14 @@ _seed_table = partial(Workload, component="pipeline", job="seed-table", tensor_c
 _config = partial(
     Workload, component="pipeline", shape=(100_000, 128), tensor_count=100, round_count=3, contenders=_SAVINGS
 )
+_kernel = partial(
+    Workload,
+    component="pipeline",
+    shape=(1_000_000, 128),
+    tensor_count=8,
+    round_count=15,
+    contenders=("ours", "copy", "four-times"),
+)
 
 WORKLOADS = (
     # Training steps of table-batched embeddings: a batch has 4096 bags of each table, of 20 ids or of one; all tables
@@ -81,6 +89,13 @@ WORKLOADS = (
     _config("gpu-config-a-100x100k", job="gpu-config-a"),
     _config("gpu-config-b-100x100k", job="gpu-config-b"),
     _config("gpu-config-c-100x100k", job="gpu-config-c"),
+    # Operators of a lookup on a GPU: 8192 bags of each table, of 20 ids, or 163,840 of one; far more rows than a cache
+    # holds.
+    _kernel("gpu-kernel-pool-128", job="gpu-kernel-pool"),
+    _kernel("gpu-kernel-pool-float16-128", job="gpu-kernel-pool-float16"),
+    _kernel("gpu-kernel-pool-bfloat16-128", job="gpu-kernel-pool-bfloat16"),
+    _kernel("gpu-kernel-pool-one-128", job="gpu-kernel-pool-one"),
+    _kernel("gpu-kernel-step-128", job="gpu-kernel-step"),
     # A step on the pretend device: 4 tables without weights and 4 with, 16 samples. Counts do not depend on sizes.
     _pipeline(
         "pretend-step-8x200",

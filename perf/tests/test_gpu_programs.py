@@ -12,7 +12,7 @@ import torch
 
 import fastimpl
 from fastimpl import ops
-from perf.gpu import bandwidth, facts, launch, library, operators, run
+from perf.gpu import bandwidth, facts, graph, launch, library, operators, run
 from perf.harness.steps import PASSED, read_outcomes
 
 OPERATORS = ops.cuda_operators()
@@ -102,6 +102,25 @@ def test_bandwidth_beside_a_copy(name: str, tmp_path: Path) -> None:
         assert rate["moved_bytes"] > 0
         assert len(rate["seconds"]) == len(rate["copy_seconds"]) == 1
         assert rate["share"] == pytest.approx(rate["copy_seconds"][0] / rate["seconds"][0])
+
+
+@built
+def test_a_graph_is_rehearsed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert graph.main(["--device", "cpu"]) == 0
+    assert "9 repetitions on cpu, a rehearsal, 0 differences" in capsys.readouterr().out
+    real, call_count = graph.lookup_step, 0
+
+    def stale(a: Any, optimizer: str) -> list[torch.Tensor]:
+        nonlocal call_count
+        call_count += 1
+        found = real(a, optimizer)
+        if call_count == 4:  # The second repetition in the place of a graph.
+            found[3] += 1
+        return found
+
+    monkeypatch.setattr(graph, "lookup_step", stale)
+    assert graph.main(["--device", "cpu"]) == 1
+    assert "sgd, replay 1, results: output 3" in capsys.readouterr().out
 
 
 @built

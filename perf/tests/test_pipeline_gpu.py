@@ -14,7 +14,7 @@ from perf.harness.gates import Gate, read_gates
 from perf.harness.judge import Machine, Result, judge
 from perf.harness.paired import Round
 from perf.harness.workloads import read_workloads
-from perf.pipeline import JOBS, devices, gpu, pr2916_table
+from perf.pipeline import JOBS, devices, gpu, kernels, pr2916_table
 
 WORKLOADS = read_workloads()
 GATES = [gate for gate in read_gates(WORKLOADS) if gate.hardware == ("cuda",) and gate.id.startswith("pipe-")]
@@ -51,8 +51,9 @@ def test_gates_are_judged_on_a_gpu_only(gate: Gate) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which would be measured")
 def test_without_a_gpu_nothing_is_measured() -> None:
-    jobs = [workload for workload in WORKLOADS.values() if workload.job.startswith("gpu-config-")]
-    assert {workload.job[-1] for workload in jobs} == set(gpu.CONFIGS)
+    jobs = [workload for workload in WORKLOADS.values() if workload.job.startswith(("gpu-config-", "gpu-kernel-"))]
+    expected = {f"gpu-config-{name}" for name in gpu.CONFIGS} | {f"gpu-kernel-{name}" for name in kernels.KERNELS}
+    assert {workload.job for workload in jobs} == expected
     rank: Any = None
     assert [JOBS[workload.job](rank, workload, "", 3, 0) for workload in jobs] == [[]] * len(jobs)
 
@@ -83,3 +84,30 @@ def test_jobs_run_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     if name == "a":
         with pytest.raises(Mismatch, match="another config"):
             gpu.schedules("cpu", replace(config, share_min=1.0), workload, 1, 0)
+
+
+@pytest.mark.skipif(not ops.available(), reason="no library was built")
+@pytest.mark.parametrize("name", sorted(kernels.KERNELS))
+def test_operators_run_beside_a_copy_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_CALLS", 2)
+    moved: list[int] = []
+    real = torch.ones
+
+    def counted(*size: int, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8:
+            moved.append(size[0])
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "ones", counted)
+    workload = replace(WORKLOADS[f"gpu-kernel-{name}-128"], shape=(50, 8), tensor_count=2)
+    job = replace(kernels.KERNELS[name], bags=6, pooling=3)
+    rounds = kernels.rounds_of(torch.device("cpu"), job, workload, 2, 0)
+    assert [set(found) for found in rounds] == [{"ours", "copy", "four-times"}] * 2
+    assert all(sample["seconds"] > 0 for found in rounds for sample in found.values())
+    # 36 ids and 13 offsets, 6 bags of 16 columns; rows that are read, or read and written with a float each.
+    given, row = 8 * (36 + 13) + 4 * 6 * 16, 8 * job.dtype.itemsize
+    (half,) = moved
+    if job.steps:
+        assert given + 2 * (row + 4) * 2 < 2 * half <= given + 2 * (row + 4) * 36
+    else:
+        assert 2 * half == given + 36 * row

@@ -30,12 +30,14 @@ __all__ = [
     "HeldTable",
     "InBackwardOptimizer",
     "KeyValueBags",
+    "LateCheck",
     "Lookup",
     "StoreRows",
     "TableBatchedEmbeddingBags",
     "check_bounds",
     "eagerly",
     "lookup",
+    "settle_bounds",
 ]
 
 logger = logging.getLogger("twinproof.pipeline")
@@ -71,6 +73,13 @@ class Lookup(Protocol):
 
     def outside(self, bags: Bags, row_counts: Sequence[int]) -> tuple[int, int]:
         """How many ids are outside of their feature's rows, and the position of the first, or -1."""
+
+    def settled(self, bags: Bags, row_counts: Sequence[int]) -> tuple[Bags, torch.Tensor] | None:
+        """Bags that lead nowhere else whatever was given, and int64 [2] on their device: what was wrong.
+
+        The two are what ``outside`` returns, the position being the largest int64 where there is none; or -1 and which
+        offset is wrong. None where nobody has to wait to know.
+        """
 
     def mended(self, bags: Bags, row_counts: Sequence[int]) -> torch.Tensor:
         """The ids, those outside of their feature's rows as 0."""
@@ -312,19 +321,72 @@ def check_bounds(
     count, first = engine.outside(bags, row_counts)
     if count == 0:
         return bags
+    error = _outside_error(bags, row_counts, names, count, first)
+    if bounds_check == "fatal":
+        raise error
+    if bounds_check == "warning":
+        _warn(error)
+    return Bags(engine.mended(bags, row_counts), bags.offsets, bags.weights)
+
+
+def _outside_error(bags: Bags, row_counts: Sequence[int], names: Sequence[str], count: int, first: int) -> IdRangeError:
     stride = (bags.offsets.numel() - 1) // len(row_counts)
     bag = int((bags.offsets[1:] <= first).sum())
-    error = IdRangeError(
+    return IdRangeError(
         f"{count} ids outside of their tables",
         got=int(bags.indices[first]),
         expected=f"0 to {row_counts[bag // stride] - 1}",
         where=f"table {names[bag // stride]}, sample {bag % stride}, position {first}",
     )
-    if bounds_check == "fatal":
-        raise error
-    if bounds_check == "warning":
-        logger.warning("%s; row 0 is taken instead", error)
-    return Bags(engine.mended(bags, row_counts), bags.offsets, bags.weights)
+
+
+def _warn(error: IdRangeError) -> None:
+    logger.warning("%s; row 0 is taken instead", error)
+
+
+class LateCheck:
+    """A check of ids whose answer is still on the device, where the host waits for something else soon.
+
+    Attributes:
+        found: int64 [2], see ``Lookup.settled``; read it together with what is waited for, then ask ``failure``.
+    """
+
+    def __init__(
+        self, bags: Bags, row_counts: Sequence[int], names: Sequence[str], bounds_check: str, found: torch.Tensor
+    ) -> None:
+        self._bags, self._row_counts, self._names, self._bounds_check = bags, row_counts, names, bounds_check
+        self.found = found
+
+    def has_failed(self) -> torch.Tensor:
+        """On the device: whether ``failure`` will be an error, as int64."""
+        count = self.found[0]
+        return (count != 0 if self._bounds_check == "fatal" else count < 0).to(torch.int64)
+
+    def failure(self, count: int, first: int) -> Exception | None:
+        """What a check that waits would have raised: IdRangeError, ShapeError. Under "warning" it writes the log."""
+        bags = self._bags
+        if count == 0:
+            return None
+        if count < 0:
+            got, expected = int(bags.offsets[first]), f"ascending from 0 to {bags.indices.numel()}"
+            return ShapeError("offsets do not cut the ids", got=got, expected=expected, where=f"offsets[{first}]")
+        if self._bounds_check == "ignore":
+            return None
+        error = _outside_error(bags, self._row_counts, self._names, count, first)
+        if self._bounds_check == "fatal":
+            return error
+        _warn(error)
+        return None
+
+
+def settle_bounds(
+    bags: Bags, row_counts: Sequence[int], names: Sequence[str], bounds_check: str, engine: Lookup
+) -> tuple[Bags, LateCheck | None]:
+    """``check_bounds`` for whoever reads the answer later: where it would wait, bags that are safe, and a check."""
+    settled = engine.settled(bags, row_counts)
+    if settled is None:
+        return check_bounds(bags, row_counts, names, bounds_check, engine), None
+    return settled[0], LateCheck(bags, row_counts, names, bounds_check, settled[1])
 
 
 class StoreRows:

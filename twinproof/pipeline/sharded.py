@@ -29,6 +29,7 @@ from twinproof.pipeline.lookups import (
     check_bounds,
     eagerly,
     lookup,
+    settle_bounds,
 )
 from twinproof.pipeline.modules import (
     EmbeddingBagCollection,
@@ -483,7 +484,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Returns the bags of each lookup of this rank, over all ranks' samples, feature-major and by rank.
         """
         ctx.device = place_of(features)
-        return self._exchange.input_dist(ctx, lambda: self._local_bags(features))
+        return self._exchange.input_dist(ctx, lambda: self._local_bags(ctx, features))
 
     def compute(self, ctx: ShardedContext, dist_input: list[Bags]) -> list[torch.Tensor]:
         """This rank's lookups: float32 [all ranks' samples, columns] each, then the data-parallel tables' own."""
@@ -531,8 +532,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """The rank of each id of a key-value table, int64 [n]: id -> bucket -> rank."""
         return self.layout.owners(ids, table)
 
-    def _local_bags(self, features: KeyedJaggedTensor) -> Bags:
-        """This rank's bags, checked before anything is sent."""
+    def _local_bags(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Bags:
+        """This rank's bags, checked before anything is sent; on a device the answer is left to the exchange."""
         bags = select(features, self.feature_names, weighted=self.is_weighted)
         bags = Bags(bags.indices.to(torch.int64), bags.offsets, bags.weights)
         tables = self.layout.feature_tables
@@ -540,7 +541,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if len(bounded) == len(tables):
             counts = [self.tables[table].num_embeddings for table in tables]
             names = [self.tables[table].name for table in tables]
-            return check_bounds(bags, counts, names, self.bounds_check, self._engine)
+            bags, ctx.late_check = settle_bounds(bags, counts, names, self.bounds_check, self._engine)
+            return bags
         return self._check_each(bags, bounded)
 
     def _check_each(self, bags: Bags, bounded: Sequence[int]) -> Bags:

@@ -408,6 +408,8 @@ class ShardedContext:
         passing: what every rank's backward has to visit: parameters of the feature processors, or ``SentWeights``.
         prefetched: what a pipeline read ahead, held for the batch's own lookup.
         device: where the batch is, known even of one that cannot be looked up.
+        late_check: of this rank's ids, where its answer is still on the device. The exchange reads it with the sizes,
+            before anything is looked up, and raises what it says.
     """
 
     bags: Bags
@@ -416,6 +418,7 @@ class ShardedContext:
     way_home: Any = None
     passing: tuple[torch.Tensor, ...] = ()
     prefetched: Any = None
+    late_check: Any = None
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the batch until ``stream`` has passed this point."""
@@ -433,9 +436,10 @@ class Exchange(Protocol):
     def input_dist(self, ctx: ShardedContext, select: Callable[[], Bags]) -> Awaitable[Awaitable[list[Bags]]]:
         """Send ids to the ranks that look them up.
 
-        ``select()`` gives this rank's checked bags of all features; what it raises on one rank, every rank raises. Sets
-        ``bags``, ``strides`` and ``way_home`` of the context. The first ``wait`` ends the exchange of sizes, the second
-        that of ids; it gives the bags of each lookup of this rank over all ranks' samples, feature-major and by rank.
+        ``select()`` gives this rank's checked bags of all features; what it raises on one rank, or leaves to the
+        context's ``late_check``, every rank raises. Sets ``bags``, ``strides`` and ``way_home`` of the context. The
+        first ``wait`` ends the exchange of sizes, the second that of ids; it gives the bags of each lookup of this rank
+        over all ranks' samples, feature-major and by rank.
         """
 
     def columns(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@
 #include <limits>
 #include <numeric>
 
-#include "pipeline/grid.h"
+#include "common/sums.h"
 #include "pipeline/step_kernel.h"
 
 using namespace fastimpl;
@@ -22,6 +22,29 @@ constexpr Hyper kHyper{0.1F, 1e-3F, 0.9F, 0.1F, 0.99F, 0.01F, 0.2F, 0.7F};
 struct Shapes {
   bool has_quads, has_weights;
   int64_t tables, dim_max, bags, ids_max, hot;  // `hot`: how many ids are those of one row.
+  int64_t hot_id = 0;                           // -1: of none.
+};
+
+struct BookTable {
+  uint8_t* rows;
+  int64_t row_count, dim;
+  Float type;
+  bool mean;
+  float *momentum1, *momentum2;
+  int64_t base;
+
+  float load(int64_t element) const {
+    if (type == Float::kFloat32) return reinterpret_cast<const float*>(rows)[element];
+    const uint16_t bits = reinterpret_cast<const uint16_t*>(rows)[element];
+    return type == Float::kFloat16 ? from_float16(bits) : from_bfloat16(bits);
+  }
+  void store(int64_t element, float value) const {
+    if (type == Float::kFloat32) {
+      reinterpret_cast<float*>(rows)[element] = value;
+    } else {
+      reinterpret_cast<uint16_t*>(rows)[element] = type == Float::kFloat16 ? to_float16(value) : to_bfloat16(value);
+    }
+  }
 };
 
 template <typename T>
@@ -37,8 +60,8 @@ template <Optimizer kOptimizer>
 struct Case {
   Trial& trial;
   Shapes shapes;
-  std::vector<GridTable> tables;
-  std::vector<GridFeature> features;
+  std::vector<BookTable> tables;
+  std::vector<int64_t> columns;
   std::vector<std::vector<uint8_t>> rows, rows_before;
   std::vector<std::vector<float>> first, second, first_before, second_before;
   std::vector<int64_t> ids, offsets{0}, sorted, positions, bags, begins;
@@ -64,7 +87,7 @@ struct Case {
       first.push_back(floats_of<float>(trial, count * momentum1_width(kOptimizer, dim), 0));
       second.push_back(floats_of<float>(trial, count * momentum2_width(kOptimizer, dim), 0));
       tables.push_back({nullptr, count, dim, type, trial.random.below(2) == 1, nullptr, nullptr, row_count});
-      features.push_back({t, width});
+      columns.push_back(width);
       row_count += count;
       width += dim;
       dim_max = std::max(dim_max, dim);
@@ -80,14 +103,15 @@ struct Case {
   }
 
   void make_batch() {
-    for (size_t f = 0; f < features.size(); ++f) {
+    for (size_t f = 0; f < columns.size(); ++f) {
       for (int64_t b = 0; b < shapes.bags; ++b) {
         int64_t length = trial.random.between(0, shapes.ids_max);
         const bool is_hot = f == 0 && b == 0 && shapes.hot > 0;
         if (is_hot) length = shapes.hot;
         for (int64_t i = 0; i < length; ++i) {
           const auto count = static_cast<uint64_t>(tables[f].row_count);
-          ids.push_back(is_hot ? 0 : static_cast<int64_t>(trial.random.below(count)));
+          const bool is_outside = !is_hot && trial.random.below(8) == 0;
+          ids.push_back(is_hot ? shapes.hot_id : is_outside ? -1 : static_cast<int64_t>(trial.random.below(count)));
         }
         offsets.push_back(offsets.back() + length);
       }
@@ -97,24 +121,17 @@ struct Case {
   }
 
   void step_on_host() {
-    const GridBatch<int64_t> batch{tables.data(),
-                                   features.data(),
-                                   static_cast<int64_t>(features.size()),
-                                   shapes.bags,
-                                   width,
-                                   ids.data(),
-                                   offsets.data(),
-                                   weights.empty() ? nullptr : weights.data(),
-                                   static_cast<int64_t>(ids.size())};
     std::vector<int64_t> row_of(ids.size());
-    for (size_t at = 0; at < ids.size(); ++at) {
-      const int64_t bag = batch.bag_of(static_cast<int64_t>(at)), feature = bag / shapes.bags;
-      bags.push_back(bag);
-      row_of[at] = batch.table_of(bag).base + ids[at];
-      const auto f = static_cast<size_t>(feature);
-      begins.push_back((bag - feature * shapes.bags) * width + features[f].column);
-      const auto length = offsets[static_cast<size_t>(bag) + 1] - offsets[static_cast<size_t>(bag)];
-      lengths.push_back(tables[f].mean ? static_cast<float>(length) : 1);
+    for (int64_t bag = 0, at = 0; bag < static_cast<int64_t>(offsets.size()) - 1; ++bag) {
+      const auto f = static_cast<size_t>(bag / shapes.bags), b = static_cast<size_t>(bag);
+      for (; at < offsets[b + 1]; ++at) {
+        bags.push_back(bag);
+        const int64_t id = ids[static_cast<size_t>(at)];
+        // An id that no table has is behind all rows.
+        row_of[static_cast<size_t>(at)] = id >= 0 && id < tables[f].row_count ? tables[f].base + id : row_count;
+        begins.push_back((bag % shapes.bags) * width + columns[f]);
+        lengths.push_back(tables[f].mean ? static_cast<float>(offsets[b + 1] - offsets[b]) : 1);
+      }
     }
     positions.resize(ids.size());
     std::iota(positions.begin(), positions.end(), 0);
@@ -123,14 +140,14 @@ struct Case {
     });
     for (const int64_t position : positions) sorted.push_back(row_of[static_cast<size_t>(position)]);
     for (size_t at = 0; at < sorted.size(); ++at) {
-      if (at == 0 || sorted[at] != sorted[at - 1]) step_row_on_host(at);
+      if (sorted[at] < row_count && (at == 0 || sorted[at] != sorted[at - 1])) step_row_on_host(at);
     }
   }
 
   // By the book: each occurrence of the row in order, then what the row shares, then each element.
   void step_row_on_host(size_t begin) {
     const auto f = static_cast<size_t>(bags[static_cast<size_t>(positions[begin])] / shapes.bags);
-    GridTable& table = tables[f];
+    BookTable& table = tables[f];
     const int64_t dim = table.dim, row = sorted[begin] - table.base;
     std::vector<float> sum(static_cast<size_t>(dim));
     for (size_t at = begin; at < sorted.size() && sorted[at] == sorted[begin]; ++at) {
@@ -157,7 +174,7 @@ struct Case {
   }
 
   bool has_factors() const {
-    return shapes.has_weights || std::any_of(tables.begin(), tables.end(), [](const GridTable& t) { return t.mean; });
+    return shapes.has_weights || std::any_of(tables.begin(), tables.end(), [](const BookTable& t) { return t.mean; });
   }
 
   template <int kVec, unsigned kLanesOfGroup>
@@ -175,9 +192,17 @@ struct Case {
     const auto device_tables = trial.array<StepTable>("tables", described);
     // Its pointers are others in each run.
     trial.may_differ(device_tables);
+    // Four bytes or eight, see plan_sort.
+    const bool is_narrow = trial.random.below(2) == 0;
+    const auto integers = [&](const char* name, const std::vector<int64_t>& values) {
+      if (!is_narrow) return Integers{{}, trial.array<int64_t>(name, values), false};
+      return Integers{trial.array<uint32_t>(name, {values.begin(), values.end()}), {}, true};
+    };
     const StepBatch batch{device_tables,
-                          trial.array<int64_t>("sorted rows", sorted),
-                          trial.array<int64_t>("positions", positions),
+                          integers("sorted rows", sorted),
+                          integers("positions", positions),
+                          static_cast<int64_t>(sorted.size()),
+                          row_count,
                           trial.array<int64_t>("begins", begins),
                           trial.array<float>("lengths", lengths),
                           trial.array<float>("weights", weights),
@@ -191,7 +216,7 @@ struct Case {
     trial.launch(StepRows<kOptimizer, kVec, kLanesOfGroup>{batch, kHyper, dim_max, long_rows, long_count}, shape);
     using Long = StepLongRows<kOptimizer, kVec>;
     trial.launch(Long{batch, kHyper, dim_max, long_rows, long_count}, {2, 32, Long::shared_floats(dim_max, 32) * 4});
-    const uint64_t is_long = shapes.hot > kLongRun ? 1 : 0;
+    const uint64_t is_long = shapes.hot > kLongRun && shapes.hot_id >= 0 ? 1 : 0;
     trial.expect(long_count.values()[0] == is_long, "rows with more occurrences than a group takes are listed");
     for (size_t t = 0; t < tables.size(); ++t) {
       trial.expect_same(device_rows[t].values(), rows[t], "rows");
@@ -220,7 +245,7 @@ void prove_vectors(Trial& trial, int64_t which) {
     case 0: return Case<kOptimizer>(trial, {true, has_weights, 2, 40, 3, 9, 0}).template prove<4, 8>({2, 64});
     case 1: return Case<kOptimizer>(trial, {true, has_weights, 1, 140, 2, 3, 40}).template prove<4, 32>({1, 64});
     default: {
-      const Shapes shapes{true, has_weights, 1, 8, 2, 0, many(trial, which / 3)};
+      const Shapes shapes{true, has_weights, 1, 8, 2, 0, many(trial, which / 3), which / 3 == 3 ? -1 : 0};
       return Case<kOptimizer>(trial, shapes).template prove<4, 8>({1, 32});
     }
   }

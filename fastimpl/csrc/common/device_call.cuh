@@ -16,6 +16,7 @@
 
 #include "common/current_stream.h"
 #include "common/simt.h"
+#include "common/words_plan.h"
 
 namespace fastimpl::device {
 
@@ -23,14 +24,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
-
-constexpr int kThreads = 256;
-
-template <typename Body>
-__global__ void for_each_index(Body body, int64_t count) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) body(i);
-}
 
 inline void check_cuda(cudaError_t status) {
   STD_TORCH_CHECK(status == cudaSuccess, "CUDA: ", cudaGetErrorString(status));
@@ -49,20 +42,15 @@ class Call {
     return static_cast<T*>(held_.back().data_ptr());
   }
 
+  // Carried by launches: nothing is waited for, and a graph holds the values of this call.
   template <typename T>
   const T* upload(const std::vector<T>& values) {
-    const size_t bytes = values.size() * sizeof(T);
-    auto* const there = scratch<uint8_t>(static_cast<int64_t>(std::max<size_t>(bytes, 1)), ScalarType::Byte);
-    if (bytes > 0) check_cuda(cudaMemcpyAsync(there, values.data(), bytes, cudaMemcpyHostToDevice, stream_));
+    static_assert(std::is_trivially_copyable_v<T>, "bytes are all there is to it");
+    const auto bytes = static_cast<int64_t>(values.size() * sizeof(T)), count = words_for(bytes);
+    auto* const there = scratch<int64_t>(std::max<int64_t>(count, 1), ScalarType::Long);
+    store_words(values.data(), bytes, {reinterpret_cast<uint64_t*>(there), count},
+                [&](const StoreWords& kernel) { run(kernel, {1, StoreWords::kThreads}); });
     return reinterpret_cast<const T*>(there);
-  }
-
-  template <typename Body>
-  void launch(const Body& body, int64_t count) {
-    if (count == 0) return;
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 1 << 20));
-    for_each_index<<<blocks, kThreads, 0, stream_>>>(body, count);
-    check_cuda(cudaGetLastError());
   }
 
   // A kernel written with simt.h.
@@ -74,12 +62,6 @@ class Call {
   template <typename T>
   void clear(T* there, int64_t count) {
     check_cuda(cudaMemsetAsync(there, 0, static_cast<size_t>(count) * sizeof(T), stream_));
-  }
-
-  void read_back(const int64_t* there, int64_t* here, int64_t count) {
-    check_cuda(
-        cudaMemcpyAsync(here, there, static_cast<size_t>(count) * sizeof(int64_t), cudaMemcpyDeviceToHost, stream_));
-    check_cuda(cudaStreamSynchronize(stream_));
   }
 
   template <typename T>
@@ -95,18 +77,19 @@ class Call {
                                              values, sums, count, stream_));
   }
 
-  // Positions by row, stably; the results lie in new scratch.
-  void sort(const int64_t** rows, const int64_t** positions, int64_t count, int end_bit) {
-    auto *const sorted = scratch<int64_t>(count, ScalarType::Long), *const moved =
-                                                                        scratch<int64_t>(count, ScalarType::Long);
+  // `values` by `keys`, stably; the results lie in new scratch.
+  template <typename Word>
+  void sort(const Word** keys, const Word** values, int64_t count, int end_bit) {
+    const ScalarType type = sizeof(Word) == 4 ? ScalarType::Int : ScalarType::Long;
+    auto *const sorted = scratch<Word>(count, type), *const moved = scratch<Word>(count, type);
     size_t bytes = 0;
     check_cuda(
-        cub::DeviceRadixSort::SortPairs(nullptr, bytes, *rows, sorted, *positions, moved, count, 0, end_bit, stream_));
+        cub::DeviceRadixSort::SortPairs(nullptr, bytes, *keys, sorted, *values, moved, count, 0, end_bit, stream_));
     void* const space = scratch<uint8_t>(static_cast<int64_t>(bytes), ScalarType::Byte);
     check_cuda(
-        cub::DeviceRadixSort::SortPairs(space, bytes, *rows, sorted, *positions, moved, count, 0, end_bit, stream_));
-    *rows = sorted;
-    *positions = moved;
+        cub::DeviceRadixSort::SortPairs(space, bytes, *keys, sorted, *values, moved, count, 0, end_bit, stream_));
+    *keys = sorted;
+    *values = moved;
   }
 
  private:

@@ -60,6 +60,15 @@ inline bool are_offsets(const Parallel& parallel, const int64_t* offsets, int64_
   return !falls;
 }
 
+// Of offsets that are none: the first that begins elsewhere than at 0, falls, or is the last.
+inline int64_t first_wrong_offset(const int64_t* offsets, int64_t bag_count) {
+  if (offsets[0] != 0) return 0;
+  for (int64_t bag = 1; bag < bag_count; ++bag) {
+    if (offsets[bag] < offsets[bag - 1]) return bag;
+  }
+  return bag_count;
+}
+
 // Ids and bags are equally dear: cuts all bags into parts of about as many of both.
 inline std::vector<int64_t> balanced_bags(const int64_t* offsets, int64_t bag_count, int64_t part_count) {
   std::vector<int64_t> begins(static_cast<size_t>(part_count + 1), bag_count);

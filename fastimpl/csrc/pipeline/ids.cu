@@ -1,11 +1,13 @@
-// CUDA launchers of the movement of ids: checks, mending, jagged permutation, bucketizing. What may be wrong is read
-// back once, before anything is written that the caller sees. Never run on a GPU so far.
+// CUDA launchers of the movement of ids: checks, mending, jagged permutation, bucketizing. Nothing is waited for: what
+// a check finds stays on the device. Never run on a GPU so far.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
 #include "common/device_call.cuh"
-#include "pipeline/grid_ids.h"
+#include "pipeline/check_kernel.h"
+#include "pipeline/move_kernel.h"
+#include "pipeline/step_plan.h"
 
 namespace {
 
@@ -23,75 +25,77 @@ int64_t bag_count_of(const Tensor& offsets, const Tensor& indices, int64_t featu
   return feature_count > 0 ? all / feature_count : 0;
 }
 
-template <typename Id>
-GridIds<Id> ids_of(const Tensor& indices, const Tensor& offsets, int64_t feature_count) {
-  return {static_cast<const Id*>(indices.data_ptr()), static_cast<const int64_t*>(offsets.data_ptr()), feature_count,
-          bag_count_of(offsets, indices, feature_count), indices.numel()};
-}
-
-// Where the offsets of a batch are looked at: a flag on the device.
-template <typename Id>
-int64_t* check_offsets(Call* call, const GridIds<Id>& batch) {
-  auto* const flag = const_cast<int64_t*>(call->upload(Ints{0}));
-  const int64_t all = batch.feature_count * batch.bag_count;
-  call->launch(OffsetCheck{batch.offsets, all, batch.id_count, flag}, all + 1);
-  return flag;
-}
-
-void refuse_offsets(Call* call, const int64_t* flag, int64_t id_count) {
-  int64_t is_wrong = 0;
-  call->read_back(flag, &is_wrong, 1);
-  STD_TORCH_CHECK(is_wrong == 0, "offsets: not ascending from 0 to ", id_count);
-}
-
 void check_row_counts(const Ints& row_counts) {
   for (const int64_t count : row_counts) STD_TORCH_CHECK(count >= 0, "row_counts: got ", count);
 }
 
-// [count of ids outside, position of the first or -1].
+// Looks at a batch: what it finds is two words on the device, see check_kernel.h. `mended`, `ends`: empty, or as many
+// as there are ids and offsets.
+template <typename Id>
+void look(const Tensor& indices, const Tensor& offsets, const Ints& row_counts, const Tensor& found, Id* mended,
+          int64_t* ends) {
+  const int64_t id_count = indices.numel(), features = static_cast<int64_t>(row_counts.size());
+  const int64_t bag_count = bag_count_of(offsets, indices, features);
+  Call call(indices);
+  const int64_t* const none = call.upload(Ints{0, kNoPosition});
+  const simt::Global<int64_t> words(static_cast<int64_t*>(found.data_ptr()), 2);
+  call.copy(none, words.data(), 2);
+  const simt::Global<const int64_t> begins(static_cast<const int64_t*>(offsets.data_ptr()), offsets.numel());
+  call.run(CheckOffsets{begins, id_count, words}, places_shape(offsets.numel()));
+  const bool mends = ends != nullptr;
+  call.run(CheckIds<Id>{{static_cast<const Id*>(indices.data_ptr()), id_count},
+                        begins,
+                        {call.upload(row_counts), features},
+                        bag_count,
+                        words,
+                        {mended, mends ? id_count : 0},
+                        {ends, mends ? offsets.numel() : 0}},
+           places_shape(id_count));
+}
+
+// [count of ids outside, position of the first], or [-1, first wrong offset].
 Tensor check_bag_ids_cuda(Tensor indices, Tensor offsets, Ints row_counts) {
   check_row_counts(row_counts);
-  Tensor result = torch::stable::new_empty(indices, {2}, ScalarType::Long);
+  Tensor found = torch::stable::new_empty(indices, {2}, ScalarType::Long);
   with_ids(indices, [&](auto id) {
     using Id = decltype(id);
-    const auto batch = ids_of<Id>(indices, offsets, static_cast<int64_t>(row_counts.size()));
-    Call call(indices);
-    const int64_t* const flag = check_offsets(&call, batch);
-    const int64_t* const none = call.upload(Ints{0, INT64_MAX});
-    auto* const found = static_cast<int64_t*>(result.data_ptr());
-    call.copy(none, found, 2);
-    if (batch.feature_count * batch.bag_count > 0) {
-      call.launch(CountBadIds<Id>{batch, call.upload(row_counts), found}, run_count(batch.id_count, Run<Id>::kCount));
-    }
-    call.launch(EndBadIds{found}, 1);
-    refuse_offsets(&call, flag, batch.id_count);
+    look<Id>(indices, offsets, row_counts, found, nullptr, nullptr);
   });
-  return result;
+  return found;
+}
+
+// Ids and offsets that lead nowhere else, and what was found.
+std::tuple<Tensor, Tensor, Tensor> settle_bag_ids_cuda(Tensor indices, Tensor offsets, Ints row_counts) {
+  check_row_counts(row_counts);
+  Tensor mended = torch::stable::new_empty(indices, {indices.numel()}),
+         ends = torch::stable::new_empty(offsets, {offsets.numel()}),
+         found = torch::stable::new_empty(indices, {2}, ScalarType::Long);
+  with_ids(indices, [&](auto id) {
+    using Id = decltype(id);
+    look<Id>(indices, offsets, row_counts, found, static_cast<Id*>(mended.data_ptr()),
+             static_cast<int64_t*>(ends.data_ptr()));
+  });
+  return {mended, ends, found};
 }
 
 Tensor mend_bag_ids_cuda(Tensor indices, Tensor offsets, Ints row_counts) {
-  check_row_counts(row_counts);
-  Tensor result = torch::stable::new_empty(indices, {indices.numel()});
-  with_ids(indices, [&](auto id) {
-    using Id = decltype(id);
-    const auto batch = ids_of<Id>(indices, offsets, static_cast<int64_t>(row_counts.size()));
-    Call call(indices);
-    const int64_t* const flag = check_offsets(&call, batch);
-    if (batch.feature_count * batch.bag_count > 0) {
-      call.launch(MendBadIds<Id>{batch, call.upload(row_counts), static_cast<Id*>(result.data_ptr())},
-                  run_count(batch.id_count, Run<Id>::kCount));
-    }
-    refuse_offsets(&call, flag, batch.id_count);
-  });
-  return result;
+  return std::get<0>(settle_bag_ids_cuda(indices, offsets, row_counts));
+}
+
+template <typename T>
+simt::Global<const T> memory_of(const Tensor& t) {
+  return {static_cast<const T*>(t.data_ptr()), t.numel()};
+}
+template <typename T>
+simt::Global<T> written(const Tensor& t) {
+  return {static_cast<T*>(t.data_ptr()), t.numel()};
 }
 
 template <typename Value>
-void gather(Call* call, const Tensor& data, const int64_t* begins, const int64_t* starts, int64_t block_count,
+void gather(Call& call, const Tensor& data, const Tensor& begins, const simt::Global<const int64_t>& starts,
             const Tensor& out) {
-  const GatherBlocks<Value> job{static_cast<const Value*>(data.data_ptr()), begins, starts, block_count, out.numel(),
-                                static_cast<Value*>(out.data_ptr())};
-  call->launch(job, run_count(out.numel(), Run<Value>::kCount));
+  call.run(GatherBlocks<Value>{memory_of<Value>(data), memory_of<int64_t>(begins), starts, written<Value>(out)},
+           places_shape(out.numel()));
 }
 
 void gather_blocks_cuda(Tensor data, Tensor begins, Tensor sizes, Tensor out) {
@@ -100,28 +104,19 @@ void gather_blocks_cuda(Tensor data, Tensor begins, Tensor sizes, Tensor out) {
   check_plain(sizes, data, ScalarType::Long, 1, "sizes");
   STD_TORCH_CHECK(begins.numel() == sizes.numel(), "begins: got ", begins.numel(), " for ", sizes.numel(), " sizes");
   check_plain(out, data, data.scalar_type(), 1, "out");
-  const int64_t block_count = sizes.numel(), data_count = data.numel();
-  // So that no sum of sizes wraps around to one that fits.
-  STD_TORCH_CHECK(data_count == 0 || block_count <= INT64_MAX / data_count, "sizes: got ", block_count, " blocks of ",
-                  data_count, " elements");
+  const int64_t block_count = sizes.numel();
+  STD_TORCH_CHECK(block_count > 0 || out.numel() == 0, "out: got ", out.numel(), " elements, blocks have 0");
+  if (out.numel() == 0) return;
   Call call(data);
-  auto *const from = static_cast<const int64_t*>(begins.data_ptr()), *const lengths =
-                                                                         static_cast<const int64_t*>(sizes.data_ptr());
-  // starts[0] is 0; behind the starts stands the first block that does not lie in data.
-  auto* const starts = call.scratch<int64_t>(block_count + 2, ScalarType::Long);
-  call.copy(call.upload(Ints{0}), starts, 1);
-  call.copy(call.upload(Ints{INT64_MAX}), starts + block_count + 1, 1);
-  call.launch(BlockCheck{from, lengths, data_count, starts + block_count + 1}, block_count);
-  if (block_count > 0) call.sum_up(lengths, starts + 1, block_count);
-  int64_t found[2] = {0, 0};
-  call.read_back(starts + block_count, found, 2);
-  STD_TORCH_CHECK(found[1] == INT64_MAX, "block ", found[1], ": does not lie in ", data_count, " elements");
-  STD_TORCH_CHECK(out.numel() == found[0], "out: got ", out.numel(), " elements, blocks have ", found[0]);
+  auto* const starts = call.scratch<int64_t>(block_count + 1, ScalarType::Long);
+  call.clear(starts, 1);
+  call.sum_up(static_cast<const int64_t*>(sizes.data_ptr()), starts + 1, block_count);
+  const simt::Global<const int64_t> places(starts, block_count + 1);
   switch (data.element_size()) {
-    case 1: return gather<uint8_t>(&call, data, from, starts, block_count, out);
-    case 2: return gather<uint16_t>(&call, data, from, starts, block_count, out);
-    case 4: return gather<uint32_t>(&call, data, from, starts, block_count, out);
-    case 8: return gather<uint64_t>(&call, data, from, starts, block_count, out);
+    case 1: return gather<uint8_t>(call, data, begins, places, out);
+    case 2: return gather<uint16_t>(call, data, begins, places, out);
+    case 4: return gather<uint32_t>(call, data, begins, places, out);
+    case 8: return gather<uint64_t>(call, data, begins, places, out);
     default: STD_TORCH_CHECK(false, "data: elements of ", data.element_size(), " bytes, expected 1, 2, 4 or 8");
   }
 }
@@ -145,52 +140,60 @@ void check_buckets(const Tensor& indices, const OptionalTensor& weights, const O
                   ", expected ", expected);
 }
 
+// Positions by bucket, then ids, weights and positions in that order.
+template <typename Word, typename Id>
+void move(Call& call, FindBuckets<Id> find, int bits, const OptionalTensor& weights, const Tensor& out_ids,
+          const Tensor& out_weights, const Tensor& out_positions) {
+  const int64_t count = find.ids.size();
+  const ScalarType type = sizeof(Word) == 4 ? ScalarType::Int : ScalarType::Long;
+  const Word *buckets = call.scratch<Word>(count, type), *positions = call.scratch<Word>(count, type);
+  find.buckets = integers(buckets, count);
+  find.positions = integers(positions, count);
+  call.run(find, places_shape(count));
+  call.sort(&buckets, &positions, count, bits);
+  const simt::Global<const float> scales = weights ? memory_of<float>(*weights) : simt::Global<const float>();
+  call.run(MoveToBuckets<Id>{integers(positions, count), find.local_ids, scales, written<Id>(out_ids),
+                             written<float>(out_weights), written<int64_t>(out_positions)},
+           places_shape(count));
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_cuda(Tensor indices, Tensor offsets, OptionalTensor weights,
                                                           OptionalTensor block_sizes, OptionalTensor destinations,
                                                           int64_t feature_count, int64_t bucket_count) {
   check_buckets(indices, weights, block_sizes, destinations, feature_count, bucket_count);
-  const int64_t id_count = indices.numel(), all = feature_count * bag_count_of(offsets, indices, feature_count);
+  const int64_t id_count = indices.numel(), bag_count = bag_count_of(offsets, indices, feature_count),
+                all = feature_count * bag_count;
   STD_TORCH_CHECK(all == 0 || bucket_count <= (int64_t{1} << 40) / all, "bucket_count: got ", bucket_count, " for ",
                   all, " bags");
   Tensor lengths = torch::stable::new_empty(offsets, {bucket_count * all});
   Tensor out_ids = torch::stable::new_empty(indices, {id_count}),
          positions = torch::stable::new_empty(offsets, {id_count});
   Tensor out_weights = torch::stable::new_empty(indices, {weights ? id_count : 0}, ScalarType::Float);
-  const auto words = [](const OptionalTensor& t) { return t ? static_cast<const int64_t*>(t->data_ptr()) : nullptr; };
+  const auto words = [](const OptionalTensor& t) { return t ? memory_of<int64_t>(*t) : simt::Global<const int64_t>(); };
   with_ids(indices, [&](auto id) {
     using Id = decltype(id);
-    const auto batch = ids_of<Id>(indices, offsets, feature_count);
-    Call call(indices);
-    const int64_t* const flag = check_offsets(&call, batch);
-    auto *const buckets = call.scratch<int64_t>(id_count, ScalarType::Long), *const own = call.scratch<int64_t>(
-                                                                                 id_count, ScalarType::Long);
-    auto* const found = const_cast<int64_t*>(call.upload(Ints{0, INT64_MAX, 0}));
-    if (block_sizes) call.launch(BlockSizeCheck{words(block_sizes), found}, feature_count);
-    const FindBuckets<Id> find{batch, words(block_sizes), words(destinations), bucket_count, buckets, own, found};
-    if (all > 0) call.launch(find, run_count(id_count, Run<Id>::kCount));
-    refuse_offsets(&call, flag, id_count);
-    int64_t wrong[3] = {0, 0, 0};
-    call.read_back(found, wrong, 3);
-    STD_TORCH_CHECK(wrong[2] == 0, "block_sizes: ", wrong[2], " below 1");
-    STD_TORCH_CHECK(wrong[0] == 0, block_sizes ? "indices: " : "destinations: ", wrong[0],
-                    " outside of the buckets, the first at position ", wrong[1]);
     if (all == 0) return;
-    const int64_t *sorted = buckets, *moved = own;
-    int end_bit = 1;
-    while ((int64_t{1} << end_bit) < bucket_count) ++end_bit;
-    if (id_count > 0) call.sort(&sorted, &moved, id_count, end_bit);
-    if (id_count > 0) call.copy(moved, static_cast<int64_t*>(positions.data_ptr()), id_count);
-    call.launch(BucketLengths{batch.offsets, sorted, moved, all, id_count, static_cast<int64_t*>(lengths.data_ptr())},
-                bucket_count * all);
-    const float* const scales = weights ? static_cast<const float*>(weights->data_ptr()) : nullptr;
-    const MoveToBucket<Id> move{batch,
-                                words(block_sizes),
-                                sorted,
-                                moved,
-                                scales,
-                                static_cast<Id*>(out_ids.data_ptr()),
-                                static_cast<float*>(out_weights.data_ptr())};
-    call.launch(move, id_count);
+    Call call(indices);
+    call.clear(static_cast<int64_t*>(lengths.data_ptr()), lengths.numel());
+    if (id_count == 0) return;
+    const simt::Global<Id> local(call.scratch<Id>(id_count, indices.scalar_type()), id_count);
+    const FindBuckets<Id> find{memory_of<Id>(indices),
+                               memory_of<int64_t>(offsets),
+                               words(block_sizes),
+                               words(destinations),
+                               feature_count,
+                               bag_count,
+                               bucket_count,
+                               {},
+                               {},
+                               local,
+                               written<int64_t>(lengths)};
+    const SortPlan plan = plan_sort(bucket_count - 1, id_count);
+    if (plan.is_narrow) {
+      move<uint32_t>(call, find, plan.bits, weights, out_ids, out_weights, positions);
+    } else {
+      move<int64_t>(call, find, plan.bits, weights, out_ids, out_weights, positions);
+    }
   });
   return {lengths, out_ids, out_weights, positions};
 }
@@ -200,6 +203,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_cuda(Tensor indices, Tensor
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
   m.impl("pipeline_check_ids", TORCH_BOX(&check_bag_ids_cuda));
   m.impl("pipeline_mend_ids", TORCH_BOX(&mend_bag_ids_cuda));
+  m.impl("pipeline_settle_ids", TORCH_BOX(&settle_bag_ids_cuda));
   m.impl("pipeline_gather_blocks", TORCH_BOX(&gather_blocks_cuda));
   m.impl("pipeline_bucketize", TORCH_BOX(&bucketize_cuda));
 }

@@ -83,7 +83,7 @@ void check_row_counts(const Ints& row_counts) {
   for (const int64_t count : row_counts) STD_TORCH_CHECK(count >= 0, "row_counts: got ", count);
 }
 
-// [count of ids outside, position of the first or -1].
+// [count of ids outside, position of the first or INT64_MAX].
 Tensor check_bag_ids_cpu(Tensor indices, Tensor offsets, Ints row_counts) {
   check_row_counts(row_counts);
   Tensor result = torch::stable::new_empty(indices, {2}, ScalarType::Long);
@@ -98,7 +98,7 @@ Tensor check_bag_ids_cpu(Tensor indices, Tensor offsets, Ints row_counts) {
     }
     auto* const words = static_cast<int64_t*>(result.data_ptr());
     words[0] = bad.count;
-    words[1] = bad.first;
+    words[1] = bad.count == 0 ? INT64_MAX : bad.first;
   });
   return result;
 }
@@ -116,6 +116,28 @@ Tensor mend_bag_ids_cpu(Tensor indices, Tensor offsets, Ints row_counts) {
                  static_cast<Id*>(result.data_ptr()));
   });
   return result;
+}
+
+// Ids and offsets that lead nowhere else, and what was found: as `check_bag_ids`, or [-1, first wrong offset], where
+// all ids are 0 and belong to the last bag. Nothing is refused: a device does not wait to know.
+std::tuple<Tensor, Tensor, Tensor> settle_bag_ids_cpu(Tensor indices, Tensor offsets, Ints row_counts) {
+  check_row_counts(row_counts);
+  check_plain(offsets, ScalarType::Long, 1, "offsets");
+  const auto feature_count = static_cast<int64_t>(row_counts.size()), all = offsets.numel() - 1;
+  STD_TORCH_CHECK(feature_count > 0 ? all >= 0 && all % feature_count == 0 : all == 0, "offsets: got ", offsets.numel(),
+                  " for ", feature_count, " features, expected features * bags + 1");
+  const int64_t id_count = indices.numel(), *const begins = data_of<int64_t>(offsets);
+  if (are_offsets(parallel_of(), begins, all, id_count)) {
+    Tensor found = check_bag_ids_cpu(indices, offsets, row_counts);
+    return {mend_bag_ids_cpu(indices, offsets, row_counts), torch::stable::clone(offsets), found};
+  }
+  Tensor mended = torch::stable::new_zeros(indices, {id_count}), ends = torch::stable::new_zeros(offsets, {all + 1}),
+         found = torch::stable::new_empty(indices, {2}, ScalarType::Long);
+  static_cast<int64_t*>(ends.data_ptr())[all] = id_count;
+  auto* const words = static_cast<int64_t*>(found.data_ptr());
+  words[0] = -1;
+  words[1] = first_wrong_offset(begins, all);
+  return {mended, ends, found};
 }
 
 void gather_blocks_cpu(Tensor data, Tensor begins, Tensor sizes, Tensor out) {
@@ -203,6 +225,7 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("pipeline_weight_gradients", TORCH_BOX(&bag_weight_gradients_cpu));
   m.impl("pipeline_check_ids", TORCH_BOX(&check_bag_ids_cpu));
   m.impl("pipeline_mend_ids", TORCH_BOX(&mend_bag_ids_cpu));
+  m.impl("pipeline_settle_ids", TORCH_BOX(&settle_bag_ids_cpu));
   m.impl("pipeline_gather_blocks", TORCH_BOX(&gather_blocks_cpu));
   m.impl("pipeline_advise_huge_pages", TORCH_BOX(&advise_huge_pages_cpu));
   m.impl("pipeline_bucketize", TORCH_BOX(&bucketize_cpu));

@@ -1,11 +1,12 @@
-// CUDA launchers of pooling and the fused step. Checks are read back before anything is written, so that each call
-// waits for the device once. Never run on a GPU so far.
+// CUDA launchers of pooling and the fused step. Nothing is waited for and no host memory is copied, so that a graph may
+// hold them: ids that no table has are skipped, and who wants to know asks pipeline_check_ids or pipeline_settle_ids.
+// Never run on a GPU so far.
 #include <torch/csrc/stable/library.h>
 
 #include "common/device_call.cuh"
-#include "pipeline/grid.h"
 #include "pipeline/pool_plan.h"
 #include "pipeline/step_kernel.h"
+#include "pipeline/step_plan.h"
 
 namespace {
 
@@ -20,11 +21,29 @@ Float float_type(const Tensor& t) {
   return Float::kBFloat16;
 }
 
+// A table as the host knows it; `base` counts rows through all tables.
+struct HostTable {
+  uint8_t* rows;
+  int64_t row_count, dim;
+  Float type;
+  bool mean;
+  float *momentum1, *momentum2;
+  int64_t base;
+
+  int64_t bytes() const { return row_count * dim * float_bytes(type); }
+};
+
+struct HostFeature {
+  int64_t table, column;
+};
+
 // What the host knows of a batch.
 struct Host {
-  std::vector<GridTable> tables;
-  std::vector<GridFeature> features;
+  std::vector<HostTable> tables;
+  std::vector<HostFeature> features;
   int64_t width = 0, bag_count = 0, row_count = 0, dim_max = 1;
+
+  const HostTable& table_of(const HostFeature& feature) const { return tables[static_cast<size_t>(feature.table)]; }
 };
 
 Host describe(const Tensors& tables, const Ints& feature_tables, const Ints& means, const Tensor& indices,
@@ -52,34 +71,32 @@ Host describe(const Tensors& tables, const Ints& feature_tables, const Ints& mea
   return host;
 }
 
-// The batch on the device, its offsets and ids checked there.
+const float* weights_of(const std::optional<Tensor>& weights, const Tensor& indices) {
+  if (!weights) return nullptr;
+  check_plain(*weights, indices, ScalarType::Float, 1, "weights");
+  STD_TORCH_CHECK(weights->numel() == indices.numel(), "weights: got ", weights->numel(), " for ", indices.numel(),
+                  " indices");
+  return static_cast<const float*>(weights->data_ptr());
+}
+
+// Positions and bags as kernels look for them. Without bags there is nothing to look for.
 template <typename Id>
-GridBatch<Id> checked(Call& call, const Host& host, const Tensor& indices, const Tensor& offsets,
-                      const std::optional<Tensor>& weights) {
-  if (weights) {
-    check_plain(*weights, indices, ScalarType::Float, 1, "weights");
-    STD_TORCH_CHECK(weights->numel() == indices.numel(), "weights: got ", weights->numel(), " for ", indices.numel(),
-                    " indices");
+PlacedBatch<Id> placed(Call& call, const Host& host, const Tensor& indices, const Tensor& offsets) {
+  std::vector<PlacedFeature> features;
+  for (const HostFeature& feature : host.features) {
+    const HostTable& table = host.table_of(feature);
+    features.push_back(
+        {{table.rows, table.bytes()}, table.row_count, table.base, table.dim, feature.column, table.type, table.mean});
   }
-  const int64_t feature_count = static_cast<int64_t>(host.features.size()), all = feature_count * host.bag_count;
-  const GridBatch<Id> batch{call.upload(host.tables),
-                            call.upload(host.features),
-                            feature_count,
-                            host.bag_count,
-                            host.width,
-                            static_cast<const Id*>(indices.data_ptr()),
-                            static_cast<const int64_t*>(offsets.data_ptr()),
-                            weights ? static_cast<const float*>(weights->data_ptr()) : nullptr,
-                            indices.numel()};
-  int64_t found[2] = {0, 0};
-  auto* const flags = const_cast<int64_t*>(call.upload(Ints{0, 0}));
-  call.launch(OffsetCheck{batch.offsets, all, batch.id_count, flags}, all + 1);
-  // Offsets that are none lead to some bag all the same, so that both are asked before the host waits once.
-  if (all > 0) call.launch(IdCheck<Id>{batch, flags}, batch.id_count);
-  call.read_back(flags, found, 2);
-  STD_TORCH_CHECK(found[0] == 0, "offsets: not ascending from 0 to ", batch.id_count);
-  STD_TORCH_CHECK(found[1] == 0, "indices: some outside of their tables");
-  return batch;
+  return {{call.upload(features), static_cast<int64_t>(features.size())},
+          {static_cast<const Id*>(indices.data_ptr()), indices.numel()},
+          {static_cast<const int64_t*>(offsets.data_ptr()), offsets.numel()},
+          host.bag_count,
+          host.width};
+}
+
+bool has_work(const Host& host, const Tensor& indices) {
+  return indices.numel() > 0 && host.bag_count > 0 && !host.features.empty();
 }
 
 void check_pooled(const Tensor& t, const Host& host, const Tensor& indices, const char* name) {
@@ -90,8 +107,8 @@ void check_pooled(const Tensor& t, const Host& host, const Tensor& indices, cons
 
 std::vector<PoolFeature> pool_features(const Host& host) {
   std::vector<PoolFeature> features;
-  for (const GridFeature& feature : host.features) {
-    const GridTable& table = host.tables[static_cast<size_t>(feature.table)];
+  for (const HostFeature& feature : host.features) {
+    const HostTable& table = host.table_of(feature);
     features.push_back({table.rows, table.row_count, table.dim, feature.column, table.type, table.mean});
   }
   return features;
@@ -99,14 +116,7 @@ std::vector<PoolFeature> pool_features(const Host& host) {
 
 // One launch for all features whose rows are read alike.
 template <bool kWeighted, typename Id>
-void pool_on_device(Call& call, const Host& host, const GridBatch<Id>& batch, float* out) {
-  const int64_t id_count = batch.id_count, all = batch.feature_count * host.bag_count;
-  const PoolBatch<Id> arguments{{batch.ids, id_count},
-                                {batch.offsets, all + 1},
-                                {batch.weights, kWeighted ? id_count : 0},
-                                {out, host.bag_count * host.width},
-                                host.bag_count,
-                                host.width};
+void pool_on_device(Call& call, const Host& host, const PoolBatch<Id>& arguments, float* out) {
   for (const PoolLaunch& launch : plan_pooling(pool_features(host), host.bag_count, host.width, out)) {
     const simt::Global<const PoolPart> parts(call.upload(launch.parts), static_cast<int64_t>(launch.parts.size()));
     with_pool<kWeighted>(launch, arguments, parts,
@@ -120,13 +130,19 @@ void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor 
     using Id = decltype(id);
     const Host host = describe(tables, feature_tables, means, indices, offsets);
     check_pooled(out, host, indices, "out");
+    const float* const scales = weights_of(weights, indices);
     Call call(indices);
-    const auto batch = checked<Id>(call, host, indices, offsets, weights);
     auto* const pooled = static_cast<float*>(out.data_ptr());
+    const PoolBatch<Id> arguments{{static_cast<const Id*>(indices.data_ptr()), indices.numel()},
+                                  {static_cast<const int64_t*>(offsets.data_ptr()), offsets.numel()},
+                                  {scales, weights ? indices.numel() : 0},
+                                  {pooled, host.bag_count * host.width},
+                                  host.bag_count,
+                                  host.width};
     if (weights) {
-      pool_on_device<true>(call, host, batch, pooled);
+      pool_on_device<true>(call, host, arguments, pooled);
     } else {
-      pool_on_device<false>(call, host, batch, pooled);
+      pool_on_device<false>(call, host, arguments, pooled);
     }
   });
 }
@@ -138,17 +154,18 @@ Tensor bag_weight_gradients_cuda(Tensors tables, Ints feature_tables, Tensor ind
     using Id = decltype(id);
     const Host host = describe(tables, feature_tables, means, indices, offsets);
     check_pooled(grad, host, indices, "grad");
+    if (!has_work(host, indices)) return;
     Call call(indices);
-    const auto batch = checked<Id>(call, host, indices, offsets, std::nullopt);
-    call.launch(
-        WeightGradient<Id>{batch, static_cast<const float*>(grad.data_ptr()), static_cast<float*>(out.data_ptr())},
-        batch.id_count);
+    call.run(WeightGradients<Id>{placed<Id>(call, host, indices, offsets),
+                                 {static_cast<const float*>(grad.data_ptr()), grad.numel()},
+                                 {static_cast<float*>(out.data_ptr()), out.numel()}},
+             places_shape(indices.numel()));
   });
   return out;
 }
 
 // States of `width` floats a row: dim, or 1, or none.
-float* momentum_of(const Tensor& momentum, const GridTable& table, const Tensor& indices, int64_t width,
+float* momentum_of(const Tensor& momentum, const HostTable& table, const Tensor& indices, int64_t width,
                    const char* name) {
   if (width == 0) {
     STD_TORCH_CHECK(momentum.numel() == 0, name, ": the optimizer has none, got ", momentum.numel(), " elements");
@@ -163,7 +180,7 @@ float* momentum_of(const Tensor& momentum, const GridTable& table, const Tensor&
 // Whether every vector of four elements lies at a multiple of its size.
 bool has_vectors(const Host& host, const float* grad) {
   const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
-  return is_aligned(grad) && std::all_of(host.tables.begin(), host.tables.end(), [&](const GridTable& table) {
+  return is_aligned(grad) && std::all_of(host.tables.begin(), host.tables.end(), [&](const HostTable& table) {
            return table.dim % 4 == 0 && is_aligned(table.rows) && is_aligned(table.momentum1) &&
                   is_aligned(table.momentum2);
          });
@@ -171,9 +188,9 @@ bool has_vectors(const Host& host, const float* grad) {
 
 std::vector<StepTable> described(const Host& host, Optimizer optimizer) {
   std::vector<StepTable> result;
-  for (const GridTable& table : host.tables) {
+  for (const HostTable& table : host.tables) {
     const int64_t first = momentum1_width(optimizer, table.dim), second = momentum2_width(optimizer, table.dim);
-    result.push_back({{table.rows, table.row_count * table.dim * float_bytes(table.type)},
+    result.push_back({{table.rows, table.bytes()},
                       {table.momentum1, table.row_count * first},
                       {table.momentum2, table.row_count * second},
                       table.dim,
@@ -192,7 +209,7 @@ void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim
   const int64_t long_bytes = Long::shared_floats(dim_max, Long::kThreads) * 4;
   STD_TORCH_CHECK(row_bytes * groups <= kSharedBytes && (!has_long || long_bytes <= kSharedBytes), "tables: rows of ",
                   dim_max, " elements are more than a block has memory for");
-  const int64_t count = batch.rows.size(), warps = std::min<int64_t>(8, kSharedBytes / 2 / (row_bytes * groups) + 1);
+  const int64_t count = batch.count, warps = std::min<int64_t>(8, kSharedBytes / 2 / (row_bytes * groups) + 1);
   auto* const long_rows = call.scratch<int64_t>(count / kLongRun + 1, ScalarType::Long);
   auto* const long_count = reinterpret_cast<uint64_t*>(call.scratch<int64_t>(1, ScalarType::Long));
   call.clear(long_count, 1);
@@ -205,33 +222,46 @@ void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim
            {std::min<int64_t>(count / kLongRun, 4096), Long::kThreads, long_bytes});
 }
 
+// Rows and positions of all ids, sorted by row.
+template <typename Word, typename Id>
+StepBatch sorted(Call& call, const Host& host, const PlacedBatch<Id>& batch, const float* weights, int bits) {
+  const int64_t count = batch.ids.size();
+  const ScalarType type = sizeof(Word) == 4 ? ScalarType::Int : ScalarType::Long;
+  const Word *rows = call.scratch<Word>(count, type), *positions = call.scratch<Word>(count, type);
+  const simt::Global<int64_t> begins(call.scratch<int64_t>(count, ScalarType::Long), count);
+  const simt::Global<float> lengths(call.scratch<float>(count, ScalarType::Float), count);
+  call.run(
+      PlacePositions<Id>{batch, host.row_count, integers(rows, count), integers(positions, count), begins, lengths},
+      places_shape(count));
+  call.sort(&rows, &positions, count, bits);
+  StepBatch step{};
+  step.rows = integers(rows, count);
+  step.positions = integers(positions, count);
+  step.count = count;
+  step.row_count = host.row_count;
+  step.begins = begins;
+  step.lengths = lengths;
+  step.weights = {weights, weights == nullptr ? 0 : count};
+  return step;
+}
+
 template <typename Id>
-void step_rows(Call& call, const Host& host, const GridBatch<Id>& batch, const float* grad, Optimizer optimizer,
-               const Hyper& h) {
-  const int64_t count = batch.id_count;
-  auto *const rows = call.scratch<int64_t>(count, ScalarType::Long),
-              *const positions = call.scratch<int64_t>(count, ScalarType::Long),
-              *const begins = call.scratch<int64_t>(count, ScalarType::Long);
-  auto* const lengths = call.scratch<float>(count, ScalarType::Float);
-  call.launch(PlaceOfPosition<Id>{batch, rows, positions, begins, lengths}, count);
-  const int64_t *sorted = rows, *moved = positions;
-  int end_bit = 1;
-  while (end_bit < 62 && (int64_t{1} << end_bit) < host.row_count) ++end_bit;
-  call.sort(&sorted, &moved, count, end_bit);
+void step_rows(Call& call, const Host& host, const PlacedBatch<Id>& batch, const float* weights, const Tensor& grad,
+               Optimizer optimizer, const Hyper& h) {
+  const int64_t count = batch.ids.size();
+  const SortPlan plan = plan_sort(host.row_count, count);
+  StepBatch step = plan.is_narrow ? sorted<uint32_t>(call, host, batch, weights, plan.bits)
+                                  : sorted<int64_t>(call, host, batch, weights, plan.bits);
   const std::vector<StepTable> tables = described(host, optimizer);
-  const bool has_means = std::any_of(host.tables.begin(), host.tables.end(), [](const auto& t) { return t.mean; });
-  const StepBatch step{{call.upload(tables), static_cast<int64_t>(tables.size())},
-                       {sorted, count},
-                       {moved, count},
-                       {begins, count},
-                       {lengths, count},
-                       {batch.weights, batch.weights == nullptr ? 0 : count},
-                       {grad, batch.bag_count * batch.width},
-                       has_means || batch.weights != nullptr};
+  const auto* const from = static_cast<const float*>(grad.data_ptr());
+  step.tables = {call.upload(tables), static_cast<int64_t>(tables.size())};
+  step.grad = {from, grad.numel()};
+  step.has_factors = weights != nullptr || std::any_of(host.tables.begin(), host.tables.end(),
+                                                       [](const HostTable& table) { return table.mean; });
   const bool has_long = count > kLongRun;
   with_formula(optimizer, [&](auto formula) {
     constexpr Optimizer kChosen = decltype(formula)::value;
-    if (!has_vectors(host, grad)) return launch_step<kChosen, 1, 32>(call, step, h, host.dim_max, has_long);
+    if (!has_vectors(host, from)) return launch_step<kChosen, 1, 32>(call, step, h, host.dim_max, has_long);
     if (host.dim_max <= 32) return launch_step<kChosen, 4, 8>(call, step, h, host.dim_max, has_long);
     launch_step<kChosen, 4, 32>(call, step, h, host.dim_max, has_long);
   });
@@ -253,13 +283,14 @@ void step_bags_cuda(Tensors tables, Tensors momentum1, Tensors momentum2, Ints f
     Host host = describe(tables, feature_tables, means, indices, offsets);
     check_pooled(grad, host, indices, "grad");
     for (size_t t = 0; t < tables.size(); ++t) {
-      GridTable& table = host.tables[t];
+      HostTable& table = host.tables[t];
       table.momentum1 = momentum_of(momentum1[t], table, indices, momentum1_width(chosen, table.dim), "momentum1");
       table.momentum2 = momentum_of(momentum2[t], table, indices, momentum2_width(chosen, table.dim), "momentum2");
     }
+    const float* const scales = weights_of(weights, indices);
+    if (!has_work(host, indices)) return;
     Call call(indices);
-    const auto batch = checked<Id>(call, host, indices, offsets, weights);
-    if (batch.id_count > 0) step_rows(call, host, batch, static_cast<const float*>(grad.data_ptr()), chosen, values);
+    step_rows(call, host, placed<Id>(call, host, indices, offsets), scales, grad, chosen, values);
   });
 }
 

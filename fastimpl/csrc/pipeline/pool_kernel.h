@@ -1,6 +1,7 @@
 // Pooling on a grid: some lanes of a warp for each bag. They load its ids at once, hand them to each other, and have
 // several rows under way; rows are added in order of position, each operation rounded by itself, so that a device has
-// the bits of the host. Compile without contraction.
+// the bits of the host. Compile without contraction. Nothing is waited for: an id that the table has not is left out,
+// and a bag has no ids but those of the batch.
 #pragma once
 
 #include "common/floats.h"
@@ -24,8 +25,9 @@ struct Stored<Float::kFloat32> {
 // Some columns of one feature: as many as the lanes of a bag hold.
 struct PoolPart {
   simt::Global<const uint8_t> rows;  // The table's, from the first element of this part on.
-  int64_t column, first_bag;         // Of the pooled matrix; of the offsets.
-  int32_t dim, count;                // Elements of a row; of this part.
+  int64_t row_count;
+  int64_t column, first_bag;  // Of the pooled matrix; of the offsets.
+  int32_t dim, count;         // Elements of a row; of this part.
   bool mean;
 };
 
@@ -67,32 +69,39 @@ struct Pool {
   SIMT unsigned mask() const { return (simt::kAllLanes >> (simt::kLanes - lanes)) << first(); }
 
   SIMT void sum_bag(const PoolPart& part, int64_t bag) const {
-    const int64_t begin = offsets.load(part.first_bag + bag), end = offsets.load(part.first_bag + bag + 1);
+    const int64_t begin = inside(offsets.load(part.first_bag + bag)),
+                  end = inside(offsets.load(part.first_bag + bag + 1));
     const unsigned mine = simt::lane() - first(), element = mine * kElements;
     const bool has_columns = element < static_cast<unsigned>(part.count);
     const auto rows = part.rows.template as<const Bits>();
     float sum[kElements] = {};
     for (int64_t base = begin; base < end; base += lanes) {
       const bool has_id = base + mine < end;
-      const Id id = has_id ? ids.load(base + mine) : Id{0};
+      const Id given = has_id ? ids.load(base + mine) : Id{-1};
+      const bool has_row = static_cast<uint64_t>(static_cast<int64_t>(given)) < static_cast<uint64_t>(part.row_count);
+      const Id id = has_row ? given : Id{-1};
       const float weight = kWeighted && has_id ? weights.load(base + mine) : 0.0F;
       const unsigned count = end - base < lanes ? static_cast<unsigned>(end - base) : lanes;
       for (unsigned k = 0; k < count; k += kRows) {
         Row loaded[kRows];
+        bool is_loaded[kRows];
         SIMT_UNROLL
         for (unsigned r = 0; r < kRows; ++r) {
           const auto row = static_cast<int64_t>(simt::shuffle(mask(), id, k + r, lanes));
-          if (has_columns && k + r < count) loaded[r] = rows.template load_vector<kElements>(row * part.dim + element);
+          is_loaded[r] = has_columns && k + r < count && row >= 0;
+          if (is_loaded[r]) loaded[r] = rows.template load_vector<kElements>(row * part.dim + element);
         }
         SIMT_UNROLL
         for (unsigned r = 0; r < kRows; ++r) {
           const float scale = kWeighted ? simt::shuffle(mask(), weight, k + r, lanes) : 1.0F;
-          if (has_columns && k + r < count) add(sum, loaded[r], scale);
+          if (is_loaded[r]) add(sum, loaded[r], scale);
         }
       }
     }
     if (has_columns) store(part, bag * width + part.column + element, sum, end - begin);
   }
+
+  SIMT int64_t inside(int64_t offset) const { return offset < 0 ? 0 : offset < ids.size() ? offset : ids.size(); }
 
   SIMT static void add(float (&sum)[kElements], const Row& row, float scale) {
     SIMT_UNROLL

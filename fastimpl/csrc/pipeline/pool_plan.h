@@ -57,6 +57,7 @@ inline std::vector<PoolLaunch> plan_pooling(const std::vector<PoolFeature>& feat
       // An empty table has no rows, and no id leads there.
       const int64_t skipped = std::min(element * bytes, all_bytes);
       found->parts.push_back({{feature.rows + skipped, all_bytes - skipped},
+                              feature.row_count,
                               feature.column + element,
                               static_cast<int64_t>(f) * bag_count,
                               static_cast<int32_t>(feature.dim),

@@ -5,10 +5,10 @@
 
 #include "common/optimizers.h"
 #include "common/simt.h"
+#include "pipeline/place_kernel.h"
 
 namespace fastimpl::pipeline {
 
-using simt::Global;
 using simt::Shared;
 
 // A table on the device. Momenta as wide as the optimizer has them; `base` counts rows through all tables.
@@ -28,10 +28,11 @@ struct Occurrence {
 // Positions sorted by row, stably, and what lies at each of them.
 struct StepBatch {
   Global<const StepTable> tables;
-  Global<const int64_t> rows, positions;  // Sorted.
-  Global<const int64_t> begins;           // Of the gradient, by position.
-  Global<const float> lengths;            // By position: of the bag where the table takes means, else 1.
-  Global<const float> weights;            // By position; none where there are none.
+  Integers rows, positions;      // Sorted, `count` of each.
+  int64_t count, row_count;      // Row `row_count` is of ids that no table has: nothing is stepped.
+  Global<const int64_t> begins;  // Of the gradient, by position.
+  Global<const float> lengths;   // By position: of the bag where the table takes means, else 1.
+  Global<const float> weights;   // By position; none where there are none.
   Global<const float> grad;
   bool has_factors;  // Whether there are lengths and weights; without, gradients are added as they are.
 
@@ -228,7 +229,7 @@ struct StepRows {
     const unsigned warps = simt::threads() / simt::kLanes, own = simt::lane() / kLanesOfGroup;
     const int64_t floats = row_floats(kOptimizer, dim_max);
     const RowMemory<kOptimizer> memory((simt::warp() * kGroups + own) * floats, dim_max);
-    const int64_t count = batch.rows.size();
+    const int64_t count = batch.count;
     for (int64_t tile = static_cast<int64_t>(simt::block()) * warps + simt::warp(); tile * simt::kLanes < count;
          tile += static_cast<int64_t>(simt::blocks()) * warps) {
       const int64_t at = tile * simt::kLanes + simt::lane();
@@ -244,7 +245,8 @@ struct StepRows {
   SIMT void step(int64_t begin, const RowMemory<kOptimizer>& memory) const {
     const LaneGroup<kLanesOfGroup> group;
     const int64_t row = batch.rows.load(begin), behind = begin + kLongRun;
-    if (behind < batch.rows.size() && batch.rows.load(behind) == row) {
+    if (row >= batch.row_count) return;
+    if (behind < batch.count && batch.rows.load(behind) == row) {
       if (group.rank() == 0) long_rows.store(static_cast<int64_t>(long_count.atomic_add(0, 1)), begin);
       return;
     }
@@ -252,7 +254,7 @@ struct StepRows {
     int64_t first = begin;
     while (true) {
       const int64_t at = first + group.rank();
-      const bool is_mine = at < batch.rows.size() && batch.rows.load(at) == row;
+      const bool is_mine = at < batch.count && batch.rows.load(at) == row;
       const Occurrence mine = is_mine ? batch.occurrence(at) : Occurrence{0, 1, 1};
       const unsigned there = simt::count_lanes(simt::ballot(group.mask(), is_mine));
       if (batch.has_factors) {
@@ -335,7 +337,7 @@ struct StepLongRows {
         simt::sync_block();
         if (simt::warp() == 0) {
           const int64_t at = first + simt::lane();
-          const bool is_mine = at < batch.rows.size() && batch.rows.load(at) == row;
+          const bool is_mine = at < batch.count && batch.rows.load(at) == row;
           const Occurrence mine = is_mine ? batch.occurrence(at) : Occurrence{-1, 1, 1};
           begins.store(simt::lane(), mine.begin);
           factors.store(simt::lane(), mine.length);

@@ -1,7 +1,6 @@
 // Properties of the pipeline's kernels against naive loops: any tables, any bags, any unit, any number of threads.
 #include "pipeline_tests.h"
 
-#include "pipeline/grid.h"
 #include "pipeline/ids.h"
 #include "pipeline/step.h"
 
@@ -12,7 +11,6 @@ using namespace fastimpl::pipeline;
 using kvstore_tests::require;
 using kvstore_tests::threads;
 using kvstore_tests::uniform;
-using pipeline_cases::run_grid;
 using Bytes = std::vector<uint8_t>;
 using Floats = std::vector<float>;
 using Ints = std::vector<int64_t>;
@@ -272,95 +270,6 @@ void one_row_may_occur_any_number_of_times() {
   }
 }
 
-struct Grid {
-  std::vector<GridTable> tables;
-  std::vector<GridFeature> features;
-  GridBatch<int64_t> batch{};
-
-  explicit Grid(World* w) {
-    int64_t base = 0;
-    for (size_t t = 0; t < w->tables.size(); ++t) {
-      const BagTable& table = w->tables[t];
-      tables.push_back({w->rows[t].data(), table.row_count, table.dim, table.type, table.mean, w->momentum1[t].data(),
-                        w->momentum2[t].data(), base});
-      base += table.row_count;
-    }
-    for (const BagFeature& feature : w->features) features.push_back({feature.table, feature.column});
-    batch = {tables.data(),
-             features.data(),
-             static_cast<int64_t>(features.size()),
-             w->bag_count,
-             w->width,
-             w->ids.data(),
-             w->offsets.data(),
-             w->weights.empty() ? nullptr : w->weights.data(),
-             static_cast<int64_t>(w->ids.size())};
-  }
-};
-
-// Where positions go; the step itself is proven in conformance/meta/simt.
-void places_are_those_of_the_batch(World* w) {
-  const Grid grid(w);
-  const GridBatch<int64_t>& batch = grid.batch;
-  Ints rows(w->ids.size()), positions(rows.size()), begins(rows.size());
-  Floats lengths(rows.size());
-  run_grid(batch.id_count,
-           PlaceOfPosition<int64_t>{batch, rows.data(), positions.data(), begins.data(), lengths.data()});
-  for (size_t f = 0; f < w->features.size(); ++f) {
-    const GridTable& table = grid.tables[static_cast<size_t>(w->features[f].table)];
-    for (int64_t b = 0; b < w->bag_count; ++b) {
-      const size_t bag = f * static_cast<size_t>(w->bag_count) + static_cast<size_t>(b);
-      const int64_t length = w->offsets[bag + 1] - w->offsets[bag];
-      for (int64_t at = w->offsets[bag]; at < w->offsets[bag + 1]; ++at) {
-        const auto i = static_cast<size_t>(at);
-        require(rows[i] == table.base + w->ids[i] && positions[i] == at, "the row of a position on a grid");
-        require(begins[i] == b * w->width + w->features[f].column, "the gradient of a position on a grid");
-        require(lengths[i] == (table.mean ? static_cast<float>(length) : 1.0F), "the length of a bag on a grid");
-      }
-    }
-  }
-}
-
-void grids_have_the_bits_of_the_host() {
-  for (int i = 0; i < 150; ++i) {
-    World w = random_world(12);
-    if (w.bag_count == 0) continue;
-    Floats gradients(w.ids.size()), mine(gradients.size());
-    bag_weight_gradients(threads(1), w.batch(), w.grad.data(), gradients.data(), Isa::kPlain);
-    const Grid grid(&w);
-    run_grid(static_cast<int64_t>(mine.size()), WeightGradient<int64_t>{grid.batch, w.grad.data(), mine.data()});
-    require(are_same(mine, gradients), "gradients of weights on a grid");
-    places_are_those_of_the_batch(&w);
-  }
-}
-
-void grids_see_what_is_outside() {
-  for (int i = 0; i < 100; ++i) {
-    World w = random_world(6);
-    if (w.bag_count == 0 || w.ids.empty()) continue;
-    int64_t flags[2] = {0, 0};
-    const Grid grid(&w);
-    const auto all = static_cast<int64_t>(w.offsets.size()) - 1;
-    const auto check_all = [&] {
-      run_grid(all + 1, OffsetCheck{w.offsets.data(), all, grid.batch.id_count, flags});
-      // Offsets that are none must not lead outside of memory, which the sanitizer watches.
-      run_grid(grid.batch.id_count, IdCheck<int64_t>{grid.batch, flags});
-    };
-    check_all();
-    require(flags[0] == 0 && flags[1] == 0, "a right batch on a grid");
-    const auto p = static_cast<size_t>(uniform(0, grid.batch.id_count - 1));
-    const int64_t before = std::exchange(
-        w.ids[p], uniform(0, 1) == 0 ? -1 : grid.batch.table_of(grid.batch.bag_of(static_cast<int64_t>(p))).row_count);
-    check_all();
-    require(flags[0] == 0 && flags[1] == 1, "an id outside on a grid");
-    w.ids[p] = before;
-    const auto at = static_cast<size_t>(uniform(0, all));
-    w.offsets[at] = at == 0 ? 1 : grid.batch.id_count + 1;
-    check_all();
-    require(flags[0] == 1, "offsets on a grid");
-  }
-}
-
 void order_is_kept_by_sorting() {
   for (int i = 0; i < 60; ++i) {
     const int64_t count = i == 0 ? 200000 : uniform(0, 3000);
@@ -508,9 +417,6 @@ void pipeline_tests() {
   weights_have_gradients();
   steps_are_those_of_the_formulas();
   one_row_may_occur_any_number_of_times();
-  grids_have_the_bits_of_the_host();
-  grids_see_what_is_outside();
-  pipeline_grid_tests();
   order_is_kept_by_sorting();
   ids_are_checked_and_mended<int64_t>();
   ids_are_checked_and_mended<int32_t>();
