@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "common/parallel.h"
+#include "kvstore/map.h"
 #include "kvstore/row.h"
 
 namespace fastimpl::kvstore {
