@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 
+from conformance.harness.devices import FIXTURES
 from conformance.harness.ledger import Deviation
 from conformance.harness.planted_run import bug_of
 from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
@@ -36,6 +37,8 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
     except RequirementError as error:
         raise pytest.UsageError(str(error)) from error
     importlib.import_module(suite.implementation)
+    if suite.device == "simt" and suite.implementation != "fastimpl":
+        raise pytest.UsageError(f"--twinproof-device simt: the kernels are fastimpl's, not {suite.implementation}'s")
     _apply_ledger(suite, [item for item, _ in proofs])
     waived = {item.nodeid for item in items if item.stash.get(_WAIVED, False) and bug_of(item) is not None}
     dropped = [
@@ -43,16 +46,12 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         for item in items
         if item.nodeid in waived
         or (suite.planted_mode == "only" and bug_of(item) is None)
-        or (suite.device != "cpu" and not _takes_device(item))
+        or (suite.device != "cpu" and FIXTURES.get(suite.device, "device") not in getattr(item, "fixturenames", ()))
     ]
     if dropped:
         suite.config.hook.pytest_deselected(items=dropped)
         gone = set(map(id, dropped))
         items[:] = [item for item in items if id(item) not in gone]
-
-
-def _takes_device(item: pytest.Item) -> bool:
-    return "device" in getattr(item, "fixturenames", ())
 
 
 _WAIVED = pytest.StashKey[bool]()

@@ -68,7 +68,7 @@ class ProvenDevice {
     std::copy_n(from.data(), from.size(), to.data());
     std::copy_n(written(from), from.size() * int64_t{sizeof(T)}, written(to));
   }
-  void sort(const Array<uint64_t>& words, const Array<int64_t>& payload, int end_bit) {
+  void sort(Array<uint64_t>& words, Array<int64_t>& payload, int end_bit) {
     check(words, "a sort");
     check(payload, "a sort");
     std::vector<int64_t> order(static_cast<size_t>(words.size()));
@@ -76,12 +76,16 @@ class ProvenDevice {
     const uint64_t mask = end_bit == 64 ? ~uint64_t{0} : (uint64_t{1} << end_bit) - 1;
     const auto word = [&](int64_t at) { return words.data()[at] & mask; };
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return word(a) < word(b); });
-    const std::vector<uint64_t> all(words.data(), words.data() + words.size());
-    const std::vector<int64_t> values(payload.data(), payload.data() + payload.size());
-    for (size_t i = 0; i < order.size(); ++i) {
-      words.data()[i] = all[static_cast<size_t>(order[i])];
-      payload.data()[i] = values[static_cast<size_t>(order[i])];
+    const Array<uint64_t> sorted = make<uint64_t>(words.size());
+    const Array<int64_t> moved = make<int64_t>(words.size());
+    for (int64_t i = 0; i < words.size(); ++i) {
+      sorted.data()[i] = words.data()[order[static_cast<size_t>(i)]];
+      moved.data()[i] = payload.data()[order[static_cast<size_t>(i)]];
     }
+    mark(sorted);
+    mark(moved);
+    words = sorted;
+    payload = moved;
   }
   void sum_up(const Array<int64_t>& values, const Array<int64_t>& sums) {
     check(values, "running sums");

@@ -1,10 +1,11 @@
 // A table whose rows and index lie on a device: what is launched, in which order. `Device` brings memory, copies, two
 // algorithms (a stable sort and running sums) and launches; the verbs are the same on a GPU and in a proof.
 //
-//   Array<T> make<T>(count), keep<T>(count)       memory, not cleared, for a call or for long; freed with its last
-//   Array clear(span), copy(from, to)                   on the device upload(host, to), download(from, host) `download`
-//   waits sort(words, payload, end_bit), sum_up(values, sums) launch(kernel, threads, shared_bytes)         as many
-//   threads as are useful; shared memory for each warp
+//   Array<T> make<T>(count), keep<T>(count): memory, not cleared, for a call or for long; freed with its last Array
+//   clear(span), copy(from, to), upload(host, to), download(from, host), which waits
+//   sort(words, payload, end_bit): stable; both are other arrays afterwards
+//   sum_up(values, sums): running sums
+//   launch(kernel, threads, shared_bytes): as many threads as are useful; shared memory for each warp
 //
 // A slot is the number of a row; rows are dense, so that a scan meets rows only, and the places of rows that go are
 // taken by the last rows. Every change first makes room and then writes: where memory runs out nothing has changed.
@@ -325,8 +326,9 @@ class DeviceTable {
 
   Batch runs_of(Global<const int64_t> ids) {
     const int64_t count = ids.size();
-    const auto words = device_.template make<uint64_t>(count);
-    const Longs positions = device_.template make<int64_t>(count), marks = device_.template make<int64_t>(count);
+    auto words = device_.template make<uint64_t>(count);
+    Longs positions = device_.template make<int64_t>(count);
+    const Longs marks = device_.template make<int64_t>(count);
     device_.launch(HashIds{ids, words, positions}, count);
     device_.sort(words, positions, 64);
     device_.launch(MarkRuns{words, marks}, count);
@@ -363,8 +365,9 @@ class DeviceTable {
   // Adds entries for distinct ids that have none: by their first buckets, what is left by their second, then the rest.
   void insert(Longs ids, Longs slots) {
     for (int64_t turn = 0; turn < 2 && ids.size() > 0; ++turn) {
-      const auto buckets = device_.template make<uint64_t>(ids.size());
-      const Longs order = device_.template make<int64_t>(ids.size()), left = device_.template make<int64_t>(ids.size());
+      auto buckets = device_.template make<uint64_t>(ids.size());
+      Longs order = device_.template make<int64_t>(ids.size());
+      const Longs left = device_.template make<int64_t>(ids.size());
       device_.launch(ListBuckets{index(), turn, ids, buckets, order}, ids.size());
       device_.sort(buckets, order, std::max(1, index_.bits));
       device_.launch(InsertRuns{index(), buckets, order, ids, slots, left}, ids.size() * kWays);
@@ -406,9 +409,9 @@ class DeviceTable {
   // Slots from who goes first to who goes last: by rank, then by key.
   Longs ranked(const Longs& slots, bool by_count) {
     const int64_t count = slots.size();
-    const auto keys = device_.template make<uint64_t>(count), ranks = device_.template make<uint64_t>(count);
+    auto keys = device_.template make<uint64_t>(count), ranks = device_.template make<uint64_t>(count);
     device_.launch(SortableKeys{rows(), slots, keys}, count);
-    const Longs order = picked_at(counted(0, count), slots);
+    Longs order = picked_at(counted(0, count), slots);
     device_.sort(keys, order, 64);
     device_.launch(RankRows{rows(), by_count, order, ranks}, count);
     device_.sort(ranks, order, 32);
@@ -456,8 +459,8 @@ class DeviceTable {
     device_.launch(SetMarks{slots, left, 0, stays}, count);
     const Longs movers = picked(counted(left, count), stays);
     if (movers.size() > 0) {
-      const auto words = device_.template make<uint64_t>(count);
-      const Longs places = counted(0, count);
+      auto words = device_.template make<uint64_t>(count);
+      Longs places = counted(0, count);
       device_.launch(SortableSlots{slots, words}, count);
       device_.sort(words, places, 32);
       const Longs ordered = picked_at(places, slots);
