@@ -46,12 +46,16 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         for item in items
         if item.nodeid in waived
         or (suite.planted_mode == "only" and bug_of(item) is None)
-        or (suite.device != "cpu" and FIXTURES.get(suite.device, "device") not in getattr(item, "fixturenames", ()))
+        or not _runs_on(suite.device, item)
     ]
     if dropped:
         suite.config.hook.pytest_deselected(items=dropped)
         gone = set(map(id, dropped))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+def _runs_on(device: str, item: pytest.Item) -> bool:
+    return device == "cpu" or not set(FIXTURES[device]).isdisjoint(getattr(item, "fixturenames", ()))
 
 
 _WAIVED = pytest.StashKey[bool]()

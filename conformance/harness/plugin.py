@@ -183,8 +183,7 @@ def _component(request: pytest.FixtureRequest, stem: str) -> implementations.Com
 @pytest.fixture(scope="session")
 def kvstore(request: pytest.FixtureRequest) -> implementations.Component:
     """The implementation's ``kvstore``; skips by name when it, or a name in it, is absent."""
-    if request.config.stash[SUITE].device == "simt":
-        prepare_device("simt")
+    prepare_device(request.config.stash[SUITE].device)
     return _component(request, "kvstore")
 
 

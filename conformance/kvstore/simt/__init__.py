@@ -16,7 +16,7 @@ import torch
 from conformance.harness.native import compile_once
 from conformance.provers.simt import include_folders
 from fastimpl.kvstore.native import table_messages
-from fastimpl.kvstore.store import DeviceRows, KVStore, rows_of
+from fastimpl.kvstore.store import DeviceRows, KVStore, device_rows, rows_of
 from fastimpl.ops import KVHandle
 from twinproof.kvstore.options import StoreOptions
 from twinproof.kvstore.rows import RowEngine
@@ -164,7 +164,15 @@ class SimtStore(KVStore, engine=_rows_of):
     """A ``KVStore`` on the device that is run here; its ``device`` is still "cpu", where its tensors are."""
 
 
-def bind() -> None:
-    """Make ``fastimpl.kvstore.KVStore`` such a store, for the rest of the process. Raises CompileError."""
-    library()
-    KVStore._make_engine = staticmethod(_rows_of)
+def bind(device: str) -> None:
+    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt" or "cuda", for the rest of the process.
+
+    Its tensors stay on the CPU, and so tests run unchanged. Raises CompileError.
+    """
+    if device == "simt":
+        library()
+    KVStore._make_engine = staticmethod(_rows_of if device == "simt" else _rows_on_gpu)
+
+
+def _rows_on_gpu(options: StoreOptions) -> RowEngine:
+    return LockedRows(device_rows(options))
