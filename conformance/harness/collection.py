@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 
+from conformance.harness.devices import FIXTURES
 from conformance.harness.ledger import Deviation
 from conformance.harness.planted_run import bug_of
 from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
@@ -36,6 +37,8 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
     except RequirementError as error:
         raise pytest.UsageError(str(error)) from error
     importlib.import_module(suite.implementation)
+    if suite.device == "simt" and suite.implementation != "fastimpl":
+        raise pytest.UsageError(f"--twinproof-device simt: the kernels are fastimpl's, not {suite.implementation}'s")
     _apply_ledger(suite, [item for item, _ in proofs])
     waived = {item.nodeid for item in items if item.stash.get(_WAIVED, False) and bug_of(item) is not None}
     dropped = [
@@ -43,7 +46,7 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         for item in items
         if item.nodeid in waived
         or (suite.planted_mode == "only" and bug_of(item) is None)
-        or (suite.device != "cpu" and not _takes_device(item))
+        or not _runs_on(suite.device, item)
     ]
     if dropped:
         suite.config.hook.pytest_deselected(items=dropped)
@@ -51,8 +54,8 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if id(item) not in gone]
 
 
-def _takes_device(item: pytest.Item) -> bool:
-    return "device" in getattr(item, "fixturenames", ())
+def _runs_on(device: str, item: pytest.Item) -> bool:
+    return device == "cpu" or not set(FIXTURES[device]).isdisjoint(getattr(item, "fixturenames", ()))
 
 
 _WAIVED = pytest.StashKey[bool]()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DEVICES", "kernel_sources", "prepare_device"]
+__all__ = ["DEVICES", "FIXTURES", "absent_capabilities", "kernel_sources", "prepare_device"]
 
-DEVICES = ("cpu", "pretend")
+DEVICES = ("cpu", "pretend", "simt", "cuda")
+# The fixtures by which tests run on a device. A store is itself on it, and so are those of ranks.
+FIXTURES = {"pretend": ("device",), "simt": ("kvstore", "rank_pool"), "cuda": ("device", "kvstore", "rank_pool")}
+_OF_STORES = ("simt", "cuda")
 
 
 def kernel_sources() -> Path | None:
@@ -18,8 +21,21 @@ def kernel_sources() -> Path | None:
 
 
 def prepare_device(name: str) -> None:
-    """Make ``torch.device(name)`` known to torch."""
+    """Make ``torch.device(name)`` known to torch, and bind stores to it where they can lie there."""
     if name == "pretend":
         from conformance.provers.pretend_device import PretendDevice
 
         PretendDevice(sources=kernel_sources())
+    if name in _OF_STORES:
+        from conformance.kvstore.simt import bind
+
+        bind(name)
+
+
+def absent_capabilities(name: str) -> frozenset[str]:
+    """What an implementation does not have on that device, whatever it declares."""
+    if name not in _OF_STORES:
+        return frozenset()
+    from conformance.kvstore.simt import LACKS
+
+    return LACKS

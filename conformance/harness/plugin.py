@@ -19,7 +19,7 @@ import pytest
 
 from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
-from conformance.harness.devices import prepare_device
+from conformance.harness.devices import absent_capabilities, prepare_device
 from conformance.harness.environment import environment_line
 from conformance.harness.failures import describe
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
@@ -101,6 +101,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     name = item.config.stash[SUITE].implementation
     declared = implementations.capabilities(name, requirement.stem)
+    declared -= absent_capabilities(item.config.stash[SUITE].device)
     absent = [need for need in requirement.needs if need not in declared]
     if absent:
         pytest.skip(f"implementation {name} lacks {', '.join(absent)}")
@@ -182,6 +183,7 @@ def _component(request: pytest.FixtureRequest, stem: str) -> implementations.Com
 @pytest.fixture(scope="session")
 def kvstore(request: pytest.FixtureRequest) -> implementations.Component:
     """The implementation's ``kvstore``; skips by name when it, or a name in it, is absent."""
+    prepare_device(request.config.stash[SUITE].device)
     return _component(request, "kvstore")
 
 

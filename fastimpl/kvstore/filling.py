@@ -66,7 +66,7 @@ def fill(
     """See ``twinproof.kvstore.disk.RowFiles.fill``; ``part_rows``: how many are read in one call."""
     layout = store.layout(table)
     is_converted = saved.saved_table(table).layout != layout or (weights_only and layout.state_slots)
-    if not isinstance(store, KVStore) or saved.form != "rows" or is_converted:
+    if not isinstance(store, KVStore) or not store.can_fill or saved.form != "rows" or is_converted:
         return None
     filling = store.open_filling(table, len(rows), ahead)
     if filling is None:

@@ -12,15 +12,17 @@ import torch
 
 from fastimpl import ops
 from fastimpl.kvstore.buckets import sort_ids
+from fastimpl.kvstore.device import DeviceHandle
 from fastimpl.kvstore.native import check_status, hyper_values, plan_message, table_messages
 from fastimpl.ops import KVFilling, KVHandle
 from twinproof.errors import ConfigError, StoreClosedError
 from twinproof.kvstore import store
-from twinproof.kvstore.options import EvictionPolicy, StoreOptions, StoreStats
-from twinproof.kvstore.rows import Buckets, RoundPlan
+from twinproof.kvstore.options import METADATA_OFFSET, EvictionPolicy, StoreOptions, StoreStats
+from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine
+from twinproof.kvstore.store import LockedRows
 from twinproof.optimizers import Hyper
 
-__all__ = ["KVStore", "NativeReader", "NativeRows"]
+__all__ = ["DeviceRows", "KVStore", "NativeReader", "NativeRows", "device_rows", "rows_of"]
 
 Result = TypeVar("Result")
 ROWS_MAX = 2**32 - 16
@@ -75,8 +77,8 @@ class NativeReader:
 class NativeRows(NativeReader):
     """The rows of a store."""
 
-    def __init__(self, options: StoreOptions) -> None:
-        super().__init__(options, KVHandle.create(table_messages(options), options.num_shards))
+    def __init__(self, options: StoreOptions, handle: KVHandle | None = None) -> None:
+        super().__init__(options, handle or KVHandle.create(table_messages(options), options.num_shards))
 
     def _change(self, table: str, verb: Callable[..., int], *arguments: Any) -> None:
         check_status(self._call(table, verb, *arguments), table, self.options.capacities[table])
@@ -141,14 +143,53 @@ class NativeRows(NativeReader):
         self._call(table, self._handle.fail_after, after_count)
 
 
-class KVStore(store.KVStore, engine=NativeRows):
+class DeviceRows(NativeRows):
+    """The rows of a store on a device: one call at a time, see ``LockedRows``. A snapshot copies them."""
+
+    def write_rows(self, table: str, rows: torch.Tensor) -> None:
+        keys = rows[:, :METADATA_OFFSET].contiguous().view(torch.int64)[:, 0]
+        self._change(table, self._handle.write_rows, keys, rows)
+
+    def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return sort_ids(ids.cpu(), buckets, begin, end)
+
+
+def device_rows(options: StoreOptions) -> DeviceRows:
+    """The rows of a store on the current CUDA device.
+
+    Raises:
+        ConfigError: no GPU, or a library without kernels for one.
+    """
+    if not torch.cuda.is_available() or "kvstore_create" not in ops.cuda_operators():
+        raise ConfigError("no CUDA device for this store", got=_why_no_device(), expected="a GPU", where="device")
+    return DeviceRows(options, DeviceHandle.create(table_messages(options), options.num_shards))
+
+
+def _why_no_device() -> str:
+    if "kvstore_create" not in ops.cuda_operators():
+        return "a library that was built without CUDA"
+    return "torch.cuda.is_available() is False"
+
+
+def rows_of(options: StoreOptions) -> RowEngine:
+    """The rows of a store where its options say. Raises ConfigError without a GPU."""
+    return NativeRows(options) if options.device == "cpu" else LockedRows(device_rows(options))
+
+
+class KVStore(store.KVStore, engine=rows_of, devices=("cpu", "cuda")):
     __doc__ = store.KVStore.__doc__
-    _engine: NativeRows
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether an empty table can be filled beside itself."""
+        return isinstance(self._engine, NativeRows)
 
     def open_filling(self, table: str, row_count: int, ahead: int) -> KVFilling | None:
         """See ``NativeRows.open_filling``."""
+        assert isinstance(self._engine, NativeRows)
         return self._engine.open_filling(table, row_count, ahead)
 
     def fail_allocations(self, table: str, after_count: int) -> None:
         """For tests: see ``NativeRows.fail_allocations``."""
+        assert isinstance(self._engine, NativeRows)
         self._engine.fail_allocations(table, after_count)

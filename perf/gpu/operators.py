@@ -3,7 +3,8 @@
     python -m perf.gpu.operators --list                          # the registered ones, as JSON
     python -m perf.gpu.operators pipeline_pool --device cuda     # one of them
 
-The list is the dispatcher's: an operator without calls in ``perf/<stem>/operators.py`` is a failure. On a stream that
+The list is the dispatcher's: an operator without calls in ``perf/<stem>/operators.py`` is a failure. Operators of a
+store take its handle, and no call stands by itself: the suite runs them, see ``perf.gpu.kvstore``. On a stream that
 is not the default one, inputs arrive late, behind a delay: an operator that runs on another stream reads zeros. With
 ``--device cpu`` each operator is compared with itself, which rehearses this program and says nothing of a GPU.
 """
@@ -25,7 +26,7 @@ import torch
 from conformance.harness.environment import environment
 from fastimpl import ops
 
-__all__ = ["OperatorCall", "calls_of", "differences", "main", "on_device", "outputs", "tensors_in"]
+__all__ = ["OperatorCall", "calls_of", "differences", "listed", "main", "on_device", "outputs", "tensors_in"]
 
 _COUNTS = (1_000, 1_000_000)
 _DELAY_CYCLES = 20_000_000  # About 10 ms.
@@ -59,6 +60,12 @@ def calls_of(operator: str) -> Calls | None:
             raise
         return None
     return declared.get(operator)
+
+
+def listed() -> list[str]:
+    """The operators with a CUDA kernel that calls can be made of: all but those of a store."""
+    schemas = {name: getattr(torch.ops.twinproof, name).default._schema for name in ops.cuda_operators()}
+    return [name for name, schema in schemas.items() if schema.arguments[0].name not in ("handle", "formats")]
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -186,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not registered:
             print("the library has no CUDA operator")
             return 1
-        print(json.dumps(registered))
+        print(json.dumps(listed()))
         return 0
     if given.operator not in registered:
         parser.error(f"no CUDA operator of that name: {given.operator}; there are {', '.join(registered)}")

@@ -25,9 +25,20 @@ def python(*words: str) -> tuple[str, ...]:
     return (sys.executable, "-W", "default", "-m", *words)
 
 
-def suite(name: str, module: str, *must: str, limit_s: float, environment: Sequence[tuple[str, str]] = ()) -> Step:
-    """A step of phase 1: a module of the suite on fastimpl, whose requirements ``must`` may not be skipped."""
-    command = python("perf.gpu.tests", module, "--must", *must)
+def suite(
+    name: str,
+    module: str,
+    *must: str,
+    limit_s: float,
+    environment: Sequence[tuple[str, str]] = (),
+    device: str | None = None,
+) -> Step:
+    """A step of phase 1: a module of the suite on fastimpl, whose requirements ``must`` may not be skipped.
+
+    ``device``: where the module's objects lie, if the tests themselves do not say so.
+    """
+    placed = ("--device", device) if device is not None else ()
+    command = python("perf.gpu.tests", module, *placed, "--must", *must)
     return Step(f"tests:{name}", command, limit_s, needs=_LIBRARY, environment=tuple(environment))
 
 

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 when the module passed and nothing of ``must`` was skipped."""
     parser = argparse.ArgumentParser(prog="perf.gpu.tests", description="Tests that need a GPU.")
     parser.add_argument("module")
+    parser.add_argument("--device", help="as --twinproof-device of the suite")
     parser.add_argument("--must", nargs="+", default=[], metavar="ID", help="requirements that may not be skipped")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="twinproof-") as folder:
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # In this process: where it hangs, a signal to it finds the test.
         os.environ.update(_ENVIRONMENT)
         options = ["--twinproof-impl", "fastimpl", "--twinproof-report", str(report)]
+        if given.device is not None:
+            options += ["--twinproof-device", given.device]
         code = int(pytest.main([*_OPTIONS, "--pyargs", given.module, *options]))
         if not report.exists():
             print(f"pytest ended with {code} and left no report")

@@ -241,20 +241,24 @@ def unpack_header(rows: torch.Tensor) -> Header:
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-def check_plain(value: Any, where: str) -> torch.Tensor:
-    """A dense contiguous CPU tensor, else ShapeError or UnsupportedError."""
+_CPU = ("cpu",)
+
+
+def check_plain(value: Any, where: str, places: tuple[str, ...] = _CPU) -> torch.Tensor:
+    """A dense contiguous tensor in one of these places (types of devices), else ShapeError or UnsupportedError."""
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError("not a tensor", got=type(value).__name__, expected="torch.Tensor", where=where)
-    if value.device.type != "cpu":
-        raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
+    if value.device.type not in places:
+        expected = " or ".join(places)
+        raise ShapeError("a tensor on another device than the store", got=value.device, expected=expected, where=where)
     if value.layout is not torch.strided or not value.is_contiguous() or value.is_conj() or value.is_neg():
         raise ShapeError("not contiguous; call .contiguous()", got=tuple(value.stride()), where=where)
     return value.detach()
 
 
-def check_ids(ids: Any, where: str = "ids") -> torch.Tensor:
+def check_ids(ids: Any, where: str = "ids", places: tuple[str, ...] = _CPU) -> torch.Tensor:
     """Ids as int64 [n], from int32 or int64 [n]; every value is an id. Raises ShapeError, UnsupportedError."""
-    plain = check_plain(ids, where)
+    plain = check_plain(ids, where, places)
     if plain.dtype not in _ID_DTYPES:
         raise UnsupportedError("not a dtype of ids", got=plain.dtype, expected=_ID_DTYPES, where=where)
     if plain.dim() != 1:
@@ -263,10 +267,15 @@ def check_ids(ids: Any, where: str = "ids") -> torch.Tensor:
 
 
 def check_matrix(
-    values: Any, row_count: int | None, width: int, dtype: torch.dtype | tuple[torch.dtype, ...], where: str
+    values: Any,
+    row_count: int | None,
+    width: int,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    where: str,
+    places: tuple[str, ...] = _CPU,
 ) -> torch.Tensor:
     """Values [row_count, width] of the dtype. Raises ShapeError, UnsupportedError."""
-    plain = check_plain(values, where)
+    plain = check_plain(values, where, places)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if plain.dtype not in dtypes:
         raise UnsupportedError("another dtype than the store's", got=plain.dtype, expected=dtypes, where=where)
@@ -276,9 +285,9 @@ def check_matrix(
     return plain
 
 
-def check_rows(rows: Any, row_bytes: int, where: str = "rows") -> torch.Tensor:
+def check_rows(rows: Any, row_bytes: int, where: str = "rows", places: tuple[str, ...] = _CPU) -> torch.Tensor:
     """Whole rows, uint8 [n, row_bytes]. Raises ShapeError, UnsupportedError."""
-    return check_matrix(rows, None, row_bytes, torch.uint8, where)
+    return check_matrix(rows, None, row_bytes, torch.uint8, where, places)
 
 
 def check_count(count: Any, length: int, where: str = "count") -> int:
@@ -532,8 +541,6 @@ class StoreOptions:
                 raise ConfigError("not a policy", got=policy, expected="EvictionPolicy", where=f"eviction[{table!r}]")
             if not isinstance(self.initializers[table], Initializer):
                 raise ConfigError("not an initializer", got=self.initializers[table], where=f"initializer[{table!r}]")
-        if self.device != "cpu":
-            raise ConfigError("not a device of this store", got=self.device, expected="cpu", where="device")
 
 
 GOLDEN = signed64(0x9E3779B97F4A7C15)

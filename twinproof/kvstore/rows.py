@@ -50,6 +50,7 @@ __all__ = [
     "check_buckets",
     "check_convertible",
     "convert_rows",
+    "places_of",
     "rank_buckets",
     "separate",
 ]
@@ -228,6 +229,11 @@ class RowEngine(TrackedReader, Protocol):
         """
 
 
+def places_of(ids: torch.Tensor) -> tuple[str, ...]:
+    """Where the other tensors of a call lie: where its ids do."""
+    return (ids.device.type,)
+
+
 class RowSource:
     """Rows by table and id. Reading never inserts: a missing id reads as its initial row (key, initial weight, zeros).
 
@@ -237,9 +243,12 @@ class RowSource:
 
     Attributes:
         read_only: whether views of this source drop their writes.
+        places: types of the devices that the tensors of a call may lie on; all of one call lie on one, and what it
+            returns lies where the ids do.
     """
 
     read_only = False
+    places: tuple[str, ...] = ("cpu",)
 
     def __init__(self, layouts: Mapping[str, RowLayout], reader: RowReader) -> None:
         self._layouts, self._reader = layouts, reader
@@ -262,11 +271,15 @@ class RowSource:
             raise ConfigError("the row holds no such state", got=state, expected=sorted(slots), where=table)
         return slots[state]
 
+    def _ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Checked ids, int64 [n]. Raises ShapeError, UnsupportedError."""
+        return check_ids(ids, places=self.places)
+
     def _read(
         self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Bytes [begin, end) of each row, uint8 [n, end - begin], fresh or in ``out``."""
-        rows = torch.empty(ids.numel(), end - begin, dtype=torch.uint8) if out is None else out
+        rows = torch.empty(ids.numel(), end - begin, dtype=torch.uint8, device=ids.device) if out is None else out
         self._reader.read(table, ids, begin, end, rows)
         return rows
 
@@ -284,10 +297,10 @@ class RowSource:
         Raises:
             ConfigError, ShapeError, UnsupportedError, StoreClosedError.
         """
-        layout, checked = self.layout(table), check_ids(ids)
+        layout, checked = self.layout(table), self._ids(ids)
         used = check_count(count, checked.numel())
         if out is not None:
-            check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out")
+            check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out", places_of(checked))
         end = HEADER_BYTES + layout.weight_bytes
         if out is not None and used == checked.numel():
             self._read(table, checked, HEADER_BYTES, end, out.view(torch.uint8))
@@ -295,7 +308,10 @@ class RowSource:
         weights = from_bytes(self._read(table, checked[:used], HEADER_BYTES, end), layout.weight_dtype)
         if out is None and used == checked.numel():
             return weights
-        result = torch.zeros(checked.numel(), layout.embedding_dim, dtype=layout.weight_dtype) if out is None else out
+        result = out
+        if result is None:
+            shape = (checked.numel(), layout.embedding_dim)
+            result = torch.zeros(shape, dtype=layout.weight_dtype, device=checked.device)
         result[:used] = weights
         return result
 
@@ -315,12 +331,12 @@ class RowSource:
         Raises:
             ShapeError: a range outside the row. ConfigError, UnsupportedError, StoreClosedError.
         """
-        row_bytes, checked = self.layout(table).row_bytes, check_ids(ids)
+        row_bytes, checked = self.layout(table).row_bytes, self._ids(ids)
         end = row_bytes if width_bytes is None else offset_bytes + width_bytes
         if not 0 <= offset_bytes <= end <= row_bytes:
             raise ShapeError("not a range of the row", got=(offset_bytes, end), expected=f"within {row_bytes} bytes")
         if out is not None:
-            check_matrix(out, checked.numel(), end - offset_bytes, torch.uint8, "out")
+            check_matrix(out, checked.numel(), end - offset_bytes, torch.uint8, "out", places_of(checked))
         return self._read(table, checked, offset_bytes, end, out)
 
     def get_state(self, table: str, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -329,13 +345,13 @@ class RowSource:
         Raises:
             ConfigError: the stored row has no such state. ShapeError, UnsupportedError, StoreClosedError.
         """
-        slot, checked = self.slot(table, name), check_ids(ids)
+        slot, checked = self.slot(table, name), self._ids(ids)
         return from_bytes(self._read(table, checked, slot.offset_bytes, slot.end_bytes), slot.dtype)
 
     def metadata(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Bytes 8-15 of each header as int64 [n, 1]: ``timestamp | count << 32 | used << 63``, as FBGEMM exports it."""
         self.layout(table)
-        return from_bytes(self._read(table, check_ids(ids), METADATA_OFFSET, HEADER_BYTES), torch.int64)
+        return from_bytes(self._read(table, self._ids(ids), METADATA_OFFSET, HEADER_BYTES), torch.int64)
 
     def get_scores(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """The scores of ids, float32 [n]: the 31 bits of the count as a non-negative float32.
@@ -343,7 +359,7 @@ class RowSource:
         Raises:
             MissingKeyError: ids without a row.
         """
-        checked = check_ids(ids)
+        checked = self._ids(ids)
         missing = checked[~self.contains(table, checked)]
         if missing.numel():
             raise MissingKeyError("ids without a row have no score", got=missing[:10].tolist(), where=table)
@@ -352,7 +368,7 @@ class RowSource:
     def contains(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Bool [n]: whether each id has a row."""
         self.layout(table)
-        return self._reader.find(table, check_ids(ids))
+        return self._reader.find(table, self._ids(ids))
 
     def ids(self, table: str, begin: int = ID_MIN, last: int = ID_MAX) -> torch.Tensor:
         """The ids of the table in [begin, last], both included, ascending, int64 [n]."""
@@ -381,6 +397,7 @@ class TrackedSource(RowSource):
     def __init__(self, options: StoreOptions, reader: TrackedReader, steps: dict[str, int]) -> None:
         super().__init__(options.rows, reader)
         self.options, self._tracked, self._steps = options, reader, steps
+        self.places = tuple(dict.fromkeys(("cpu", torch.device(options.device).type)))
 
     def step_count(self, table: str) -> int:
         """The step of the table's last ``apply_gradients``, or of what was loaded since; 0 before the first."""

@@ -35,7 +35,7 @@ from twinproof.kvstore.options import (
     check_plain,
     check_rows,
 )
-from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine, Snapshot, TrackedReader
+from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine, Snapshot, TrackedReader, places_of
 from twinproof.kvstore.statedict import load_state_dict, state_dict
 from twinproof.optimizers import Hyper
 
@@ -66,7 +66,8 @@ class KVStore(DeltaStore):
             the lowest score under the score policy, the lowest count under count and ttl_count, else the oldest
             timestamp; ties by ascending id.
         track_changes: remember which rows change and which go, for delta checkpoints.
-        device: "cpu".
+        device: where the rows lie: "cpu", or "cuda" where the implementation has kernels and the machine a GPU. There
+            a call takes tensors of the CPU or of that device, all of one; what it returns is where the ids are.
 
     Every verb is atomic for each table, checks all arguments first and leaves the store as it was when it raises.
     Inputs are never changed and never kept. Ids are any int64.
@@ -78,11 +79,21 @@ class KVStore(DeltaStore):
     # An implementation binds its engine with ``class KVStore(store.KVStore, engine=Rows)``; ``Rows(options)`` makes the
     # rows of one store.
     _make_engine: ClassVar[Callable[[StoreOptions], RowEngine]]
+    # Where its rows may lie.
+    _devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
-    def __init_subclass__(cls, *, engine: Callable[[StoreOptions], RowEngine] | None = None, **options: Any) -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        engine: Callable[[StoreOptions], RowEngine] | None = None,
+        devices: tuple[str, ...] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init_subclass__(**options)
         if engine is not None:
             cls._make_engine = staticmethod(engine)
+        if devices is not None:
+            cls._devices = devices
 
     def __init__(
         self,
@@ -111,6 +122,8 @@ class KVStore(DeltaStore):
             track_changes=track_changes,
             device=device,
         )
+        if device not in self._devices:
+            raise ConfigError("not a device of this store", got=device, expected=self._devices, where="device")
         _check_whole_row(options, return_whole_row)
         self._engine = type(self)._make_engine(options)
         super().__init__(options, self._engine, {})
@@ -156,8 +169,10 @@ class KVStore(DeltaStore):
         Raises:
             CapacityError: more distinct ids than the table may hold. ConfigError, ShapeError, UnsupportedError.
         """
-        layout, checked = self.layout(table), check_ids(ids)
-        values = check_matrix(weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights")
+        layout, checked = self.layout(table), self._ids(ids)
+        values = check_matrix(
+            weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights", places_of(checked)
+        )
         used = check_count(count, checked.numel())
         self._engine.write(table, checked[:used], as_bytes(values[:used]), HEADER_BYTES, self.now(), visit=True)
         self.tell_written(table)
@@ -170,7 +185,7 @@ class KVStore(DeltaStore):
         Raises:
             CapacityError, ConfigError, ShapeError, UnsupportedError.
         """
-        checked = check_rows(rows, self.layout(table).row_bytes)
+        checked = check_rows(rows, self.layout(table).row_bytes, places=self.places)
         self._engine.write_rows(table, checked)
         self.tell_written(table)
 
@@ -181,8 +196,8 @@ class KVStore(DeltaStore):
         Raises:
             ConfigError: the stored row has no such state. CapacityError, ShapeError, UnsupportedError.
         """
-        slot, checked = self.slot(table, name), check_ids(ids)
-        raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values"))
+        slot, checked = self.slot(table, name), self._ids(ids)
+        raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values", places_of(checked)))
         self._engine.write(table, checked, raw, slot.offset_bytes, self.now(), visit=False)
         self.tell_written(table)
 
@@ -199,18 +214,20 @@ class KVStore(DeltaStore):
 
         Of duplicates the last wins. Scores share their bits with the count: see ``EvictionPolicy.score``.
         """
-        checked = check_ids(ids)
+        checked = self._ids(ids)
         if not isinstance(scores, torch.Tensor) or scores.shape != checked.shape:
             raise ShapeError("one score per id", got=getattr(scores, "shape", scores), expected=tuple(checked.shape))
-        bits = check_matrix(scores.reshape(-1, 1), checked.numel(), 1, torch.float32, "scores").view(torch.int32)[:, 0]
+        bits = check_matrix(
+            scores.reshape(-1, 1), checked.numel(), 1, torch.float32, "scores", places_of(checked)
+        ).view(torch.int32)[:, 0]
         self.layout(table)
         self._engine.write_metadata(table, checked, (bits.to(torch.int64) & (2**31 - 1)) << 32, (2**31 - 1) << 32)
 
     def set_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor) -> None:
         """Set timestamps and counts of rows that exist, int64 [n, 1] as ``metadata`` gives them; used stays set."""
-        checked = check_ids(ids)
+        checked = self._ids(ids)
         self.layout(table)
-        values = check_matrix(words, checked.numel(), 1, torch.int64, "words")[:, 0]
+        values = check_matrix(words, checked.numel(), 1, torch.int64, "words", places_of(checked))[:, 0]
         self._engine.write_metadata(table, checked, values, 2**63 - 1)
 
     def apply_gradients(
@@ -234,10 +251,10 @@ class KVStore(DeltaStore):
             ConfigError: the table has no optimizer, or its state is not in the row. CapacityError, ShapeError,
                 UnsupportedError.
         """
-        layout, checked = self.layout(table), check_ids(ids)
+        layout, checked = self.layout(table), self._ids(ids)
         if layout.optimizer == "none":
             raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
-        values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads")
+        values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads", places_of(checked))
         hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
         self._engine.update(table, checked, values.to(torch.float32), hyper, self.now())
         self._steps[table] = step
@@ -255,7 +272,7 @@ class KVStore(DeltaStore):
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; returns how many there were. Missing ids are passed over."""
         self.layout(table)
-        return self._engine.delete(table, check_ids(ids))
+        return self._engine.delete(table, self._ids(ids))
 
     def clear(self, table: str) -> None:
         """Remove every row of the table."""

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,11 @@ class SimtError(RuntimeError):
 
 @dataclass(frozen=True)
 class Planted:
-    """One fault in a copy of a source: ``old`` occurs there exactly once and becomes ``new``."""
+    """One fault in a copy of a source: ``old`` occurs there exactly once and becomes ``new``.
+
+    Where several are planted in one program, ``FAULT`` in ``new`` is whether the program's ``simt_planted`` is this
+    fault's number, counted from 1, so that one compilation serves all of them.
+    """
 
     name: str
     file: str  # As the kernels' sources include it, such as "pipeline/pool_kernel.h".
@@ -55,24 +60,29 @@ def compile_flags() -> tuple[str, ...]:
 _GUARD = "SIMT_PLANTED"
 
 
-def _overlay(source: Path, planted: Planted, folders: Sequence[Path]) -> Path:
-    """A folder with copies of the header, in which the fault is, and of the proofs, which refuse any other header."""
-    for folder in folders:
-        if (folder / planted.file).is_file():
-            text = (folder / planted.file).read_text(encoding="utf-8")
-            break
-    else:
-        raise SimtError(f"{planted.name}: {planted.file} is in none of {', '.join(map(str, folders))}")
+def _with_fault(text: str, planted: Planted, number: int) -> str:
     if text.count(planted.old) != 1:
         raise SimtError(
             f"{planted.name}: {planted.file} has {text.count(planted.old)} places, expected 1: {planted.old}"
         )
+    return text.replace(planted.old, planted.new.replace("FAULT", f"(simt_planted == {number})"))
+
+
+def _overlay(source: Path, faults: Sequence[Planted], folders: Sequence[Path]) -> Path:
+    """A folder with copies of the headers, in which the faults are, and of the proofs, which refuse any others."""
     proofs = source.read_text(encoding="utf-8")
-    check = f"#ifndef {_GUARD}\n#error {planted.file} is included from elsewhere: the fault is not there\n#endif\n"
-    copies = {
-        planted.file: f"{text.replace(planted.old, planted.new)}\n#define {_GUARD}\n",
-        source.name: f'#line 1 "{source.resolve()}"\n{proofs}\n{check}',
-    }
+    copies = {source.name: f'#line 1 "{source.resolve()}"\n{proofs}\n'}
+    for file in dict.fromkeys(planted.file for planted in faults):
+        found = [folder / file for folder in folders if (folder / file).is_file()]
+        if not found:
+            raise SimtError(f"{faults[0].name}: {file} is in none of {', '.join(map(str, folders))}")
+        text, guard = found[0].read_text(encoding="utf-8"), f"{_GUARD}_{re.sub(r'[^A-Za-z0-9]', '_', file)}"
+        for number, planted in enumerate(faults, start=1):
+            text = _with_fault(text, planted, number) if planted.file == file else text
+        copies[file] = f"{text}\n#if !defined({_GUARD})\n#define {_GUARD}\n#endif\n#define {guard}\n"
+        copies[source.name] += (
+            f"#ifndef {guard}\n#error {file} is included from elsewhere: the fault is not there\n#endif\n"
+        )
     digest = hashlib.sha256(json.dumps(copies).encode()).hexdigest()[:24]
     target = cache_folder() / f"planted-{digest}"
     for name, content in copies.items():
@@ -87,14 +97,15 @@ def build(
     source: str | os.PathLike[str],
     *,
     includes: Sequence[str | os.PathLike[str]] = (),
-    planted: Planted | None = None,
+    planted: Planted | Sequence[Planted] | None = None,
 ) -> Path:
     """The program of the proofs in ``source`` (``.cpp``), compiled once per content.
 
     Args:
         source: proofs, with ``simt::prover::main`` as their program.
         includes: folders of the kernels' own headers, searched before ours.
-        planted: a fault for one of the headers.
+        planted: a fault for one of the headers; or several, of which the proofs choose one by ``simt_planted``, an int
+            that they define before they include the headers.
 
     Raises:
         SimtError: no working compiler, one that refuses, or a fault whose place is not there exactly once.
@@ -103,8 +114,9 @@ def build(
     folders = (*(Path(folder) for folder in includes), *include_folders())
     try:
         if planted is not None:
+            faults = (planted,) if isinstance(planted, Planted) else tuple(planted)
             folders = (path.parent, *folders)
-            overlay = _overlay(path, planted, folders)
+            overlay = _overlay(path, faults, folders)
             # First, so that headers of the proofs include the faulty copy too.
             path, folders = overlay / path.name, (overlay, *folders)
         flags = (*_FLAGS, _FAST if planted is None else _SOON)

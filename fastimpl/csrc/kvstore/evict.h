@@ -1,23 +1,11 @@
-// Which rows an eviction round removes; the predicates are those of refimpl.kvstore.condemned.
+// An eviction round on the host: rows that the plan condemns go, counts of the others decay.
 #pragma once
 
 #include "common/sums.h"
+#include "kvstore/policy.h"
 #include "kvstore/write.h"
 
 namespace fastimpl::kvstore {
-
-enum class Policy : int64_t { kTtl = 0, kCount, kTtlCount, kL2, kTimestamp, kScore };
-
-struct EvictionPlan {
-  Policy policy;
-  int64_t ttl_seconds, count_threshold, timestamp_threshold;
-  double decay, l2_threshold;
-  int64_t now;
-  uint64_t mark;
-  bool has_cutoff;
-  uint64_t cutoff_score;
-  int64_t cutoff_key;
-};
 
 inline double weight_square_sum(const RowFormat& format, const uint8_t* row, float* scratch) {
   widen(format.weight_type, row + kHeaderBytes, scratch, format.dim);
@@ -29,27 +17,9 @@ inline double weight_square_sum(const RowFormat& format, const uint8_t* row, flo
   return fold_lanes(lanes);
 }
 
-inline uint64_t decayed_count(const EvictionPlan& plan, uint64_t count) {
-  if ((plan.policy != Policy::kCount && plan.policy != Policy::kTtlCount) || plan.decay == 1.0) return count;
-  return static_cast<uint64_t>(__builtin_floor(static_cast<double>(count) * plan.decay));
-}
-
 inline bool condemned(const EvictionPlan& plan, const RowFormat& format, const uint8_t* row, float* scratch) {
-  const uint64_t word = metadata(row);
-  const auto timestamp = static_cast<int64_t>(timestamp_of(word));
-  const bool old = plan.ttl_seconds != 0 && plan.now - timestamp > plan.ttl_seconds;
-  const bool rare = static_cast<int64_t>(decayed_count(plan, count_of(word))) < plan.count_threshold;
-  switch (plan.policy) {
-    case Policy::kTtl: return old;
-    case Policy::kCount: return rare;
-    case Policy::kTtlCount: return old && rare;
-    case Policy::kTimestamp: return timestamp < plan.timestamp_threshold;
-    case Policy::kL2: return weight_square_sum(format, row, scratch) < plan.l2_threshold * plan.l2_threshold;
-    case Policy::kScore:
-      return plan.has_cutoff && (count_of(word) < plan.cutoff_score ||
-                                 (count_of(word) == plan.cutoff_score && RowPool::key(row) < plan.cutoff_key));
-  }
-  return false;
+  const double square_sum = plan.policy == Policy::kL2 ? weight_square_sum(format, row, scratch) : 0;
+  return is_condemned(plan, metadata(row), RowPool::key(row), square_sum);
 }
 
 // Removes those of the ids that the plan condemns and that did not change after its mark; decays the counts of the

@@ -4,7 +4,7 @@
 // makes the error: 0, kOutOfMemory, or the number of distinct ids that were too many.
 #include "kvstore/args.h"
 #include "kvstore/handles.h"
-#include "kvstore/messages.h"
+#include "kvstore/words.h"
 
 namespace {
 
@@ -21,14 +21,6 @@ Tensor longs(const Tensor& like, const Values& values) {
   return result;
 }
 
-float float_word(int64_t word) { return float_of(static_cast<uint32_t>(word)); }
-
-double double_word(int64_t word) {
-  double value;
-  std::memcpy(&value, &word, sizeof value);
-  return value;
-}
-
 // Row `index` of a matrix of messages. Raises where the caller was built for another version.
 template <typename Message>
 Message read_message(const Tensor& words, int64_t index, const char* name) {
@@ -43,46 +35,13 @@ Message read_message(const Tensor& words, int64_t index, const char* name) {
   return message;
 }
 
-RowFormat format_of(const TableMessage& m) {
-  RowFormat format{};
-  format.row_bytes = m.row_bytes;
-  format.dim = m.embedding_dim;
-  format.weight_type = static_cast<Float>(m.weight_type);
-  format.optimizer = static_cast<Optimizer>(m.optimizer);
-  format.momentum1 = {m.momentum1_offset_bytes, m.momentum1_count, static_cast<Float>(m.momentum1_type)};
-  format.momentum2 = {m.momentum2_offset_bytes, m.momentum2_count, static_cast<Float>(m.momentum2_type)};
-  format.uniform = m.is_uniform != 0;
-  format.low = float_word(m.low_bits);
-  format.span = float_word(m.span_bits);
-  // Unsigned: the sum wraps.
-  format.table_word = mix(static_cast<uint64_t>(m.seed) + kGolden * static_cast<uint64_t>(m.table_index + 1));
-  format.counts_visits = m.counts_visits != 0;
-  format.logs_removals = m.logs_removals != 0;
-  format.capacity = m.capacity;
-  format.ranks_by_count = m.ranks_by_count != 0;
-  return format;
-}
-
-bool holds(const RowFormat& format, const StateSlot& slot) {
-  return slot.count == 0 ||
-         ((slot.count == 1 || slot.count == format.dim) && slot.offset_bytes >= format.weight_end() &&
-          static_cast<int64_t>(slot.type) >= 0 && static_cast<int64_t>(slot.type) <= 2 &&
-          slot.offset_bytes <= format.row_bytes - slot.count * float_bytes(slot.type));
-}
-
 Tensor kvstore_create(Tensor formats, int64_t shard_count) {
   STD_TORCH_CHECK(formats.size(0) >= 1, "formats: got no table");
   STD_TORCH_CHECK(shard_count >= 1 && shard_count <= 4096, "shard_count: got ", shard_count, ", expected 1 to 4096");
   auto store = std::make_shared<Store>();
   for (int64_t t = 0; t < formats.size(0); ++t) {
     const RowFormat format = format_of(read_message<TableMessage>(formats, t, "formats"));
-    STD_TORCH_CHECK(format.dim >= 1 && format.row_bytes >= kHeaderBytes && format.row_bytes < int64_t{1} << 40 &&
-                        format.dim < format.row_bytes && static_cast<int64_t>(format.weight_type) >= 0 &&
-                        static_cast<int64_t>(format.weight_type) <= 2 && static_cast<int64_t>(format.optimizer) >= 0 &&
-                        static_cast<int64_t>(format.optimizer) < kOptimizerCount &&
-                        format.weight_end() <= format.row_bytes && holds(format, format.momentum1) &&
-                        holds(format, format.momentum2),
-                    "formats: table ", t, " has slots outside its row");
+    STD_TORCH_CHECK(is_sound(format), "formats: table ", t, " has slots outside its row");
     store->tables.push_back(std::make_unique<Table>(format, shard_count));
   }
   return Handles::table().add(std::make_shared<Source>(std::move(store)));
@@ -209,9 +168,7 @@ int64_t kvstore_update(Tensor handle, int64_t table_index, Tensor ids, Tensor gr
   const int64_t dim = Handles::table().get(handle)->table(table_index).format.dim;
   STD_TORCH_CHECK(hyper.numel() == 8 && grads.size(0) == ids.numel() && grads.size(1) == dim, "grads: got [",
                   grads.size(0), ", ", grads.size(1), "], expected [", ids.numel(), ", ", dim, "]");
-  const auto* const h = static_cast<const double*>(hyper.data_ptr());
-  const auto rounded = [h](int at) { return static_cast<float>(h[at]); };
-  const Hyper values{rounded(0), rounded(1), rounded(2), rounded(3), rounded(4), rounded(5), rounded(6), rounded(7)};
+  const Hyper values = hyper_of(static_cast<const double*>(hyper.data_ptr()));
   return change_table(handle, table_index, now, [&](Table& table, Change change) {
     update_rows(table, parallel_of(), keys, ids.numel(), static_cast<const float*>(grads.data_ptr()), values, change);
   });
@@ -257,18 +214,8 @@ std::tuple<Tensor, Tensor> kvstore_begin_round(Tensor handle, int64_t table_inde
 Tensor kvstore_evict(Tensor handle, int64_t table_index, Tensor ids, Tensor plan) {
   const int64_t* const keys = ids_of(ids);
   const auto m = read_message<EvictionMessage>(plan, 0, "plan");
-  STD_TORCH_CHECK(m.policy >= 0 && m.policy <= static_cast<int64_t>(Policy::kScore), "plan: got policy ", m.policy);
-  const EvictionPlan chosen{static_cast<Policy>(m.policy),
-                            m.ttl_seconds,
-                            m.count_threshold,
-                            m.timestamp_threshold,
-                            double_word(m.decay_bits),
-                            double_word(m.l2_threshold_bits),
-                            m.now,
-                            static_cast<uint64_t>(m.mark),
-                            m.has_cutoff != 0,
-                            static_cast<uint64_t>(m.cutoff_score),
-                            m.cutoff_key};
+  STD_TORCH_CHECK(is_policy(m.policy), "plan: got policy ", m.policy);
+  const EvictionPlan chosen = plan_of(m);
   int64_t evicted_count = 0;
   const int64_t status = change_table(handle, table_index, 0, [&](Table& table, Change change) {
     compact_when_long(table);

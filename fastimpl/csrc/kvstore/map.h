@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/regimes.h"
+#include "kvstore/hash.h"
 #include "kvstore/pool.h"
 
 namespace fastimpl::kvstore {
@@ -38,15 +39,7 @@ struct alignas(64) Group {
 };
 static_assert(sizeof(Group) == 64);
 
-// The finaliser of splitmix64: adversarial keys (sequences, strides, equal low bits) spread over all 64 bits.
-inline uint64_t mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
 // Which bits of a hash decide what: 0-15 the tag, 16-25 the group, 26-51 the segment, the highest 12 the shard.
-inline uint64_t hash_key(int64_t key) { return mix(static_cast<uint64_t>(key) + 0x9E3779B97F4A7C15u); }
 inline uint16_t tag_of(uint64_t hash) { return static_cast<uint16_t>((hash & 0xFFFF) + ((hash & 0xFFFF) == 0)); }
 inline int64_t shard_of(uint64_t hash, int64_t shard_count) {
   return static_cast<int64_t>(((hash >> 32) * static_cast<uint64_t>(shard_count)) >> 32);

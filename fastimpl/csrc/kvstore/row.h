@@ -3,29 +3,21 @@
 // The layout itself is decided in twinproof.kvstore.options; here are its numbers.
 #pragma once
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "common/optimizers.h"
-#include "kvstore/map.h"
+#include "kvstore/hash.h"
 
 namespace fastimpl::kvstore {
 
-constexpr int64_t kHeaderBytes = 16;
-constexpr uint64_t kUsed = uint64_t{1} << 63;
-constexpr uint64_t kCountMax = 0x7FFFFFFF;
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
-
-// Bytes 8-15 of a row: timestamp, count << 32, used << 63.
 inline uint64_t metadata(const uint8_t* row) {
   uint64_t word;
   std::memcpy(&word, row + 8, sizeof word);
   return word;
 }
 inline void set_metadata(uint8_t* row, uint64_t word) { std::memcpy(row + 8, &word, sizeof word); }
-inline uint64_t timestamp_of(uint64_t word) { return word & 0xFFFFFFFF; }
-inline uint64_t count_of(uint64_t word) { return (word >> 32) & kCountMax; }
-inline uint64_t word_of(uint64_t timestamp, uint64_t count) { return timestamp | (count << 32) | kUsed; }
 
 struct Range {
   int64_t begin, end;
@@ -67,17 +59,17 @@ struct RowFormat {
     return result;
   }
 
-  // twinproof.kvstore.options.Initializer: a pure function of seed, table, id and element.
+  InitialWeight initial_weight() const { return {uniform, low, span, table_word}; }
+
   void initial_weights(int64_t key, uint8_t* weights) const {
     if (!uniform) {
       std::memset(weights, 0, static_cast<size_t>(weight_bytes()));
       return;
     }
-    const uint64_t row_word = mix(table_word ^ static_cast<uint64_t>(key));
-    const double first = low, width = span;
+    const InitialWeight initial = initial_weight();
+    const uint64_t row_word = initial.row_word(key);
     for (int64_t element = 0; element < dim; ++element) {
-      const uint64_t word = mix(row_word + kGolden * static_cast<uint64_t>(element + 1));
-      const auto value = static_cast<float>(first + width * (static_cast<double>(word >> 40) * 0x1p-24));
+      const float value = initial.value(row_word, element);
       narrow(weight_type, &value, weights + element * float_bytes(weight_type), 1);
     }
   }

@@ -6,6 +6,7 @@
 
 #include "common/parallel.h"
 #include "common/regimes.h"
+#include "kvstore/map.h"
 #include "kvstore/row.h"
 
 namespace fastimpl::kvstore {

@@ -1,0 +1,38 @@
+"""Faults that ``test_device`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+
+_HANDLE = "conformance.kvstore.simt:SimtHandle"
+
+
+@fault(kills="KV-162", at="twinproof.kvstore.store:KVStore.__init__")
+def absent_device_is_the_cpu(original: Any, store: Any, layouts: Any, *, device: Any = "cpu", **options: Any) -> None:
+    """A device that is not there is the CPU, without a word."""
+    original(store, layouts, **options)
+
+
+@fault(kills="KV-163", at="fastimpl.kvstore.store:DeviceRows.write_rows")
+def first_of_duplicates_wins(original: Any, rows_of: Any, table: str, rows: torch.Tensor) -> None:
+    """Of whole rows with one key the first is kept."""
+    original(rows_of, table, rows.flip(0).contiguous())
+
+
+@fault(kills="KV-164", at="conformance.kvstore.simt:SimtHandle.ids", of="fastimpl")
+def ids_without_their_sign(original: Any, handle: Any, table: int, first: int, last: int) -> torch.Tensor:
+    """Ids are listed in the order of words without a sign, as a radix sort leaves them."""
+    found: torch.Tensor = original(handle, table, first, last)
+    return torch.cat([found[found >= 0], found[found < 0]])
+
+
+@fault(kills="KV-165", at="conformance.kvstore.simt:table_messages", of="fastimpl")
+def always_the_oldest_goes(original: Any, options: Any) -> torch.Tensor:
+    """A full table evicts by time, whatever its policy."""
+    messages: torch.Tensor = original(options)
+    messages[:, -1] = 0
+    return messages

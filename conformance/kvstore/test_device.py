@@ -1,0 +1,123 @@
+"""A store on a device: its kernels and their host side, which run here on the CPU, and what a machine without one says.
+
+The whole suite runs on it too, with ``--twinproof-device simt``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from conformance.harness import assert_equal, examples, raises, requirement, run_machine
+from conformance.kvstore.cases import (
+    Clock,
+    assert_bits,
+    contents,
+    random_rows,
+    store_of,
+    weights_of,
+)
+from conformance.kvstore.machine import StoreMachine
+from twinproof.errors import ConfigError
+
+NEEDS = ("operators",)
+
+
+def on_device(kvstore: Any) -> Any:
+    """The component with stores on the device that is run here."""
+    from conformance.kvstore.simt import SimtStore
+
+    names = ("Buckets", "EvictionPolicy", "RowLayout", "load", "save")
+    return SimpleNamespace(KVStore=SimtStore, **{name: getattr(kvstore, name) for name in names})
+
+
+@requirement("KV-162", "A device that the machine or the implementation does not have MUST be refused by name.")
+def test_absent_devices(kvstore: Any) -> None:
+    absent = ["mps", "cuda:0:1", "", "CPU", 0, None] + ([] if torch.cuda.is_available() else ["cuda"])
+    for name in absent:
+        with raises(ConfigError, where=f"{name!r}") as refused:
+            store_of(kvstore, device=name)
+        assert_equal("device" in str(refused.error), True, where=f"{name!r} is named")
+    assert_equal(store_of(kvstore, device="cpu").options.device, "cpu", where="device")
+
+
+@requirement(
+    "KV-163",
+    "A store on a device MUST hold exactly the rows of a dictionary after any program of writes, optimizer steps, "
+    "deletes, evictions, snapshots, saves and loads.",
+    needs=NEEDS,
+)
+def test_any_program(kvstore: Any, tmp_path: Path) -> None:
+    class Machine(StoreMachine):
+        pass
+
+    Machine.kvstore, Machine.root = on_device(kvstore), tmp_path
+    run_machine(Machine, settings=settings(examples(12), stateful_step_count=15))
+
+
+@requirement(
+    "KV-164",
+    "A store on a device MUST grow to, and shrink from, thousands of rows with the rows, ids and counters of a store "
+    "on the CPU, ids of any pattern included.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("pattern", range(6))
+def test_growth(kvstore: Any, pattern: int) -> None:
+    count = 1500
+    generator = torch.Generator().manual_seed(pattern)
+    families = (
+        torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
+        torch.arange(count) - 5,
+        torch.arange(count) << 48,
+        torch.arange(count) * 2**32 + 1,
+        -(2**63) + torch.arange(count),
+        torch.arange(count) ^ 0x5555,
+    )
+    ids = families[pattern]
+    layout = kvstore.RowLayout(3, torch.float16, "adagrad")
+    stores = [store_of(component, layout) for component in (on_device(kvstore), kvstore)]
+    for store in stores:
+        store.set_rows("t", random_rows(store, ids[:1000].tolist(), 1))
+        store.set("t", ids[500:], weights_of(store, count - 500, 2))
+        assert_equal(store.delete("t", ids[::3].clone()), len(ids[::3]), where="deleted")
+        assert_equal(store.stats().row_count, store.size("t"), where="counters")
+    mine, theirs = (store.get_rows("t", ids) for store in stores)
+    assert_bits(mine, theirs, where="rows")
+    assert_bits(stores[0].ids("t"), stores[1].ids("t"), where="ids")
+    for store in stores:
+        store.delete("t", ids[10:])
+    assert_equal(contents(stores[0]), contents(stores[1]), where="what is left")
+
+
+@requirement(
+    "KV-165",
+    "A store on a device that is full MUST evict the rows that a store on the CPU evicts, in the same order.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("kind", ["ttl", "count", "score", None])
+def test_capacity(kvstore: Any, kind: str | None) -> None:
+    policies = {
+        "ttl": kvstore.EvictionPolicy.ttl(5),
+        "count": kvstore.EvictionPolicy.count(2),
+        "score": kvstore.EvictionPolicy.score(3),
+        None: None,
+    }
+    clock = Clock()
+    stores = [
+        store_of(component, eviction=policies[kind], capacity=6, clock=clock)
+        for component in (on_device(kvstore), kvstore)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for batch in range(25):
+        ids = torch.randint(-5, 5, (1 + batch % 4,), generator=generator)
+        clock.now += batch % 2
+        for store in stores:
+            store.set("t", ids, weights_of(store, ids.numel(), batch))
+            store.set_scores("t", ids[:1], torch.rand(1, generator=torch.Generator().manual_seed(batch)))
+        assert_equal(contents(stores[0]), contents(stores[1]), where=f"after {batch + 1} batches")
+        assert_equal(stores[0].stats().evicted_count, stores[1].stats().evicted_count, where="evicted")

@@ -1,0 +1,44 @@
+"""``--twinproof-device simt``: what runs on it, for whom, and that stores really lie there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from conformance.provers.simt import why_no_prover
+
+_PROGRAM = """
+import torch
+from conformance.kvstore.simt import SimtHandle, bind
+from fastimpl.kvstore import KVStore, RowLayout
+
+calls, write = [], SimtHandle.write
+SimtHandle.write = lambda handle, table, *rest: calls.append(table) or write(handle, table, *rest)
+ids, weights = torch.tensor([7, -3]), torch.ones(2, 4)
+for device in (None, "simt"):
+    if device:
+        bind(device)
+    store = KVStore({"t": RowLayout(4)})
+    store.set("t", ids, weights)
+    print(len(calls), store.can_fill, torch.equal(store.get("t", ids), weights), store.ids("t").tolist())
+"""
+
+
+def test_the_kernels_are_those_of_one_implementation(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @requirement("KV-001", "MUST be there")
+    def test_there():
+        pass
+    """
+    result = toy(tests, "--twinproof-device", "simt")
+    assert result.ret != 0
+    result.stderr.fnmatch_lines(["*--twinproof-device simt: the kernels are fastimpl's, not toy.impl's*"])
+
+
+@pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
+def test_stores_lie_on_it_once_they_are_bound() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["0 True True [-3, 7]", "1 False True [-3, 7]"]

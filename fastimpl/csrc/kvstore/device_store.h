@@ -1,0 +1,63 @@
+// The tables of a store on a device, or of one moment of it, and the number of the last change.
+#pragma once
+
+#include "kvstore/device_table.h"
+
+namespace fastimpl::kvstore::device {
+
+template <typename Device>
+struct DeviceStore {
+  using Table = DeviceTable<Device>;
+
+  Device device;
+  std::vector<std::unique_ptr<Table>> tables;
+  uint64_t version = 0;
+  bool is_moment = false;
+
+  explicit DeviceStore(Device device_) : device(std::move(device_)) {}
+
+  // The same rows in memory of their own.
+  std::shared_ptr<DeviceStore> moment() {
+    auto result = std::make_shared<DeviceStore>(device);
+    for (const auto& table : tables) result->tables.push_back(table->clone(result->device));
+    result->version = version;
+    result->is_moment = true;
+    return result;
+  }
+};
+
+// What happened to a change: 0, or the number of distinct ids that were too many. Memory is the caller's.
+template <typename Body>
+int64_t status_of(const Body& body) {
+  try {
+    body();
+  } catch (const TooManyIds& found) {
+    return found.count;
+  }
+  return 0;
+}
+
+// The ids of this moment, and [mark, has cutoff, score, key] of it; a cutoff only where keep_count is above 0.
+template <typename Store>
+std::pair<std::vector<int64_t>, std::vector<int64_t>> begin_round(Store& store, size_t index, int64_t keep_count) {
+  auto& table = *store.tables[index];
+  std::vector<int64_t> facts{static_cast<int64_t>(store.version), 0, 0, 0};
+  if (keep_count > 0 && keep_count < table.size()) {
+    const auto [score, key] = table.score_cutoff(keep_count);
+    facts = {facts[0], 1, static_cast<int64_t>(score), key};
+  }
+  return {table.list(kIdMin, kIdMax, 0), facts};
+}
+
+// Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of the index, evicted].
+template <typename Store>
+std::vector<int64_t> stats_of(const Store& store) {
+  std::vector<int64_t> counts;
+  for (const auto& table : store.tables) {
+    counts.insert(counts.end(), {table->size(), table->size(), table->size() * table->format().row_bytes,
+                                 table->held_bytes(), table->map_bytes(), table->evicted_count()});
+  }
+  return counts;
+}
+
+}  // namespace fastimpl::kvstore::device

@@ -1,0 +1,494 @@
+// A table whose rows and index lie on a device: what is launched, in which order. `Device` brings memory, copies, two
+// algorithms (a stable sort and running sums) and launches; the verbs are the same on a GPU and in a proof.
+//
+//   Array<T> make<T>(count), keep<T>(count): memory, not cleared, for a call or for long; freed with its last Array
+//   clear(span), copy(from, to), upload(host, to), download(from, host), which waits
+//   sort(words, payload, end_bit): stable; both are other arrays afterwards
+//   sum_up(values, sums): running sums
+//   launch(kernel, threads, shared_bytes): as many threads as are useful; shared memory for each warp
+//
+// A slot is the number of a row; rows are dense, so that a scan meets rows only, and the places of rows that go are
+// taken by the last rows. Every change first makes room and then writes: where memory runs out nothing has changed.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "kvstore/device_lists.h"
+
+namespace fastimpl::kvstore::device {
+
+// More distinct ids than a table may hold.
+struct TooManyIds : std::runtime_error {
+  explicit TooManyIds(int64_t count_)
+      : std::runtime_error("more distinct ids than the table may hold"), count(count_) {}
+  int64_t count;
+};
+
+constexpr int64_t kIdMin = std::numeric_limits<int64_t>::min(), kIdMax = std::numeric_limits<int64_t>::max();
+constexpr int64_t kRowsOfBucket = 8;  // On average at most: half of the entries stay free.
+constexpr int64_t kSlabBytes = int64_t{16} << 20;
+
+template <typename Device>
+class DeviceTable {
+ public:
+  template <typename T>
+  using Array = typename Device::template Array<T>;
+  using Longs = Array<int64_t>;
+
+  // `slab_bytes` and `rows_of_bucket` are for proofs, where tables are small.
+  DeviceTable(Device& device, const RowFormat& format, int64_t slab_bytes = kSlabBytes,
+              int64_t rows_of_bucket = kRowsOfBucket)
+      : device_(device),
+        format_(format),
+        stride_((format.row_bytes + 8 * kVersionWords + 15) / 16 * 16),
+        rows_of_bucket_(rows_of_bucket) {
+    while (stride_ << (shift_ + 1) <= slab_bytes) ++shift_;
+    index_ = make_index(0);
+  }
+
+  const RowFormat& format() const { return format_; }
+  int64_t size() const { return row_count_; }
+  int64_t evicted_count() const { return evicted_count_; }
+  int64_t held_bytes() const { return static_cast<int64_t>(slabs_.size()) * (stride_ << shift_); }
+  int64_t map_bytes() const { return bucket_count() * (kWays * (2 + 8 + 4) + 4); }
+
+  // Bytes [range) of each id's row into `out`.
+  void read(Global<const int64_t> ids, Range range, Global<uint8_t> out) {
+    const int64_t width = range.end - range.begin;
+    if (ids.size() == 0 || width == 0) return;
+    const Found found = find(ids);
+    with_pieces(range.begin | width | address_of(out), [&](auto bytes) {
+      constexpr int kBytes = decltype(bytes)::value;
+      constexpr int kRows = ReadRows<kBytes>::kRows;
+      const ReadRows<kBytes> kernel{rows(), initial(), ids, found.slots, out, range.begin, width};
+      device_.launch(kernel, (ids.size() + kRows - 1) / kRows * kWays);
+    });
+  }
+
+  // 1 for each id that has a row, else 0.
+  Longs contains(Global<const int64_t> ids) {
+    Longs marks = device_.template make<int64_t>(ids.size());
+    if (ids.size() > 0) device_.launch(MarkSlots{find(ids).slots, true, marks}, ids.size());
+    return marks;
+  }
+
+  // Keys of rows in [first, last] that changed after `since`, ascending, on the host.
+  std::vector<int64_t> list(int64_t first, int64_t last, uint64_t since) {
+    if (row_count_ == 0) return {};
+    const Longs keys = device_.template make<int64_t>(row_count_), marks = device_.template make<int64_t>(row_count_);
+    device_.launch(ListRows{rows(), first, last, since, keys, marks}, row_count_);
+    std::vector<int64_t> result = host(picked(keys, marks));
+    std::sort(result.begin(), result.end());
+    return result;
+  }
+
+  void write(Global<const int64_t> ids, Global<const uint8_t> values, Range range, bool visits, uint64_t now,
+             uint64_t version) {
+    if (ids.size() == 0) return;
+    const int64_t before = row_count_;
+    const Batch batch = open(ids);
+    const int64_t width = range.end - range.begin;
+    const Visit visit{now, version, before, format_.counts_visits, visits};
+    with_pieces(range.begin | width | address_of(values), [&](auto bytes) {
+      const WriteValues<decltype(bytes)::value> kernel{rows(), initial(),   batch.runs(), batch.found.slots,
+                                                       values, range.begin, width,        visit};
+      device_.launch(kernel, batch.count * kWays);
+    });
+    shrink(batch, version);
+  }
+
+  void write_whole(Global<const int64_t> ids, Global<const uint8_t> values, uint64_t version) {
+    if (ids.size() == 0) return;
+    const Batch batch = open(ids);
+    with_pieces(format_.row_bytes | address_of(values), [&](auto bytes) {
+      const WriteWhole<decltype(bytes)::value> kernel{
+          rows(), batch.runs(), batch.found.slots, values, format_.row_bytes, padding(), version};
+      device_.launch(kernel, batch.count * kWays);
+    });
+    shrink(batch, version);
+  }
+
+  void write_metadata(Global<const int64_t> ids, Global<const int64_t> words, uint64_t mask, uint64_t version) {
+    if (ids.size() == 0) return;
+    const Batch batch = runs_of(ids);
+    device_.launch(WriteMetadata{rows(), batch.runs(), batch.found.slots, words, mask, version}, batch.count);
+  }
+
+  void update(Global<const int64_t> ids, Global<const float> grads, const Hyper& hyper, uint64_t now,
+              uint64_t version) {
+    if (ids.size() == 0) return;
+    const int64_t before = row_count_;
+    const Batch batch = open(ids);
+    const Visit visit{now, version, before, format_.counts_visits, true};
+    const StatePlaces places{format_.dim, format_.weight_type, format_.momentum1, format_.momentum2};
+    with_formula(format_.optimizer, [&](auto formula) {
+      using Kernel = UpdateRows<decltype(formula)::value>;
+      const Kernel kernel{rows(), initial(), places, batch.runs(), batch.found.slots, grads, hyper, visit};
+      device_.launch(kernel, batch.count * simt::kLanes, Kernel::shared_bytes(format_.dim));
+    });
+    shrink(batch, version);
+  }
+
+  // How many rows there were.
+  int64_t remove(Global<const int64_t> ids, uint64_t version) {
+    if (ids.size() == 0) return 0;
+    const Batch batch = runs_of(ids);
+    const Longs marks = device_.template make<int64_t>(batch.count);
+    device_.launch(MarkSlots{batch.found.slots, true, marks}, batch.count);
+    return remove_marked(batch, marks, version);
+  }
+
+  void clear(uint64_t version) {
+    if (format_.logs_removals) {
+      for (const int64_t key : list(kIdMin, kIdMax, 0)) removals_.push_back({key, version});
+    }
+    row_count_ = 0;
+    slabs_.clear();
+    show_slabs();
+    index_ = make_index(0);
+  }
+
+  int64_t evict(Global<const int64_t> ids, const EvictionPlan& plan, uint64_t version) {
+    if (ids.size() == 0) return 0;
+    const Batch batch = runs_of(ids);
+    const Longs marks = device_.template make<int64_t>(batch.count);
+    const CondemnRows kernel{rows(), format_.dim, format_.weight_type, plan, version, batch.found.slots, marks};
+    device_.launch(kernel, batch.count * kWays);
+    const int64_t count = remove_marked(batch, marks, version);
+    evicted_count_ += count;
+    return count;
+  }
+
+  // The (score, key) of the last row that is kept when the `keep_count` highest stay.
+  std::pair<uint64_t, int64_t> score_cutoff(int64_t keep_count) {
+    const Longs slots = counted(0, row_count_);
+    const Longs order = ranked(slots, true);
+    const int64_t slot = host(order, row_count_ - keep_count, 1)[0];
+    const Longs one = device_.template make<int64_t>(1);
+    device_.upload({slot}, one);
+    const auto words = device_.template make<uint64_t>(1), keys = device_.template make<uint64_t>(1);
+    device_.launch(RankRows{rows(), true, one, words}, 1);
+    device_.launch(SortableKeys{rows(), one, keys}, 1);
+    return {host(words)[0], static_cast<int64_t>(host(keys)[0] ^ (uint64_t{1} << 63))};
+  }
+
+  // Ids that went after `since` and have no row, ascending.
+  std::vector<int64_t> list_removed(uint64_t since) {
+    std::vector<int64_t> gone;
+    for (const Removal& removal : removals_) {
+      if (removal.version > since) gone.push_back(removal.key);
+    }
+    std::sort(gone.begin(), gone.end());
+    gone.erase(std::unique(gone.begin(), gone.end()), gone.end());
+    if (gone.empty()) return gone;
+    const Longs ids = device_.template make<int64_t>(static_cast<int64_t>(gone.size()));
+    device_.upload(gone, ids);
+    const std::vector<int64_t> is_there = host(contains(ids));
+    std::vector<int64_t> result;
+    for (size_t i = 0; i < gone.size(); ++i) {
+      if (is_there[i] == 0) result.push_back(gone[i]);
+    }
+    return result;
+  }
+
+  // Room for this many rows.
+  void reserve(int64_t row_count) {
+    make_room(row_count);
+    if (bucket_count() * rows_of_bucket_ < row_count) rebuild(row_count);
+  }
+
+  // The rows of this moment, in memory of their own.
+  std::unique_ptr<DeviceTable> clone(Device& device) {
+    auto result = std::make_unique<DeviceTable>(device, format_, stride_ << shift_, rows_of_bucket_);
+    result->make_room(row_count_);
+    for (size_t i = 0; i < result->slabs_.size(); ++i) device_.copy(slabs_[i], result->slabs_[i]);
+    result->index_ = result->make_index(index_.bits);
+    device_.copy(index_.digests, result->index_.digests);
+    device_.copy(index_.ids, result->index_.ids);
+    device_.copy(index_.slots, result->index_.slots);
+    device_.copy(index_.states, result->index_.states);
+    result->row_count_ = row_count_;
+    result->removals_ = removals_;
+    return result;
+  }
+
+ private:
+  struct Removal {
+    int64_t key;
+    uint64_t version;
+  };
+
+  struct Memory {
+    int bits;
+    Array<uint16_t> digests;
+    Longs ids;
+    Array<uint32_t> slots, states;
+  };
+
+  struct Found {
+    Longs entries, slots;
+  };
+
+  // The distinct ids of a batch in the order of their hashes, and where each occurs.
+  struct Batch {
+    int64_t count;
+    Longs distinct, begins, positions;
+    Found found;
+
+    RunList runs() const { return {distinct, begins, positions}; }
+  };
+
+  int64_t bucket_count() const { return int64_t{1} << index_.bits; }
+  Index index() const { return {index_.digests, index_.ids, index_.slots, index_.states, index_.bits}; }
+  RowStore rows() const { return {shown_, stride_, shift_}; }
+  InitialRow initial() const { return {format_.initial_weight(), format_.dim, format_.weight_type}; }
+
+  Padding padding() const {
+    Padding result{};
+    for (const Range& part : format_.padding()) result.parts[result.count++] = part;
+    return result;
+  }
+
+  template <typename T>
+  static int64_t address_of(const Global<T>& span) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(span.data()) & 15);
+  }
+
+  // Calls `body` with the bytes of the largest piece that divides these numbers.
+  template <typename Body>
+  static void with_pieces(int64_t numbers, const Body& body) {
+    if (numbers % 16 == 0) return body(std::integral_constant<int, 16>());
+    if (numbers % 4 == 0) return body(std::integral_constant<int, 4>());
+    if (numbers % 2 == 0) return body(std::integral_constant<int, 2>());
+    body(std::integral_constant<int, 1>());
+  }
+
+  template <typename T>
+  std::vector<T> host(const Array<T>& from) {
+    return host(from, 0, from.size());
+  }
+  template <typename T>
+  std::vector<T> host(const Array<T>& from, int64_t begin, int64_t count) {
+    std::vector<T> result(static_cast<size_t>(count));
+    if (count > 0) device_.download(from.part(begin, count), result.data());
+    return result;
+  }
+
+  Memory make_index(int bits) {
+    const int64_t buckets = int64_t{1} << bits, entries = buckets * kWays;
+    Memory made{bits, device_.template keep<uint16_t>(entries), device_.template keep<int64_t>(entries),
+                device_.template keep<uint32_t>(entries), device_.template keep<uint32_t>(buckets)};
+    device_.clear(made.digests);
+    device_.clear(made.ids);
+    device_.clear(made.slots);
+    device_.clear(made.states);
+    return made;
+  }
+
+  Longs counted(int64_t begin, int64_t count) {
+    Longs numbers = device_.template make<int64_t>(count);
+    if (count > 0) device_.launch(CountUp{begin, numbers}, count);
+    return numbers;
+  }
+
+  Longs summed(const Longs& marks) {
+    Longs sums = device_.template make<int64_t>(marks.size());
+    device_.sum_up(marks, sums);
+    return sums;
+  }
+
+  // The marked values, in order.
+  Longs picked(const Longs& values, const Longs& marks) {
+    if (marks.size() == 0) return marks;
+    const Longs sums = summed(marks);
+    const int64_t count = host(sums, sums.size() - 1, 1)[0];
+    Longs result = device_.template make<int64_t>(count);
+    if (count > 0) device_.launch(PickMarked{sums, values, result}, sums.size());
+    return result;
+  }
+
+  Longs picked_at(const Longs& places, const Longs& values) {
+    Longs result = device_.template make<int64_t>(places.size());
+    if (places.size() > 0) device_.launch(PickAt{places, values, result}, places.size());
+    return result;
+  }
+
+  Found find(Global<const int64_t> ids) {
+    Found found{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
+    device_.launch(FindIds{index(), ids, found.entries, found.slots}, ids.size() * kWays);
+    return found;
+  }
+
+  Batch runs_of(Global<const int64_t> ids) {
+    const int64_t count = ids.size();
+    auto words = device_.template make<uint64_t>(count);
+    Longs positions = device_.template make<int64_t>(count);
+    const Longs marks = device_.template make<int64_t>(count);
+    device_.launch(HashIds{ids, words, positions}, count);
+    device_.sort(words, positions, 64);
+    device_.launch(MarkRuns{words, marks}, count);
+    const Longs sums = summed(marks);
+    const int64_t distinct_count = host(sums, count - 1, 1)[0];
+    Batch batch{distinct_count,
+                device_.template make<int64_t>(distinct_count),
+                device_.template make<int64_t>(distinct_count + 1),
+                positions,
+                {}};
+    device_.launch(ListRuns{sums, positions, ids, batch.begins, batch.distinct}, count);
+    batch.found = find(batch.distinct);
+    return batch;
+  }
+
+  // The same, and a slot for every id: missing ones get the next, in the order of their hashes.
+  Batch open(Global<const int64_t> ids) {
+    Batch batch = runs_of(ids);
+    if (format_.capacity >= 0 && batch.count > format_.capacity) throw TooManyIds(batch.count);
+    const Longs marks = device_.template make<int64_t>(batch.count);
+    device_.launch(MarkSlots{batch.found.slots, false, marks}, batch.count);
+    const Longs sums = summed(marks);
+    const int64_t new_count = host(sums, batch.count - 1, 1)[0];
+    if (new_count == 0) return batch;
+    reserve(row_count_ + new_count);
+    device_.launch(AssignSlots{sums, row_count_, batch.found.slots}, batch.count);
+    const Longs ids_of_new = device_.template make<int64_t>(new_count);
+    device_.launch(PickMarked{sums, batch.distinct, ids_of_new}, batch.count);
+    insert(ids_of_new, counted(row_count_, new_count));
+    row_count_ += new_count;
+    return batch;
+  }
+
+  // Adds entries for distinct ids that have none: by their first buckets, what is left by their second, then the rest.
+  void insert(Longs ids, Longs slots) {
+    for (int64_t turn = 0; turn < 2 && ids.size() > 0; ++turn) {
+      auto buckets = device_.template make<uint64_t>(ids.size());
+      Longs order = device_.template make<int64_t>(ids.size());
+      const Longs left = device_.template make<int64_t>(ids.size());
+      device_.launch(ListBuckets{index(), turn, ids, buckets, order}, ids.size());
+      device_.sort(buckets, order, std::max(1, index_.bits));
+      device_.launch(InsertRuns{index(), buckets, order, ids, slots, left}, ids.size() * kWays);
+      const Longs ids_left = picked(ids, left);
+      if (ids_left.size() > 0) slots = picked(slots, left);
+      ids = ids_left;
+    }
+    if (ids.size() > 0) device_.launch(InsertRest{index(), ids, slots}, 1);
+  }
+
+  void show_slabs() {
+    std::vector<Slab> slabs;
+    for (const auto& slab : slabs_) slabs.push_back({slab});
+    shown_ = device_.template keep<Slab>(static_cast<int64_t>(slabs.size()));
+    device_.upload(slabs, shown_);
+  }
+
+  void make_room(int64_t row_count) {
+    const int64_t wanted = (row_count + (int64_t{1} << shift_) - 1) >> shift_;
+    if (wanted <= static_cast<int64_t>(slabs_.size())) return;
+    std::vector<Array<uint8_t>> more = slabs_;
+    while (static_cast<int64_t>(more.size()) < wanted)
+      more.push_back(device_.template keep<uint8_t>(stride_ << shift_));
+    slabs_ = std::move(more);
+    show_slabs();
+  }
+
+  // An index for this many rows, of the rows that there are.
+  void rebuild(int64_t row_count) {
+    int bits = 0;
+    while ((int64_t{1} << bits) * rows_of_bucket_ < row_count) ++bits;
+    index_ = make_index(bits);
+    if (row_count_ == 0) return;
+    const Longs keys = device_.template make<int64_t>(row_count_), marks = device_.template make<int64_t>(row_count_);
+    device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, keys, marks}, row_count_);
+    insert(keys, counted(0, row_count_));
+  }
+
+  // Slots from who goes first to who goes last: by rank, then by key.
+  Longs ranked(const Longs& slots, bool by_count) {
+    const int64_t count = slots.size();
+    auto keys = device_.template make<uint64_t>(count), ranks = device_.template make<uint64_t>(count);
+    device_.launch(SortableKeys{rows(), slots, keys}, count);
+    Longs order = picked_at(counted(0, count), slots);
+    device_.sort(keys, order, 64);
+    device_.launch(RankRows{rows(), by_count, order, ranks}, count);
+    device_.sort(ranks, order, 32);
+    return order;
+  }
+
+  // Evicts what a batch put beyond the capacity, none of its own rows.
+  void shrink(const Batch& batch, uint64_t version) {
+    const int64_t excess = format_.capacity < 0 ? 0 : row_count_ - format_.capacity;
+    if (excess <= 0) return;
+    const Longs marks = device_.template make<int64_t>(row_count_);
+    device_.launch(SetMarks{counted(0, row_count_), 0, 1, marks}, row_count_);
+    device_.launch(SetMarks{batch.found.slots, 0, 0, marks}, batch.count);
+    const Longs others = picked(counted(0, row_count_), marks);
+    const Longs order = ranked(others, format_.ranks_by_count);
+    const Longs gone = device_.template make<int64_t>(excess), keys = device_.template make<int64_t>(excess);
+    device_.copy(order.part(0, excess), gone);
+    const auto words = device_.template make<uint64_t>(excess);
+    device_.launch(SortableKeys{rows(), gone, words}, excess);
+    std::vector<int64_t> ids;
+    for (const uint64_t word : host(words)) ids.push_back(static_cast<int64_t>(word ^ (uint64_t{1} << 63)));
+    device_.upload(ids, keys);
+    const Found found = find(keys);
+    remove_entries(keys, found.entries, found.slots, version);
+    evicted_count_ += excess;
+  }
+
+  int64_t remove_marked(const Batch& batch, const Longs& marks, uint64_t version) {
+    const Longs keys = picked(batch.distinct, marks);
+    if (keys.size() == 0) return 0;
+    remove_entries(keys, picked(batch.found.entries, marks), picked(batch.found.slots, marks), version);
+    return keys.size();
+  }
+
+  // Removes rows, each listed once. The last rows that stay take the places before them that become free.
+  void remove_entries(const Longs& keys, const Longs& entries, const Longs& slots, uint64_t version) {
+    const int64_t count = keys.size(), left = row_count_ - count;
+    if (format_.logs_removals) {
+      for (const int64_t key : host(keys)) removals_.push_back({key, version});
+    }
+    device_.launch(EraseEntries{index(), entries}, count);
+    // Of the last `count` rows those that stay move; as many of the others go.
+    const Longs stays = device_.template make<int64_t>(count);
+    device_.launch(SetMarks{counted(left, count), left, 1, stays}, count);
+    device_.launch(SetMarks{slots, left, 0, stays}, count);
+    const Longs movers = picked(counted(left, count), stays);
+    if (movers.size() > 0) {
+      auto words = device_.template make<uint64_t>(count);
+      Longs places = counted(0, count);
+      device_.launch(SortableSlots{slots, words}, count);
+      device_.sort(words, places, 32);
+      const Longs ordered = picked_at(places, slots);
+      device_.launch(MoveRows{index(), rows(), movers, ordered.part(0, movers.size())}, movers.size() * kWays);
+    }
+    row_count_ = left;
+    trim();
+  }
+
+  // Gives memory back that rows need less than half of, and an index that is used to less than an eighth.
+  void trim() {
+    const int64_t wanted = (row_count_ + (int64_t{1} << shift_) - 1) >> shift_;
+    if (wanted < static_cast<int64_t>(slabs_.size()) && 2 * wanted <= static_cast<int64_t>(slabs_.size())) {
+      slabs_.resize(static_cast<size_t>(wanted));
+      show_slabs();
+    }
+    if (index_.bits > 3 && row_count_ * 8 < bucket_count() * rows_of_bucket_) rebuild(2 * row_count_);
+  }
+
+  Device& device_;
+  const RowFormat format_;
+  const int64_t stride_, rows_of_bucket_;
+  int shift_ = 0;
+  std::vector<Array<uint8_t>> slabs_;
+  Array<Slab> shown_;
+  Memory index_;
+  int64_t row_count_ = 0, evicted_count_ = 0;
+  std::vector<Removal> removals_;
+};
+
+}  // namespace fastimpl::kvstore::device

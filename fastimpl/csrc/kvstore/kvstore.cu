@@ -1,0 +1,465 @@
+// The row store on a CUDA device: memory, CUB's sort and sums, and the launchers of its operators, under the names that
+// they have on the CPU. A handle's tensor lies on the device and is never read there: its address is what it names.
+//
+// Calls of one store are made one at a time. Each works on the caller's stream, behind what the one before queued.
+// Never run on a GPU so far.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "common/device_call.cuh"
+#include "kvstore/device_store.h"
+#include "kvstore/words.h"
+
+namespace {
+
+using namespace fastimpl;
+using namespace fastimpl::device;
+using namespace fastimpl::kvstore;
+using namespace fastimpl::kvstore::device;
+using simt::Global;
+
+constexpr int64_t kOutOfMemory = -1, kSharedBytes = 96 * 1024, kBlocksMax = 1 << 16;
+
+class CudaDevice {
+ public:
+  template <typename T>
+  struct Array {
+    std::shared_ptr<void> owner;
+    Global<T> span;
+
+    operator Global<T>() const { return span; }
+    operator Global<const T>() const { return span; }
+    T* data() const { return span.data(); }
+    int64_t size() const { return span.size(); }
+    Array part(int64_t begin, int64_t count) const { return {owner, Global<T>(span.data() + begin, count)}; }
+  };
+
+  // `like` lies on the device.
+  explicit CudaDevice(const Tensor& like) : like_(like) { make_event(); }
+  CudaDevice(const CudaDevice& other) : like_(other.like_), stream_(other.stream_) { make_event(); }
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  // Around each call: what was queued before comes first, on whichever stream it was.
+  void begin() {
+    stream_ = static_cast<cudaStream_t>(current_stream(like_.get_device()));
+    check_cuda(cudaStreamWaitEvent(stream_, static_cast<cudaEvent_t>(done_.get()), 0));
+  }
+  void end() { check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(done_.get()), stream_)); }
+  int32_t index() const { return like_.get_device_index(); }
+
+  // For a call: torch's memory of this stream.
+  template <typename T>
+  Array<T> make(int64_t count) {
+    const int64_t bytes = std::max<int64_t>(1, count * static_cast<int64_t>(sizeof(T)));
+    auto owner = std::make_shared<Tensor>(torch::stable::new_empty(like_, {bytes}, ScalarType::Byte));
+    auto* const data = static_cast<T*>(owner->data_ptr());
+    return {std::move(owner), Global<T>(data, count)};
+  }
+  // For long: memory of its own, which is given back when nothing that was queued needs it any more.
+  template <typename T>
+  Array<T> keep(int64_t count) {
+    void* memory = nullptr;
+    const size_t bytes = std::max<size_t>(1, static_cast<size_t>(count) * sizeof(T));
+    const cudaError_t status = cudaMalloc(&memory, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw std::bad_alloc();
+    }
+    check_cuda(status);
+    return {std::shared_ptr<void>(memory, [](void* gone) { cudaFree(gone); }),
+            Global<T>(static_cast<T*>(memory), count)};
+  }
+  template <typename T>
+  void clear(const Array<T>& there) {
+    check_cuda(cudaMemsetAsync(there.data(), 0, static_cast<size_t>(there.size()) * sizeof(T), stream_));
+  }
+  template <typename T>
+  void upload(const std::vector<T>& values, const Array<T>& to) {
+    copy_bytes(to.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice);
+  }
+  template <typename T>
+  void download(const Array<T>& from, T* to) {
+    copy_bytes(to, from.data(), static_cast<size_t>(from.size()) * sizeof(T), cudaMemcpyDeviceToHost);
+    check_cuda(cudaStreamSynchronize(stream_));
+  }
+  template <typename T>
+  void copy(const Array<T>& from, const Array<T>& to) {
+    copy_bytes(to.data(), from.data(), static_cast<size_t>(from.size()) * sizeof(T), cudaMemcpyDeviceToDevice);
+  }
+  void sort(Array<uint64_t>& words, Array<int64_t>& payload, int end_bit) {
+    const auto sorted = make<uint64_t>(words.size());
+    const auto moved = make<int64_t>(words.size());
+    const auto run = [&](void* space, size_t& bytes) {
+      check_cuda(cub::DeviceRadixSort::SortPairs(space, bytes, words.data(), sorted.data(), payload.data(),
+                                                 moved.data(), words.size(), 0, end_bit, stream_));
+    };
+    size_t bytes = 0;
+    run(nullptr, bytes);
+    const auto space = make<uint8_t>(static_cast<int64_t>(bytes));
+    run(space.data(), bytes);
+    words = sorted;
+    payload = moved;
+  }
+  void sum_up(const Array<int64_t>& values, const Array<int64_t>& sums) {
+    const auto run = [&](void* space, size_t& bytes) {
+      check_cuda(cub::DeviceScan::InclusiveSum(space, bytes, values.data(), sums.data(), values.size(), stream_));
+    };
+    size_t bytes = 0;
+    run(nullptr, bytes);
+    const auto space = make<uint8_t>(static_cast<int64_t>(bytes));
+    run(space.data(), bytes);
+  }
+  template <typename Kernel>
+  void launch(const Kernel& kernel, int64_t threads, int64_t shared_bytes = 0) {
+    STD_TORCH_CHECK(shared_bytes <= kSharedBytes, "rows: a warp needs ", shared_bytes,
+                    " bytes of shared memory, a block has ", kSharedBytes);
+    const int64_t most = Kernel::kThreads / simt::kLanes,
+                  warps =
+                      shared_bytes == 0 ? most : std::min(most, std::max<int64_t>(1, kSharedBytes / 2 / shared_bytes)),
+                  block = warps * simt::kLanes;
+    check_cuda(simt::launch(kernel, {std::min((threads + block - 1) / block, kBlocksMax), block, shared_bytes * warps},
+                            stream_));
+  }
+
+ private:
+  void make_event() {
+    const torch::stable::accelerator::DeviceGuard guard(like_.get_device_index());
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    done_ = std::shared_ptr<void>(event, [](void* gone) { cudaEventDestroy(static_cast<cudaEvent_t>(gone)); });
+  }
+  void copy_bytes(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    if (bytes > 0) check_cuda(cudaMemcpyAsync(to, from, bytes, kind, stream_));
+  }
+
+  Tensor like_;
+  cudaStream_t stream_ = nullptr;
+  std::shared_ptr<void> done_;
+};
+
+using Store = DeviceStore<CudaDevice>;
+
+// Stores by the addresses of their handles' memory.
+class DeviceHandles {
+ public:
+  Tensor add(std::shared_ptr<Store> store) {
+    void* memory = nullptr;
+    check_cuda(cudaMalloc(&memory, kWords * sizeof(int64_t)));
+    const int32_t index = store->device.index();
+    {
+      const std::lock_guard<std::mutex> held(guard_);
+      stores_[memory] = std::move(store);
+    }
+    const int64_t size = kWords, stride = 1;
+    const torch::stable::Device device(torch::headeronly::DeviceType::CUDA, static_cast<int8_t>(index));
+    return torch::stable::from_blob(memory, {&size, 1}, {&stride, 1}, device, ScalarType::Long, [](void* gone) {
+      all().take(gone);
+      cudaFree(gone);
+    });
+  }
+  std::shared_ptr<Store> get(const Tensor& handle) {
+    const std::lock_guard<std::mutex> held(guard_);
+    const auto found = stores_.find(handle.data_ptr());
+    STD_TORCH_CHECK(found != stores_.end(), "handle: dead, or a copy; its store or snapshot is not here");
+    return found->second;
+  }
+  // The store ends outside of the lock.
+  std::shared_ptr<Store> take(void* memory) {
+    const std::lock_guard<std::mutex> held(guard_);
+    const auto found = stores_.find(memory);
+    if (found == stores_.end()) return nullptr;
+    auto store = std::move(found->second);
+    stores_.erase(found);
+    return store;
+  }
+  static DeviceHandles& all() {
+    // Never destroyed: handles may outlive every other global.
+    static DeviceHandles* const handles = new DeviceHandles;
+    return *handles;
+  }
+
+ private:
+  static constexpr int64_t kWords = 3;
+  std::mutex guard_;
+  std::unordered_map<void*, std::shared_ptr<Store>> stores_;
+};
+
+// One call: its store, its device, and the order of calls.
+class StoreCall {
+ public:
+  explicit StoreCall(const Tensor& handle)
+      : store(DeviceHandles::all().get(handle)), guard_(handle.get_device_index()), handle_(handle) {
+    store->device.begin();
+  }
+  ~StoreCall() {
+    // A call that failed has queued what it has; the next comes behind it all the same.
+    try {
+      store->device.end();
+    } catch (...) {
+      return;
+    }
+  }
+  StoreCall(const StoreCall&) = delete;
+  StoreCall& operator=(const StoreCall&) = delete;
+
+  const std::shared_ptr<Store> store;
+
+  Store::Table& table(int64_t index) const {
+    STD_TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(store->tables.size()), "table: got ", index,
+                    ", the store has ", store->tables.size());
+    return *store->tables[static_cast<size_t>(index)];
+  }
+  Global<const int64_t> ids(const Tensor& t, const char* name = "ids") const {
+    check_plain(t, handle_, ScalarType::Long, 1, name);
+    return {static_cast<const int64_t*>(t.data_ptr()), t.numel()};
+  }
+  Global<const uint8_t> bytes(const Tensor& t, const char* name) const {
+    check_plain(t, handle_, ScalarType::Byte, 2, name);
+    return {static_cast<const uint8_t*>(t.data_ptr()), t.numel()};
+  }
+  Tensor longs(const std::vector<int64_t>& values) const {
+    const auto count = static_cast<int64_t>(values.size());
+    Tensor result = torch::stable::new_empty(handle_, {count}, ScalarType::Long);
+    store->device.upload(
+        values, CudaDevice::Array<int64_t>{nullptr, Global<int64_t>(static_cast<int64_t*>(result.data_ptr()), count)});
+    return result;
+  }
+  // Runs one change of a table and turns what it throws into a status.
+  template <typename Body>
+  int64_t change(int64_t index, const Body& body) const {
+    STD_TORCH_CHECK(!store->is_moment, "handle: a snapshot cannot be written");
+    Store::Table& found = table(index);
+    try {
+      return status_of([&] { body(found, ++store->version); });
+    } catch (const std::bad_alloc&) {
+      return kOutOfMemory;
+    }
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  Tensor handle_;
+};
+
+// Row `index` of a matrix of messages on the host.
+template <typename Message>
+Message read_message(const int64_t* words, int64_t width, int64_t index, const char* name) {
+  constexpr int64_t kCount = sizeof(Message) / sizeof(int64_t);
+  STD_TORCH_CHECK(width == kCount, name, ": got ", width, " words, expected ", kCount);
+  Message message;
+  std::memcpy(&message, words + index * kCount, sizeof message);
+  STD_TORCH_CHECK(message.version == Message::kVersion, name, ": got version ", message.version, ", expected ",
+                  Message::kVersion);
+  return message;
+}
+
+Tensor kvstore_create_cuda(Tensor formats, int64_t shard_count) {
+  check_plain(formats, formats, ScalarType::Long, 2, "formats");
+  STD_TORCH_CHECK(formats.size(0) >= 1, "formats: got no table");
+  STD_TORCH_CHECK(shard_count >= 1, "shard_count: got ", shard_count);
+  const torch::stable::accelerator::DeviceGuard guard(formats.get_device_index());
+  auto store = std::make_shared<Store>(CudaDevice(formats));
+  store->device.begin();
+  std::vector<int64_t> words(static_cast<size_t>(formats.numel()));
+  store->device.download(
+      CudaDevice::Array<int64_t>{nullptr, Global<int64_t>(static_cast<int64_t*>(formats.data_ptr()), formats.numel())},
+      words.data());
+  for (int64_t t = 0; t < formats.size(0); ++t) {
+    const RowFormat format = format_of(read_message<TableMessage>(words.data(), formats.size(1), t, "formats"));
+    STD_TORCH_CHECK(is_sound(format), "formats: table ", t, " has slots outside its row");
+    store->tables.push_back(std::make_unique<Store::Table>(store->device, format));
+  }
+  store->device.end();
+  return DeviceHandles::all().add(std::move(store));
+}
+
+void kvstore_close_cuda(Tensor handle) {
+  DeviceHandles::all().get(handle);
+  DeviceHandles::all().take(handle.data_ptr());
+}
+
+void kvstore_read_cuda(Tensor handle, int64_t table_index, Tensor ids, int64_t begin, int64_t end, Tensor out) {
+  const StoreCall call(handle);
+  auto& table = call.table(table_index);
+  const auto keys = call.ids(ids);
+  STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= table.format().row_bytes, "range: got ", begin, " to ", end,
+                  " of a row of ", table.format().row_bytes);
+  const int64_t bytes = out.numel() * static_cast<int64_t>(out.element_size());
+  STD_TORCH_CHECK(out.is_cuda() && out.get_device_index() == handle.get_device_index() && out.is_contiguous(),
+                  "out: not a contiguous tensor of the device");
+  STD_TORCH_CHECK(bytes == keys.size() * (end - begin), "out: got ", out.numel(), " elements for ", keys.size(),
+                  " rows of ", end - begin, " bytes");
+  table.read(keys, {begin, end}, {static_cast<uint8_t*>(out.data_ptr()), bytes});
+}
+
+struct ToBool {
+  const int64_t* marks;
+  bool* out;
+  FASTIMPL_BOTH void operator()(int64_t i) const { out[i] = marks[i] != 0; }
+};
+
+Tensor kvstore_contains_cuda(Tensor handle, int64_t table_index, Tensor ids) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  Tensor result = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Bool);
+  const auto marks = call.table(table_index).contains(keys);
+  Call(ids).launch(ToBool{marks.data(), static_cast<bool*>(result.data_ptr())}, keys.size());
+  return result;
+}
+
+Tensor kvstore_ids_cuda(Tensor handle, int64_t table_index, int64_t first, int64_t last) {
+  const StoreCall call(handle);
+  return call.longs(call.table(table_index).list(first, last, 0));
+}
+
+int64_t kvstore_size_cuda(Tensor handle, int64_t table_index) { return StoreCall(handle).table(table_index).size(); }
+
+std::tuple<Tensor, Tensor> kvstore_changes_cuda(Tensor handle, int64_t table_index, int64_t since) {
+  const StoreCall call(handle);
+  auto& table = call.table(table_index);
+  const auto mark = static_cast<uint64_t>(since);
+  return {call.longs(table.list(kIdMin, kIdMax, mark)), call.longs(table.list_removed(mark))};
+}
+
+int64_t kvstore_mark_cuda(Tensor handle) { return static_cast<int64_t>(StoreCall(handle).store->version); }
+
+int64_t kvstore_write_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor values, int64_t begin, int64_t now,
+                           bool visit) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  const auto bytes = call.bytes(values, "values");
+  const int64_t end = begin + values.size(1), row_bytes = call.table(table_index).format().row_bytes;
+  STD_TORCH_CHECK(values.size(0) == keys.size(), "values: got ", values.size(0), " rows for ", keys.size(), " ids");
+  STD_TORCH_CHECK(begin >= kHeaderBytes && end <= row_bytes, "values: got bytes ", begin, " to ", end, " of a row of ",
+                  row_bytes);
+  return call.change(table_index, [&](Store::Table& table, uint64_t version) {
+    table.write(keys, bytes, {begin, end}, visit, static_cast<uint64_t>(now), version);
+  });
+}
+
+int64_t kvstore_write_rows_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor rows) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  const auto bytes = call.bytes(rows, "rows");
+  const int64_t row_bytes = call.table(table_index).format().row_bytes;
+  STD_TORCH_CHECK(rows.size(0) == keys.size() && rows.size(1) == row_bytes, "rows: got [", rows.size(0), ", ",
+                  rows.size(1), "], expected [", keys.size(), ", ", row_bytes, "]");
+  return call.change(table_index,
+                     [&](Store::Table& table, uint64_t version) { table.write_whole(keys, bytes, version); });
+}
+
+int64_t kvstore_write_metadata_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor words, int64_t mask) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids), values = call.ids(words, "words");
+  STD_TORCH_CHECK(values.size() == keys.size(), "words: got ", values.size(), " for ", keys.size(), " ids");
+  return call.change(table_index, [&](Store::Table& table, uint64_t version) {
+    table.write_metadata(keys, values, static_cast<uint64_t>(mask), version);
+  });
+}
+
+// `hyper`: float64 [8] on the CPU.
+int64_t kvstore_update_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor grads, Tensor hyper, int64_t now) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  check_plain(grads, handle, ScalarType::Float, 2, "grads");
+  const int64_t dim = call.table(table_index).format().dim;
+  STD_TORCH_CHECK(hyper.is_cpu() && hyper.is_contiguous() && hyper.scalar_type() == ScalarType::Double &&
+                      hyper.numel() == 8 && grads.size(0) == keys.size() && grads.size(1) == dim,
+                  "grads: got [", grads.size(0), ", ", grads.size(1), "], expected [", keys.size(), ", ", dim, "]");
+  const Hyper values = hyper_of(static_cast<const double*>(hyper.data_ptr()));
+  return call.change(table_index, [&](Store::Table& table, uint64_t version) {
+    table.update(keys, {static_cast<const float*>(grads.data_ptr()), grads.numel()}, values, static_cast<uint64_t>(now),
+                 version);
+  });
+}
+
+// Returns [status, rows removed].
+Tensor kvstore_delete_cuda(Tensor handle, int64_t table_index, Tensor ids) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  int64_t removed_count = 0;
+  const int64_t status = call.change(
+      table_index, [&](Store::Table& table, uint64_t version) { removed_count = table.remove(keys, version); });
+  return call.longs({status, removed_count});
+}
+
+int64_t kvstore_clear_cuda(Tensor handle, int64_t table_index) {
+  return StoreCall(handle).change(table_index, [](Store::Table& table, uint64_t version) { table.clear(version); });
+}
+
+std::tuple<Tensor, Tensor> kvstore_begin_round_cuda(Tensor handle, int64_t table_index, int64_t keep_count) {
+  const StoreCall call(handle);
+  STD_TORCH_CHECK(!call.store->is_moment, "handle: a snapshot cannot be written");
+  call.table(table_index);
+  const auto [ids, facts] = begin_round(*call.store, static_cast<size_t>(table_index), keep_count);
+  return {call.longs(ids), call.longs(facts)};
+}
+
+// `plan`: a message on the CPU. Returns [status, rows evicted].
+Tensor kvstore_evict_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor plan) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  STD_TORCH_CHECK(plan.is_cpu() && plan.is_contiguous() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
+                      plan.size(0) == 1,
+                  "plan: not one message on the CPU");
+  const auto message =
+      read_message<EvictionMessage>(static_cast<const int64_t*>(plan.data_ptr()), plan.size(1), 0, "plan");
+  STD_TORCH_CHECK(is_policy(message.policy), "plan: got policy ", message.policy);
+  int64_t evicted_count = 0;
+  const int64_t status = call.change(table_index, [&](Store::Table& table, uint64_t version) {
+    evicted_count = table.evict(keys, plan_of(message), version);
+  });
+  return call.longs({status, evicted_count});
+}
+
+int64_t kvstore_reserve_cuda(Tensor handle, int64_t table_index, int64_t row_count) {
+  STD_TORCH_CHECK(row_count >= 0, "row_count: got ", row_count);
+  return StoreCall(handle).change(table_index, [&](Store::Table& table, uint64_t) { table.reserve(row_count); });
+}
+
+// As on the CPU; who counts snapshots is above.
+std::tuple<Tensor, int64_t> kvstore_stats_cuda(Tensor handle) {
+  const StoreCall call(handle);
+  return {call.longs(stats_of(*call.store)), 0};
+}
+
+// A handle of this moment; size 0 where memory ran out.
+Tensor kvstore_snapshot_cuda(Tensor handle) {
+  const StoreCall call(handle);
+  STD_TORCH_CHECK(!call.store->is_moment, "handle: a snapshot of a snapshot");
+  try {
+    auto taken = call.store->moment();
+    taken->device.end();
+    return DeviceHandles::all().add(std::move(taken));
+  } catch (const std::bad_alloc&) {
+    return call.longs({});
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
+  m.impl("kvstore_create", TORCH_BOX(&kvstore_create_cuda));
+  m.impl("kvstore_close", TORCH_BOX(&kvstore_close_cuda));
+  m.impl("kvstore_read", TORCH_BOX(&kvstore_read_cuda));
+  m.impl("kvstore_contains", TORCH_BOX(&kvstore_contains_cuda));
+  m.impl("kvstore_ids", TORCH_BOX(&kvstore_ids_cuda));
+  m.impl("kvstore_size", TORCH_BOX(&kvstore_size_cuda));
+  m.impl("kvstore_changes", TORCH_BOX(&kvstore_changes_cuda));
+  m.impl("kvstore_mark", TORCH_BOX(&kvstore_mark_cuda));
+  m.impl("kvstore_write", TORCH_BOX(&kvstore_write_cuda));
+  m.impl("kvstore_write_rows", TORCH_BOX(&kvstore_write_rows_cuda));
+  m.impl("kvstore_write_metadata", TORCH_BOX(&kvstore_write_metadata_cuda));
+  m.impl("kvstore_update", TORCH_BOX(&kvstore_update_cuda));
+  m.impl("kvstore_delete", TORCH_BOX(&kvstore_delete_cuda));
+  m.impl("kvstore_clear", TORCH_BOX(&kvstore_clear_cuda));
+  m.impl("kvstore_begin_round", TORCH_BOX(&kvstore_begin_round_cuda));
+  m.impl("kvstore_evict", TORCH_BOX(&kvstore_evict_cuda));
+  m.impl("kvstore_reserve", TORCH_BOX(&kvstore_reserve_cuda));
+  m.impl("kvstore_stats", TORCH_BOX(&kvstore_stats_cuda));
+  m.impl("kvstore_snapshot", TORCH_BOX(&kvstore_snapshot_cuda));
+}
