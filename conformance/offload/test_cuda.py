@@ -70,3 +70,44 @@ def test_memory(offload: Any) -> None:
         # Two slots, and one temporary of the optimizer's own arithmetic.
         assert_le(stats["active_bytes.all.peak"] - before, 5 * tensor_bytes + (2 << 20), where="peak of a step")
         assert_equal(offloader.residency().device_bytes, 0, where="residency")
+
+
+_UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01}),
+    "nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": ("Adam", {"lr": 0.02, "weight_decay": 0.1, "maximize": True}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "large-lerp": ("AdamW", {"lr": 0.01, "betas": (0.3, 0.0)}),
+    "amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True}),
+    "adagrad": ("Adagrad", {"lr": 0.1, "lr_decay": 0.05, "weight_decay": 0.01}),
+}
+
+
+@requirement(
+    "OPT-283",
+    "On a GPU an update in a slot MUST have the bits of torch's own foreach step, for every kind and dtype.",
+    needs=("fused_updates",),
+)
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(_UPDATES))
+def test_updates_in_slots(offload: Any, name: str, dtype: torch.dtype) -> None:
+    kind, options = _UPDATES[name]
+    shapes = [SHAPE, (3, 5), (1,), (4099,), *[(64,)] * 60]
+    arms = [[torch.nn.Parameter(values(shape, i, dtype).cuda()) for i, shape in enumerate(shapes)] for _ in range(2)]
+    plain, optimizer = (
+        getattr(torch.optim, kind)([{"params": arm[:30]}, {"params": arm[30:], "lr": 0.03}], **options) for arm in arms
+    )
+    with offload.OptimizerStateOffloader(optimizer, chunk_bytes=1 << 20) as offloader:
+        for step in range(6):
+            for i, (a, b) in enumerate(zip(*arms, strict=True)):
+                a.grad, b.grad = (values(shapes[i], 100 * step + i, dtype).cuda() for _ in range(2))
+            plain.step()
+            optimizer.step()
+        assert_equal(offloader.stats().updates, ("fused", "fused"), where="updates")
+        got = offloader.snapshot()
+        for number, state in plain.state_dict()["state"].items():
+            for key, value in state.items():
+                assert_same_tensor(got["state"][number][key].cpu(), value.cpu(), where=f"{key} of {number}")
+        for a, b in zip(*arms, strict=True):
+            assert_same_tensor(b.detach().cpu(), a.detach().cpu(), where="parameter")

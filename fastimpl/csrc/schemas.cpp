@@ -19,6 +19,9 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
       "offload_adam_step(Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor(d!)[] max_exp_avg_sqs, "
       "Tensor(e!)[] weights, float[] hyper, bool maximize, bool coupled, int isa) -> ()");
+  m.def(
+      "offload_slot_step(int kind, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
+      "Tensor(d!)[] third, int[] hyper_of, float[] hypers) -> ()");
   m.def("offload_pack(Tensor[] sources, Tensor(a!) slab, int[] offsets) -> ()");
   m.def("offload_unpack(Tensor(a!)[] targets, Tensor slab, int[] offsets) -> ()");
   // Pipeline. Tables [rows, dim] of their own dtypes and dims; ids int32 or int64; offsets int64 [features * bags + 1],

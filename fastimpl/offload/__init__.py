@@ -10,7 +10,7 @@ from twinproof.offload.masters import MasterWeights
 from twinproof.offload.offloader import Residency
 from twinproof.offload.plan import OffloadStats
 
-_BUILT = frozenset({"fused_cpu_adam", "packed_tensors"} if ops.available() else ())
+_BUILT = frozenset({"fused_cpu_adam", "fused_updates", "packed_tensors"} if ops.available() else ())
 CAPABILITIES = _BUILT | {"bounded_window", "coalesced_copies", "overlapped_transfers", "prefetched_chunks"}
 
 __all__ = ["MasterWeights", "OffloadStats", "OptimizerStateOffloader", "Residency"]

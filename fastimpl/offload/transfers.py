@@ -17,6 +17,7 @@ from fastimpl.offload.cpu_step import HostStep
 from fastimpl.offload.layout import BoundTensors
 from fastimpl.offload.packing import Item, receive, send
 from fastimpl.offload.positions import GroupPositions
+from fastimpl.offload.slot_step import SlotUpdates
 from twinproof.engine import Engine, engine_for
 from twinproof.offload.plan import MovePlan, Wanted
 from twinproof.offload.states import Bundle, bindings, rebind, view_of
@@ -40,6 +41,7 @@ class StreamedTransfers:
         self._positions = GroupPositions()
         self._hosts: set[int] = set()
         self._strangers: set[tuple[int, str]] = set()
+        self._slot_updates = SlotUpdates(plan)
         self._host_step = HostStep(plan, self._in, self._out, self.settle)
 
     @staticmethod
@@ -83,6 +85,7 @@ class StreamedTransfers:
             self._host_step.run(self._chunks, lambda: self._update(resident, arithmetic))
             return False
         self._fetch_first()
+        self._slot_updates.begin()
         try:
             self._update(resident, arithmetic)
             for number, chunk in enumerate(self._chunks):
@@ -90,6 +93,7 @@ class StreamedTransfers:
                 if number + len(self._slots) < len(self._chunks):
                     self._fetch(number + len(self._slots))
         finally:
+            self._slot_updates.end()
             self._drop_fetched()
             for chunk in self._chunks:
                 chunk.forget_here()
@@ -102,21 +106,27 @@ class StreamedTransfers:
         self._chunks, self._hosts = [], set()
 
     def _update(self, params: Collection[torch.Tensor], arithmetic: Callable[[], None]) -> None:
-        """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups."""
+        """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups.
+
+        One kernel may do it for a chunk, which is in its slot.
+        """
         if not params:
             return
         groups = self.plan.optimizer.param_groups
         masters = [] if self.plan.masters is None else [param for param in params if self.plan.is_master(param)]
         if self.plan.masters is not None:
             self.plan.masters.begin(masters)
-        try:
-            self.plan.optimizer.param_groups = [
-                {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
-                for number, positions in self._positions.places(params)
-            ]
-            arithmetic()
-        finally:
-            self.plan.optimizer.param_groups = groups
+        places = self._positions.places(params)
+        is_resident = params is self._positions.resident
+        if is_resident or not self._slot_updates.run(places):
+            try:
+                self.plan.optimizer.param_groups = [
+                    {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
+                    for number, positions in places
+                ]
+                arithmetic()
+            finally:
+                self.plan.optimizer.param_groups = groups
         if self.plan.masters is not None:
             self.plan.masters.end(masters)
 

@@ -29,7 +29,7 @@ from fastimpl.ops.checkpoint import (
     take_rectangles,
 )
 from fastimpl.ops.kvstore import KVFilling, KVHandle, file_read, row_keys, saved_rows_fit, sort_ids
-from fastimpl.ops.offload import adam_step, pack, unpack
+from fastimpl.ops.offload import adam_step, pack, slot_step, unpack
 from fastimpl.ops.pipeline import (
     advise_huge_pages,
     bag_weight_gradients,
@@ -69,6 +69,7 @@ __all__ = [
     "row_keys",
     "saved_rows_fit",
     "settle_bags",
+    "slot_step",
     "sort_ids",
     "sources_digest",
     "step_bags",

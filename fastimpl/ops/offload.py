@@ -8,12 +8,12 @@ import torch
 
 from twinproof.optimizers import AdamHyper
 
-__all__ = ["adam_step", "pack", "register_fakes", "unpack"]
+__all__ = ["adam_step", "pack", "register_fakes", "slot_step", "unpack"]
 
 
 def register_fakes() -> None:
     """Nothing is returned: under fake tensors there is nothing to make."""
-    for name in ("offload_adam_step", "offload_pack", "offload_unpack"):
+    for name in ("offload_adam_step", "offload_slot_step", "offload_pack", "offload_unpack"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
 
 
@@ -48,6 +48,34 @@ def adam_step(
     lists = (masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, weights)
     torch.ops.twinproof.offload_adam_step(grads, *lists, hyper.values, hyper.maximize, hyper.coupled, isa)
     for written in lists:
+        torch.autograd.graph.increment_version(written)
+
+
+def slot_step(
+    kind: int,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Sequence[Sequence[torch.Tensor]],
+    hyper_of: Sequence[int],
+    hypers: Sequence[float],
+) -> None:
+    """One step of torch's SGD, Adam or Adagrad, with the bits of its foreach path on CUDA, on either device.
+
+    Args:
+        kind: a code of ``fastimpl.offload.slot_step``: SGD, SGD with momentum, Adam, Adam with amsgrad, Adagrad.
+        params: float32, bfloat16 or float16, all of one dtype and device; dense. Written.
+        grads: like the parameters, in dtype, shape and strides.
+        states: three lists in torch's order, like the parameters too; empty where the kind has none. Written.
+        hyper_of: for each parameter, which set of numbers it is stepped with.
+        hypers: nine numbers a set: see ``SlotHyper`` in csrc/offload/foreach.h.
+
+    Raises:
+        RuntimeError: lists that do not fit each other; nothing is written then.
+    """
+    if not params:
+        return
+    torch.ops.twinproof.offload_slot_step(kind, params, grads, *states, hyper_of, hypers)
+    for written in (params, *states):
         torch.autograd.graph.increment_version(written)
 
 

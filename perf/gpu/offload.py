@@ -7,6 +7,14 @@ __all__ = ["STEPS"]
 _MODULE = "conformance.offload.test_cuda"
 
 STEPS = (
-    suite("offload", _MODULE, "OPT-110", "OPT-111", limit_s=90),
-    suite("offload-sanitizer", _MODULE, "OPT-110", "OPT-111", limit_s=90, environment=[("TORCH_CUDA_SANITIZER", "1")]),
+    suite("offload", _MODULE, "OPT-110", "OPT-111", "OPT-283", limit_s=90),
+    suite(
+        "offload-sanitizer",
+        _MODULE,
+        "OPT-110",
+        "OPT-111",
+        "OPT-283",
+        limit_s=90,
+        environment=[("TORCH_CUDA_SANITIZER", "1")],
+    ),
 )

@@ -131,6 +131,16 @@ GATES = (
         control="serial",
         evidence=f"G3 of docs/offload.md; the control copies in, steps and copies out on one stream; {_UNJUDGED}",
     ),
+    _gpu_limit(
+        "offload-gpu-slot-update",
+        "The update of a chunk in its slot MUST reach 0.8 of a copy of the device in the same run.",
+        full="offload-gpu-update-1gib",
+        peer="copy",
+        floor=0.8,
+        ceiling=1.2,
+        control="foreach",
+        evidence=f"one pass over weight, gradient and moments; the control is torch's foreach step; {_UNJUDGED}",
+    ),
     _gpu_claim(
         "offload-gpu-exposed",
         "At most 5 % of a step MUST be exposed where forward and backward take as long as the transfers, each.",

@@ -1,4 +1,4 @@
-"""Calls of offload's CUDA operators: many tensors of mixed sizes, packed and unpacked."""
+"""Calls of offload's CUDA operators: many tensors of mixed sizes, packed and unpacked; updates in a slot."""
 
 from __future__ import annotations
 
@@ -44,4 +44,33 @@ def _unpack(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
         yield OperatorCall(label, (targets, slab, offsets), 2 * sum(tensor.nbytes for tensor in tensors))
 
 
-CALLS: dict[str, Calls] = {"offload_pack": _pack, "offload_unpack": _unpack}
+# Kind, states, dtype. Codes are those of ``fastimpl.offload.slot_step``.
+_UPDATES = (
+    ("adam, float32", 2, 2, torch.float32),
+    ("amsgrad, float32", 3, 3, torch.float32),
+    ("momentum, float32", 1, 1, torch.float32),
+    ("adagrad, float32", 4, 1, torch.float32),
+    ("adam, bfloat16", 2, 2, torch.bfloat16),
+    ("adam, float16", 2, 2, torch.float16),
+)
+# keep, decay, lerp, kept, added, root, step, eps, flags: decoupled decay, and then coupled decay, maximized.
+_NUMBERS = [
+    *(0.999, 0.0, 0.1, 0.999, 0.001, 0.0316, -0.01, 1e-8, 2.0),
+    *(1.0, 0.01, 0.6, 0.9, 1.0, 1.0, -0.02, 1e-3, 5.0),
+]
+
+
+def _update(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
+    for label, kind, state_count, dtype in _UPDATES:
+        # A large tensor, small ones, and more of them than one launch takes.
+        sizes = [count - count // 4, *(max(1, count // 4 // 90) for _ in range(90)), 7, 0]
+        lists = [[torch.rand(size, generator=generator).to(dtype) for size in sizes] for _ in range(2 + state_count)]
+        params, grads, *states = lists
+        states += [[]] * (3 - state_count)
+        hyper_of = [i % 2 for i in range(len(sizes))]
+        # Parameter and states are read and written, the gradient is read.
+        moved = (3 + 2 * state_count) * sum(sizes) * dtype.itemsize
+        yield OperatorCall(label, (kind, params, grads, *states, hyper_of, _NUMBERS), moved)
+
+
+CALLS: dict[str, Calls] = {"offload_pack": _pack, "offload_slot_step": _update, "offload_unpack": _unpack}

@@ -67,6 +67,15 @@ WORKLOADS = (
         round_count=7,
         contenders=("ours", "copy", "pickled", "brought"),
     ),
+    # The update of 1 GiB of weights in slots: 7 GiB move, 1.6 ms at the rate of a copy; torch's foreach path passes
+    # over memory eight times. Prediction: 0.9 of a copy, and a third for the control.
+    _gpu_gib(
+        "offload-gpu-update-1gib",
+        job="gpu_update",
+        shape=(4096, 4096),
+        tensor_count=16,
+        contenders=("ours", "foreach", "copy"),
+    ),
     # A step on the pretend device: 8 chunks of 4 parameters. Counts do not depend on sizes.
     _offload(
         "pretend-step-32",

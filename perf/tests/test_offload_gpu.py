@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.harness import Mismatch
 from fastimpl.offload import OptimizerStateOffloader
 from perf.harness.formulas import evaluate_bound
 from perf.harness.gates import Gate, read_gates
@@ -18,7 +19,7 @@ from perf.harness.judge import Machine, Result, judge
 from perf.harness.paired import Round
 from perf.harness.results import machine_of
 from perf.harness.workloads import read_workloads
-from perf.offload import JOBS, gpu, gpu_memory
+from perf.offload import JOBS, gpu, gpu_memory, gpu_update
 from twinproof.engine import InlineEngine
 
 WORKLOADS = read_workloads()
@@ -77,7 +78,7 @@ def test_a_machine_with_a_gpu_is_of_class_cuda() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which would be measured")
 def test_without_a_gpu_nothing_is_measured() -> None:
     jobs = {workload.name: workload for workload in WORKLOADS.values() if workload.job.startswith("gpu_")}
-    assert len(jobs) == 7
+    assert len(jobs) == 8
     for workload in jobs.values():
         assert JOBS[workload.job](None, workload, "", 3, 0) == []  # type: ignore[arg-type]
 
@@ -95,6 +96,16 @@ def test_jobs_run_on_the_cpu(program: Callable[..., list[Round]], name: str, mon
     workload = replace(WORKLOADS[name], shape=(16, 16), tensor_count=4)
     rounds = program(InlineEngine(), OptimizerStateOffloader, workload, 2, 0)
     assert [set(found) for found in rounds] == [set(workload.contenders) - {"torchao"}] * 2
+
+
+def test_updates_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = replace(WORKLOADS["offload-gpu-update-1gib"], shape=(16, 16), tensor_count=4)
+    rounds = gpu_update.updates(InlineEngine(), workload, 2, 0)
+    assert [set(found) for found in rounds] == [set(workload.contenders)] * 2
+    # A step that is another step is noticed.
+    monkeypatch.setattr(gpu_update, "hyper_of", lambda *_, **__: [1.0, 0.0, 0.2, 0.999, 0.001, 1.0, -0.001, 1e-8, 0.0])
+    with pytest.raises(Mismatch):
+        gpu_update.updates(InlineEngine(), workload, 2, 0)
 
 
 class _Arena(InlineEngine):

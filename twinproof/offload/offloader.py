@@ -75,6 +75,9 @@ class OptimizerStateOffloader:
             that. ``on_request``: a step leaves everything on the device, ``offload()`` copies it out, and it goes with
             ``release_gpu_memory()``, so that masters can be read in between, as Megatron's loops do. None:
             ``on_request`` for masters that a wrapper rounds after the step, else ``at_offload``.
+        fused_update: whether one kernel may update a chunk of torch's SGD, Adam, AdamW or Adagrad. None: where its bits
+            are those of the optimizer's own step, which is CUDA. True: elsewhere too, where they may differ in the last
+            place. False: never. Options that the kernel lacks leave a group to the optimizer: ``stats().updates``.
         engine: streams, copies and memory, see ``twinproof.engine``; None: that of the parameters' device.
 
     Raises:
@@ -101,6 +104,7 @@ class OptimizerStateOffloader:
         pin_memory: bool = True,
         engine: Any = None,
         release: str | None = None,
+        fused_update: bool | None = None,
     ) -> None:
         transfers = type(self)._transfers_of
         if transfers is None:
@@ -108,12 +112,15 @@ class OptimizerStateOffloader:
         optimizer, kept_masters = unwrapped(optimizer)
         check_attachment(optimizer)
         _check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
+        _check_fused_update(fused_update, step_device)
         if kept_masters and (master_weights is not None or step_device == "cpu"):
             got = f"step_device={step_device!r}, master_weights={'given' if master_weights is not None else None}"
             raise ConfigError("the wrapper keeps and rounds its masters itself", got=got, where="optimizer")
         chosen_release = release or ("on_request" if kept_masters else "at_offload")
         self.optimizer, self.masters = optimizer, master_weights
-        self.options = OffloadOptions(fraction, chunk_bytes, slots, step_device, pin_memory, chosen_release)
+        self.options = OffloadOptions(
+            fraction, chunk_bytes, slots, step_device, pin_memory, chosen_release, fused_update
+        )
         self._copied_out = _CopiedOut()
         if master_weights is not None:
             master_weights.check_stepped_by(optimizer)
@@ -413,6 +420,15 @@ def _check_options(
             raise ConfigError(
                 "states never come to the device", got="on_request", expected="at_offload", where="step_device='cpu'"
             )
+
+
+def _check_fused_update(fused_update: bool | None, step_device: str) -> None:
+    if fused_update not in (None, True, False):
+        raise ConfigError("not a choice", got=fused_update, expected=(None, True, False), where="fused_update")
+    if fused_update and step_device == "cpu":
+        raise ConfigError(
+            "a step on the CPU has its own formula", got=True, expected=(None, False), where="step_device='cpu'"
+        )
 
 
 def _either(name: str, value: bool, other_name: str, other: bool | None) -> bool:

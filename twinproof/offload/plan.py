@@ -57,6 +57,7 @@ class OffloadOptions:
     step_device: str
     pin_memory: bool
     release: str
+    fused_update: bool | None
 
 
 @dataclass
@@ -64,7 +65,9 @@ class OffloadStats:
     """Exact counts since attachment.
 
     ``payload_bytes`` of the selected tensors that exist, ``host_bytes`` of host memory held for them; a step moves the
-    payload both ways, so ``h2d_bytes`` and ``d2h_bytes`` that stand still mean a lost call site.
+    payload both ways, so ``h2d_bytes`` and ``d2h_bytes`` that stand still mean a lost call site. ``updates`` says, by
+    group, how the chunks of the last step were updated: ``fused``, ``torch: REASON``, or both; empty where there is no
+    other way than the optimizer's own.
     """
 
     step_count: int = 0
@@ -73,6 +76,7 @@ class OffloadStats:
     payload_bytes: int = 0
     host_bytes: int = 0
     chunk_count: int = 0
+    updates: tuple[str, ...] = ()
 
 
 class Transfers(Protocol):

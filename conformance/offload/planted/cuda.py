@@ -18,3 +18,10 @@ def a_slot_leaks_each_step(original: Any, offloader: Any, *arguments: Any) -> No
     slots = offloader._slots[:1]
     original(offloader, *arguments)
     offloader.__dict__.setdefault("_kept", []).extend(slots)
+
+
+@fault(kills="OPT-283", at="fastimpl.offload.slot_step:hyper_of")
+def cuda_update_by_numbers_of_the_step_before(original: Any, kind: str, group: Any, step: float, **options: Any) -> Any:
+    """An update in a slot has the numbers, and the rate, of the step before."""
+    found = original(kind, group, max(step - 1, 1), **options)
+    return [value * 0.999 if i == 6 else value for i, value in enumerate(found)]

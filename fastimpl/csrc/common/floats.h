@@ -71,6 +71,17 @@ FASTIMPL_BOTH inline float value_of_float16(uint16_t half) {
 #endif
 }
 
+// The half nearest to a value, by the device's own instruction there; NaNs as above.
+FASTIMPL_BOTH inline uint16_t float16_of_value(float value) {
+#if defined(__CUDA_ARCH__)
+  uint16_t half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+#else
+  return to_float16(value);
+#endif
+}
+
 inline void widen(Float type, const uint8_t* from, float* to, int64_t count) {
   if (type == Float::kFloat32) {
     std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/regimes.h"
+#include "offload/foreach.h"
 #include "offload/pack.h"
 
 namespace fastimpl::offload {
@@ -68,6 +69,75 @@ inline int64_t pack_entries(const std::vector<torch::stable::Tensor>& tensors, c
     total += size;
   }
   return total;
+}
+
+// Parameters of one kind and one dtype, and the sets of numbers that they are stepped with.
+struct SlotLists {
+  SlotKind kind;
+  Float type;
+  std::vector<SlotTensors> entries;
+  std::vector<SlotHyper> hypers;
+};
+
+inline std::vector<SlotHyper> slot_hypers(const std::vector<double>& words) {
+  STD_TORCH_CHECK(words.size() % kSlotHyperWords == 0, "hypers: got ", words.size(), " values, expected ",
+                  kSlotHyperWords, " each");
+  std::vector<SlotHyper> found;
+  for (size_t i = 0; i < words.size(); i += kSlotHyperWords) {
+    float h[kSlotHyperWords];
+    for (size_t k = 0; k < kSlotHyperWords; ++k) h[k] = static_cast<float>(words[i + k]);
+    const double flags = words[i + kSlotHyperWords - 1];
+    STD_TORCH_CHECK(flags >= 0 && flags <= kSlotFlags, "hypers: got flags ", flags);
+    found.push_back({h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7], static_cast<int32_t>(flags)});
+  }
+  return found;
+}
+
+inline Float slot_float(const torch::stable::Tensor& t) {
+  using torch::headeronly::ScalarType;
+  if (t.scalar_type() == ScalarType::Float) return Float::kFloat32;
+  if (t.scalar_type() == ScalarType::Half) return Float::kFloat16;
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::BFloat16, "params: not float32, float16 or bfloat16");
+  return Float::kBFloat16;
+}
+
+// Everything is checked before anything is written. Each list but the first has a tensor like each parameter, or none.
+inline SlotLists slot_lists(int64_t kind, const std::vector<torch::stable::Tensor>& params,
+                            const std::vector<torch::stable::Tensor>& grads,
+                            const std::vector<const std::vector<torch::stable::Tensor>*>& states,
+                            const std::vector<int64_t>& hyper_of, const std::vector<double>& hypers) {
+  STD_TORCH_CHECK(kind >= 0 && kind < kSlotKindCount, "kind: got ", kind, ", expected 0 to ", kSlotKindCount - 1);
+  SlotLists lists{static_cast<SlotKind>(kind), Float::kFloat32, {}, slot_hypers(hypers)};
+  const size_t count = params.size(), wanted = static_cast<size_t>(slot_state_count(lists.kind));
+  STD_TORCH_CHECK(grads.size() == count && hyper_of.size() == count, "got ", grads.size(), " gradients and ",
+                  hyper_of.size(), " places of hyperparameters for ", count, " parameters");
+  for (size_t k = 0; k < states.size(); ++k) {
+    STD_TORCH_CHECK(states[k]->size() == (k < wanted ? count : 0), "state ", k, ": got ", states[k]->size(),
+                    " tensors for ", count, " parameters of a kind with ", wanted, " states");
+  }
+  if (count == 0) return lists;
+  lists.type = slot_float(params[0]);
+  for (size_t i = 0; i < count; ++i) {
+    const torch::stable::Tensor& param = params[i];
+    const auto check = [&](const torch::stable::Tensor& t, const char* name) {
+      STD_TORCH_CHECK(t.scalar_type() == params[0].scalar_type() &&
+                          t.get_device_index() == params[0].get_device_index() && t.is_cpu() == params[0].is_cpu() &&
+                          have_same_order(t, param),
+                      name, " ", i, ": not of the dtype, device, shape and strides of its parameter");
+    };
+    check(param, "params");
+    STD_TORCH_CHECK(is_dense(param), "params ", i, ": has gaps");
+    STD_TORCH_CHECK(hyper_of[i] >= 0 && hyper_of[i] < static_cast<int64_t>(lists.hypers.size()), "hyper_of ", i,
+                    ": got ", hyper_of[i], " of ", lists.hypers.size());
+    check(grads[i], "grads");
+    SlotTensors entry{param.data_ptr(), grads[i].data_ptr(), {}, param.numel(), hyper_of[i]};
+    for (size_t k = 0; k < wanted; ++k) {
+      check((*states[k])[i], "states");
+      entry.states[k] = (*states[k])[i].data_ptr();
+    }
+    lists.entries.push_back(entry);
+  }
+  return lists;
 }
 
 }  // namespace fastimpl::offload

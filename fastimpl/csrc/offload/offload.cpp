@@ -8,6 +8,7 @@
 #include "common/regimes.h"
 #include "offload/adam.h"
 #include "offload/args.h"
+#include "offload/slot.h"
 
 namespace {
 
@@ -85,6 +86,29 @@ void adam_step_cpu(Tensors grads, Tensors masters, Tensors averages, Tensors squ
   });
 }
 
+void slot_step_cpu(int64_t kind, Tensors params, Tensors grads, Tensors first, Tensors second, Tensors third,
+                   std::vector<int64_t> hyper_of, std::vector<double> hypers) {
+  const SlotLists lists = slot_lists(kind, params, grads, {&first, &second, &third}, hyper_of, hypers);
+  if (lists.entries.empty()) return;
+  STD_TORCH_CHECK(params[0].is_cpu(), "params: not on the CPU");
+  struct Part {
+    const SlotTensors* tensors;
+    int64_t begin, count;
+  };
+  std::vector<Part> parts;
+  for (const SlotTensors& entry : lists.entries) {
+    for (int64_t at = 0; at < entry.count; at += kBlockElements)
+      parts.push_back({&entry, at, entry.count - at < kBlockElements ? entry.count - at : kBlockElements});
+  }
+  torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Part& part = parts[static_cast<size_t>(i)];
+      slot_step(lists.kind, lists.type, *part.tensors, lists.hypers[static_cast<size_t>(part.tensors->hyper)],
+                part.begin, part.count);
+    }
+  });
+}
+
 template <bool kGather>
 void move_all(const Tensors& tensors, const Tensor& slab, const std::vector<int64_t>& offsets) {
   STD_TORCH_CHECK(slab.is_cpu(), "slab: not on the CPU");
@@ -112,6 +136,7 @@ void unpack_cpu(Tensors targets, Tensor slab, std::vector<int64_t> offsets) { mo
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("offload_adam_step", TORCH_BOX(&adam_step_cpu));
+  m.impl("offload_slot_step", TORCH_BOX(&slot_step_cpu));
   m.impl("offload_pack", TORCH_BOX(&pack_cpu));
   m.impl("offload_unpack", TORCH_BOX(&unpack_cpu));
 }

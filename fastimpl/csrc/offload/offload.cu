@@ -1,4 +1,5 @@
-// CUDA launchers of packing: many small device tensors into one slab, ready for one copy to the host, and back.
+// CUDA launchers of packing, many small device tensors into one slab, ready for one copy to the host, and back; and of
+// the update of a chunk in its slot.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -7,7 +8,9 @@
 #include <algorithm>
 
 #include "common/current_stream.h"
+#include "common/simt.h"
 #include "offload/args.h"
+#include "offload/slot_plan.h"
 
 namespace {
 
@@ -60,9 +63,27 @@ void unpack_cuda(std::vector<Tensor> targets, Tensor slab, std::vector<int64_t> 
   move_all<false>(targets, slab, offsets);
 }
 
+void slot_step_cuda(int64_t kind, std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> first,
+                    std::vector<Tensor> second, std::vector<Tensor> third, std::vector<int64_t> hyper_of,
+                    std::vector<double> hypers) {
+  const SlotLists lists = slot_lists(kind, params, grads, {&first, &second, &third}, hyper_of, hypers);
+  if (lists.entries.empty()) return;
+  STD_TORCH_CHECK(params[0].is_cuda(), "params: not on a CUDA device");
+  const torch::stable::accelerator::DeviceGuard guard(params[0].get_device_index());
+  auto* const stream = static_cast<cudaStream_t>(current_stream(params[0].get_device()));
+  with_slot(lists.kind, lists.type, [&](auto chosen, auto type) {
+    launch_slots<decltype(chosen)::value, decltype(type)::value>(
+        lists.entries, lists.hypers, kThreads, [&](const auto& kernel, int64_t blocks) {
+          const cudaError_t status = simt::launch(kernel, {blocks, kThreads}, stream);
+          STD_TORCH_CHECK(status == cudaSuccess, "launch failed: ", cudaGetErrorString(status));
+        });
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
+  m.impl("offload_slot_step", TORCH_BOX(&slot_step_cuda));
   m.impl("offload_pack", TORCH_BOX(&pack_cuda));
   m.impl("offload_unpack", TORCH_BOX(&unpack_cuda));
 }
