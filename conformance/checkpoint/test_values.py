@@ -118,7 +118,8 @@ def test_strided_inputs(
 
 
 @requirement(
-    "CKPT-482", "Tensors of up to 64 dimensions, in any order in memory, MUST be saved and loaded as their logical values."
+    "CKPT-482",
+    "Tensors of up to 64 dimensions, in any order in memory, MUST be saved and loaded as their logical values.",
 )
 def test_many_dimensions(checkpoint: Any, tmp_path: Path) -> None:
     def turned(shape: tuple[int, ...]) -> torch.Tensor:

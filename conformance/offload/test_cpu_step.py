@@ -236,7 +236,7 @@ def test_edges(offload: Any) -> None:
 
 @requirement(
     "OPT-281",
-    "States that a user binds in another memory format than the parameter's MUST be stepped with the bits of the formula.",
+    "States that a user binds in another memory format than the parameter's MUST be stepped with the formula's bits.",
 )
 @pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
 def test_other_formats(offload: Any, halves: bool) -> None:
