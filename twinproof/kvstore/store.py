@@ -169,7 +169,7 @@ class KVStore(DeltaStore):
         Raises:
             CapacityError: more distinct ids than the table may hold. ConfigError, ShapeError, UnsupportedError.
         """
-        layout, checked = self.layout(table), self._ids(ids)
+        layout, checked = self.layout(table), check_ids(ids, places=self.places)
         values = check_matrix(
             weights, checked.numel(), layout.embedding_dim, layout.weight_dtype, "weights", places_of(checked)
         )
@@ -196,7 +196,7 @@ class KVStore(DeltaStore):
         Raises:
             ConfigError: the stored row has no such state. CapacityError, ShapeError, UnsupportedError.
         """
-        slot, checked = self.slot(table, name), self._ids(ids)
+        slot, checked = self.slot(table, name), check_ids(ids, places=self.places)
         raw = as_bytes(check_matrix(values, checked.numel(), slot.count, slot.dtype, "values", places_of(checked)))
         self._engine.write(table, checked, raw, slot.offset_bytes, self.now(), visit=False)
         self.tell_written(table)
@@ -214,7 +214,7 @@ class KVStore(DeltaStore):
 
         Of duplicates the last wins. Scores share their bits with the count: see ``EvictionPolicy.score``.
         """
-        checked = self._ids(ids)
+        checked = check_ids(ids, places=self.places)
         if not isinstance(scores, torch.Tensor) or scores.shape != checked.shape:
             raise ShapeError("one score per id", got=getattr(scores, "shape", scores), expected=tuple(checked.shape))
         bits = check_matrix(
@@ -225,7 +225,7 @@ class KVStore(DeltaStore):
 
     def set_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor) -> None:
         """Set timestamps and counts of rows that exist, int64 [n, 1] as ``metadata`` gives them; used stays set."""
-        checked = self._ids(ids)
+        checked = check_ids(ids, places=self.places)
         self.layout(table)
         values = check_matrix(words, checked.numel(), 1, torch.int64, "words", places_of(checked))[:, 0]
         self._engine.write_metadata(table, checked, values, 2**63 - 1)
@@ -251,7 +251,7 @@ class KVStore(DeltaStore):
             ConfigError: the table has no optimizer, or its state is not in the row. CapacityError, ShapeError,
                 UnsupportedError.
         """
-        layout, checked = self.layout(table), self._ids(ids)
+        layout, checked = self.layout(table), check_ids(ids, places=self.places)
         if layout.optimizer == "none":
             raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads", places_of(checked))
@@ -272,7 +272,7 @@ class KVStore(DeltaStore):
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; returns how many there were. Missing ids are passed over."""
         self.layout(table)
-        return self._engine.delete(table, self._ids(ids))
+        return self._engine.delete(table, check_ids(ids, places=self.places))
 
     def clear(self, table: str) -> None:
         """Remove every row of the table."""

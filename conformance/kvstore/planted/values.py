@@ -42,9 +42,9 @@ def state_in_the_weights_dtype(original: Any, source: Any, table: str, name: str
 
 
 @fault(kills="KV-027", at="twinproof.kvstore.store:check_ids")
-def narrow_ids_without_sign(original: Any, ids: Any, *where: Any) -> torch.Tensor:
+def narrow_ids_without_sign(original: Any, ids: Any, *where: Any, **places: Any) -> torch.Tensor:
     """Negative int32 ids are widened without their sign."""
-    checked: torch.Tensor = original(ids, *where)
+    checked: torch.Tensor = original(ids, *where, **places)
     return checked & 0xFFFFFFFF if ids.dtype == torch.int32 else checked
 
 
