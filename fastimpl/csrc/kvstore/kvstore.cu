@@ -296,19 +296,14 @@ void kvstore_read_cuda(Tensor handle, int64_t table_index, Tensor ids, int64_t b
   table.read(keys, {begin, end}, {static_cast<uint8_t*>(out.data_ptr()), bytes});
 }
 
-struct ToBool {
-  const int64_t* marks;
-  bool* out;
-  FASTIMPL_BOTH void operator()(int64_t i) const { out[i] = marks[i] != 0; }
-};
-
 Tensor kvstore_contains_cuda(Tensor handle, int64_t table_index, Tensor ids) {
   const StoreCall call(handle);
   const auto keys = call.ids(ids);
-  Tensor result = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Bool);
   const auto marks = call.table(table_index).contains(keys);
-  Call(ids).launch(ToBool{marks.data(), static_cast<bool*>(result.data_ptr())}, keys.size());
-  return result;
+  const Tensor words = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Long);
+  if (keys.size() > 0) Call(ids).copy<int64_t>(marks.data(), static_cast<int64_t*>(words.data_ptr()), keys.size());
+  Tensor result = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Bool);
+  return torch::stable::copy_(result, words);
 }
 
 Tensor kvstore_ids_cuda(Tensor handle, int64_t table_index, int64_t first, int64_t last) {
