@@ -235,7 +235,7 @@ def test_edges(offload: Any) -> None:
 
 
 @requirement(
-    "OPT-281",
+    "OPT-299",
     "States that a user binds in another memory format than the parameter's MUST be stepped with the formula's bits.",
 )
 @pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])

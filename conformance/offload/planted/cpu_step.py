@@ -139,7 +139,7 @@ cpu_weight_taken_early = patched(
 )
 
 
-@fault(kills="OPT-281", at="fastimpl.offload.cpu_step:_have_one_order")
+@fault(kills="OPT-299", at="fastimpl.offload.cpu_step:_have_one_order")
 def cpu_formats_mixed(original: Any, row: Any) -> bool:
     """A step on the CPU takes the memory of a permuted moment for that of a contiguous one."""
     for moment in row[2:4]:
