@@ -7,15 +7,18 @@ sizes of the batches at hand.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
-from conformance.harness import Rank, assert_equal, assert_le, requirement
-from conformance.pipeline.cases import EXACT, FUSED, PLACEMENTS
+from conformance.harness import Rank, assert_equal, assert_le, raises, requirement
+from conformance.pipeline.cases import EVAL_FUSED, EXACT, FUSED, PLACEMENTS
 from conformance.pipeline.jobs import Job, assert_same_state
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.virtual_batches import KINDS, on_host, virtual
 from conformance.provers.virtual_device import Costs, VirtualDevice
+from twinproof.engine import CudaEngine
+from twinproof.errors import ConfigError
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in EXACT),
@@ -215,3 +218,25 @@ def test_makespan(pipeline: Any) -> None:
         assert_equal(fused, max(2 * lookup_s, 4 * dense_s), where=f"a step of Fused, {where}")
         assert_le(sparse_dist, base, where=f"SparseDist against Base, {where}")
         assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {where}")
+
+
+@requirement(
+    "PIPE-337",
+    "The stream of the lookups' own MUST have the priority that was asked for, 0 if none was, and every other stream "
+    "0; a priority without such a stream, or one that is no integer, is refused by name.",
+    needs=("streams",),
+)
+def test_priority(pipeline: Any) -> None:
+    for name in (FUSED, EVAL_FUSED):
+        for given, expected in (({}, 0), ({"emb_lookup_stream_priority": -1}, -1)):
+            device, job = VirtualDevice(), Job(pipeline, 4)
+            job.schedule(name, engine=device.engine, emb_lookup_stream="new", **given)
+            wanted = {"memcpy": 0, "data_dist": 0, "emb_lookup": expected}
+            assert_equal(device.engine.priorities, wanted, where=f"{name} {given}: priorities of streams")
+        for stream, priority in (("data_dist", -1), ("current", -1), ("new", "high"), ("new", True)):
+            options: dict[str, Any] = {"emb_lookup_stream": stream, "emb_lookup_stream_priority": priority}
+            with raises(ConfigError, mentions=("emb_lookup_stream_priority",), where=f"{name} {options}"):
+                Job(pipeline, 4).schedule(name, **options)
+    with mock.patch("torch.cuda.Stream") as stream:
+        CudaEngine("cuda:0").stream("emb_lookup", -1)
+    stream.assert_called_once_with(torch.device("cuda:0"), priority=-1)

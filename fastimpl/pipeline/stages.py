@@ -100,9 +100,14 @@ class StreamedStages:
         self._engine: Engine = options.engine or engine_for(device)
         self._memcpy = self._engine.stream("memcpy")
         self._dist = self._engine.stream("data_dist")
-        self._lookup = self._engine.stream("emb_lookup") if options.placed.stream == "new" else self._dist
+        self._lookup = self._own_stream() if options.placed.stream == "new" else self._dist
         self._updated, self._stepped, self._edited = (self._engine.event() for _ in range(3))
         self._versions: dict[str, Any] = {}
+
+    def _own_stream(self) -> Any:
+        """The lookups' own stream."""
+        priority = self._options.placed.priority
+        return self._engine.stream("emb_lookup", priority) if priority else self._engine.stream("emb_lookup")
 
     @_named("batch_copy")
     def copy(self, batch: Any) -> StreamedBatch:

@@ -359,11 +359,21 @@ NOT_CALLED = (
 
 @dataclass(frozen=True)
 class Placed:
-    """Where lookups run: the stream, behind the start of the next exchange or not, and before the optimizer or not."""
+    """Where lookups run: the stream, behind the start of the next exchange or not, and before the optimizer or not.
+
+    ``priority``: of a stream of their own, as torch's. Raises ConfigError for one of another stream.
+    """
 
     stream: str = "data_dist"
     after_dist: bool = False
     before_optimizer: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or (self.priority != 0 and self.stream != "new"):
+            expected = 'an integer, and 0 unless emb_lookup_stream is "new"'
+            got = (self.priority, self.stream)
+            raise ConfigError("not a priority", got=got, expected=expected, where="emb_lookup_stream_priority")
 
 
 @dataclass(frozen=True)

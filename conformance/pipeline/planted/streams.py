@@ -96,3 +96,14 @@ def edits_not_ordered(original: Any, stages: Any, stream: Any, calls: Any) -> No
 def lookup_on_current_stream(original: Any, stages: Any) -> Any:
     """The lookup does not leave the current stream."""
     return stages._engine.current()
+
+
+@fault(kills="PIPE-337", at="fastimpl.pipeline.stages:StreamedStages._own_stream")
+def priorities_are_dropped(original: Any, stages: Any) -> Any:
+    """The lookups' own stream is like any other."""
+    return stages._engine.stream("emb_lookup")
+
+
+@fault(kills="PIPE-337", at="twinproof.pipeline.stages:Placed.__post_init__")
+def priorities_of_any_stream(original: Any, placed: Any) -> None:
+    """A priority is accepted where lookups have no stream of their own, and of any type."""
