@@ -6,9 +6,9 @@ to ``offsets[f * B + b + 1]`` of ``indices``, int32 or int64 [N]; ``offsets`` is
 [N], belong to positions. Pooled matrices are float32 [B, sum of the features' dims], feature after feature.
 
 On the CPU offsets and ids are checked before anything is read by them or written: RuntimeError, naming the argument. On
-a device ``pool_bags``, ``step_bags`` and ``bag_weight_gradients`` wait for nothing, and a graph may hold them: ids
-outside of their tables are left out, and offsets lead to no memory but the batch's. ``settle_bags`` says whether there
-are any, without waiting either.
+a device no operator but ``check_bag_ids`` waits, and a graph may hold all others: ids outside of their tables are left
+out, what no bucket has goes to the first, what no block has is 0, and offsets lead to no memory but the batch's.
+``settle_bags`` says whether there are any, without waiting either.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ def gather_blocks(data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor,
         out: [sum of sizes] of the same dtype. Written.
 
     Raises:
-        RuntimeError: a block that does not lie in ``data``, an ``out`` of another size; nothing is written then.
+        RuntimeError: on the CPU a block that does not lie in ``data``, an ``out`` of another size; nothing is written
+            then.
     """
     torch.ops.twinproof.pipeline_gather_blocks(data, begins, sizes, out)
     torch.autograd.graph.increment_version(out)
@@ -287,7 +288,7 @@ def bucketize(
         lengths, int64 [bucket_count * F * B]; indices; weights or None; and int64 [N], the position that each had.
 
     Raises:
-        RuntimeError: an id, or a destination, that no bucket has.
+        RuntimeError: on the CPU an id, or a destination, that no bucket has.
     """
     # Destinations are by position: which feature a bag belongs to makes no difference to them.
     features = block_sizes.numel() if block_sizes is not None else min(1, offsets.numel() - 1)
