@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.harness import Rank, assert_equal, assert_le, raises, requirement
 from conformance.pipeline.cases import EVAL_FUSED, EXACT, FUSED, PLACEMENTS
@@ -240,3 +241,42 @@ def test_priority(pipeline: Any) -> None:
     with mock.patch("torch.cuda.Stream") as stream:
         CudaEngine("cuda:0").stream("emb_lookup", -1)
     stream.assert_called_once_with(torch.device("cuda:0"), priority=-1)
+
+
+class _Grids(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most blocks that each pooling may have."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "twinproof::pipeline_pool":
+            self.found.append(args[8] if len(args) > 8 else 0)
+        return func(*args, **(kwargs or {}))
+
+
+@requirement(
+    "PIPE-338",
+    "Every lookup of a schedule MUST have a grid of at most the blocks that were asked for, any number if none were, "
+    "and a lookup outside of it any number; fewer than one are refused by name, and no bit changes.",
+    needs=("streams",),
+)
+def test_grids(pipeline: Any) -> None:
+    for name in (FUSED, EVAL_FUSED):
+        for given, expected in (({}, 0), ({"emb_lookup_max_blocks": 7}, 7)):
+            loop, job = Job(pipeline, 4, kinds=KINDS), Job(pipeline, 4, kinds=KINDS)
+            loop.model.train("Train" in name)
+            schedule, loader = job.schedule(name, emb_lookup_stream="new", **given), iter(job.batches(5))
+            for step, batch in enumerate(loop.batches(3)):
+                with _Grids() as grids:
+                    output = schedule.progress(loader)
+                assert_equal(set(grids.found), {expected}, where=f"{name} {given} step {step}: blocks")
+                assert_bits(output, loop.step(batch), f"{name} {given} step {step}")
+            schedule.detach()
+            with _Grids() as grids:
+                job.collections[0](job.batch(9).ids[0])
+            assert_equal(set(grids.found), {0}, where=f"{name} {given}: blocks outside of the schedule")
+    for blocks in (0, -1, 2.5, True):
+        with raises(ConfigError, mentions=("emb_lookup_max_blocks",), where=str(blocks)):
+            Job(pipeline, 4).schedule(FUSED, emb_lookup_max_blocks=blocks)

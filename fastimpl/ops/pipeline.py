@@ -96,6 +96,7 @@ def pool_bags(
     out: torch.Tensor,
     *,
     isa: int = -1,
+    max_blocks: int = 0,
 ) -> None:
     """The sum of each bag's rows: from +0, in order of position, in float32, an empty bag +0.
 
@@ -108,12 +109,14 @@ def pool_bags(
         means: by table: the sum is divided by the number of ids of its bag.
         out: float32 [B, columns]. Written.
         isa: 0 plain, 1 AVX2, 2 AVX-512, -1 the best that this machine has; changes no bit.
+        max_blocks: of each launch's grid, so that others find room on the device; 0 fills it. Changes no bit.
 
     Raises:
         RuntimeError: arguments that do not fit; on the CPU also no offsets, ids outside their table. Then nothing is
             written.
     """
-    torch.ops.twinproof.pipeline_pool(tables, feature_tables, indices, offsets, weights, _integers(means), out, isa)
+    arguments = (tables, feature_tables, indices, offsets, weights, _integers(means), out, isa, max_blocks)
+    torch.ops.twinproof.pipeline_pool(*arguments)
     torch.autograd.graph.increment_version(out)
 
 

@@ -156,6 +156,8 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
         defer_dp_lookup: what the optimizer updates is always looked up behind it; both values are the same here.
         emb_lookup_stream_priority: of the stream that "new" makes, as ``priority`` of ``torch.cuda.Stream``: below 0
             its kernels go first, where the device has room for one of several. 0, as every other stream has it.
+        emb_lookup_max_blocks: the most blocks of a pooling kernel's grid, so that what runs beside it finds room. None
+            fills the device; engines without a device ignore it.
 
     All other arguments, promises and errors: see ``Pipeline``.
     """
@@ -184,6 +186,7 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
         use_emb_lookup_stream: bool | None = None,
         embedding_lookup_after_opt: bool | None = None,
         emb_lookup_stream_priority: int = 0,
+        emb_lookup_max_blocks: int | None = None,
         process_group: Any = None,
         engine: Any = None,
         reduce_dense_gradients: bool | None = None,
@@ -211,6 +214,7 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
                     embedding_lookup_after_opt,
                 ),
                 priority=emb_lookup_stream_priority,
+                max_blocks=emb_lookup_max_blocks,
             ),
         )
         super().__init__(model, optimizer, device, options)
