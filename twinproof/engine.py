@@ -37,8 +37,11 @@ class Engine(Protocol):
     device: torch.device
     stands_for_device: bool
 
-    def stream(self, name: str) -> Stream:
-        """A new stream; make it once and keep it. ``name`` is for reports."""
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        """A new stream; make it once and keep it. ``name`` is for reports; ``priority`` is as torch's: lower is first.
+
+        Only who asks for a priority gives one: an engine without the argument serves all others.
+        """
 
     def event(self) -> Event:
         """A new event, to be recorded any number of times."""
@@ -88,7 +91,7 @@ class InlineEngine:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str, priority: int = 0) -> Stream:
         """A name."""
         return name
 
@@ -150,9 +153,9 @@ class CudaEngine:
         found = torch.device(device)
         self.device = torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
-    def stream(self, name: str) -> Stream:
-        """A stream of torch's pool."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        """A stream of torch's pool of that priority."""
+        return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
 
     def event(self) -> Event:
         """An event without timing, which is the cheap kind."""

@@ -51,6 +51,10 @@ _PLANTED = [
         {"wrong-result"},
     ),
     (
+        Planted("more blocks than were asked for", _PLAN, "max_blocks > 0 ?", "max_blocks > 1 ?"),
+        {"wrong-result"},
+    ),
+    (
         Planted("vectors of rows at any address", _PLAN, "is_aligned(feature.rows) && ", ""),
         {"misaligned"},
     ),

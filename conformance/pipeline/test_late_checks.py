@@ -122,16 +122,12 @@ def test_wrong_lengths(rank_pool: Any) -> None:
         rank_pool.run(_wrong_lengths, world_size)
 
 
-@requirement(
-    "PIPE-333",
-    "In a step of any number of sharded collections, exchanged together, of tables that are cut, the host MUST wait "
-    "for the device once; launchers wait for nothing and send no arguments in host memory.",
-    needs=("streams",),
-)
-def test_one_wait(pipeline: Any) -> None:
+def _one_wait(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
     for kind in KINDS[:3]:
         with on_pretend() as device:
-            models = [_model(pipeline, kind).to(device.device) for _ in range(3)]
+            where = rank.world_size - 1
+            models = [_model(pipeline, kind, group=rank.group, rank=where).to(device.device) for _ in range(3)]
             for step in range(2):
                 batch = random_jagged(["f0", "f1"], [6, 6], 3, step).kjt(pipeline).to(device.device)
                 begin = device.mark
@@ -145,6 +141,17 @@ def test_one_wait(pipeline: Any) -> None:
                     counts = device.counts(begin)
                     assert_equal(counts.host_waits, 1, where=f"{kind}: waits of the host")
                     assert_equal(counts.to_device.count, 0, where=f"{kind}: copies to the device")
+
+
+@requirement(
+    "PIPE-333",
+    "In a step of any number of sharded collections, exchanged together, of tables that are cut, the host MUST wait "
+    "for the device once, on 1 to 3 ranks; launchers wait for nothing and send no arguments in host memory.",
+    needs=("streams",),
+)
+def test_one_wait(rank_pool: Any) -> None:
+    for world_size in (1, 2, 3):
+        rank_pool.run(_one_wait, world_size)
 
 
 @requirement(

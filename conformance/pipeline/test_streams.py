@@ -7,15 +7,19 @@ sizes of the batches at hand.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.harness import Rank, assert_equal, assert_le, requirement
-from conformance.pipeline.cases import EXACT, FUSED, PLACEMENTS
+from conformance.harness import Rank, assert_equal, assert_le, raises, requirement
+from conformance.pipeline.cases import EVAL_FUSED, EXACT, FUSED, PLACEMENTS
 from conformance.pipeline.jobs import Job, assert_same_state
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.virtual_batches import KINDS, on_host, virtual
 from conformance.provers.virtual_device import Costs, VirtualDevice
+from twinproof.engine import CudaEngine
+from twinproof.errors import ConfigError
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in EXACT),
@@ -215,3 +219,64 @@ def test_makespan(pipeline: Any) -> None:
         assert_equal(fused, max(2 * lookup_s, 4 * dense_s), where=f"a step of Fused, {where}")
         assert_le(sparse_dist, base, where=f"SparseDist against Base, {where}")
         assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {where}")
+
+
+@requirement(
+    "PIPE-337",
+    "The stream of the lookups' own MUST have the priority that was asked for, 0 if none was, and every other stream "
+    "0; a priority without such a stream, or one that is no integer, is refused by name.",
+    needs=("streams",),
+)
+def test_priority(pipeline: Any) -> None:
+    for name in (FUSED, EVAL_FUSED):
+        for given, expected in (({}, 0), ({"emb_lookup_stream_priority": -1}, -1)):
+            device, job = VirtualDevice(), Job(pipeline, 4)
+            job.schedule(name, engine=device.engine, emb_lookup_stream="new", **given)
+            wanted = {"memcpy": 0, "data_dist": 0, "emb_lookup": expected}
+            assert_equal(device.engine.priorities, wanted, where=f"{name} {given}: priorities of streams")
+        for stream, priority in (("data_dist", -1), ("current", -1), ("new", "high"), ("new", True)):
+            options: dict[str, Any] = {"emb_lookup_stream": stream, "emb_lookup_stream_priority": priority}
+            with raises(ConfigError, mentions=("emb_lookup_stream_priority",), where=f"{name} {options}"):
+                Job(pipeline, 4).schedule(name, **options)
+    with mock.patch("torch.cuda.Stream") as stream:
+        CudaEngine("cuda:0").stream("emb_lookup", -1)
+    stream.assert_called_once_with(torch.device("cuda:0"), priority=-1)
+
+
+class _Grids(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most blocks that each pooling may have."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "twinproof::pipeline_pool":
+            self.found.append(args[8] if len(args) > 8 else 0)
+        return func(*args, **(kwargs or {}))
+
+
+@requirement(
+    "PIPE-338",
+    "Every lookup of a schedule MUST have a grid of at most the blocks that were asked for, any number if none were, "
+    "and a lookup outside of it any number; fewer than one are refused by name, and no bit changes.",
+    needs=("streams",),
+)
+def test_grids(pipeline: Any) -> None:
+    for name in (FUSED, EVAL_FUSED):
+        for given, expected in (({}, 0), ({"emb_lookup_max_blocks": 7}, 7)):
+            loop, job = Job(pipeline, 4, kinds=KINDS), Job(pipeline, 4, kinds=KINDS)
+            loop.model.train("Train" in name)
+            schedule, loader = job.schedule(name, emb_lookup_stream="new", **given), iter(job.batches(5))
+            for step, batch in enumerate(loop.batches(3)):
+                with _Grids() as grids:
+                    output = schedule.progress(loader)
+                assert_equal(set(grids.found), {expected}, where=f"{name} {given} step {step}: blocks")
+                assert_bits(output, loop.step(batch), f"{name} {given} step {step}")
+            schedule.detach()
+            with _Grids() as grids:
+                job.collections[0](job.batch(9).ids[0])
+            assert_equal(set(grids.found), {0}, where=f"{name} {given}: blocks outside of the schedule")
+    for blocks in (0, -1, 2.5, True):
+        with raises(ConfigError, mentions=("emb_lookup_max_blocks",), where=str(blocks)):
+            Job(pipeline, 4).schedule(FUSED, emb_lookup_max_blocks=blocks)

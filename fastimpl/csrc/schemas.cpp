@@ -28,7 +28,7 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   // feature by feature; means by table; `width` columns are those of all features.
   m.def(
       "pipeline_pool(Tensor[] tables, int[] feature_tables, Tensor indices, Tensor offsets, Tensor? weights, int[] "
-      "means, Tensor(a!) out, int isa) -> ()");
+      "means, Tensor(a!) out, int isa, int max_blocks=0) -> ()");
   m.def(
       "pipeline_step(Tensor(a!)[] tables, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, int[] feature_tables, Tensor "
       "indices, Tensor offsets, "

@@ -6,9 +6,9 @@ to ``offsets[f * B + b + 1]`` of ``indices``, int32 or int64 [N]; ``offsets`` is
 [N], belong to positions. Pooled matrices are float32 [B, sum of the features' dims], feature after feature.
 
 On the CPU offsets and ids are checked before anything is read by them or written: RuntimeError, naming the argument. On
-a device ``pool_bags``, ``step_bags`` and ``bag_weight_gradients`` wait for nothing, and a graph may hold them: ids
-outside of their tables are left out, and offsets lead to no memory but the batch's. ``settle_bags`` says whether there
-are any, without waiting either.
+a device no operator but ``check_bag_ids`` waits, and a graph may hold all others: ids outside of their tables are left
+out, what no bucket has goes to the first, what no block has is 0, and offsets lead to no memory but the batch's.
+``settle_bags`` says whether there are any, without waiting either.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def pool_bags(
     out: torch.Tensor,
     *,
     isa: int = -1,
+    max_blocks: int = 0,
 ) -> None:
     """The sum of each bag's rows: from +0, in order of position, in float32, an empty bag +0.
 
@@ -108,12 +109,14 @@ def pool_bags(
         means: by table: the sum is divided by the number of ids of its bag.
         out: float32 [B, columns]. Written.
         isa: 0 plain, 1 AVX2, 2 AVX-512, -1 the best that this machine has; changes no bit.
+        max_blocks: of each launch's grid, so that others find room on the device; 0 fills it. Changes no bit.
 
     Raises:
         RuntimeError: arguments that do not fit; on the CPU also no offsets, ids outside their table. Then nothing is
             written.
     """
-    torch.ops.twinproof.pipeline_pool(tables, feature_tables, indices, offsets, weights, _integers(means), out, isa)
+    arguments = (tables, feature_tables, indices, offsets, weights, _integers(means), out, isa, max_blocks)
+    torch.ops.twinproof.pipeline_pool(*arguments)
     torch.autograd.graph.increment_version(out)
 
 
@@ -258,7 +261,8 @@ def gather_blocks(data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor,
         out: [sum of sizes] of the same dtype. Written.
 
     Raises:
-        RuntimeError: a block that does not lie in ``data``, an ``out`` of another size; nothing is written then.
+        RuntimeError: on the CPU a block that does not lie in ``data``, an ``out`` of another size; nothing is written
+            then.
     """
     torch.ops.twinproof.pipeline_gather_blocks(data, begins, sizes, out)
     torch.autograd.graph.increment_version(out)
@@ -287,7 +291,7 @@ def bucketize(
         lengths, int64 [bucket_count * F * B]; indices; weights or None; and int64 [N], the position that each had.
 
     Raises:
-        RuntimeError: an id, or a destination, that no bucket has.
+        RuntimeError: on the CPU an id, or a destination, that no bucket has.
     """
     # Destinations are by position: which feature a bag belongs to makes no difference to them.
     features = block_sizes.numel() if block_sizes is not None else min(1, offsets.numel() - 1)

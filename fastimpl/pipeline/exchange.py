@@ -6,7 +6,8 @@ exchange of sizes that modules share (``fuse_input_dists``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -132,6 +133,18 @@ class ShardedEmbeddingBagCollection(
     exchange=AllToAll,
     rows=PrefetchedRows,
 ):
+    @contextlib.contextmanager
+    def limited_lookups(self, max_blocks: int) -> Iterator[None]:
+        """Pool with grids of at most so many blocks inside, which leaves room on the device."""
+        engines = [self._engine, *(lookup._engine for lookup in self.lookups)]
+        for engine in engines:
+            engine.max_blocks = max_blocks
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.max_blocks = 0
+
     def prefetch_rows(self, ctx: ShardedContext, dist_input: list[Bags]) -> None:
         """Read the rows of key-value tables that ``compute`` will want; the context holds them, for one batch."""
         ctx.prefetched = prefetch(self.lookups, dist_input)

@@ -37,7 +37,14 @@ def _momenta(tables: Sequence[HeldTable], name: str) -> list[torch.Tensor]:
 
 
 class NativeLookup:
-    """``Lookup`` by the operators."""
+    """``Lookup`` by the operators.
+
+    Attributes:
+        max_blocks: of a pooling kernel's grid on a device; 0 is as many as fill it.
+    """
+
+    def __init__(self) -> None:
+        self.max_blocks = 0
 
     def fresh(self, shape: tuple[int, int], dtype: torch.dtype, device: Any) -> torch.Tensor:
         """Memory for a table or a state, not initialised."""
@@ -67,7 +74,8 @@ class NativeLookup:
         width = sum(tables[table].weight.shape[1] for table in feature_tables)
         stride = (bags.offsets.numel() - 1) // len(feature_tables)
         out = torch.empty(stride, width, device=bags.indices.device)
-        ops.pool_bags(_weights(tables), list(feature_tables), *_plain(bags), _means(tables), out)
+        given = (_weights(tables), list(feature_tables), *_plain(bags), _means(tables), out)
+        ops.pool_bags(*given, max_blocks=self.max_blocks)
         return out
 
     def spread(self, bags: Bags, grad: torch.Tensor, feature_count: int) -> torch.Tensor:

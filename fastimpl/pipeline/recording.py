@@ -165,9 +165,10 @@ class Recorder:
         self._made.append(lambda: StepEnd(number, issued_s))
         self._step += 1
 
-    def stream(self, name: str) -> Any:
+    def stream(self, name: str, priority: int = 0) -> Any:
         """A stream of the engine, remembered by its name, with a number where that is taken."""
-        made, taken = self._engine.stream(name), sum(known.split("-")[0] == name for _, known in self._names)
+        made = self._engine.stream(name, priority) if priority else self._engine.stream(name)
+        taken = sum(known.split("-")[0] == name for _, known in self._names)
         self._names.append((made, f"{name}-{taken + 1}" if taken else name))
         return made
 

@@ -100,9 +100,14 @@ class StreamedStages:
         self._engine: Engine = options.engine or engine_for(device)
         self._memcpy = self._engine.stream("memcpy")
         self._dist = self._engine.stream("data_dist")
-        self._lookup = self._engine.stream("emb_lookup") if options.placed.stream == "new" else self._dist
+        self._lookup = self._own_stream() if options.placed.stream == "new" else self._dist
         self._updated, self._stepped, self._edited = (self._engine.event() for _ in range(3))
         self._versions: dict[str, Any] = {}
+
+    def _own_stream(self) -> Any:
+        """The lookups' own stream."""
+        priority = self._options.placed.priority
+        return self._engine.stream("emb_lookup", priority) if priority else self._engine.stream("emb_lookup")
 
     @_named("batch_copy")
     def copy(self, batch: Any) -> StreamedBatch:
@@ -207,9 +212,15 @@ class StreamedStages:
             for call in wanted:
                 given, ctx = batch.given[call.name], batch.contexts[call.name]
                 self._hand_over([given, ctx], stream)
-                batch.results[call.name] = looked_up(call.module, ctx, given)
+                with self._limited(call.module):
+                    batch.results[call.name] = looked_up(call.module, ctx, given)
                 batch.dists.pop(call.name, None)
             engine.record(batch.looked_up, stream)
+
+    def _limited(self, module: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a lookup: the grid that was asked for, where the module is ours."""
+        max_blocks, limited = self._options.placed.max_blocks, getattr(module, "limited_lookups", None)
+        return contextlib.nullcontext() if max_blocks is None or limited is None else limited(max_blocks)
 
     def _wait_for_edits(self, stream: Any, calls: list[Call]) -> None:
         """Tables that somebody else wrote, on the caller's stream, since the last update."""

@@ -117,7 +117,7 @@ class _Arena(InlineEngine):
         self.where = "host"
         self.free: dict[str, list[int]] = {}
 
-    def stream(self, name: str) -> Any:
+    def stream(self, name: str, priority: int = 0) -> Any:
         self.streams += 1
         return f"{name}-{self.streams}"
 

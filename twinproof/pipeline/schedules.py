@@ -7,6 +7,7 @@ schedule, which is a function that issues them for one step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,6 +154,10 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
         embedding_lookup_before_optimizer: look the next batch up before the dense optimizer; modules whose parameters
             the optimizer updates are looked up behind it. ``embedding_lookup_after_opt=False`` is the PR's name.
         defer_dp_lookup: what the optimizer updates is always looked up behind it; both values are the same here.
+        emb_lookup_stream_priority: of the stream that "new" makes, as ``priority`` of ``torch.cuda.Stream``: below 0
+            its kernels go first, where the device has room for one of several. 0, as every other stream has it.
+        emb_lookup_max_blocks: the most blocks of a pooling kernel's grid, so that what runs beside it finds room. None
+            fills the device; engines without a device ignore it.
 
     All other arguments, promises and errors: see ``Pipeline``.
     """
@@ -180,6 +185,8 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
         defer_dp_lookup: bool = False,
         use_emb_lookup_stream: bool | None = None,
         embedding_lookup_after_opt: bool | None = None,
+        emb_lookup_stream_priority: int = 0,
+        emb_lookup_max_blocks: int | None = None,
         process_group: Any = None,
         engine: Any = None,
         reduce_dense_gradients: bool | None = None,
@@ -198,12 +205,16 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
             apply_jit=apply_jit,
             free_features_storage_early=free_features_storage_early,
             clear_data_dist_inputs=clear_data_dist_inputs,
-            placed=check_placement(
-                emb_lookup_stream,
-                use_emb_lookup_stream,
-                embedding_lookup_after_data_dist,
-                embedding_lookup_before_optimizer,
-                embedding_lookup_after_opt,
+            placed=replace(
+                check_placement(
+                    emb_lookup_stream,
+                    use_emb_lookup_stream,
+                    embedding_lookup_after_data_dist,
+                    embedding_lookup_before_optimizer,
+                    embedding_lookup_after_opt,
+                ),
+                priority=emb_lookup_stream_priority,
+                max_blocks=emb_lookup_max_blocks,
             ),
         )
         super().__init__(model, optimizer, device, options)

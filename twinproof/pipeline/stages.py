@@ -359,11 +359,24 @@ NOT_CALLED = (
 
 @dataclass(frozen=True)
 class Placed:
-    """Where lookups run: the stream, behind the start of the next exchange or not, and before the optimizer or not."""
+    """Where lookups run: the stream, behind the start of the next exchange or not, and before the optimizer or not.
+
+    ``priority``: of a stream of their own, as torch's. ``max_blocks``: of their grids, or None. Raises ConfigError.
+    """
 
     stream: str = "data_dist"
     after_dist: bool = False
     before_optimizer: bool = False
+    priority: int = 0
+    max_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or (self.priority != 0 and self.stream != "new"):
+            expected = 'an integer, and 0 unless emb_lookup_stream is "new"'
+            got = (self.priority, self.stream)
+            raise ConfigError("not a priority", got=got, expected=expected, where="emb_lookup_stream_priority")
+        if self.max_blocks is not None and (type(self.max_blocks) is not int or self.max_blocks < 1):
+            raise ConfigError("not a grid", got=self.max_blocks, expected=">= 1", where="emb_lookup_max_blocks")
 
 
 @dataclass(frozen=True)

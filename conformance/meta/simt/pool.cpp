@@ -154,7 +154,12 @@ void pool_on_a_grid(Trial& trial) {
     const auto parts = trial.array<PoolPart>("parts", launch.parts);
     // The addresses in them differ from run to run.
     trial.may_differ(parts);
-    simt::Shape shape = launch.shape(batch.bag_count);
+    const int64_t most = trial.random.between(0, 3);
+    simt::Shape shape = launch.shape(batch.bag_count, most);
+    trial.expect(shape.blocks >= 1 && (most == 0 || shape.blocks <= most), "no more blocks than were asked for");
+    trial.expect(most > 0 || shape.blocks * shape.threads >=
+                                 static_cast<int64_t>(launch.parts.size()) * batch.bag_count * launch.lanes,
+                 "a group of lanes for each bag of each part");
     // Few threads, so that groups of lanes go from bag to bag and from part to part; now and then as many as planned.
     if (trial.random.below(8) > 0) shape = {trial.random.between(1, 2), 32 * trial.random.between(1, 2)};
     shape.blocks = std::min<int64_t>(shape.blocks, 2);

@@ -8,7 +8,7 @@ cudaError_t pool(const PoolLaunch& launch, const PoolBatch<Id>& batch, simt::Glo
                  cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
   with_pool<kWeighted>(launch, batch, parts, [&](const auto& kernel) {
-    status = simt::launch(kernel, launch.shape(batch.bag_count), stream);
+    status = simt::launch(kernel, launch.shape(batch.bag_count, 0), stream);
   });
   return status;
 }

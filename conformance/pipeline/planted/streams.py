@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from conformance.harness import fault, patched, wrap
@@ -96,3 +98,29 @@ def edits_not_ordered(original: Any, stages: Any, stream: Any, calls: Any) -> No
 def lookup_on_current_stream(original: Any, stages: Any) -> Any:
     """The lookup does not leave the current stream."""
     return stages._engine.current()
+
+
+@fault(kills="PIPE-337", at="fastimpl.pipeline.stages:StreamedStages._own_stream")
+def priorities_are_dropped(original: Any, stages: Any) -> Any:
+    """The lookups' own stream is like any other."""
+    return stages._engine.stream("emb_lookup")
+
+
+@fault(kills="PIPE-337", at="twinproof.pipeline.stages:Placed.__post_init__")
+def priorities_of_any_stream(original: Any, placed: Any) -> None:
+    """A priority is accepted where lookups have no stream of their own, and of any type."""
+
+
+@fault(kills="PIPE-338", at="fastimpl.pipeline.stages:StreamedStages._limited")
+def grids_of_any_size(original: Any, stages: Any, module: Any) -> Any:
+    """What was asked for is not passed on to the lookups."""
+    return contextlib.nullcontext()
+
+
+@fault(kills="PIPE-338", at="fastimpl.pipeline.exchange:ShardedEmbeddingBagCollection.limited_lookups")
+@contextlib.contextmanager
+def grids_stay_small(original: Any, collection: Any, max_blocks: int) -> Iterator[None]:
+    """Lookups outside of the schedule keep its grids."""
+    for engine in (collection._engine, *(lookup._engine for lookup in collection.lookups)):
+        engine.max_blocks = max_blocks
+    yield

@@ -26,7 +26,7 @@ class PretendEngine:
         self.device = backend().device
         self._stage = "caller"
 
-    def stream(self, name: str) -> Any:
+    def stream(self, name: str, priority: int = 0) -> Any:
         """A name."""
         return name
 

@@ -82,16 +82,18 @@ class VirtualEngine:
         self.threads: set[int] = set()
         self._stacks: dict[int, list[str]] = {}
         self._names = {DEFAULT, HOST}
+        self.priorities: dict[str, int] = {}
         self._queues: dict[str, _Queue] = {}
         self.busy_s: dict[str, float] = {}
 
-    def stream(self, name: str) -> str:
-        """A new stream; a name that is taken gets a number."""
+    def stream(self, name: str, priority: int = 0) -> str:
+        """A new stream; a name that is taken gets a number. A priority is noted, and orders nothing."""
         made, number = name, 1
         while made in self._names:
             number += 1
             made = f"{name}-{number}"
         self._names.add(made)
+        self.priorities[made] = priority
         return made
 
     @property

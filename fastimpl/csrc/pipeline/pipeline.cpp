@@ -15,8 +15,10 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr size_t kHyperWords = 8;
 
 void pool_bags_cpu(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, OptionalTensor weights,
-                   Ints means, Tensor out, int64_t isa) {
+                   Ints means, Tensor out, int64_t isa, int64_t max_blocks) {
   const Isa unit = isa_of(isa);
+  // Of a grid, which the host has not.
+  STD_TORCH_CHECK(max_blocks >= 0, "max_blocks: got ", max_blocks);
   with_ids(indices, [&](auto id) {
     const Parallel parallel = parallel_of();
     const auto batch = batch_of<decltype(id)>(parallel, tables, feature_tables, indices, offsets, weights, means);

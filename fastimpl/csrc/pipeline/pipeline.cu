@@ -116,16 +116,17 @@ std::vector<PoolFeature> pool_features(const Host& host) {
 
 // One launch for all features whose rows are read alike.
 template <bool kWeighted, typename Id>
-void pool_on_device(Call& call, const Host& host, const PoolBatch<Id>& arguments, float* out) {
+void pool_on_device(Call& call, const Host& host, const PoolBatch<Id>& arguments, float* out, int64_t max_blocks) {
   for (const PoolLaunch& launch : plan_pooling(pool_features(host), host.bag_count, host.width, out)) {
     const simt::Global<const PoolPart> parts(call.upload(launch.parts), static_cast<int64_t>(launch.parts.size()));
     with_pool<kWeighted>(launch, arguments, parts,
-                         [&](const auto& kernel) { call.run(kernel, launch.shape(host.bag_count)); });
+                         [&](const auto& kernel) { call.run(kernel, launch.shape(host.bag_count, max_blocks)); });
   }
 }
 
 void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor offsets, std::optional<Tensor> weights,
-                    Ints means, Tensor out, int64_t) {
+                    Ints means, Tensor out, int64_t, int64_t max_blocks) {
+  STD_TORCH_CHECK(max_blocks >= 0, "max_blocks: got ", max_blocks);
   with_ids(indices, [&](auto id) {
     using Id = decltype(id);
     const Host host = describe(tables, feature_tables, means, indices, offsets);
@@ -140,9 +141,9 @@ void pool_bags_cuda(Tensors tables, Ints feature_tables, Tensor indices, Tensor 
                                   host.bag_count,
                                   host.width};
     if (weights) {
-      pool_on_device<true>(call, host, arguments, pooled);
+      pool_on_device<true>(call, host, arguments, pooled, max_blocks);
     } else {
-      pool_on_device<false>(call, host, arguments, pooled);
+      pool_on_device<false>(call, host, arguments, pooled, max_blocks);
     }
   });
 }

@@ -23,11 +23,13 @@ struct PoolLaunch {
   std::vector<PoolPart> parts;
 
   int64_t elements() const { return has_vectors ? 16 / float_bytes(type) : 1; }
-  // One group of lanes for each bag of each part, up to as many as fill any device several times.
-  simt::Shape shape(int64_t bag_count) const {
+  // One group of lanes for each bag of each part, up to as many as fill any device several times, or `max_blocks` if
+  // that is not 0: the rest of the device is left to others.
+  simt::Shape shape(int64_t bag_count, int64_t max_blocks) const {
     constexpr int64_t kThreads = 256, kBlocksMax = 4096;
     const int64_t threads = static_cast<int64_t>(parts.size()) * bag_count * lanes;
-    return {std::min((threads + kThreads - 1) / kThreads, kBlocksMax), kThreads};
+    const int64_t most = max_blocks > 0 ? std::min(max_blocks, kBlocksMax) : kBlocksMax;
+    return {std::min((threads + kThreads - 1) / kThreads, most), kThreads};
   }
 };
 
