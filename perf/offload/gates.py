@@ -332,6 +332,13 @@ GATES = (
         evidence="two moments; step counters of fused AdamW stay on the device",
     ),
     _counted(
+        "offload-pretend-copies",
+        "A step of 8 chunks MUST take one copy for each chunk and direction.",
+        metric="copy_count",
+        ceiling=16,
+        evidence="a chunk lies in one piece on both sides; the control copies every parameter there and back",
+    ),
+    _counted(
         "offload-pretend-launches",
         "A step of 8 chunks MUST take at most 32 operators on the device.",
         metric="launch_count",

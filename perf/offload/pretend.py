@@ -64,6 +64,7 @@ def _run(rank: Rank, workload: Workload, name: str) -> Sample:
         "launch_count": counts.launches / _STEPS,
         "to_device_bytes": counts.to_device.size_bytes / _STEPS,
         "to_host_bytes": counts.to_host.size_bytes / _STEPS,
+        "copy_count": (counts.to_device.count + counts.to_host.count) / _STEPS,
         "pageable_count": (counts.to_device.pageable_count + counts.to_host.pageable_count) / _STEPS,
         "verb_wait_count": float(moved.host_waits),
     }
