@@ -12,6 +12,7 @@ Rules of the interface: a stream runs what was enqueued on it in order; ``wait``
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -63,6 +64,9 @@ class Engine(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy on the current stream: same shape and dtype, dense, one of them host memory or both device."""
+
+    def copy_many(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """``copy`` for each pair; an engine may do it in one call. Targets are apart."""
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The memory of ``tensor`` is not reused until ``stream`` has done what it has been given so far."""
@@ -119,6 +123,11 @@ class InlineEngine:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy now."""
         target.copy_(source)
+
+    def copy_many(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """One by one."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """References are enough."""
@@ -184,6 +193,11 @@ class CudaEngine:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``cudaMemcpyAsync`` on the current stream; host sides must be pinned to overlap."""
         target.copy_(source, non_blocking=True)
+
+    def copy_many(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """One by one."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """``record_stream``; host memory needs none, its owner waits before it lets go."""

@@ -111,3 +111,42 @@ def test_updates_in_slots(offload: Any, name: str, dtype: torch.dtype) -> None:
                 assert_same_tensor(got["state"][number][key].cpu(), value.cpu(), where=f"{key} of {number}")
         for a, b in zip(*arms, strict=True):
             assert_same_tensor(b.detach().cpu(), a.detach().cpu(), where="parameter")
+
+
+@requirement(
+    "OPT-291",
+    "On a GPU, copies of many tensors in one call MUST bring every byte there and back, from memory that is pinned.",
+    needs=("copies_in_one_call", "host_slabs"),
+)
+@on_gpu
+def test_copies_in_one_call(offload: Any) -> None:
+    from fastimpl import ops
+    from fastimpl.streams import CudaEngine
+
+    engine = CudaEngine()
+    sizes = [4096, 1, 333, 70_001, 0, 1 << 20]
+    expected = [values((size,), i) for i, size in enumerate(sizes)]
+    block = engine.host_empty(4 * sum(sizes))
+    assert_equal((block.is_pinned(), block.data_ptr() % 4096), (True, 0), where="host memory")
+    homes = list(block.view(torch.float32).split_with_sizes(sizes))
+    for home, value in zip(homes, expected, strict=True):
+        home.copy_(value)
+    there = [torch.empty(size, device="cuda") for size in sizes]
+    back_block = engine.host_empty(4 * sum(sizes))
+    back = list(back_block.view(torch.float32).split_with_sizes(sizes))
+    stream, begun, done = engine.stream("copies"), engine.event(), engine.event()
+    engine.record(begun, engine.current())
+    engine.wait(stream, begun)
+    _delay([stream])
+    with engine.on(stream):
+        engine.copy_many(there, homes)
+        engine.copy_many(back, there)
+    engine.record(done, stream)
+    waited = ops.slab_counts().wait_count
+    # Its last owner goes while copies from it are still queued behind the delay.
+    del block, home
+    homes.clear()
+    assert_equal(ops.slab_counts().wait_count - waited, 1, where="copies waited for")
+    engine.synchronize(done)
+    for number, (got, value) in enumerate(zip(back, expected, strict=True)):
+        assert_same_tensor(got, value, where=f"tensor {number}")

@@ -22,6 +22,11 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def(
       "offload_slot_step(int kind, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
       "Tensor(d!)[] third, int[] hyper_of, float[] hypers) -> ()");
+  m.def("offload_copy(Tensor(a!)[] targets, Tensor[] sources) -> ()");
+  m.def("offload_copy_count(Tensor[] targets, Tensor[] sources) -> int");
+  m.def("offload_slab(int size, int device, int node) -> Tensor");
+  m.def("offload_slab_facts(Tensor memory) -> int[]");
+  m.def("offload_slab_counts() -> int[]");
   m.def("offload_pack(Tensor[] sources, Tensor(a!) slab, int[] offsets) -> ()");
   m.def("offload_unpack(Tensor(a!)[] targets, Tensor slab, int[] offsets) -> ()");
   // Pipeline. Tables [rows, dim] of their own dtypes and dims; ids int32 or int64; offsets int64 [features * bags + 1],

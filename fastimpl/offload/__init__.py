@@ -10,7 +10,9 @@ from twinproof.offload.masters import MasterWeights
 from twinproof.offload.offloader import Residency
 from twinproof.offload.plan import OffloadStats
 
-_BUILT = frozenset({"fused_cpu_adam", "fused_updates", "packed_tensors"} if ops.available() else ())
+_BUILT = frozenset(
+    {"copies_in_one_call", "fused_cpu_adam", "fused_updates", "host_slabs", "packed_tensors"} if ops.available() else ()
+)
 CAPABILITIES = _BUILT | {"bounded_window", "coalesced_copies", "overlapped_transfers", "prefetched_chunks"}
 
 __all__ = ["MasterWeights", "OffloadStats", "OptimizerStateOffloader", "Residency"]

@@ -7,6 +7,7 @@ and those of another form than their place, are copied by themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,16 @@ class SlabLayout:
         self.offsets.append(begin)
         self.size_bytes = -(-(begin + tensor.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
         return begin
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbours: their bytes of host memory, as many on the device, and where in these each lies."""
+
+    host: torch.Tensor
+    slab: torch.Tensor
+    tensors: list[torch.Tensor]
+    offsets: list[int]
 
 
 def view_like(slab: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
@@ -113,33 +124,37 @@ def _split(engine: Any, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return fitting, [item for item in items if id(item[2]) not in chosen]
 
 
-def send(engine: Any, memory: torch.Tensor, items: Sequence[Item]) -> None:
-    """Enqueue, on the current stream, copies of device tensors to their places in host memory."""
-    packed, others = _split(engine, items)
-    for place, at, tensor in others:
-        engine.copy(view_of(memory, place, at), tensor)
+def _packed(engine: Any, memory: torch.Tensor, packed: Sequence[Item]) -> Iterator[_Run]:
+    """The runs of items that lie side by side in host memory, each with a slab of the device."""
     for run in _runs(packed):
         first, last = run[0][0], run[-1][0] + run[-1][1].nbytes
-        host, tensors, offsets = memory[first:last], [t for _, t in run], [begin - first for begin, _ in run]
-        if not engine.stands_for_device:
-            pack(tensors, host, offsets)
-            continue
-        slab = engine.device_empty(last - first)
-        pack(tensors, slab, offsets)
-        engine.copy(host, slab)
+        host = memory[first:last]
+        slab = engine.device_empty(last - first) if engine.stands_for_device else host
+        yield _Run(host, slab, [tensor for _, tensor in run], [begin - first for begin, _ in run])
+
+
+def send(engine: Any, memory: torch.Tensor, items: Sequence[Item]) -> None:
+    """Enqueue, on the current stream, copies of device tensors to their places in host memory: all in one call."""
+    packed, others = _split(engine, items)
+    targets, sources = [view_of(memory, place, at) for place, at, _ in others], [tensor for _, _, tensor in others]
+    for run in _packed(engine, memory, packed):
+        pack(run.tensors, run.slab, run.offsets)
+        if engine.stands_for_device:
+            targets.append(run.host)
+            sources.append(run.slab)
+    if targets:
+        engine.copy_many(targets, sources)
 
 
 def receive(engine: Any, memory: torch.Tensor, items: Sequence[Item]) -> None:
-    """Enqueue, on the current stream, copies of places in host memory to device tensors."""
+    """Enqueue, on the current stream, copies of places in host memory to device tensors: all in one call."""
     packed, others = _split(engine, items)
-    for place, at, tensor in others:
-        engine.copy(tensor, view_of(memory, place, at))
-    for run in _runs(packed):
-        first, last = run[0][0], run[-1][0] + run[-1][1].nbytes
-        host, tensors, offsets = memory[first:last], [t for _, t in run], [begin - first for begin, _ in run]
-        if not engine.stands_for_device:
-            unpack(tensors, host, offsets)
-            continue
-        slab = engine.device_empty(last - first)
-        engine.copy(slab, host)
-        unpack(tensors, slab, offsets)
+    targets, sources = [tensor for _, _, tensor in others], [view_of(memory, place, at) for place, at, _ in others]
+    runs = list(_packed(engine, memory, packed))
+    for run in runs if engine.stands_for_device else ():
+        targets.append(run.slab)
+        sources.append(run.host)
+    if targets:
+        engine.copy_many(targets, sources)
+    for run in runs:
+        unpack(run.tensors, run.slab, run.offsets)

@@ -85,9 +85,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    # A derived class may change what torch does; one of a device that is written in Python says that it is none.
+    kind = type(tensor)
+    return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "is_plain_memory", False) is True
+
+
 def _why_not_param(param: torch.Tensor, grad: torch.Tensor, *, is_rounded: bool) -> str:
     """Why torch's foreach path would not take a parameter; ``is_rounded``: its gradient gets its dtype first."""
-    if type(param) not in (torch.Tensor, torch.nn.Parameter) or type(grad) is not torch.Tensor:
+    if not (_is_plain(param) and _is_plain(grad)):
         return f"a parameter of class {type(param).__name__}, a gradient of class {type(grad).__name__}"
     if param.dim() == 0 or param.dtype not in _DTYPES:
         return f"a parameter of {param.dtype} with {param.dim()} dimensions"
@@ -223,8 +229,8 @@ def _add(call: _Call, number: int, param: torch.Tensor, states: Sequence[Any], s
     """Take a parameter into a call; why not, if its states are not there or of another form."""
     if any(state is None for state in states):
         return "torch makes the states"
-    form = (torch.Tensor, param.dtype, param.shape, param.stride())
-    if any((type(state), state.dtype, state.shape, state.stride()) != form for state in states):
+    form = (True, param.dtype, param.shape, param.stride())
+    if any((_is_plain(state), state.dtype, state.shape, state.stride()) != form for state in states):
         return "states of another form than their parameter"
     if kind not in ("sgd", "momentum"):
         if not isinstance(step, torch.Tensor) or not step.is_cpu:

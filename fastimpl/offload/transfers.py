@@ -18,7 +18,7 @@ from fastimpl.offload.layout import BoundTensors
 from fastimpl.offload.packing import Item, receive, send
 from fastimpl.offload.positions import GroupPositions
 from fastimpl.offload.slot_step import SlotUpdates
-from twinproof.engine import Engine, engine_for
+from fastimpl.streams import Engine, engine_for, placement_of
 from twinproof.offload.plan import MovePlan, Wanted
 from twinproof.offload.states import Bundle, bindings, rebind, view_of
 
@@ -58,6 +58,7 @@ class StreamedTransfers:
             if memory.numel():
                 self._hosts.add(memory.untyped_storage().data_ptr())
             self.plan.counts.host_bytes += memory.numel()
+            self.plan.counts.host_placement = placement_of(memory)
             self.plan.counts.chunk_count = len(self._chunks)
 
     def unplace(self, bundle: Bundle) -> None:
@@ -155,15 +156,21 @@ class StreamedTransfers:
             self._last_uses[number % len(self._slots)] = chunk.home
 
     def _gather(self, chunk: Chunk, slot: torch.Tensor) -> None:
-        """Copy states that a step made, or replaced, to their places in the slot."""
+        """Copy states that a step made, or replaced, to their places in the slot, in one call."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for bundle in chunk.bundles:
-            for name, tensor in list(bindings(self.plan.optimizer, bundle)):
+            for name, tensor in bindings(self.plan.optimizer, bundle):
                 if tensor.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
-                    if not bundle.places[name].fits(tensor):
+                    place = bundle.places[name]
+                    if not place.fits(tensor):
                         # Of another dtype or shape than was foreseen: it stays until it has a place.
                         self._strangers.add((id(bundle), name))
                         continue
-                    self.engine.copy(view_of(slot, bundle.places[name], bundle.offset_bytes - chunk.begin), tensor)
+                    targets.append(view_of(slot, place, bundle.offset_bytes - chunk.begin))
+                    sources.append(tensor)
+        if targets:
+            self.engine.copy_many(targets, sources)
 
     def _send(self, chunk: Chunk, slot: torch.Tensor, compute: Any) -> None:
         """Copy a chunk out."""

@@ -29,7 +29,19 @@ from fastimpl.ops.checkpoint import (
     take_rectangles,
 )
 from fastimpl.ops.kvstore import KVFilling, KVHandle, file_read, row_keys, saved_rows_fit, sort_ids
-from fastimpl.ops.offload import adam_step, pack, slot_step, unpack
+from fastimpl.ops.offload import (
+    SlabCounts,
+    SlabFacts,
+    adam_step,
+    copy_all,
+    copy_count,
+    host_slab,
+    pack,
+    slab_counts,
+    slab_facts,
+    slot_step,
+    unpack,
+)
 from fastimpl.ops.pipeline import (
     advise_huge_pages,
     bag_weight_gradients,
@@ -46,6 +58,8 @@ from twinproof.errors import ConfigError
 __all__ = [
     "KVFilling",
     "KVHandle",
+    "SlabCounts",
+    "SlabFacts",
     "adam_step",
     "advise_huge_pages",
     "available",
@@ -53,11 +67,14 @@ __all__ = [
     "bucketize",
     "build_facts",
     "check_bag_ids",
+    "copy_all",
+    "copy_count",
     "cuda_operators",
     "dequantize_fp8",
     "dequantize_mxfp4",
     "file_read",
     "gather_blocks",
+    "host_slab",
     "knows_cuda_stream",
     "library_path",
     "mend_bag_ids",
@@ -69,6 +86,8 @@ __all__ = [
     "row_keys",
     "saved_rows_fit",
     "settle_bags",
+    "slab_counts",
+    "slab_facts",
     "slot_step",
     "sort_ids",
     "sources_digest",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from conformance.harness import Rank
 from perf.checkpoint.counting import measure_counts
 from perf.checkpoint.folders import measure_consolidations, measure_openings
+from perf.checkpoint.gpu_stage import measure_staging
 from perf.checkpoint.loading import measure_fresh_loads
 from perf.checkpoint.planning import measure_planning
 from perf.checkpoint.quantized import measure_fp8_loads, measure_mxfp4_loads
@@ -25,6 +26,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "open": measure_openings,
     "plan": measure_planning,
     "scale": measure_scale,
+    "gpu_stage": measure_staging,
 }
 
 __all__ = ["JOBS"]

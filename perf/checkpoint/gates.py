@@ -551,4 +551,19 @@ _REGRESSIONS = (
     _regression("open", full="open-2000x64", short="open-500x16"),
 )
 
-GATES = (*_SAVES, *_LOADS, *_FRESH_LOADS, *_QUANTIZED, *_FOLDERS, *_PLANS, *_AT_SCALE, *_REGRESSIONS)
+_ON_GPU = (
+    limit(
+        "checkpoint-gpu-stage-rate",
+        "A save MUST bring tensors of a GPU to the host at 0.8 of one pinned copy of the same run.",
+        full="checkpoint-gpu-stage-1gib",
+        peer="copy",
+        floor=0.8,
+        ceiling=1.2,
+        control="loop",
+        hardware=("cuda",),
+        evidence="two pinned buffers, of which one is always on its way; the control is a pageable loop of .to; "
+        "no GPU has judged it",
+    ),
+)
+
+GATES = (*_SAVES, *_LOADS, *_FRESH_LOADS, *_QUANTIZED, *_FOLDERS, *_PLANS, *_AT_SCALE, *_REGRESSIONS, *_ON_GPU)

@@ -100,4 +100,15 @@ WORKLOADS = (
     _scale("scale-64", tensor_count=948, contenders=(*_placed("pp2-ep4-fsdp8"), *_placed("pp2-fsdp8-tp4"))),
     _scale("scale-linear-512", tensor_count=45_710, round_count=3, contenders=("ours@pp4-fsdp16-tp8", *_LINEAR)),
     _scale("scale-linear-64", tensor_count=948, round_count=6, contenders=_LINEAR),
+    # A GPU's own: 1 GiB in 64 tensors, in the blocks in which a save writes them. Prediction: 0.9 of one pinned copy; a
+    # pageable copy takes three times as long.
+    Workload(
+        "checkpoint-gpu-stage-1gib",
+        component="checkpoint",
+        job="gpu_stage",
+        shape=_16_MIB,
+        tensor_count=64,
+        round_count=9,
+        contenders=("ours", "copy", "loop"),
+    ),
 )

@@ -7,7 +7,7 @@ __all__ = ["STEPS"]
 _MODULE = "conformance.offload.test_cuda"
 
 STEPS = (
-    suite("offload", _MODULE, "OPT-110", "OPT-111", "OPT-283", limit_s=90),
+    suite("offload", _MODULE, "OPT-110", "OPT-111", "OPT-283", "OPT-291", limit_s=90),
     suite(
         "offload-sanitizer",
         _MODULE,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from perf.harness.gates import claim, counter, limit, memory
+from perf.harness.gates import claim, counter, limit, memory, regression
 
 __all__ = ["GATES"]
 
@@ -105,6 +105,28 @@ GATES = (
         "offload-small-tensors",
         "Offloading 10,000 small tensors and bringing them back MUST take at most a third of a loop of `.to`.",
         evidence="one call packs what a loop copies in as many; the control is a loop without allocations",
+    ),
+    # G11 of docs/offload.md, from one run to the next, for ``bench compare``.
+    regression(
+        "offload-small-regression",
+        "Against a loop of `.to`, moving 10,000 small states MUST NOT become slower by more than 15 %.",
+        full="offload-small-1e4",
+        short="offload-small-1e4",
+        subject="verbs",
+        peer="loop",
+        floor=0.85,
+        control="copies",
+        evidence="ratios of paired runs; the bits of the same life are conformance's; the control is a loop",
+    ),
+    regression(
+        "offload-steps-regression",
+        "Against the plain step, one of 10,000 offloaded small states MUST NOT become slower by more than 15 %.",
+        full="offload-small-steps-1e4",
+        short="offload-small-steps-1e4",
+        peer="plain",
+        floor=0.85,
+        control="loop",
+        evidence="ratios of paired runs; the control is a loop of `.to` around the step",
     ),
     # A GPU.
     _gpu_moves(
@@ -332,10 +354,25 @@ GATES = (
         evidence="two moments; step counters of fused AdamW stay on the device",
     ),
     _counted(
+        "offload-pretend-copies",
+        "A step of 16 chunks MUST take one copy for each chunk and direction.",
+        metric="copy_count",
+        ceiling=32,
+        evidence="a chunk lies in one piece on both sides; the control copies every parameter there and back",
+    ),
+    _counted(
+        "offload-pretend-updates",
+        "A step of 16 chunks that one kernel updates MUST take one operator on the device for each.",
+        subject="slots",
+        metric="launch_count",
+        ceiling=16,
+        evidence="all parameters and states of a chunk in one call; torch's foreach step takes 8 a chunk and more",
+    ),
+    _counted(
         "offload-pretend-launches",
-        "A step of 8 chunks MUST take at most 32 operators on the device.",
+        "A step of 16 chunks MUST take at most 32 operators on the device.",
         metric="launch_count",
         ceiling=32,
-        evidence="a bound that must not grow; the plain step has 2, a chunk 4",
+        evidence="a bound that must not grow; the plain step has 2, and so has each chunk's",
     ),
 )

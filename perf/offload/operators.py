@@ -73,4 +73,25 @@ def _update(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
         yield OperatorCall(label, (kind, params, grads, *states, hyper_of, _NUMBERS), moved)
 
 
-CALLS: dict[str, Calls] = {"offload_pack": _pack, "offload_slot_step": _update, "offload_unpack": _unpack}
+def _copies(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
+    # Neighbours of one block, which are one copy, and tensors of their own.
+    for label, sizes, is_block in (
+        ("one block", [count // 100] * 100, True),
+        ("tensors", [max(1, count // 50 + i) for i in range(50)], False),
+    ):
+        block = torch.randint(0, 1 << 30, (sum(sizes),), dtype=torch.int32, generator=generator)
+        sources = (
+            list(block.split_with_sizes(sizes))
+            if is_block
+            else [part.clone() for part in block.split_with_sizes(sizes)]
+        )
+        targets = [torch.zeros_like(source) for source in sources]
+        yield OperatorCall(label, (targets, sources), 2 * block.nbytes)
+
+
+CALLS: dict[str, Calls] = {
+    "offload_copy": _copies,
+    "offload_pack": _pack,
+    "offload_slot_step": _update,
+    "offload_unpack": _unpack,
+}

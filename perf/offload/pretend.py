@@ -22,7 +22,7 @@ def measure_step(rank: Rank, workload: Workload, folder: str, round_count: int, 
     """Counts of a step of fused AdamW, and of ``offload()`` and ``prefetch()`` behind it.
 
     ``careless`` sends every parameter to the host and back in each step; ``plain`` has no offloader: what ``ours``
-    launches besides is the offloader's own.
+    launches besides is the offloader's own. ``slots`` leaves the update of each chunk to one kernel.
     """
     runs = {name: partial(_run, rank, workload, name) for name in workload.contenders}
     return interleave(runs, round_count=round_count, seed=seed, warm_up=False)
@@ -35,10 +35,12 @@ def _run(rank: Rank, workload: Workload, name: str) -> Sample:
     params = [torch.nn.Parameter(value.to(device.device)) for value in values]
     for param in params:
         param.grad = torch.ones_like(param)
-    optimizer = torch.optim.AdamW(params, fused=True)
+    in_slots = name == "slots"
+    optimizer = torch.optim.AdamW(params, fused=not in_slots)
     offloader: Any = None
     if name != "plain":
         options: dict[str, Any] = {"engine": PretendEngine(), "chunk_bytes": 4 * workload.tensor_bytes}
+        options["fused_update"] = in_slots or None
         make = rank.component("offload").OptimizerStateOffloader
         offloader = make(optimizer, **options)
 
@@ -64,6 +66,7 @@ def _run(rank: Rank, workload: Workload, name: str) -> Sample:
         "launch_count": counts.launches / _STEPS,
         "to_device_bytes": counts.to_device.size_bytes / _STEPS,
         "to_host_bytes": counts.to_host.size_bytes / _STEPS,
+        "copy_count": (counts.to_device.count + counts.to_host.count) / _STEPS,
         "pageable_count": (counts.to_device.pageable_count + counts.to_host.pageable_count) / _STEPS,
         "verb_wait_count": float(moved.host_waits),
     }

@@ -76,13 +76,13 @@ WORKLOADS = (
         tensor_count=16,
         contenders=("ours", "foreach", "copy"),
     ),
-    # A step on the pretend device: 8 chunks of 4 parameters. Counts do not depend on sizes.
+    # A step on the pretend device: 16 chunks of 2 parameters. Counts do not depend on sizes.
     _offload(
         "pretend-step-32",
         job="pretend_step",
         shape=(64, 16),
         tensor_count=32,
         round_count=1,
-        contenders=("ours", "plain", "careless"),
+        contenders=("ours", "plain", "careless", "slots"),
     ),
 )

@@ -67,7 +67,8 @@ class OffloadStats:
     ``payload_bytes`` of the selected tensors that exist, ``host_bytes`` of host memory held for them; a step moves the
     payload both ways, so ``h2d_bytes`` and ``d2h_bytes`` that stand still mean a lost call site. ``updates`` says, by
     group, how the chunks of the last step were updated: ``fused``, ``torch: REASON``, or both; empty where there is no
-    other way than the optimizer's own.
+    other way than the optimizer's own. ``host_placement`` says how the last host memory lies, where that is known:
+    pinned or not, its NUMA node, and whether the system refused that.
     """
 
     step_count: int = 0
@@ -77,6 +78,7 @@ class OffloadStats:
     host_bytes: int = 0
     chunk_count: int = 0
     updates: tuple[str, ...] = ()
+    host_placement: str = ""
 
 
 class Transfers(Protocol):

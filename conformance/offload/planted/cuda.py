@@ -25,3 +25,9 @@ def cuda_update_by_numbers_of_the_step_before(original: Any, kind: str, group: A
     """An update in a slot has the numbers, and the rate, of the step before."""
     found = original(kind, group, max(step - 1, 1), **options)
     return [value * 0.999 if i == 6 else value for i, value in enumerate(found)]
+
+
+@fault(kills="OPT-291", at="fastimpl.streams:CudaEngine.copy_many")
+def cuda_copies_leave_out_the_last(original: Any, engine: Any, targets: Any, sources: Any) -> None:
+    """Of many copies in one call the last is left out."""
+    original(engine, targets[:-1], sources[:-1])

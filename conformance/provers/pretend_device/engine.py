@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,6 +57,11 @@ class PretendEngine:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy now; asked for without a wait."""
         target.copy_(source, non_blocking=True)
+
+    def copy_many(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """One by one."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """References are enough."""

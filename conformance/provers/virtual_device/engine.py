@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -63,6 +63,7 @@ class VirtualEngine:
 
     Attributes:
         moved_bytes: by direction, ``h2d``, ``d2h`` and ``d2d``.
+        copy_count, call_count: copies, and the calls that asked for them.
         time_s: by stream, and of the host.
         threads: those that are watched; once there is one, calls from others raise UnsupportedError. The host is one
             clock: threads take turns, and whoever starts and joins them orders what they do.
@@ -74,7 +75,7 @@ class VirtualEngine:
         self.device = torch.device("cpu")
         self.tracker, self.late, self.costs = tracker, late, costs
         self.moved_bytes = {"h2d": 0, "d2h": 0, "d2d": 0}
-        self.copy_count = self.host_wait_count = 0
+        self.copy_count = self.call_count = self.host_wait_count = 0
         self.time_s: dict[str, float] = {HOST: 0.0}
         self.link_free_s = {"h2d": 0.0, "d2h": 0.0}
         self.capturing = False
@@ -176,6 +177,10 @@ class VirtualEngine:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy; it is an access of both sides by the current stream."""
+        self.call_count += 1
+        self._copy(target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         stream, where = self.current(), f"copy at {here()}"
         self.tracker.sweep()
         to, of = (self.tracker.memory_of(side, stream=stream) for side in (target, source))
@@ -193,6 +198,12 @@ class VirtualEngine:
             _copy_bytes(into, out)
             return
         self._enqueue(stream, lambda: _copy_bytes(into, out))
+
+    def copy_many(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Each by itself is late, or early, and an access of its own; ``call_count`` counts one call."""
+        self.call_count += 1
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source)
 
     def _account(self, stream: str, to: Memory, of: Memory, size_bytes: int) -> None:
         way = {(True, False): "d2h", (False, True): "h2d"}.get((to.on_host, of.on_host), "d2d")

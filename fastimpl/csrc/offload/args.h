@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/regimes.h"
+#include "offload/copy.h"
 #include "offload/foreach.h"
 #include "offload/pack.h"
 
@@ -138,6 +139,31 @@ inline SlotLists slot_lists(int64_t kind, const std::vector<torch::stable::Tenso
     lists.entries.push_back(entry);
   }
   return lists;
+}
+
+// The start of the allocation that a tensor lies in.
+inline const void* home_of(const torch::stable::Tensor& t) {
+  return static_cast<const uint8_t*>(t.data_ptr()) - t.storage_offset() * static_cast<int64_t>(t.element_size());
+}
+
+// Copies of whole tensors, merged where neighbours follow each other. Everything is checked first. `check` looks at the
+// places of a pair.
+template <typename Check>
+std::vector<CopyRun> copy_runs(const std::vector<torch::stable::Tensor>& targets,
+                               const std::vector<torch::stable::Tensor>& sources, const Check& check) {
+  STD_TORCH_CHECK(targets.size() == sources.size(), "got ", targets.size(), " targets for ", sources.size(),
+                  " sources");
+  std::vector<CopyRun> runs;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const torch::stable::Tensor &to = targets[i], &from = sources[i];
+    STD_TORCH_CHECK(to.scalar_type() == from.scalar_type() && have_same_order(to, from), "copy ", i,
+                    ": not of one dtype, shape and strides");
+    STD_TORCH_CHECK(is_dense(to), "copy ", i, ": has gaps");
+    check(to, from, i);
+    add_copy(runs, {static_cast<uint8_t*>(to.data_ptr()), static_cast<const uint8_t*>(from.data_ptr()),
+                    to.numel() * static_cast<int64_t>(to.element_size()), home_of(to), home_of(from)});
+  }
+  return runs;
 }
 
 }  // namespace fastimpl::offload

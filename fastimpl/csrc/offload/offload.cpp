@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstring>
 #include <vector>
 
 #include "common/regimes.h"
@@ -128,6 +129,32 @@ void move_all(const Tensors& tensors, const Tensor& slab, const std::vector<int6
   });
 }
 
+void copy_cpu(Tensors targets, Tensors sources) {
+  const std::vector<CopyRun> runs = copy_runs(targets, sources, [](const Tensor& to, const Tensor& from, size_t i) {
+    STD_TORCH_CHECK(to.is_cpu() && from.is_cpu(), "copy ", i, ": not on the CPU");
+  });
+  std::vector<CopyRun> pieces;
+  for (const CopyRun& run : runs) {
+    for (int64_t at = 0; at < run.size; at += kTaskBytes) {
+      const int64_t size = run.size - at < kTaskBytes ? run.size - at : kTaskBytes;
+      pieces.push_back({run.to + at, run.from + at, size, nullptr, nullptr});
+    }
+  }
+  const auto move = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const CopyRun& piece = pieces[static_cast<size_t>(i)];
+      std::memcpy(piece.to, piece.from, static_cast<size_t>(piece.size));
+    }
+  };
+  // Small ones follow each other on one thread: waking another takes as long.
+  torch::stable::parallel_for(0, static_cast<int64_t>(pieces.size()), runs.size() == pieces.size() ? 16 : 1, move);
+}
+
+// How many copies a list is, wherever it lies.
+int64_t copy_count(Tensors targets, Tensors sources) {
+  return static_cast<int64_t>(copy_runs(targets, sources, [](const Tensor&, const Tensor&, size_t) {}).size());
+}
+
 void pack_cpu(Tensors sources, Tensor slab, std::vector<int64_t> offsets) { move_all<true>(sources, slab, offsets); }
 
 void unpack_cpu(Tensors targets, Tensor slab, std::vector<int64_t> offsets) { move_all<false>(targets, slab, offsets); }
@@ -137,6 +164,11 @@ void unpack_cpu(Tensors targets, Tensor slab, std::vector<int64_t> offsets) { mo
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("offload_adam_step", TORCH_BOX(&adam_step_cpu));
   m.impl("offload_slot_step", TORCH_BOX(&slot_step_cpu));
+  m.impl("offload_copy", TORCH_BOX(&copy_cpu));
   m.impl("offload_pack", TORCH_BOX(&pack_cpu));
   m.impl("offload_unpack", TORCH_BOX(&unpack_cpu));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(twinproof, CompositeExplicitAutograd, m) {
+  m.impl("offload_copy_count", TORCH_BOX(&copy_count));
 }

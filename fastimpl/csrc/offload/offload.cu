@@ -10,6 +10,7 @@
 #include "common/current_stream.h"
 #include "common/simt.h"
 #include "offload/args.h"
+#include "offload/slab.h"
 #include "offload/slot_plan.h"
 
 namespace {
@@ -63,6 +64,36 @@ void unpack_cuda(std::vector<Tensor> targets, Tensor slab, std::vector<int64_t> 
   move_all<false>(targets, slab, offsets);
 }
 
+// Queues every copy of a list on the current stream; host memory has to be pinned for copies that run beside others.
+void copy_cuda(std::vector<Tensor> targets, std::vector<Tensor> sources) {
+  int32_t device = -1;
+  const std::vector<CopyRun> runs = copy_runs(targets, sources, [&](const Tensor& to, const Tensor& from, size_t i) {
+    STD_TORCH_CHECK(to.is_cuda() || from.is_cuda(), "copy ", i, ": both sides are on the host");
+    for (const Tensor* side : {&to, &from}) {
+      STD_TORCH_CHECK(side->is_cuda() || side->is_cpu(), "copy ", i, ": neither on CUDA nor on the host");
+      if (!side->is_cuda()) continue;
+      if (device < 0) device = side->get_device_index();
+      STD_TORCH_CHECK(side->get_device_index() == device, "copy ", i, ": on another device than those before");
+    }
+  });
+  if (runs.empty()) return;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  auto* const stream = static_cast<cudaStream_t>(current_stream(device));
+  for (const CopyRun& run : runs) {
+    const cudaError_t status =
+        cudaMemcpyAsync(run.to, run.from, static_cast<size_t>(run.size), cudaMemcpyDefault, stream);
+    STD_TORCH_CHECK(status == cudaSuccess, "copy failed: ", cudaGetErrorString(status));
+  }
+  // What the pages of a slab wait for. Neighbours are few: an event each is cheap.
+  const void* last = nullptr;
+  for (const CopyRun& run : runs) {
+    for (const void* home : {run.to_home, run.from_home}) {
+      if (home != last) slabs().used(home, stream);
+      last = home;
+    }
+  }
+}
+
 void slot_step_cuda(int64_t kind, std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> first,
                     std::vector<Tensor> second, std::vector<Tensor> third, std::vector<int64_t> hyper_of,
                     std::vector<double> hypers) {
@@ -84,6 +115,7 @@ void slot_step_cuda(int64_t kind, std::vector<Tensor> params, std::vector<Tensor
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
   m.impl("offload_slot_step", TORCH_BOX(&slot_step_cuda));
+  m.impl("offload_copy", TORCH_BOX(&copy_cuda));
   m.impl("offload_pack", TORCH_BOX(&pack_cuda));
   m.impl("offload_unpack", TORCH_BOX(&unpack_cuda));
 }

@@ -296,6 +296,7 @@ int main() {
   kvstore_algorithm_tests();
   kvstore_table_tests();
   offload_tests();
+  slab_tests();
   pipeline_tests();
   std::puts("kernel_tests: all properties hold");
 }

@@ -12,6 +12,7 @@
 
 #include "offload/adam.h"
 #include "offload/pack.h"
+#include "offload/slot.h"
 #include "offload_tests.h"
 
 namespace {
@@ -254,9 +255,52 @@ void grids_pack_as_the_host_does() {
   }
 }
 
+// Any cut of a parameter, at any address, has the bits of its elements one by one.
+template <SlotKind kKind, Float kType>
+void slot_cuts() {
+  using T = Stored<kType>;
+  using Bits = typename T::Bits;
+  const int64_t count = uniform(1, 70), cut = uniform(0, count);
+  const SlotHyper h{0.9F, 0.1F, 0.3F, 0.8F, 0.2F, 0.7F, -0.1F, 1e-3F, static_cast<int32_t>(uniform(0, kSlotFlags))};
+  std::vector<std::vector<Bits>> lists(5, std::vector<Bits>(static_cast<size_t>(count)));
+  for (size_t k = 0; k < lists.size(); ++k) {
+    for (Bits& bits : lists[k]) bits = T::narrow(k < 3 ? value() : std::fabs(value()));
+  }
+  auto expected = lists;
+  for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+    float numbers[5];
+    for (size_t k = 0; k < 5; ++k) numbers[k] = T::widen(expected[k][i]);
+    slot_element<kKind, kType>(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], h);
+    for (size_t k = 0; k < 5; ++k) {
+      const bool is_written = k == 0 || (k > 1 && static_cast<int64_t>(k) - 2 < slot_state_count(kKind));
+      if (is_written) expected[k][i] = T::narrow(numbers[k]);
+    }
+  }
+  const SlotTensors tensors{
+      lists[0].data(), lists[1].data(), {lists[2].data(), lists[3].data(), lists[4].data()}, count, 0};
+  slot_step(kKind, kType, tensors, h, 0, cut);
+  slot_step(kKind, kType, tensors, h, cut, count - cut);
+  for (size_t k = 0; k < 5; ++k) {
+    for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+      const float a = T::widen(lists[k][i]), b = T::widen(expected[k][i]);
+      require(a != a ? b != b : bits_of(a) == bits_of(b), "an update in a slot depends on how it is cut");
+    }
+  }
+}
+
+void slot_steps() {
+  for (int round = 0; round < 40; ++round) {
+    for (int64_t kind = 0; kind < kSlotKindCount; ++kind) {
+      with_slot(static_cast<SlotKind>(kind), static_cast<Float>(uniform(0, 2)),
+                [](auto chosen, auto type) { slot_cuts<decltype(chosen)::value, decltype(type)::value>(); });
+    }
+  }
+}
+
 }  // namespace
 
 void offload_tests() {
+  slot_steps();
   adam_has_one_meaning_on_every_unit();
   blocks_of_adam_may_run_at_once();
   packing_moves_its_bytes_and_no_other();

@@ -1,4 +1,5 @@
-// Entry point of the tests of the offload kernels.
+// Entry points of the tests of the offload kernels.
 #pragma once
 
 void offload_tests();
+void slab_tests();

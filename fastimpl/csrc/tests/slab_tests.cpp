@@ -1,0 +1,144 @@
+// Slabs under a driver that notes what it is asked for: what is waited for, and what is not done in a capture or a
+// child.
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "offload/copy.h"
+#include "offload/slab.h"
+#include "offload_tests.h"
+
+namespace {
+
+using namespace fastimpl::offload;
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "slab_tests: %s\n", what);
+  std::exit(1);
+}
+
+struct Noting : PinDriver {
+  std::string calls;
+  bool capturing = false;
+  int error = 0, node = -1;
+
+  int node_of(int) override { return node; }
+  int pin(void*, size_t, int) override {
+    calls += 'p';
+    return error;
+  }
+  void unpin(void* pages, int) override {
+    calls += 'u';
+    // They are there until now.
+    *static_cast<volatile uint8_t*>(pages) = 1;
+  }
+  void* record(void* event, void* stream) override {
+    calls += 'r';
+    return event != nullptr ? event : stream;
+  }
+  void wait(void*, int) override { calls += 'w'; }
+  bool is_capturing(int) override { return capturing; }
+};
+
+void waits_for_its_own() {
+  Noting driver;
+  Slabs slabs(&driver);
+  int error = 0, a = 0, b = 0;
+  uint8_t* const one = slabs.make(5000, 0, -1, &error);
+  uint8_t* const two = slabs.make(100, 0, -1, &error);
+  slabs.used(one, &a);
+  slabs.used(one, &a);
+  slabs.used(one, &b);
+  slabs.used(&b, &a);
+  slabs.drop(two);
+  require(driver.calls == "pprrru", "a slab without copies waits for none");
+  slabs.drop(one);
+  require(driver.calls == "pprrruwwu", "one event for each stream is waited for, before pages are unpinned");
+  slabs.drop(one);
+  const SlabCounts counts = slabs.counts();
+  require(driver.calls.size() == 9 && counts.live_count == 0 && counts.live_bytes == 0, "a slab goes once");
+  require(counts.made_count == 2 && counts.freed_count == 2 && counts.wait_count == 2, "slabs are counted");
+}
+
+void captures_keep() {
+  Noting driver;
+  Slabs slabs(&driver);
+  int error = 0;
+  uint8_t* const one = slabs.make(5000, 0, -1, &error);
+  driver.capturing = true;
+  slabs.drop(one);
+  one[4999] = 3;
+  require(driver.calls == "p" && slabs.counts().kept_count == 1, "nothing is unpinned in a capture");
+  uint8_t* const two = slabs.make(10, 0, -1, &error);
+  require(driver.calls == "pp" && slabs.counts().kept_count == 1, "nor while it goes on");
+  driver.capturing = false;
+  uint8_t* const three = slabs.make(10, -1, -1, &error);
+  require(driver.calls == "ppu" && slabs.counts().kept_count == 0, "what was kept goes with the next slab");
+  slabs.drop(two);
+  slabs.drop(three);
+  require(driver.calls == "ppuu" && slabs.counts().live_count == 0, "memory for no device is not pinned");
+}
+
+void refusals() {
+  Noting driver;
+  Slabs slabs(&driver);
+  int error = 0;
+  driver.error = 2;
+  require(slabs.make(5000, 0, -1, &error) == nullptr && error == 2, "a driver that refuses is heard");
+  require(slabs.counts().live_count == 0, "and leaves nothing");
+  driver.error = 0;
+  driver.node = 0;
+  SlabFacts facts{};
+  uint8_t* const one = slabs.make(5000, 0, -1, &error);
+  require(slabs.facts(one, &facts) && facts.is_pinned && facts.node == 0, "pages lie near the device");
+  uint8_t* const two = slabs.make(5000, 0, 1023, &error);
+  require(slabs.facts(two, &facts) && facts.node == 1023 && facts.bind_error != 0, "a node that is not there is said");
+  require(!slabs.facts(&facts, &facts), "other memory is no slab");
+  slabs.drop(one);
+  slabs.drop(two);
+}
+
+void children() {
+  Noting driver;
+  Slabs slabs(&driver);
+  int error = 0;
+  uint8_t* const one = slabs.make(5000, 0, -1, &error);
+  const pid_t child = fork();
+  if (child == 0) {
+    slabs.drop(one);
+    _exit(driver.calls == "p" ? 0 : 1);
+  }
+  int status = 1;
+  require(waitpid(child, &status, 0) == child && status == 0, "a forked child calls nothing");
+  slabs.drop(one);
+  require(driver.calls == "pu", "its parent does");
+}
+
+void neighbours() {
+  uint8_t memory[64] = {}, other[64] = {};
+  std::vector<CopyRun> runs;
+  add_copy(runs, {memory, other, 8, memory, other});
+  add_copy(runs, {memory + 8, other + 8, 0, memory, other});
+  add_copy(runs, {memory + 8, other + 8, 4, memory, other});
+  require(runs.size() == 1 && runs[0].size == 12, "neighbours are one copy");
+  add_copy(runs, {memory + 12, other + 13, 4, memory, other});
+  add_copy(runs, {memory + 17, other + 17, 4, memory, other});
+  require(runs.size() == 3, "a gap on either side ends it");
+  // By chance behind, and another allocation.
+  add_copy(runs, {memory + 21, other + 21, 4, memory + 21, other});
+  add_copy(runs, {memory + 25, other + 25, 4, memory + 21, other + 25});
+  require(runs.size() == 5, "and so does another allocation");
+}
+
+}  // namespace
+
+void slab_tests() {
+  waits_for_its_own();
+  captures_keep();
+  refusals();
+  children();
+  neighbours();
+}
