@@ -124,6 +124,7 @@ FIXED_NUMBERS = {
     "fastimpl/csrc/offload/foreach.h": {"kSlotFlags"},
     "fastimpl/csrc/offload/pack.h": {"kLine", "kPackBatch", "kPackWord"},
     "fastimpl/csrc/pipeline/grid_ids.h": {"kRunBytes"},
+    "fastimpl/csrc/offload/slab.h": {"kNodesMax", "kWordBits"},
     "fastimpl/csrc/pipeline/rows.h": {"kLineBytes"},
     "fastimpl/csrc/pipeline/step.h": {"kLineColumns"},
 }

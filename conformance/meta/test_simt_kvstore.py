@@ -53,6 +53,7 @@ _KERNELS = {
     "SetMarks",
     "SortableKeys",
     "SortableSlots",
+    "TellFound",
     "UpdateRows",
     "WriteMetadata",
     "WriteValues",

@@ -6,23 +6,15 @@ eviction, counters) is read back, and waits.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 
 from fastimpl.ops import KVFilling, KVHandle
 
 __all__ = ["DeviceHandle"]
 
-Handle = TypeVar("Handle", bound="DeviceHandle")
-
 
 class DeviceHandle(KVHandle):
     """See ``KVHandle``; the handle's tensor lies on the device, and so operators run there."""
-
-    @classmethod
-    def create(cls: type[Handle], formats: torch.Tensor, shard_count: int) -> Handle:
-        return cls(KVHandle.create(formats.to("cuda"), shard_count).tensor)
 
     def _there(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.tensor.device)
@@ -66,10 +58,6 @@ class DeviceHandle(KVHandle):
 
     def evict(self, table: int, ids: torch.Tensor, plan: torch.Tensor) -> tuple[int, int]:
         return super().evict(table, self._there(ids), plan)
-
-    def snapshot(self) -> DeviceHandle | None:
-        taken = super().snapshot()
-        return None if taken is None else DeviceHandle(taken.tensor)
 
     def fill(self, table: int, row_count: int, ahead: int) -> KVFilling | None:
         raise NotImplementedError("a table on a device is not filled beside itself")

@@ -162,7 +162,7 @@ def device_rows(options: StoreOptions) -> DeviceRows:
     """
     if not torch.cuda.is_available() or "kvstore_create" not in ops.cuda_operators():
         raise ConfigError("no CUDA device for this store", got=_why_no_device(), expected="a GPU", where="device")
-    return DeviceRows(options, DeviceHandle.create(table_messages(options), options.num_shards))
+    return DeviceRows(options, DeviceHandle.create(table_messages(options).to("cuda"), options.num_shards))
 
 
 def _why_no_device() -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 
 __all__ = ["KVFilling", "KVHandle", "file_read", "register_fakes", "row_keys", "saved_rows_fit", "sort_ids"]
+
+Handle = TypeVar("Handle", bound="KVHandle")
 
 
 def register_fakes() -> None:
@@ -50,102 +54,107 @@ class KVHandle:
         self.tensor = tensor
 
     @classmethod
-    def create(cls, formats: torch.Tensor, shard_count: int) -> KVHandle:
-        """An empty store; formats int64, a ``TableMessage`` for each table."""
-        return cls(torch.ops.twinproof.kvstore_create(formats, shard_count))
+    def operators(cls) -> Any:
+        """Where the operators are; another library of the same ones has another name."""
+        return torch.ops.twinproof
+
+    @classmethod
+    def create(cls: type[Handle], formats: torch.Tensor, shard_count: int) -> Handle:
+        """An empty store; formats int64, a ``TableMessage`` for each table. It lies where they do."""
+        return cls(cls.operators().kvstore_create(formats, shard_count))
 
     def close(self) -> None:
         """Give the store back as soon as no running call and no snapshot needs it."""
-        torch.ops.twinproof.kvstore_close(self.tensor)
+        self.operators().kvstore_close(self.tensor)
 
     def read(self, table: int, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         """Bytes [begin, end) of the ids' rows into ``out``, of any dtype and n * (end - begin) bytes. Written."""
-        torch.ops.twinproof.kvstore_read(self.tensor, table, ids, begin, end, out)
+        self.operators().kvstore_read(self.tensor, table, ids, begin, end, out)
         torch.autograd.graph.increment_version(out)
 
     def contains(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Bool [n]."""
-        found: torch.Tensor = torch.ops.twinproof.kvstore_contains(self.tensor, table, ids)
+        found: torch.Tensor = self.operators().kvstore_contains(self.tensor, table, ids)
         return found
 
     def ids(self, table: int, first: int, last: int) -> torch.Tensor:
         """Ids in [first, last], ascending."""
-        found: torch.Tensor = torch.ops.twinproof.kvstore_ids(self.tensor, table, first, last)
+        found: torch.Tensor = self.operators().kvstore_ids(self.tensor, table, first, last)
         return found
 
     def size(self, table: int) -> int:
         """Rows."""
-        return int(torch.ops.twinproof.kvstore_size(self.tensor, table))
+        return int(self.operators().kvstore_size(self.tensor, table))
 
     def changes(self, table: int, since: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids that changed and ids that went after a mark, both ascending."""
-        changed, removed = torch.ops.twinproof.kvstore_changes(self.tensor, table, since)
+        changed, removed = self.operators().kvstore_changes(self.tensor, table, since)
         return changed, removed
 
     def mark(self) -> int:
         """The number of the last complete change."""
-        return int(torch.ops.twinproof.kvstore_mark(self.tensor))
+        return int(self.operators().kvstore_mark(self.tensor))
 
     def write(self, table: int, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, visit: bool) -> int:
         """Place uint8 [n, w] at byte ``begin``; a status."""
-        return int(torch.ops.twinproof.kvstore_write(self.tensor, table, ids, values, begin, now, visit))
+        return int(self.operators().kvstore_write(self.tensor, table, ids, values, begin, now, visit))
 
     def write_rows(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> int:
         """Replace whole rows, uint8 [n, row_bytes]; a status."""
-        return int(torch.ops.twinproof.kvstore_write_rows(self.tensor, table, ids, rows))
+        return int(self.operators().kvstore_write_rows(self.tensor, table, ids, rows))
 
     def write_metadata(self, table: int, ids: torch.Tensor, words: torch.Tensor, mask: int) -> int:
         """Set masked bits of bytes 8-15 of rows that exist; a status."""
-        return int(torch.ops.twinproof.kvstore_write_metadata(self.tensor, table, ids, words, mask))
+        return int(self.operators().kvstore_write_metadata(self.tensor, table, ids, words, mask))
 
     def update(self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int) -> int:
         """One optimizer step, grads float32 [n, D], hyper float64 [8] as ``Hyper`` of common/optimizers.h; a status."""
-        return int(torch.ops.twinproof.kvstore_update(self.tensor, table, ids, grads, hyper, now))
+        return int(self.operators().kvstore_update(self.tensor, table, ids, grads, hyper, now))
 
     def delete(self, table: int, ids: torch.Tensor) -> tuple[int, int]:
         """A status, and how many rows went."""
-        status, count = torch.ops.twinproof.kvstore_delete(self.tensor, table, ids).tolist()
+        status, count = self.operators().kvstore_delete(self.tensor, table, ids).tolist()
         return status, count
 
     def clear(self, table: int) -> int:
         """Remove every row; a status."""
-        return int(torch.ops.twinproof.kvstore_clear(self.tensor, table))
+        return int(self.operators().kvstore_clear(self.tensor, table))
 
     def begin_round(self, table: int, keep_count: int) -> tuple[torch.Tensor, list[int]]:
         """Ids of this moment, ascending, and [mark, has cutoff, score, id] when the best ``keep_count`` stay."""
-        ids, facts = torch.ops.twinproof.kvstore_begin_round(self.tensor, table, keep_count)
+        ids, facts = self.operators().kvstore_begin_round(self.tensor, table, keep_count)
         return ids, facts.tolist()
 
     def evict(self, table: int, ids: torch.Tensor, plan: torch.Tensor) -> tuple[int, int]:
         """A status, and how many of the ids the plan, an ``EvictionMessage``, removed."""
-        status, count = torch.ops.twinproof.kvstore_evict(self.tensor, table, ids, plan).tolist()
+        status, count = self.operators().kvstore_evict(self.tensor, table, ids, plan).tolist()
         return status, count
 
     def reserve(self, table: int, row_count: int) -> int:
         """Allocate and touch memory for so many rows; a status."""
-        return int(torch.ops.twinproof.kvstore_reserve(self.tensor, table, row_count))
+        return int(self.operators().kvstore_reserve(self.tensor, table, row_count))
 
     def stats(self) -> tuple[torch.Tensor, int]:
         """Int64 [tables * 6]: rows, blocks, row, held and map bytes, evicted rows; and snapshots alive."""
-        counts, snapshot_count = torch.ops.twinproof.kvstore_stats(self.tensor)
+        counts, snapshot_count = self.operators().kvstore_stats(self.tensor)
         return counts, int(snapshot_count)
 
-    def snapshot(self) -> KVHandle | None:
+    def snapshot(self: Handle) -> Handle | None:
         """A handle of this moment; None where memory ran out."""
-        taken = torch.ops.twinproof.kvstore_snapshot(self.tensor)
-        return KVHandle(taken) if taken.numel() else None
+        taken = self.operators().kvstore_snapshot(self.tensor)
+        return type(self)(taken) if taken.numel() else None
 
     def fill(self, table: int, row_count: int, ahead: int) -> KVFilling | None:
         """Rows that wait for an empty table, with memory for so many; None where memory ran out.
 
         ``ahead``: how many changes of the store will come between now and their publishing, if it is known.
         """
-        opened = torch.ops.twinproof.kvstore_fill_open(self.tensor, table, row_count, ahead)
+        opened = self.operators().kvstore_fill_open(self.tensor, table, row_count, ahead)
         return KVFilling(opened) if opened.numel() else None
 
     def fail_after(self, table: int, allocation_count: int) -> None:
         """For tests: after so many more allocations of this table all fail; -1 ends it."""
-        torch.ops.twinproof.kvstore_fail_after(self.tensor, table, allocation_count)
+        self.operators().kvstore_fail_after(self.tensor, table, allocation_count)
 
 
 class KVFilling:

@@ -280,6 +280,12 @@ class Twins {
     const StateSlot weight{kHeaderBytes, format_.dim, format_.weight_type};
     compare_range(table, ids, {0, format_.row_bytes});
     compare_range(table, ids, {weight.offset_bytes, format_.weight_end()});
+    std::vector<uint8_t> is_there(ids.size());
+    contains_rows(host_, kSerial, ids.data(), static_cast<int64_t>(ids.size()),
+                  reinterpret_cast<bool*>(is_there.data()), nullptr);
+    const auto told = trial_.uninitialized<uint8_t>("found", static_cast<int64_t>(ids.size()));
+    table.contains(proven_.array(ids), told.global());
+    trial_.expect_same(told.values(), is_there, "found");
     const uint64_t since = trial_.random.below(static_cast<int64_t>(version_) + 1);
     const Ids changed = list_changed(host_, kSerial, since, nullptr),
               removed = list_removed(host_, kSerial, since, nullptr);

@@ -22,6 +22,7 @@ namespace fastimpl::device {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 
@@ -29,12 +30,15 @@ inline void check_cuda(cudaError_t status) {
   STD_TORCH_CHECK(status == cudaSuccess, "CUDA: ", cudaGetErrorString(status));
 }
 
+// The caller's stream on the device of a tensor.
+inline cudaStream_t stream_of(const Tensor& like) {
+  return static_cast<cudaStream_t>(current_stream(like.get_device()));
+}
+
 // One call: its device and stream, and scratch that lives as long as it.
 class Call {
  public:
-  explicit Call(const Tensor& like) : like_(like), guard_(like.get_device_index()) {
-    stream_ = static_cast<cudaStream_t>(current_stream(like.get_device()));
-  }
+  explicit Call(const Tensor& like) : like_(like), guard_(like.get_device_index()) { stream_ = stream_of(like); }
 
   template <typename T>
   T* scratch(int64_t count, ScalarType type) {
@@ -94,15 +98,19 @@ class Call {
 
  private:
   Tensor like_;
-  torch::stable::accelerator::DeviceGuard guard_;
+  DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
   Tensors held_;
 };
 
+// Whether a tensor is dense memory of the device of another.
+inline bool lies_beside(const Tensor& t, const Tensor& like) {
+  return t.is_cuda() && t.get_device_index() == like.get_device_index() && t.is_contiguous();
+}
+
 inline void check_plain(const Tensor& t, const Tensor& like, ScalarType type, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == like.get_device_index() && t.is_contiguous() &&
-                      t.scalar_type() == type && t.dim() == dim,
-                  name, ": not a contiguous tensor of the device, dtype and rank");
+  STD_TORCH_CHECK(lies_beside(t, like) && t.scalar_type() == type && t.dim() == dim, name,
+                  ": not a contiguous tensor of the device, dtype and rank");
 }
 
 template <typename Body>

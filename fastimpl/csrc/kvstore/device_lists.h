@@ -71,6 +71,18 @@ struct MarkSlots {
   }
 };
 
+// 1 for each slot that is there, as a bool has it.
+struct TellFound {
+  static constexpr int kThreads = 256;
+  Global<const int64_t> slots;
+  Global<uint8_t> is_there;
+
+  SIMT void operator()() const {
+    for (int64_t at = first_item(); at < slots.size(); at += item_step())
+      is_there.store(at, slots.load(at) == kNowhere ? 0 : 1);
+  }
+};
+
 // Slots for ids that have none, counted up from `row_count`.
 struct AssignSlots {
   static constexpr int kThreads = 256;

@@ -71,10 +71,8 @@ class DeviceTable {
   }
 
   // 1 for each id that has a row, else 0.
-  Longs contains(Global<const int64_t> ids) {
-    Longs marks = device_.template make<int64_t>(ids.size());
-    if (ids.size() > 0) device_.launch(MarkSlots{find(ids).slots, true, marks}, ids.size());
-    return marks;
+  void contains(Global<const int64_t> ids, Global<uint8_t> is_there) {
+    if (ids.size() > 0) device_.launch(TellFound{find(ids).slots, is_there}, ids.size());
   }
 
   // Keys of rows in [first, last] that changed after `since`, ascending, on the host.
@@ -188,10 +186,10 @@ class DeviceTable {
     if (gone.empty()) return gone;
     const Longs ids = device_.template make<int64_t>(static_cast<int64_t>(gone.size()));
     device_.upload(gone, ids);
-    const std::vector<int64_t> is_there = host(contains(ids));
+    const std::vector<int64_t> slots = host(find(ids).slots);
     std::vector<int64_t> result;
     for (size_t i = 0; i < gone.size(); ++i) {
-      if (is_there[i] == 0) result.push_back(gone[i]);
+      if (slots[i] == kNowhere) result.push_back(gone[i]);
     }
     return result;
   }

@@ -45,11 +45,11 @@ class CudaDevice {
 
   // Around each call: what was queued before comes first, on whichever stream it was.
   void begin() {
-    stream_ = static_cast<cudaStream_t>(current_stream(like_.get_device()));
+    stream_ = stream_of(like_);
     check_cuda(cudaStreamWaitEvent(stream_, static_cast<cudaEvent_t>(done_.get()), 0));
   }
   void end() { check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(done_.get()), stream_)); }
-  int32_t index() const { return like_.get_device_index(); }
+  torch::stable::Device place() const { return like_.device(); }
 
   // For a call: torch's memory of this stream.
   template <typename T>
@@ -127,7 +127,7 @@ class CudaDevice {
 
  private:
   void make_event() {
-    const torch::stable::accelerator::DeviceGuard guard(like_.get_device_index());
+    const DeviceGuard guard(like_.get_device_index());
     cudaEvent_t event = nullptr;
     check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     done_ = std::shared_ptr<void>(event, [](void* gone) { cudaEventDestroy(static_cast<cudaEvent_t>(gone)); });
@@ -149,14 +149,13 @@ class DeviceHandles {
   Tensor add(std::shared_ptr<Store> store) {
     void* memory = nullptr;
     check_cuda(cudaMalloc(&memory, kWords * sizeof(int64_t)));
-    const int32_t index = store->device.index();
+    const torch::stable::Device place = store->device.place();
     {
       const std::lock_guard<std::mutex> held(guard_);
       stores_[memory] = std::move(store);
     }
     const int64_t size = kWords, stride = 1;
-    const torch::stable::Device device(torch::headeronly::DeviceType::CUDA, static_cast<int8_t>(index));
-    return torch::stable::from_blob(memory, {&size, 1}, {&stride, 1}, device, ScalarType::Long, [](void* gone) {
+    return torch::stable::from_blob(memory, {&size, 1}, {&stride, 1}, place, ScalarType::Long, [](void* gone) {
       all().take(gone);
       cudaFree(gone);
     });
@@ -241,7 +240,7 @@ class StoreCall {
   }
 
  private:
-  torch::stable::accelerator::DeviceGuard guard_;
+  DeviceGuard guard_;
   Tensor handle_;
 };
 
@@ -261,7 +260,7 @@ Tensor kvstore_create_cuda(Tensor formats, int64_t shard_count) {
   check_plain(formats, formats, ScalarType::Long, 2, "formats");
   STD_TORCH_CHECK(formats.size(0) >= 1, "formats: got no table");
   STD_TORCH_CHECK(shard_count >= 1, "shard_count: got ", shard_count);
-  const torch::stable::accelerator::DeviceGuard guard(formats.get_device_index());
+  const DeviceGuard guard(formats.get_device_index());
   auto store = std::make_shared<Store>(CudaDevice(formats));
   store->device.begin();
   std::vector<int64_t> words(static_cast<size_t>(formats.numel()));
@@ -289,8 +288,7 @@ void kvstore_read_cuda(Tensor handle, int64_t table_index, Tensor ids, int64_t b
   STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= table.format().row_bytes, "range: got ", begin, " to ", end,
                   " of a row of ", table.format().row_bytes);
   const int64_t bytes = out.numel() * static_cast<int64_t>(out.element_size());
-  STD_TORCH_CHECK(out.is_cuda() && out.get_device_index() == handle.get_device_index() && out.is_contiguous(),
-                  "out: not a contiguous tensor of the device");
+  STD_TORCH_CHECK(lies_beside(out, handle), "out: not a contiguous tensor of the device");
   STD_TORCH_CHECK(bytes == keys.size() * (end - begin), "out: got ", out.numel(), " elements for ", keys.size(),
                   " rows of ", end - begin, " bytes");
   table.read(keys, {begin, end}, {static_cast<uint8_t*>(out.data_ptr()), bytes});
@@ -299,11 +297,9 @@ void kvstore_read_cuda(Tensor handle, int64_t table_index, Tensor ids, int64_t b
 Tensor kvstore_contains_cuda(Tensor handle, int64_t table_index, Tensor ids) {
   const StoreCall call(handle);
   const auto keys = call.ids(ids);
-  const auto marks = call.table(table_index).contains(keys);
-  const Tensor words = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Long);
-  if (keys.size() > 0) Call(ids).copy<int64_t>(marks.data(), static_cast<int64_t*>(words.data_ptr()), keys.size());
   Tensor result = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Bool);
-  return torch::stable::copy_(result, words);
+  call.table(table_index).contains(keys, {static_cast<uint8_t*>(result.data_ptr()), keys.size()});
+  return result;
 }
 
 Tensor kvstore_ids_cuda(Tensor handle, int64_t table_index, int64_t first, int64_t last) {
