@@ -220,7 +220,7 @@ class SlotUpdates:
                 numbers[key] = len(numbers)
                 group = optimizer.param_groups[number]
                 decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-                hypers += hyper_of(kind, group, count, decoupled=decoupled)
+                hypers += map(float, hyper_of(kind, group, count, decoupled=decoupled))
             places.append(numbers[key])
         ops.slot_step(KINDS[kind][0], call.params, call.grads, call.states, places, hypers)
 

@@ -64,7 +64,10 @@ def _update(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
     for label, kind, state_count, dtype in _UPDATES:
         # A large tensor, small ones, and more of them than one launch takes.
         sizes = [count - count // 4, *(max(1, count // 4 // 90) for _ in range(90)), 7, 0]
-        lists = [[torch.rand(size, generator=generator).to(dtype) for size in sizes] for _ in range(2 + state_count)]
+        lists = [
+            list(torch.rand(sum(sizes), generator=generator).to(dtype).split_with_sizes(sizes))
+            for _ in range(2 + state_count)
+        ]
         params, grads, *states = lists
         states += [[]] * (3 - state_count)
         hyper_of = [i % 2 for i in range(len(sizes))]
@@ -76,7 +79,7 @@ def _update(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
 def _copies(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
     # Neighbours of one block, which are one copy, and tensors of their own.
     for label, sizes, is_block in (
-        ("one block", [count // 100] * 100, True),
+        ("one block", [max(1, count // 100)] * 100, True),
         ("tensors", [max(1, count // 50 + i) for i in range(50)], False),
     ):
         block = torch.randint(0, 1 << 30, (sum(sizes),), dtype=torch.int32, generator=generator)
