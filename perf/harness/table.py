@@ -25,6 +25,11 @@ def workload_lines(workload: Workload, rounds: Sequence[Round]) -> list[str]:
         if not samples:
             lines.append(f"  {who:16} was not measured here; it may not be installed")
             continue
+        if not all("seconds" in sample for sample in samples):
+            # What counts events says nothing of time.
+            counted = [f"{name} {max(s[name] for s in samples):.0f}" for name in samples[0]]
+            lines.append(f"  {who:16} not timed  {', '.join(counted)}")
+            continue
         seconds = statistics.median(sample["seconds"] for sample in samples)
         ours = _ours_for(who, workload)
         against = "" if ours is None or who == ours else _ratio(rounds, who, ours)

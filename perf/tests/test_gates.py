@@ -108,6 +108,13 @@ def test_a_peer_that_is_absent_is_named_and_not_waited_for() -> None:
     assert "torch            was not measured" in lines
 
 
+def test_what_only_counts_is_shown_without_a_time() -> None:
+    workload = next(found for found in read_workloads().values() if "pretend" in str(found))
+    rounds = [{who: {"launches": 16.0} for who in workload.contenders}] * 2
+    lines = workload_lines(workload, rounds)
+    assert [line.split("not timed")[-1].strip() for line in lines[1:]] == ["launches 16"] * len(workload.contenders)
+
+
 def test_counts_are_judged_by_their_worst_round() -> None:
     assert _judge(COUNTER, _rounds(10.0, 30.0)).result is Result.PASS
     assert _judge(COUNTER, [*_rounds(1.0, 30.0), *_rounds(11.0, 30.0, count=1)]).result is Result.FAIL
