@@ -101,7 +101,8 @@ def test_a_planted_fault_is_seen(planted: Planted, kinds: set[str]) -> None:
     ]
     assert found
     assert {fault.kind for fault in found} <= kinds, "\n".join(map(str, found))
-    assert all("Pool<" in fault.kernel for fault in found)
+    # A wrong plan is seen before any kernel runs.
+    assert all("Pool<" in fault.kernel or planted.file == _PLAN for fault in found)
 
 
 @needs_nvcc

@@ -57,7 +57,7 @@ def _id_bytes(a: Arguments) -> int:
 def _pool(count: int, generator: torch.Generator) -> Iterator[OperatorCall]:
     for label, a in _lookups(count, generator):
         out, means = torch.zeros_like(a.grad), [int(mean) for mean in a.means]
-        arguments = (a.tables, a.feature_tables, a.indices, a.offsets, a.weights, means, out, -1)
+        arguments = (a.tables, a.feature_tables, a.indices, a.offsets, a.weights, means, out, -1, 0)
         yield OperatorCall(label, arguments, _row_bytes(a) + _id_bytes(a) + out.nbytes)
 
 

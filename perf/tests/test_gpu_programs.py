@@ -97,7 +97,7 @@ def test_a_rehearsal_proves_no_operator(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_bandwidth_beside_a_copy(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rate.json"
-    options = ["--device", "cpu", *COUNT, "--rounds", "1", "--json", str(path), "--seconds", "0.01"]
+    options = ["--device", "cpu", *COUNT, "--rounds", "1", "--json", str(path), "--seconds", "0.3"]
     assert bandwidth.main([name, *options]) == 0
     found = json.loads(path.read_text())
     assert found["device"] == "rehearsal on cpu"
