@@ -5,6 +5,7 @@ The whole suite runs on it too, with ``--twinproof-device simt``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ from conformance.kvstore.cases import (
     Clock,
     assert_bits,
     contents,
+    ids_of,
     random_rows,
     store_of,
     weights_of,
 )
 from conformance.kvstore.machine import StoreMachine
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, TwinproofError
 
 NEEDS = ("operators",)
 
@@ -121,3 +123,60 @@ def test_capacity(kvstore: Any, kind: str | None) -> None:
             store.set_scores("t", ids[:1], torch.rand(1, generator=torch.Generator().manual_seed(batch)))
         assert_equal(contents(stores[0]), contents(stores[1]), where=f"after {batch + 1} batches")
         assert_equal(stores[0].stats().evicted_count, stores[1].stats().evicted_count, where="evicted")
+
+
+def _verbs(kvstore: Any, store: Any) -> dict[str, Callable[[Any], Any]]:
+    """What changes a table or needs memory, with batches that make it grow; a table that is full evicts."""
+    ids, new = ids_of(range(-20, 900)), ids_of(range(5000, 5900))
+    weights, rows = weights_of(store, ids.numel(), 2), random_rows(store, new.tolist(), 2)
+    return {
+        "set": lambda store: store.set("t", ids, weights),
+        "set_rows": lambda store: store.set_rows("t", rows),
+        "apply_gradients": lambda store: store.apply_gradients("t", ids, torch.ones(ids.numel(), 6), 0.5),
+        "delete": lambda store: store.delete("t", ids_of(range(0, 300, 2))),
+        "clear": lambda store: store.clear("t"),
+        "evict": lambda store: store.evict("t", policy=kvstore.EvictionPolicy.count(2)),
+        "reserve": lambda store: store.reserve("t", 50_000),
+        "snapshot": lambda store: store.snapshot().close(),
+    }
+
+
+@requirement(
+    "KV-166",
+    "Where memory for rows, index or a snapshot fails on a device, the verb MUST raise a named MemoryError and leave "
+    "rows and counters as they were, ready for another try.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("capacity", [None, 1000])
+def test_failing_allocations(kvstore: Any, capacity: int | None) -> None:
+    component = on_device(kvstore)
+    layout = kvstore.RowLayout(6, optimizer="adagrad")
+
+    def filled(component: Any) -> Any:
+        store = store_of(component, layout, track_changes=True, capacity=capacity)
+        store.set("t", ids_of(range(300)), weights_of(store, 300, 1))
+        return store
+
+    for name, verb in _verbs(kvstore, filled(kvstore)).items():
+        expected = filled(kvstore)
+        verb(expected)
+        failed_count = 0
+        while True:
+            store, where = filled(component), f"{name}, allocation {failed_count}"
+            before = contents(store)
+            store.fail_allocations("t", failed_count)
+            try:
+                verb(store)
+            except MemoryError as error:
+                assert_equal(isinstance(error, TwinproofError), True, where=f"{where}: {type(error).__name__} is named")
+            else:
+                break
+            store.fail_allocations("t", -1)
+            assert_equal(contents(store), before, where=f"{where}: rows")
+            assert_equal(store.stats().row_count, store.size("t"), where=f"{where}: counters")
+            verb(store)
+            assert_equal(contents(store), contents(expected), where=f"{where}, tried again")
+            failed_count += 1
+        assert_equal(contents(store), contents(expected), where=f"{name}: rows")
+        needs_memory = name in ("set", "set_rows", "apply_gradients", "clear", "reserve", "snapshot")
+        assert_equal(failed_count > 0, needs_memory, where=f"{name} allocates")

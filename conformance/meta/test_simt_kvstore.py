@@ -40,6 +40,7 @@ _KERNELS = {
     "HashIds",
     "InsertRest",
     "InsertRuns",
+    "KeysOfRows",
     "ListBuckets",
     "ListRows",
     "ListRuns",

@@ -22,7 +22,7 @@ from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine
 from twinproof.kvstore.store import LockedRows
 from twinproof.optimizers import Hyper
 
-__all__ = ["DeviceRows", "KVStore", "NativeReader", "NativeRows", "device_rows", "rows_of"]
+__all__ = ["DeviceRows", "KVStore", "LockedDeviceRows", "NativeReader", "NativeRows", "device_rows", "rows_of"]
 
 Result = TypeVar("Result")
 ROWS_MAX = 2**32 - 16
@@ -154,6 +154,19 @@ class DeviceRows(NativeRows):
         return sort_ids(ids.cpu(), buckets, begin, end)
 
 
+class LockedDeviceRows(LockedRows):
+    """One call at a time."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        super().__init__(rows)
+        self._on_device = rows
+
+    def fail_allocations(self, table: str, after_count: int) -> None:
+        """See ``NativeRows.fail_allocations``; of all tables."""
+        with self._held(table):
+            self._on_device.fail_allocations(table, after_count)
+
+
 def device_rows(options: StoreOptions) -> DeviceRows:
     """The rows of a store on the current CUDA device.
 
@@ -173,7 +186,7 @@ def _why_no_device() -> str:
 
 def rows_of(options: StoreOptions) -> RowEngine:
     """The rows of a store where its options say. Raises ConfigError without a GPU."""
-    return NativeRows(options) if options.device == "cpu" else LockedRows(device_rows(options))
+    return NativeRows(options) if options.device == "cpu" else LockedDeviceRows(device_rows(options))
 
 
 class KVStore(store.KVStore, engine=rows_of, devices=("cpu", "cuda")):
@@ -191,5 +204,5 @@ class KVStore(store.KVStore, engine=rows_of, devices=("cpu", "cuda")):
 
     def fail_allocations(self, table: str, after_count: int) -> None:
         """For tests: see ``NativeRows.fail_allocations``."""
-        assert isinstance(self._engine, NativeRows)
+        assert isinstance(self._engine, NativeRows | LockedDeviceRows)
         self._engine.fail_allocations(table, after_count)

@@ -21,10 +21,9 @@ from conformance.harness.native import CompileError, cache_folder, compile_once
 from conformance.provers.simt import include_folders
 from fastimpl.kvstore.device import DeviceHandle
 from fastimpl.kvstore.native import table_messages
-from fastimpl.kvstore.store import DeviceRows, KVStore, device_rows, rows_of
+from fastimpl.kvstore.store import DeviceRows, KVStore, LockedDeviceRows, device_rows, rows_of
 from twinproof.kvstore.options import StoreOptions
 from twinproof.kvstore.rows import RowEngine
-from twinproof.kvstore.store import LockedRows
 
 __all__ = ["LACKS", "SimtHandle", "SimtStore", "bind", "load_operators"]
 
@@ -86,7 +85,7 @@ class SimtHandle(DeviceHandle):
 def _rows_of(options: StoreOptions) -> RowEngine:
     if options.device != "cpu":
         return rows_of(options)
-    return LockedRows(DeviceRows(options, SimtHandle.create(table_messages(options), options.num_shards)))
+    return LockedDeviceRows(DeviceRows(options, SimtHandle.create(table_messages(options), options.num_shards)))
 
 
 class SimtStore(KVStore, engine=_rows_of):
@@ -104,4 +103,4 @@ def bind(device: str) -> None:
 
 
 def _rows_on_gpu(options: StoreOptions) -> RowEngine:
-    return LockedRows(device_rows(options))
+    return LockedDeviceRows(device_rows(options))

@@ -187,7 +187,7 @@ struct InsertRest {
   }
 };
 
-// Removes entries, each listed once. Several may be of one bucket.
+// Removes entries, each listed once, kNowhere passed over. Several may be of one bucket.
 struct EraseEntries {
   static constexpr int kThreads = 256;
   Index index;
@@ -196,6 +196,7 @@ struct EraseEntries {
   SIMT void operator()() const {
     for (int64_t at = first_item(); at < entries.size(); at += item_step()) {
       const int64_t entry = entries.load(at);
+      if (entry == kNowhere) continue;
       index.states.atomic_and(entry / kWays, ~(1U << (entry % kWays)));
     }
   }

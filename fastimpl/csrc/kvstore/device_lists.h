@@ -194,6 +194,19 @@ struct SortableSlots {
   }
 };
 
+// Keys of the rows at these slots.
+struct KeysOfRows {
+  static constexpr int kThreads = 256;
+  RowStore rows;
+  Global<const int64_t> slots;
+  Global<int64_t> keys;
+
+  SIMT void operator()() const {
+    for (int64_t at = first_item(); at < slots.size(); at += item_step())
+      keys.store(at, key_of(rows.row(slots.load(at))));
+  }
+};
+
 // Keys of the rows at these slots, as words of the same order.
 struct SortableKeys {
   static constexpr int kThreads = 256;
@@ -216,6 +229,7 @@ struct CondemnRows {
   Float weight_type;
   EvictionPlan plan;
   uint64_t version;
+  bool decays;
   Global<const int64_t> slots;
   Global<int64_t> marks;
 
@@ -248,7 +262,7 @@ struct CondemnRows {
     if (rows.version(row) > plan.mark) return false;
     const uint64_t word = word_in(row), fewer = decayed_count(plan, count_of(word));
     if (is_condemned(plan, word, key_of(row), square_sum)) return true;
-    if (fewer != count_of(word)) {
+    if (decays && fewer != count_of(word)) {
       set_word(row, word_of(timestamp_of(word), fewer));
       rows.set_version(row, version);
     }

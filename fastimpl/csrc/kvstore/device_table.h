@@ -8,7 +8,8 @@
 //   launch(kernel, threads, shared_bytes): as many threads as are useful; shared memory for each warp
 //
 // A slot is the number of a row; rows are dense, so that a scan meets rows only, and the places of rows that go are
-// taken by the last rows. Every change first makes room and then writes: where memory runs out nothing has changed.
+// taken by the last rows. Every change first makes room and lists what it will do, and then does it: where memory runs
+// out (std::bad_alloc, of every kind of memory) nothing has changed.
 #pragma once
 
 #include <algorithm>
@@ -97,7 +98,7 @@ class DeviceTable {
                                                        values, range.begin, width,        visit};
       device_.launch(kernel, batch.count * kWays);
     });
-    shrink(batch, version);
+    shrink(batch.excess, version);
   }
 
   void write_whole(Global<const int64_t> ids, Global<const uint8_t> values, uint64_t version) {
@@ -108,7 +109,7 @@ class DeviceTable {
           rows(), batch.runs(), batch.found.slots, values, format_.row_bytes, padding(), version};
       device_.launch(kernel, batch.count * kWays);
     });
-    shrink(batch, version);
+    shrink(batch.excess, version);
   }
 
   void write_metadata(Global<const int64_t> ids, Global<const int64_t> words, uint64_t mask, uint64_t version) {
@@ -129,7 +130,7 @@ class DeviceTable {
       const Kernel kernel{rows(), initial(), places, batch.runs(), batch.found.slots, grads, hyper, visit};
       device_.launch(kernel, batch.count * simt::kLanes, Kernel::shared_bytes(format_.dim));
     });
-    shrink(batch, version);
+    shrink(batch.excess, version);
   }
 
   // How many rows there were.
@@ -138,28 +139,36 @@ class DeviceTable {
     const Batch batch = runs_of(ids);
     const Longs marks = device_.template make<int64_t>(batch.count);
     device_.launch(MarkSlots{batch.found.slots, true, marks}, batch.count);
-    return remove_marked(batch, marks, version);
+    const Leaving leaving = leaving_marked(batch, marks);
+    take_away(leaving, version);
+    return leaving.size();
   }
 
   void clear(uint64_t version) {
-    if (format_.logs_removals) {
-      for (const int64_t key : list(kIdMin, kIdMax, 0)) removals_.push_back({key, version});
-    }
+    const std::vector<int64_t> keys = format_.logs_removals ? list(kIdMin, kIdMax, 0) : std::vector<int64_t>();
+    removals_.reserve(removals_.size() + keys.size());
+    Memory empty = make_index(0);
+    const Array<Slab> none = shown_of({});
+    for (const int64_t key : keys) removals_.push_back({key, version});
     row_count_ = 0;
     slabs_.clear();
-    show_slabs();
-    index_ = make_index(0);
+    shown_ = none;
+    index_ = std::move(empty);
   }
 
   int64_t evict(Global<const int64_t> ids, const EvictionPlan& plan, uint64_t version) {
     if (ids.size() == 0) return 0;
     const Batch batch = runs_of(ids);
     const Longs marks = device_.template make<int64_t>(batch.count);
-    const CondemnRows kernel{rows(), format_.dim, format_.weight_type, plan, version, batch.found.slots, marks};
+    CondemnRows kernel{rows(), format_.dim, format_.weight_type, plan, version, false, batch.found.slots, marks};
     device_.launch(kernel, batch.count * kWays);
-    const int64_t count = remove_marked(batch, marks, version);
-    evicted_count_ += count;
-    return count;
+    const Leaving leaving = leaving_marked(batch, marks);
+    // Counts decay once nothing can fail any more.
+    kernel.decays = true;
+    device_.launch(kernel, batch.count * kWays);
+    take_away(leaving, version);
+    evicted_count_ += leaving.size();
+    return leaving.size();
   }
 
   // The (score, key) of the last row that is kept when the `keep_count` highest stay.
@@ -232,11 +241,20 @@ class DeviceTable {
     Longs entries, slots;
   };
 
+  // Rows that go, and where the last rows that stay go instead.
+  struct Leaving {
+    Longs entries, movers, holes;
+    std::vector<int64_t> keys;  // Where removals are logged.
+
+    int64_t size() const { return entries.size(); }
+  };
+
   // The distinct ids of a batch in the order of their hashes, and where each occurs.
   struct Batch {
     int64_t count;
     Longs distinct, begins, positions;
     Found found;
+    Leaving excess = {};  // Rows that make room, of a table that is full.
 
     RunList runs() const { return {distinct, begins, positions}; }
   };
@@ -352,12 +370,26 @@ class DeviceTable {
     const int64_t new_count = host(sums, batch.count - 1, 1)[0];
     if (new_count == 0) return batch;
     reserve(row_count_ + new_count);
+    if (format_.capacity >= 0 && row_count_ + new_count > format_.capacity)
+      batch.excess = leaving_excess(batch, row_count_ + new_count);
     device_.launch(AssignSlots{sums, row_count_, batch.found.slots}, batch.count);
     const Longs ids_of_new = device_.template make<int64_t>(new_count);
     device_.launch(PickMarked{sums, batch.distinct, ids_of_new}, batch.count);
-    insert(ids_of_new, counted(row_count_, new_count));
+    insert_or_undo(ids_of_new, counted(row_count_, new_count));
     row_count_ += new_count;
     return batch;
+  }
+
+  // The same as `insert`, but nothing is left behind where it fails.
+  void insert_or_undo(const Longs& ids, const Longs& slots) {
+    const Found undone{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
+    try {
+      insert(ids, slots);
+    } catch (...) {
+      device_.launch(FindIds{index(), ids, undone.entries, undone.slots}, ids.size() * kWays);
+      device_.launch(EraseEntries{index(), undone.entries}, ids.size());
+      throw;
+    }
   }
 
   // Adds entries for distinct ids that have none: by their first buckets, what is left by their second, then the rest.
@@ -376,11 +408,12 @@ class DeviceTable {
     if (ids.size() > 0) device_.launch(InsertRest{index(), ids, slots}, 1);
   }
 
-  void show_slabs() {
-    std::vector<Slab> slabs;
-    for (const auto& slab : slabs_) slabs.push_back({slab});
-    shown_ = device_.template keep<Slab>(static_cast<int64_t>(slabs.size()));
-    device_.upload(slabs, shown_);
+  Array<Slab> shown_of(const std::vector<Array<uint8_t>>& slabs) {
+    std::vector<Slab> found;
+    for (const auto& slab : slabs) found.push_back({slab});
+    const auto shown = device_.template keep<Slab>(static_cast<int64_t>(found.size()));
+    device_.upload(found, shown);
+    return shown;
   }
 
   void make_room(int64_t row_count) {
@@ -389,19 +422,25 @@ class DeviceTable {
     std::vector<Array<uint8_t>> more = slabs_;
     while (static_cast<int64_t>(more.size()) < wanted)
       more.push_back(device_.template keep<uint8_t>(stride_ << shift_));
+    shown_ = shown_of(more);
     slabs_ = std::move(more);
-    show_slabs();
   }
 
   // An index for this many rows, of the rows that there are.
   void rebuild(int64_t row_count) {
     int bits = 0;
     while ((int64_t{1} << bits) * rows_of_bucket_ < row_count) ++bits;
+    Memory old = index_;
     index_ = make_index(bits);
-    if (row_count_ == 0) return;
-    const Longs keys = device_.template make<int64_t>(row_count_), marks = device_.template make<int64_t>(row_count_);
-    device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, keys, marks}, row_count_);
-    insert(keys, counted(0, row_count_));
+    try {
+      if (row_count_ == 0) return;
+      const Longs keys = device_.template make<int64_t>(row_count_), marks = device_.template make<int64_t>(row_count_);
+      device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, keys, marks}, row_count_);
+      insert(keys, counted(0, row_count_));
+    } catch (...) {
+      index_ = std::move(old);
+      throw;
+    }
   }
 
   // Slots from who goes first to who goes last: by rank, then by key.
@@ -416,64 +455,76 @@ class DeviceTable {
     return order;
   }
 
-  // Evicts what a batch put beyond the capacity, none of its own rows.
-  void shrink(const Batch& batch, uint64_t version) {
-    const int64_t excess = format_.capacity < 0 ? 0 : row_count_ - format_.capacity;
-    if (excess <= 0) return;
+  // Who makes room when a batch makes it so many rows: none of its own.
+  Leaving leaving_excess(const Batch& batch, int64_t row_count) {
+    const int64_t excess = row_count - format_.capacity;
     const Longs marks = device_.template make<int64_t>(row_count_);
     device_.launch(SetMarks{counted(0, row_count_), 0, 1, marks}, row_count_);
+    // Ids without a row have no slot yet.
     device_.launch(SetMarks{batch.found.slots, 0, 0, marks}, batch.count);
-    const Longs others = picked(counted(0, row_count_), marks);
-    const Longs order = ranked(others, format_.ranks_by_count);
-    const Longs gone = device_.template make<int64_t>(excess), keys = device_.template make<int64_t>(excess);
-    device_.copy(order.part(0, excess), gone);
-    const auto words = device_.template make<uint64_t>(excess);
-    device_.launch(SortableKeys{rows(), gone, words}, excess);
-    std::vector<int64_t> ids;
-    for (const uint64_t word : host(words)) ids.push_back(static_cast<int64_t>(word ^ (uint64_t{1} << 63)));
-    device_.upload(ids, keys);
-    const Found found = find(keys);
-    remove_entries(keys, found.entries, found.slots, version);
-    evicted_count_ += excess;
+    const Longs order = ranked(picked(counted(0, row_count_), marks), format_.ranks_by_count);
+    const Longs slots = device_.template make<int64_t>(excess), keys = device_.template make<int64_t>(excess);
+    device_.copy(order.part(0, excess), slots);
+    device_.launch(KeysOfRows{rows(), slots, keys}, excess);
+    return leaving(keys, find(keys).entries, slots, row_count);
   }
 
-  int64_t remove_marked(const Batch& batch, const Longs& marks, uint64_t version) {
+  void shrink(const Leaving& excess, uint64_t version) {
+    take_away(excess, version);
+    evicted_count_ += excess.size();
+  }
+
+  Leaving leaving_marked(const Batch& batch, const Longs& marks) {
     const Longs keys = picked(batch.distinct, marks);
-    if (keys.size() == 0) return 0;
-    remove_entries(keys, picked(batch.found.entries, marks), picked(batch.found.slots, marks), version);
-    return keys.size();
+    if (keys.size() == 0) return {};
+    return leaving(keys, picked(batch.found.entries, marks), picked(batch.found.slots, marks), row_count_);
   }
 
-  // Removes rows, each listed once. The last rows that stay take the places before them that become free.
-  void remove_entries(const Longs& keys, const Longs& entries, const Longs& slots, uint64_t version) {
-    const int64_t count = keys.size(), left = row_count_ - count;
+  // What there is to do when these rows, each listed once, go from among so many: the last rows that stay take the
+  // places before them that become free.
+  Leaving leaving(const Longs& keys, const Longs& entries, const Longs& slots, int64_t row_count) {
+    const int64_t count = keys.size(), left = row_count - count;
+    Leaving result{entries, {}, {}, {}};
     if (format_.logs_removals) {
-      for (const int64_t key : host(keys)) removals_.push_back({key, version});
+      result.keys = host(keys);
+      removals_.reserve(std::max(removals_.capacity(), removals_.size() + result.keys.size()));
     }
-    device_.launch(EraseEntries{index(), entries}, count);
     // Of the last `count` rows those that stay move; as many of the others go.
     const Longs stays = device_.template make<int64_t>(count);
     device_.launch(SetMarks{counted(left, count), left, 1, stays}, count);
     device_.launch(SetMarks{slots, left, 0, stays}, count);
-    const Longs movers = picked(counted(left, count), stays);
-    if (movers.size() > 0) {
-      auto words = device_.template make<uint64_t>(count);
-      Longs places = counted(0, count);
-      device_.launch(SortableSlots{slots, words}, count);
-      device_.sort(words, places, 32);
-      const Longs ordered = picked_at(places, slots);
-      device_.launch(MoveRows{index(), rows(), movers, ordered.part(0, movers.size())}, movers.size() * kWays);
+    result.movers = picked(counted(left, count), stays);
+    if (result.movers.size() == 0) return result;
+    auto words = device_.template make<uint64_t>(count);
+    Longs places = counted(0, count);
+    device_.launch(SortableSlots{slots, words}, count);
+    device_.sort(words, places, 32);
+    result.holes = picked_at(places, slots).part(0, result.movers.size());
+    return result;
+  }
+
+  // Does it. Nothing here needs memory but what gives memory back.
+  void take_away(const Leaving& leaving, uint64_t version) {
+    if (leaving.size() == 0) return;
+    for (const int64_t key : leaving.keys) removals_.push_back({key, version});
+    device_.launch(EraseEntries{index(), leaving.entries}, leaving.size());
+    if (leaving.movers.size() > 0)
+      device_.launch(MoveRows{index(), rows(), leaving.movers, leaving.holes}, leaving.movers.size() * kWays);
+    row_count_ -= leaving.size();
+    try {
+      trim();
+    } catch (const std::bad_alloc&) {
+      return;  // What is larger than it need be goes on being right.
     }
-    row_count_ = left;
-    trim();
   }
 
   // Gives memory back that rows need less than half of, and an index that is used to less than an eighth.
   void trim() {
     const int64_t wanted = (row_count_ + (int64_t{1} << shift_) - 1) >> shift_;
-    if (wanted < static_cast<int64_t>(slabs_.size()) && 2 * wanted <= static_cast<int64_t>(slabs_.size())) {
-      slabs_.resize(static_cast<size_t>(wanted));
-      show_slabs();
+    if (2 * wanted <= static_cast<int64_t>(slabs_.size()) && !slabs_.empty()) {
+      const std::vector<Array<uint8_t>> fewer(slabs_.begin(), slabs_.begin() + static_cast<std::ptrdiff_t>(wanted));
+      shown_ = shown_of(fewer);
+      slabs_ = fewer;
     }
     if (index_.bits > 3 && row_count_ * 8 < bucket_count() * rows_of_bucket_) rebuild(2 * row_count_);
   }

@@ -40,7 +40,9 @@ class CudaDevice {
 
   // `like` lies on the device.
   explicit CudaDevice(const Tensor& like) : like_(like) { make_event(); }
-  CudaDevice(const CudaDevice& other) : like_(other.like_), stream_(other.stream_) { make_event(); }
+  CudaDevice(const CudaDevice& other) : like_(other.like_), stream_(other.stream_), countdown_(other.countdown_) {
+    make_event();
+  }
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   // Around each call: what was queued before comes first, on whichever stream it was.
@@ -49,19 +51,28 @@ class CudaDevice {
     check_cuda(cudaStreamWaitEvent(stream_, static_cast<cudaEvent_t>(done_.get()), 0));
   }
   void end() { check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(done_.get()), stream_)); }
+  // For tests: after so many more allocations of rows, indexes and snapshots all fail; -1 ends it.
+  void fail_after(int64_t allocation_count) { *countdown_ = allocation_count; }
   torch::stable::Device place() const { return like_.device(); }
 
   // For a call: torch's memory of this stream.
   template <typename T>
   Array<T> make(int64_t count) {
     const int64_t bytes = std::max<int64_t>(1, count * static_cast<int64_t>(sizeof(T)));
-    auto owner = std::make_shared<Tensor>(torch::stable::new_empty(like_, {bytes}, ScalarType::Byte));
+    std::shared_ptr<Tensor> owner;
+    try {
+      owner = std::make_shared<Tensor>(torch::stable::new_empty(like_, {bytes}, ScalarType::Byte));
+    } catch (const std::exception&) {
+      throw std::bad_alloc();  // There is nothing else that an empty tensor could want.
+    }
     auto* const data = static_cast<T*>(owner->data_ptr());
     return {std::move(owner), Global<T>(data, count)};
   }
   // For long: memory of its own, which is given back when nothing that was queued needs it any more.
   template <typename T>
   Array<T> keep(int64_t count) {
+    if (*countdown_ == 0) throw std::bad_alloc();
+    if (*countdown_ > 0) --*countdown_;
     void* memory = nullptr;
     const size_t bytes = std::max<size_t>(1, static_cast<size_t>(count) * sizeof(T));
     const cudaError_t status = cudaMalloc(&memory, bytes);
@@ -138,6 +149,7 @@ class CudaDevice {
 
   Tensor like_;
   cudaStream_t stream_ = nullptr;
+  std::shared_ptr<int64_t> countdown_ = std::make_shared<int64_t>(-1);
   std::shared_ptr<void> done_;
 };
 
@@ -431,6 +443,12 @@ Tensor kvstore_snapshot_cuda(Tensor handle) {
   }
 }
 
+void kvstore_fail_after_cuda(Tensor handle, int64_t table_index, int64_t allocation_count) {
+  const StoreCall call(handle);
+  call.table(table_index);
+  call.store->device.fail_after(allocation_count);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
@@ -453,4 +471,5 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
   m.impl("kvstore_reserve", TORCH_BOX(&kvstore_reserve_cuda));
   m.impl("kvstore_stats", TORCH_BOX(&kvstore_stats_cuda));
   m.impl("kvstore_snapshot", TORCH_BOX(&kvstore_snapshot_cuda));
+  m.impl("kvstore_fail_after", TORCH_BOX(&kvstore_fail_after_cuda));
 }
