@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.meta.simt_faults import PlantedTogether
 from conformance.provers.simt import Planted, build, device_usage, prove, why_no_nvcc, why_no_prover
 
 needs_prover = pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
@@ -20,145 +21,265 @@ _MEMORY = {"out-of-bounds", "misaligned", "wrong-result"}
 _RACE = {"race", "schedule-dependence", "wrong-result", "mixed-atomics"}
 _LANES = {"mask", "returned-lane", "deadlock", "shuffle-outside-mask"}
 
-# A program, a fault in a file: what stands there and what in its place, and the kinds that a report of it may have.
-_FAULTS = [
-    (
-        "checks",
-        "a count that is not atomic",
-        _CHECK,
-        "found.atomic_add(0, count);",
-        "found.store(0, found.load(0) + count);",
-        _RACE,
-    ),
-    (
-        "checks",
-        "the position of whoever is last",
-        _CHECK,
-        "found.atomic_min(1, least);",
-        "found.atomic_exchange(1, least);",
-        _RACE,
-    ),
-    (
-        "checks",
-        "the least of half a warp",
-        _CHECK,
-        "unsigned by = simt::kLanes / 2; by > 0; by /= 2) {",
-        "unsigned by = 8; by > 0; by /= 2) {",
-        _RACE,
-    ),
-    (
-        "checks",
-        "lanes that leave before they vote",
-        _CHECK,
-        "const int64_t first = least_of_warp(least);",
-        "if (least == kNoPosition) return; const int64_t first = least_of_warp(least);",
-        _LANES,
-    ),
-    ("checks", "the last offset may be any", _CHECK, "(at == last && begin != id_count) ||", "", _MEMORY),
-    (
-        "checks",
-        "ids of wrong offsets are looked at",
-        _CHECK,
-        "const bool is_cut = found.atomic_load(0) >= 0;",
-        "const bool is_cut = true;",
-        _MEMORY,
-    ),
-    (
-        "checks",
-        "ids below zero pass",
-        _CHECK,
-        "is_cut && static_cast<uint64_t>(",
-        "(is_cut && id < 0) || static_cast<uint64_t>(",
-        _MEMORY,
-    ),
-    ("checks", "words of the first launch", _WORDS_PLAN, "source + begin * 8", "source", _MEMORY),
-    ("checks", "a word too many", _WORDS, "i < count; i +=", "i <= count; i +=", _MEMORY | _RACE),
-    (
-        "checks",
-        "words that nobody stores",
-        _WORDS,
-        "int64_t i = simt::thread(); i",
-        "int64_t i = simt::lane() + 1; i",
-        _MEMORY | _RACE,
-    ),
-    (
-        "places",
-        "an id behind its table is a row",
-        _PLACE,
-        "batch.has(feature, id) ? feature.base",
-        "id >= 0 ? feature.base",
-        _MEMORY,
-    ),
-    ("places", "gradients of ids outside", _PLACE, "if (batch.has(feature, id)) {", "{", _MEMORY),
-    (
-        "places",
+# A fault in a file: what stands there and what in its place, and the kinds that a report of it may have.
+_FAULTS = {
+    "checks": [
+        (
+            Planted(
+                "a count that is not atomic",
+                _CHECK,
+                "found.atomic_add(0, count);",
+                "if (FAULT) found.store(0, found.load(0) + count); else found.atomic_add(0, count);",
+            ),
+            _RACE,
+        ),
+        (
+            Planted(
+                "the position of whoever is last",
+                _CHECK,
+                "found.atomic_min(1, least);",
+                "if (FAULT) found.atomic_exchange(1, least); else found.atomic_min(1, least);",
+            ),
+            _RACE,
+        ),
+        (
+            Planted(
+                "the least of half a warp",
+                _CHECK,
+                "unsigned by = simt::kLanes / 2; by > 0; by /= 2) {",
+                "unsigned by = FAULT ? 8 : simt::kLanes / 2; by > 0; by /= 2) {",
+            ),
+            _RACE,
+        ),
+        (
+            Planted(
+                "lanes that leave before they vote",
+                _CHECK,
+                "const int64_t first = least_of_warp(least);",
+                "if (FAULT && least == kNoPosition) return;\n    const int64_t first = least_of_warp(least);",
+            ),
+            _LANES,
+        ),
+        (
+            Planted(
+                "the last offset may be any",
+                _CHECK,
+                "(at == last && begin != id_count) ||",
+                "(at == last && begin != id_count && !FAULT) ||",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "ids of wrong offsets are looked at",
+                _CHECK,
+                "const bool is_cut = found.atomic_load(0) >= 0;",
+                "const bool is_cut = FAULT || found.atomic_load(0) >= 0;",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "ids below zero pass",
+                _CHECK,
+                "is_cut && static_cast<uint64_t>(",
+                "(FAULT && is_cut && id < 0) || (FAULT || is_cut) && static_cast<uint64_t>(",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted("words of the first launch", _WORDS_PLAN, "source + begin * 8", "source + (FAULT ? 0 : begin * 8)"),
+            _MEMORY,
+        ),
+        (
+            Planted("a word too many", _WORDS, "i < count; i +=", "i < count + FAULT; i +="),
+            _MEMORY | _RACE,
+        ),
+        (
+            Planted(
+                "words that nobody stores",
+                _WORDS,
+                "int64_t i = simt::thread(); i",
+                "int64_t i = FAULT ? simt::lane() + 1 : simt::thread(); i",
+            ),
+            _MEMORY | _RACE,
+        ),
+    ],
+    "places": [
+        (
+            Planted(
+                "an id behind its table is a row",
+                _PLACE,
+                "batch.has(feature, id) ? feature.base",
+                "(FAULT ? id >= 0 : batch.has(feature, id)) ? feature.base",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "gradients of ids outside",
+                _PLACE,
+                "if (batch.has(feature, id)) {",
+                "if (FAULT || batch.has(feature, id)) {",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "the lanes of another group",
+                _PLACE,
+                "<< (group * kSums);",
+                "<< (FAULT ? (group + 1) * kSums % simt::kLanes : group * kSums);",
+            ),
+            _LANES,
+        ),
+        (
+            Planted(
+                "a fold in another order",
+                _PLACE,
+                "half = kSums / 2; half > 0; half /= 2) sum",
+                "half = FAULT ? 1 : kSums / 2; half > 0 && half < kSums; half = FAULT ? half * 2 : half / 2) sum",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "every lane stores the sum",
+                _PLACE,
+                "if (own == 0) out.store(at, sum);",
+                "if (own == 0 || FAULT) out.store(at, sum);",
+            ),
+            _RACE,
+        ),
+        (
+            Planted(
+                "the last run is not looked at",
+                _BAG,
+                "int64_t low = first, high = last + 1;",
+                "int64_t low = first, high = last + (FAULT ? 0 : 1);",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "warps that take the same places",
+                _BAG,
+                "(simt::block() * warps + simt::warp()) * kOfWarp; begin < count",
+                "(simt::block() * warps + (FAULT ? 0 : simt::warp())) * kOfWarp; begin < count",
+            ),
+            _RACE,
+        ),
+        (
+            Planted(
+                "a row of none that does not fit", _SORT, "row_count <= narrow_max", "row_count <= narrow_max + FAULT"
+            ),
+            _MEMORY,
+        ),
+    ],
+    "moves": [
+        (
+            Planted(
+                "blocks outside of the data",
+                _MOVE,
+                "from >= 0 && from < data.size();",
+                "(FAULT || from >= 0) && from < data.size();",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "the next block's values",
+                _MOVE,
+                "(at - starts.load(block));",
+                "(at - starts.load(FAULT ? 0 : block));",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "a block that goes on",
+                _MOVE,
+                "is_inside = at < starts.load(block + 1) &&",
+                "is_inside = FAULT || at < starts.load(block + 1) &&",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "buckets that are none",
+                _MOVE,
+                "wanted >= 0 && wanted < bucket_count ? wanted : 0;",
+                "FAULT || (wanted >= 0 && wanted < bucket_count) ? wanted : 0;",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "lengths that are not atomic",
+                _MOVE,
+                "lengths.atomic_add(bucket * bags + bag, 1);",
+                "if (FAULT) lengths.store(bucket * bags + bag, lengths.load(bucket * bags + bag) + 1);\n"
+                "      else lengths.atomic_add(bucket * bags + bag, 1);",
+            ),
+            _RACE,
+        ),
+        (
+            Planted(
+                "ids of the place that they go to",
+                _MOVE,
+                "out_ids.store(to, local_ids.load(from));",
+                "out_ids.store(to, local_ids.load(FAULT ? to : from));",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "a weight for each id or none",
+                _MOVE,
+                "if (weights.size() > 0) out_weights",
+                "if (weights.size() > 0 || FAULT) out_weights",
+            ),
+            _MEMORY,
+        ),
+    ],
+}
+_PLANTED_PROOFS = {
+    "checks": ("checks", "words of a launch"),
+    "places": ("places", "gradients of weights", "four bytes where they fit"),
+    "moves": ("blocks", "buckets"),
+}
+_PROGRAMS = {
+    name: PlantedTogether(
+        _FOLDER / f"{name}.cpp", _PLANTED_PROOFS[name], [planted for planted, _ in faults], case_count=50, seed_count=2
+    )
+    for name, faults in _FAULTS.items()
+}
+_SEEN_BY = {
+    "words of a launch": {"words of the first launch", "a word too many", "words that nobody stores"},
+    "gradients of weights": {
+        "gradients of ids outside",
         "the lanes of another group",
-        _PLACE,
-        "<< (group * kSums);",
-        "<< ((group + 1) * kSums % simt::kLanes);",
-        _LANES,
-    ),
-    (
-        "places",
         "a fold in another order",
-        _PLACE,
-        "half = kSums / 2; half > 0; half /= 2) sum",
-        "half = 1; half < kSums; half *= 2) sum",
-        _MEMORY,
-    ),
-    ("places", "every lane stores the sum", _PLACE, "if (own == 0) out.store(at, sum);", "out.store(at, sum);", _RACE),
-    (
-        "places",
-        "the last run is not looked at",
-        _BAG,
-        "int64_t low = first, high = last + 1;",
-        "int64_t low = first, high = last;",
-        _MEMORY,
-    ),
-    (
-        "places",
-        "warps that take the same places",
-        _BAG,
-        "(simt::block() * warps + simt::warp()) * kOfWarp; begin < count",
-        "simt::block() * warps * kOfWarp; begin < count",
-        _RACE,
-    ),
-    (
-        "places",
-        "a row of none that does not fit",
-        _SORT,
-        "row_count <= narrow_max",
-        "row_count <= narrow_max + 1",
-        _MEMORY,
-    ),
-    ("moves", "blocks outside of the data", _MOVE, "from >= 0 && from < data.size();", "from < data.size();", _MEMORY),
-    ("moves", "the next block's values", _MOVE, "(at - starts.load(block));", "(at - starts.load(0));", _MEMORY),
-    (
-        "moves",
-        "a block that goes on",
-        _MOVE,
-        "is_inside = at < starts.load(block + 1) && from >= 0 && from < data.size();",
-        "is_inside = true;",
-        _MEMORY,
-    ),
-    ("moves", "buckets that are none", _MOVE, "wanted >= 0 && wanted < bucket_count ? wanted : 0;", "wanted;", _MEMORY),
-    (
-        "moves",
+        "every lane stores the sum",
+    },
+    "four bytes where they fit": {"a row of none that does not fit"},
+    "buckets": {
+        "buckets that are none",
         "lengths that are not atomic",
-        _MOVE,
-        "lengths.atomic_add(bucket * bags + bag, 1);",
-        "lengths.store(bucket * bags + bag, lengths.load(bucket * bags + bag) + 1);",
-        _RACE,
-    ),
-    (
-        "moves",
         "ids of the place that they go to",
-        _MOVE,
-        "out_ids.store(to, local_ids.load(from));",
-        "out_ids.store(to, local_ids.load(to));",
-        _MEMORY,
-    ),
-    ("moves", "a weight for each id or none", _MOVE, "if (weights.size() > 0) out_weights", "out_weights", _MEMORY),
+        "a weight for each id or none",
+    },
+}
+_NUMBERED = [
+    pytest.param(
+        name,
+        number,
+        next((proof for proof, seen in _SEEN_BY.items() if planted.name in seen), _PLANTED_PROOFS[name][0]),
+        kinds,
+        id=planted.name,
+    )
+    for name, faults in _FAULTS.items()
+    for number, (planted, kinds) in enumerate(faults, start=1)
 ]
 
 
@@ -173,11 +294,15 @@ def test_ids_are_those_of_the_host(program: str) -> None:
 
 
 @needs_prover
-@pytest.mark.parametrize("fault", _FAULTS, ids=[fault[1] for fault in _FAULTS])
-def test_a_planted_fault_is_seen(fault: tuple[str, str, str, str, str, set[str]]) -> None:
-    program, *planted, kinds = fault
-    made = build(_FOLDER / f"{program}.cpp", planted=Planted(*planted))
-    found = [each for verdict in prove(made, case_count=50, seed_count=2) for each in verdict.faults]
+@pytest.mark.parametrize("program", _PROGRAMS)
+def test_without_a_fault_nothing_is_found(program: str) -> None:
+    assert _PROGRAMS[program].found_without() == []
+
+
+@needs_prover
+@pytest.mark.parametrize(("program", "number", "proof", "kinds"), _NUMBERED)
+def test_a_planted_fault_is_seen(program: str, number: int, proof: str, kinds: set[str]) -> None:
+    found = _PROGRAMS[program].found(number, proof)
     assert found
     assert {each.kind for each in found} <= kinds, "\n".join(map(str, found))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.meta.simt_faults import PlantedTogether
 from conformance.provers.simt import Planted, build, device_usage, prove, why_no_nvcc, why_no_prover
 
 needs_prover = pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
@@ -17,19 +18,33 @@ _KERNEL, _PLAN = "pipeline/pool_kernel.h", "pipeline/pool_plan.h"
 # A fault, and the kinds that a report of it may have.
 _PLANTED = [
     (
-        Planted("the mask of the first lanes for all", _KERNEL, "- lanes)) << first()", "- lanes))"),
+        Planted(
+            "the mask of the first lanes for all", _KERNEL, "- lanes)) << first()", "- lanes)) << (FAULT ? 0 : first())"
+        ),
         {"mask", "shuffle-outside-mask"},
     ),
     (
-        Planted("ids are loaded past the bag", _KERNEL, "has_id = base + mine < end;", "has_id = true;"),
+        Planted(
+            "ids are loaded past the bag",
+            _KERNEL,
+            "has_id = base + mine < end;",
+            "has_id = FAULT || base + mine < end;",
+        ),
         {"out-of-bounds"},
     ),
     (
-        Planted("ids outside are rows", _KERNEL, "const Id id = has_row ? given : Id{-1};", "const Id id = given;"),
+        Planted(
+            "ids outside are rows",
+            _KERNEL,
+            "const Id id = has_row ? given : Id{-1};",
+            "const Id id = FAULT || has_row ? given : Id{-1};",
+        ),
         {"out-of-bounds", "misaligned"},
     ),
     (
-        Planted("ids below zero are rows", _KERNEL, "k + r < count && row >= 0;", "k + r < count;"),
+        Planted(
+            "ids below zero are rows", _KERNEL, "k + r < count && row >= 0;", "k + r < count && (FAULT || row >= 0);"
+        ),
         {"out-of-bounds", "misaligned"},
     ),
     (
@@ -37,7 +52,7 @@ _PLANTED = [
             "bags of any offsets",
             _KERNEL,
             "return offset < 0 ? 0 : offset < ids.size() ? offset : ids.size();",
-            "return offset;",
+            "return FAULT ? offset : offset < 0 ? 0 : offset < ids.size() ? offset : ids.size();",
         ),
         {"out-of-bounds", "no-end"},
     ),
@@ -46,36 +61,46 @@ _PLANTED = [
             "rows past the bag are added",
             _KERNEL,
             "is_loaded[r] = has_columns && k + r < count &&",
-            "is_loaded[r] = has_columns &&",
+            "is_loaded[r] = has_columns && (FAULT || k + r < count) &&",
         ),
         {"wrong-result"},
     ),
     (
-        Planted("more blocks than were asked for", _PLAN, "max_blocks > 0 ?", "max_blocks > 1 ?"),
+        Planted("more blocks than were asked for", _PLAN, "max_blocks > 0 ?", "max_blocks > (FAULT ? 1 : 0) ?"),
         {"wrong-result"},
     ),
     (
-        Planted("vectors of rows at any address", _PLAN, "is_aligned(feature.rows) && ", ""),
+        Planted(
+            "vectors of rows at any address",
+            _PLAN,
+            "is_aligned(feature.rows) && ",
+            "(FAULT || is_aligned(feature.rows)) && ",
+        ),
         {"misaligned"},
     ),
     (
-        Planted("lanes without columns store", _KERNEL, "if (has_columns) store(", "store("),
+        Planted("lanes without columns store", _KERNEL, "if (has_columns) store(", "if (has_columns || FAULT) store("),
         {"race", "out-of-bounds", "wrong-result"},
     ),
     (
-        Planted("a bag too many in each part", _KERNEL, "if (bag >= bag_count)", "if (bag > bag_count)"),
+        Planted("a bag too many in each part", _KERNEL, "if (bag >= bag_count)", "if (bag >= bag_count + FAULT)"),
         {"race", "out-of-bounds", "wrong-result"},
     ),
     (
-        Planted("rows are added from the last", _KERNEL, "id, k + r, lanes)", "id, count - 1 - k - r, lanes)"),
+        Planted(
+            "rows are added from the last",
+            _KERNEL,
+            "id, k + r, lanes)",
+            "id, FAULT ? count - 1 - k - r : k + r, lanes)",
+        ),
         {"wrong-result"},
     ),
     (
         Planted(
             "lanes without columns leave out a shuffle",
             _KERNEL,
-            "const auto row = static_cast<int64_t>(simt::shuffle(mask(), id, k + r, lanes));",
-            "const auto row = has_columns ? static_cast<int64_t>(simt::shuffle(mask(), id, k + r, lanes)) : 0;",
+            "const auto row = static_cast<int64_t>(simt::shuffle(",
+            "const auto row = FAULT && !has_columns ? 0 : static_cast<int64_t>(simt::shuffle(",
         ),
         {"returned-lane", "deadlock", "out-of-bounds", "wrong-result"},
     ),
@@ -91,14 +116,25 @@ def test_pooling_has_the_bits_of_the_host() -> None:
         assert verdict.runs == 1000
 
 
+_PROGRAM = PlantedTogether(
+    _PROOF,
+    ("pool int32", "pool int64 weighted", "nothing to pool"),
+    [planted for planted, _ in _PLANTED],
+    case_count=50,
+    seed_count=2,
+)
+
+
 @needs_prover
-@pytest.mark.parametrize(("planted", "kinds"), _PLANTED, ids=[planted.name for planted, _ in _PLANTED])
-def test_a_planted_fault_is_seen(planted: Planted, kinds: set[str]) -> None:
-    found = [
-        fault
-        for verdict in prove(build(_PROOF, planted=planted), case_count=50, seed_count=2)
-        for fault in verdict.faults
-    ]
+def test_without_a_fault_nothing_is_found() -> None:
+    assert _PROGRAM.found_without() == []
+
+
+@needs_prover
+@pytest.mark.parametrize("number", range(1, len(_PLANTED) + 1), ids=[planted.name for planted, _ in _PLANTED])
+def test_a_planted_fault_is_seen(number: int) -> None:
+    planted, kinds = _PLANTED[number - 1]
+    found = _PROGRAM.found(number)
     assert found
     assert {fault.kind for fault in found} <= kinds, "\n".join(map(str, found))
     # A wrong plan is seen before any kernel runs.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.meta.simt_faults import PlantedTogether
 from conformance.provers.simt import Planted, build, device_usage, prove, why_no_nvcc, why_no_prover
 
 pytestmark = pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
@@ -45,46 +46,74 @@ class _Bug:
 
 _BOUNDS = ("out-of-bounds", "race")
 _BUGS = (
-    _Bug("a tail as a whole vector", _KERNEL, "at + kVec <= count", "at < count", _BOUNDS),
-    _Bug("a vector at any address", _PLAN, "bits % 16 == 0", "true", ("misaligned",)),
+    _Bug("a tail as a whole vector", _KERNEL, "at + kVec <= count", "at + (FAULT ? 1 : kVec) <= count", _BOUNDS),
+    _Bug("a vector at any address", _PLAN, "bits % 16 == 0", "(FAULT || bits % 16 == 0)", ("misaligned",)),
     _Bug(
         "the alignment of the parameter alone",
         _PLAN,
         " |= reinterpret_cast<uintptr_t>(state)",
-        " |= 0",
+        " |= FAULT ? 0 : reinterpret_cast<uintptr_t>(state)",
         ("misaligned",),
     ),
-    _Bug("an element past the end", _KERNEL, "i < at + kVec && i < count", "i < at + kVec && i <= count", _BOUNDS),
-    _Bug("a tail left out", _KERNEL, "i < at + kVec && i < count", "i + 1 < at + kVec && i < count"),
+    _Bug("an element past the end", _KERNEL, "&& i < count", "&& i < count + FAULT", _BOUNDS),
+    _Bug("a tail left out", _KERNEL, "i < at + kVec", "i + FAULT < at + kVec"),
     _Bug(
         "turns that overlap",
         _KERNEL,
         "(turn * threads + simt::thread())",
-        "(turn + simt::thread())",
+        "((FAULT ? turn : turn * threads) + simt::thread())",
         ("race", "wrong-result"),
     ),
-    _Bug("the block before", _KERNEL, ".first_block <= block", ".first_block < block", ("wrong-result", *_BOUNDS)),
-    _Bug("numbers of the first group", _KERNEL, "hypers[entry.hyper]", "hypers[0]"),
+    _Bug(
+        "the block before",
+        _KERNEL,
+        ".first_block <= block",
+        ".first_block + FAULT <= block",
+        ("wrong-result", *_BOUNDS),
+    ),
+    _Bug("numbers of the first group", _KERNEL, "hypers[entry.hyper]", "hypers[FAULT ? 0 : entry.hyper]"),
     _Bug(
         "a state that is not stored",
         _KERNEL,
         "if constexpr (kStates > 2) entry.third",
-        "if constexpr (kStates > 3) entry.third",
+        "if constexpr (kStates > 2) if (!FAULT) entry.third",
     ),
     _Bug(
         "what a launch has no room for is left out",
         _PLAN,
         "if (!add_to_slot(kernel, blocks, named, list[next], hypers, threads)) break;",
-        "add_to_slot(kernel, blocks, named, list[next], hypers, threads);",
+        "if (!add_to_slot(kernel, blocks, named, list[next], hypers, threads) && !FAULT) break;",
     ),
-    _Bug("a product that rounds", _FORMULA, ": std::fma(alpha, a * b, sum)", ": sum + alpha * (a * b)"),
-    _Bug("a moment that is not rounded", _FORMULA, "T::round(second * h.kept)", "second * h.kept"),
+    _Bug(
+        "a product that rounds",
+        _FORMULA,
+        ": std::fma(alpha, a * b, sum)",
+        ": FAULT ? sum + alpha * (a * b) : std::fma(alpha, a * b, sum)",
+    ),
+    _Bug(
+        "a moment that is not rounded",
+        _FORMULA,
+        "T::round(second * h.kept)",
+        "(FAULT ? second * h.kept : T::round(second * h.kept))",
+    ),
 )
 
 
-@pytest.mark.parametrize("bug", _BUGS, ids=lambda bug: bug.name)
-def test_planted_faults_are_found(bug: _Bug) -> None:
-    program = build(_SOURCES / "slot_of_one.cpp", planted=Planted(bug.name, bug.header, bug.old, bug.new))
-    (verdict,) = prove(program, case_count=12, seed_count=6)
-    assert verdict.faults
-    assert {fault.kind for fault in verdict.faults} <= set(bug.kinds), "\n".join(map(str, verdict.faults))
+_PLANTED = PlantedTogether(
+    _SOURCES / "slot_of_one.cpp",
+    ("amsgrad",),
+    [Planted(bug.name, bug.header, bug.old, bug.new) for bug in _BUGS],
+    case_count=12,
+    seed_count=6,
+)
+
+
+def test_without_a_fault_nothing_is_found() -> None:
+    assert _PLANTED.found_without() == []
+
+
+@pytest.mark.parametrize("number", range(1, len(_BUGS) + 1), ids=[bug.name for bug in _BUGS])
+def test_planted_faults_are_found(number: int) -> None:
+    found = _PLANTED.found(number)
+    assert found
+    assert {fault.kind for fault in found} <= set(_BUGS[number - 1].kinds), "\n".join(map(str, found))

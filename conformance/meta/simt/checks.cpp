@@ -1,4 +1,6 @@
 // Checks of ids, and words that launches carry: the host's numbers, and no memory but theirs whatever is given.
+#include "planted.h"
+
 #include "ids.h"
 
 using namespace id_cases;
@@ -10,4 +12,4 @@ SIMT_PROOF("checks") { prove_checks<int64_t>(trial); }
 SIMT_PROOF("checks int32") { prove_checks<int32_t>(trial); }
 #endif
 
-int main(int count, char** arguments) { return simt::prover::main(count, arguments); }
+int main(int count, char** arguments) { return planted::main(count, arguments); }

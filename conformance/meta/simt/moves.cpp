@@ -1,4 +1,6 @@
 // Movement of ids: the host's numbers, and no memory but theirs whatever is given.
+#include "planted.h"
+
 #include "ids.h"
 
 using namespace id_cases;
@@ -12,4 +14,4 @@ SIMT_PROOF("blocks of words") { prove_gathering<uint64_t>(trial); }
 SIMT_PROOF("buckets int64") { prove_buckets<int64_t>(trial); }
 #endif
 
-int main(int count, char** arguments) { return simt::prover::main(count, arguments); }
+int main(int count, char** arguments) { return planted::main(count, arguments); }

@@ -1,4 +1,6 @@
 // What positions add to, and gradients of weights: the host's numbers, and no memory but theirs whatever is given.
+#include "planted.h"
+
 #include "ids.h"
 
 using namespace id_cases;
@@ -23,4 +25,4 @@ SIMT_PROOF("places int64") { prove_places<int64_t>(trial); }
 SIMT_PROOF("gradients of weights int32") { prove_weight_gradients<int32_t>(trial); }
 #endif
 
-int main(int count, char** arguments) { return simt::prover::main(count, arguments); }
+int main(int count, char** arguments) { return planted::main(count, arguments); }

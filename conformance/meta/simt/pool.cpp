@@ -1,5 +1,7 @@
 // Pooling on a grid has the bits of the host's: any tables, any bags, any number of threads. Ids that a table has not
 // are left out, and offsets that are none lead to no memory but the batch's.
+#include "planted.h"
+
 #include <simt/prove.h>
 
 #include <limits>
@@ -187,4 +189,4 @@ SIMT_PROOF("pool int64") { pool_on_a_grid<int64_t, false>(trial); }
 SIMT_PROOF("pool int32 weighted") { pool_on_a_grid<int32_t, true>(trial); }
 #endif
 
-int main(int count, char** arguments) { return simt::prover::main(count, arguments); }
+int main(int count, char** arguments) { return planted::main(count, arguments); }
