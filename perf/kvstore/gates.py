@@ -23,6 +23,21 @@ _rss = partial(memory, metric="rss_growth_bytes")
 _map = partial(counter, full="kv-overhead-288-2e6", short="kv-overhead-288-5e5", control="dict")
 
 
+def _kernel(id: str, what: str, floor: float, *, full: str) -> Gate:
+    """A store on a GPU beside a copy of the bytes that it has to read and write."""
+    return limit(
+        id,
+        f"{what} MUST reach {floor} of the rate of a copy on the device in the same run.",
+        full=full,
+        peer="copy",
+        floor=floor,
+        ceiling=1.2,
+        control="four-times",
+        hardware=("cuda",),
+        evidence="the bytes that the task has to move, once; the control makes four calls; no GPU has judged it",
+    )
+
+
 def _get_copy(id: str, *, full: str, share: float = 0.45, ceiling: float = 1.5) -> Gate:
     sentence = f"Getting rows MUST reach {share:g} of a contiguous copy of the same bytes."
     return _memory(id, sentence, full=full, peer="copy", floor=share, ceiling=ceiling)
@@ -246,4 +261,9 @@ GATES = (
     _database("kv-lmdb-set", "Setting", "LMDB", 30.0, full="kv-set-288-databases", peer="lmdb"),
     _database("kv-rocksdb-get", "Getting", "RocksDB", 60.0, full="kv-get-288-databases", peer="rocksdb"),
     _database("kv-rocksdb-set", "Setting", "RocksDB", 60.0, full="kv-set-288-databases", peer="rocksdb"),
+    # A store on a GPU.
+    _kernel("kv-gpu-get-256", "Getting rows of 256 bytes on a GPU", 0.5, full="gpu-kernel-get-256"),
+    _kernel("kv-gpu-get-1056", "Getting rows of 1056 bytes on a GPU", 0.5, full="gpu-kernel-get-1056"),
+    _kernel("kv-gpu-export", "Reading every row of a store on a GPU", 0.6, full="gpu-kernel-export-256"),
+    _kernel("kv-gpu-insert", "Setting new rows on a GPU", 0.35, full="gpu-kernel-insert-256"),
 )

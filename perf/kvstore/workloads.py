@@ -26,6 +26,7 @@ _databases = partial(
 _overhead = partial(
     Workload, component="kvstore", job="overhead", tensor_count=8, round_count=3, contenders=("ours", "dict")
 )
+_kernel = partial(Workload, component="kvstore", round_count=15, contenders=("ours", "copy", "four-times"))
 
 WORKLOADS = (
     _get("kv-get-88-1e6", shape=(1_000_000, 22), tensor_count=2, contenders=_COPIES),
@@ -57,4 +58,9 @@ WORKLOADS = (
     _overhead("kv-overhead-288-5e5", shape=(62_500, 72)),
     _databases("kv-get-288-databases", job="get-databases"),
     _databases("kv-set-288-databases", job="set-databases"),
+    # A store on a GPU: 16 million rows of 256 bytes, or 4 million of 1056.
+    _kernel("gpu-kernel-get-256", job="gpu-kernel-get", shape=(1_000_000, 64), tensor_count=16),
+    _kernel("gpu-kernel-get-1056", job="gpu-kernel-get", shape=(500_000, 264), tensor_count=8),
+    _kernel("gpu-kernel-export-256", job="gpu-kernel-export", shape=(1_000_000, 64), tensor_count=4),
+    _kernel("gpu-kernel-insert-256", job="gpu-kernel-insert", shape=(250_000, 64), tensor_count=16),
 )

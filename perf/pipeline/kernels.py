@@ -15,9 +15,8 @@ import torch
 
 from conformance.harness import Rank
 from fastimpl import ops
-from perf.gpu.bandwidth import timed
-from perf.harness.nvml import open_gpu
-from perf.harness.paired import Round, Sample, interleave
+from perf.gpu.beside import beside_a_copy
+from perf.harness.paired import Round
 from perf.harness.workloads import Workload
 from perf.pipeline.devices import reason_against_gpu
 
@@ -59,25 +58,15 @@ def measure_kernel(name: str, rank: Rank, workload: Workload, folder: str, round
 def rounds_of(device: torch.device, job: KernelJob, workload: Workload, round_count: int, seed: int) -> list[Round]:
     """``seconds`` of each contender, on tables of the workload's shape, one feature each."""
     call, moved_bytes = _call(device, job, workload, torch.Generator().manual_seed(seed))
-    source = torch.ones(max(1, moved_bytes // 2), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    runs: dict[str, Callable[[], Sample]] = {
-        "ours": partial(_sample, call, 1, device),
-        "four-times": partial(_sample, call, 4, device),
-        "copy": partial(_sample, lambda: target.copy_(source), 1, device),
-    }
-    with open_gpu() as gpu:
-        return interleave(
-            {name: runs[name] for name in workload.contenders}, round_count=round_count, seed=seed, gpu=gpu
-        )
-
-
-def _sample(call: Callable[[], object], times: int, device: torch.device) -> Sample:
-    def several() -> None:
-        for _ in range(_CALLS * times):
-            call()
-
-    return {"seconds": timed(several, device)["seconds"] / _CALLS}
+    return beside_a_copy(
+        call,
+        moved_bytes,
+        device,
+        contenders=workload.contenders,
+        round_count=round_count,
+        seed=seed,
+        call_count=_CALLS,
+    )
 
 
 def _call(
