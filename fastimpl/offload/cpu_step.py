@@ -187,14 +187,15 @@ class HostStep:
 
 
 def _step_rows(hyper: AdamHyper, rows: list[tuple[torch.Tensor | None, ...]]) -> None:
-    fitting = [row for row in rows if ops.available() and _have_one_order(row)]
+    is_native = ops.available()
+    fitting = [row for row in rows if is_native and _have_one_order(row)]
     if fitting:
         columns = [[tensor for tensor in column if tensor is not None] for column in zip(*fitting, strict=True)]
         ops.adam_step(hyper, *columns)
     if len(fitting) == len(rows):
         return
     for row in rows:
-        if not any(row is other for other in fitting):
+        if not (is_native and _have_one_order(row)):
             adam_step(hyper, *row)  # type: ignore[arg-type]
 
 

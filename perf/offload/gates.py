@@ -106,7 +106,7 @@ GATES = (
         "Offloading 10,000 small tensors and bringing them back MUST take at most a third of a loop of `.to`.",
         evidence="one call packs what a loop copies in as many; the control is a loop without allocations",
     ),
-    # G11 of docs/offload.md, from one run to the next, for ``bench compare``.
+    # From one run to the next, for ``bench compare``.
     regression(
         "offload-small-regression",
         "Against a loop of `.to`, moving 10,000 small states MUST NOT become slower by more than 15 %.",

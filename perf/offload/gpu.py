@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from conformance.harness import Mismatch, Rank
+from fastimpl.streams import CudaEngine
 from perf.harness.nvml import open_gpu
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.peers.torchao_offload import torchao_steps
-from twinproof.engine import CudaEngine
 
 __all__ = [
     "STATES",
     "exposed",
     "make_optimizer",
+    "make_params",
     "measure_exposed",
     "measure_moves",
     "measure_steps_on_gpu",
@@ -47,7 +48,8 @@ def _on_gpu(program: Program, rank: Rank, workload: Workload, folder: str, round
     return program(CudaEngine(), kind, workload, round_count, seed)
 
 
-def _params(engine: Any, workload: Workload) -> list[torch.nn.Parameter]:
+def make_params(engine: Any, workload: Workload) -> list[torch.nn.Parameter]:
+    """Parameters of the workload's shape on the device, each with a gradient."""
     generator = torch.Generator().manual_seed(0)
     params = []
     for _ in range(workload.tensor_count):
@@ -59,7 +61,7 @@ def _params(engine: Any, workload: Workload) -> list[torch.nn.Parameter]:
 
 def make_optimizer(engine: Any, workload: Workload) -> torch.optim.Optimizer:
     """AdamW that stepped once; fused, so that the update needs no memory of its own."""
-    optimizer = torch.optim.AdamW(_params(engine, workload), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(make_params(engine, workload), lr=1e-3, fused=True)
     optimizer.step()
     return optimizer
 
@@ -243,7 +245,7 @@ def exposed(engine: Any, kind: Any, workload: Workload, round_count: int, seed: 
         "ours": partial(train, offloader.prefetch, optimizers["ours"].step),
         "blocking": partial(train, lambda: None, serial.step),
     }
-    torchao = torchao_steps(_params(engine, workload), lr=1e-3) if "torchao" in workload.contenders else None
+    torchao = torchao_steps(make_params(engine, workload), lr=1e-3) if "torchao" in workload.contenders else None
     if torchao is not None:
         jobs["torchao"] = partial(train, *torchao)
     rounds = _run(engine, workload, jobs, round_count, seed)

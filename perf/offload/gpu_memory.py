@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank
+from fastimpl.streams import CudaEngine
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.offload.gpu import STATES, make_optimizer, timed, wait
 from perf.offload.meters import CudaMeter, Meter
-from twinproof.engine import CudaEngine
 
 __all__ = ["host", "measure_host", "measure_memory", "measure_snapshots_on_gpu", "memory", "snapshots"]
 

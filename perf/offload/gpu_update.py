@@ -9,11 +9,11 @@ import torch
 from conformance.harness import Mismatch, Rank
 from fastimpl import ops
 from fastimpl.offload.slot_step import KINDS, hyper_of
+from fastimpl.streams import CudaEngine
 from perf.harness.nvml import open_gpu
 from perf.harness.paired import Round, interleave
 from perf.harness.workloads import Workload
-from perf.offload.gpu import STATES, timed
-from twinproof.engine import CudaEngine
+from perf.offload.gpu import STATES, make_params, timed
 
 __all__ = ["measure_updates", "updates"]
 
@@ -25,16 +25,6 @@ def measure_updates(rank: Rank, workload: Workload, folder: str, round_count: in
     if not torch.cuda.is_available() or not ops.available():
         return []
     return updates(CudaEngine(), workload, round_count, seed)
-
-
-def _params(engine: Any, workload: Workload) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    params = []
-    for _ in range(workload.tensor_count):
-        value, grad = (torch.randn(workload.shape, generator=generator).to(engine.device) for _ in range(2))
-        params.append(torch.nn.Parameter(value))
-        params[-1].grad = grad
-    return params
 
 
 class _InSlots:
@@ -61,8 +51,8 @@ def updates(engine: Any, workload: Workload, round_count: int, seed: int) -> lis
     Raises:
         Mismatch: on a GPU, other bits than torch's.
     """
-    ours = _InSlots(_params(engine, workload))
-    theirs = torch.optim.AdamW(_params(engine, workload), foreach=True)
+    ours = _InSlots(make_params(engine, workload))
+    theirs = torch.optim.AdamW(make_params(engine, workload), foreach=True)
     theirs.step()
     halves = [
         torch.ones(_MOVED * workload.payload_bytes // 2, dtype=torch.uint8, device=engine.device) for _ in range(2)

@@ -78,6 +78,7 @@ class OptimizerStateOffloader:
         fused_update: whether one kernel may update a chunk of torch's SGD, Adam, AdamW or Adagrad. None: where its bits
             are those of the optimizer's own step, which is CUDA. True: elsewhere too, where they may differ in the last
             place. False: never. Options that the kernel lacks leave a group to the optimizer: ``stats().updates``.
+            An implementation without such a kernel, as the reference, has the optimizer's own step and no ``updates``.
         engine: streams, copies and memory, see ``twinproof.engine``; None: that of the parameters' device.
 
     Raises:
