@@ -54,14 +54,16 @@ def compile_once(
 ) -> Path:
     """The program or library ``name`` made of ``sources`` in ``folder``, all of them C (``.c``) or C++ (``.cpp``).
 
-    ``includes`` are folders of headers, searched in that order; every ``.h`` in them counts as content.
+    ``includes`` are folders of headers, searched in that order; every ``.h`` in them counts as content. So does where
+    the sources are: a program names them in its reports, and those of another checkout may be gone.
 
     Raises:
         CompileError: no working compiler.
     """
     language = Path(sources[0]).suffix[1:]
     compiler = _compiler(language)
-    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *flags, *libraries)).encode())
+    places = map(str, (folder.resolve(), *includes))
+    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *flags, *libraries, *places)).encode())
     for path in sorted([*folder.glob("*.h"), *folder.glob(f"*.{language}")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     for include in includes:

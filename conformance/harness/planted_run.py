@@ -89,7 +89,7 @@ def groups_of(items: list[pytest.Item]) -> dict[str, Group]:
 
 
 @contextmanager
-def planted(item: pytest.Function) -> Iterator[None]:
+def planted(item: pytest.Item) -> Iterator[None]:
     """Plant the item's bug for the call of the test function; fixtures see the implementation as it is."""
     found = _planted_of(item)
     with activate(found.module, found.bug) if found is not None else nullcontext():

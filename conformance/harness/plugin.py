@@ -116,16 +116,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-@pytest.hookimpl(specname="pytest_pyfunc_call", tryfirst=True)
-def call_unless_killed(pyfuncitem: pytest.Function) -> bool | None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     # A bug that an earlier case killed is dead; running the other cases would only cost time.
     group = pyfuncitem.config.stash[_GROUPS].get(pyfuncitem.nodeid)
     return True if group is not None and group.killed else None
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    with planted(pyfuncitem):
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with planted(item):
         return (yield)
 
 

@@ -1,7 +1,7 @@
 """Hypothesis budgets, so that CI never fails by luck and a nightly run never repeats yesterday's examples.
 
-``ci`` is derandomised, without deadline or database; ``dev`` is a quarter of it and random, with the database, so that
-a failure comes back at once; ``nightly`` is random with ten times the examples.
+``ci`` is derandomised, without deadline or database; ``quick`` is a quarter of it. ``dev`` is a quarter too, but random
+and with the database, so that a failure comes back at once; ``nightly`` is random with ten times the examples.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hypothesis import settings
 
-__all__ = ["PROFILES", "examples", "expecting_failure", "generate_only", "run_machine", "using_profile"]
+__all__ = ["DERANDOMISED", "PROFILES", "examples", "expecting_failure", "generate_only", "run_machine", "using_profile"]
 
-PROFILES = ("dev", "ci", "nightly")
+PROFILES = ("quick", "dev", "ci", "nightly")
+# Those that draw the same examples in every run.
+DERANDOMISED = ("quick", "ci")
 _CI_EXAMPLES = 100
 _FAILURE_EXPECTED: ContextVar[bool] = ContextVar("failure expected", default=False)
 
@@ -27,9 +29,10 @@ def _register() -> None:
     # Fixtures such as tmp_path are shared by the examples of a test on purpose: tests make their own sub-folders.
     suppressed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     common = settings(deadline=None, suppress_health_check=suppressed)
-    settings.register_profile(
-        "twinproof-ci", parent=common, derandomize=True, database=None, max_examples=_CI_EXAMPLES, print_blob=False
-    )
+    for name, count in (("quick", _CI_EXAMPLES // 4), ("ci", _CI_EXAMPLES)):
+        settings.register_profile(
+            f"twinproof-{name}", parent=common, derandomize=True, database=None, max_examples=count, print_blob=False
+        )
     settings.register_profile("twinproof-dev", parent=common, max_examples=_CI_EXAMPLES // 4, print_blob=True)
     settings.register_profile(
         "twinproof-nightly", parent=common, database=None, max_examples=_CI_EXAMPLES * 10, print_blob=True

@@ -16,7 +16,7 @@ from conformance.harness.environment import environment, implementation_facts
 from conformance.harness.implementation import resolve_name
 from conformance.harness.ledger import Deviation, LedgerError, builtin_ledger, read_ledgers
 from conformance.harness.outcomes import Recorder
-from conformance.harness.profiles import PROFILES
+from conformance.harness.profiles import DERANDOMISED, PROFILES
 from conformance.harness.requirements import Requirement, requirement_of
 
 __all__ = ["OPTIONS", "PLANTED_MODES", "SUITE", "Suite", "parameters_of", "requirement_of_item"]
@@ -92,7 +92,9 @@ class Suite:
     def seed(self) -> str:
         """Hypothesis' seed, or why there is none."""
         seed = self.config.getoption("hypothesis_seed", None)
-        return str(seed) if seed is not None else {"ci": "derandomised"}.get(self.profile, "random")
+        if seed is not None:
+            return str(seed)
+        return "derandomised" if self.profile in DERANDOMISED else "random"
 
     def command(self, item: pytest.Item) -> str:
         """One command that runs ``item`` again in the same way."""

@@ -112,3 +112,16 @@ def test_a_library_beside_other_sources_is_refused(
 def test_without_sources_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastimpl, "__path__", [str(tmp_path)])
     ops.refuse_if_stale(tmp_path / "libfastimpl_ops.so")
+
+
+def test_a_program_names_its_own_sources(tmp_path: Path) -> None:
+    """The same sources in two folders are two programs: what one reports lies beside it, and the other may be gone."""
+    programs = []
+    for name in ("one", "another"):
+        folder = tmp_path / name
+        folder.mkdir()
+        programs.append(_compiled(folder, "where", "const char *where(void) { return __FILE__; }"))
+    for name, program in zip(("one", "another"), programs, strict=True):
+        where = ctypes.CDLL(str(program)).where
+        where.restype = ctypes.c_char_p
+        assert Path(where().decode()).parent == tmp_path / name

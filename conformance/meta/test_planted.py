@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections.abc import Callable, Iterator
 
@@ -82,6 +83,25 @@ def test_killed(toy: Callable[..., pytest.RunResult]) -> None:
     result.assert_outcomes(passed=14)
     result = toy(_TESTS, planted=bugs)
     result.assert_outcomes(passed=6)
+
+
+def test_a_dead_bug_is_not_killed_again(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @pytest.mark.parametrize("x", [1, 2, 3])
+    @requirement("CKPT-001", "MUST double")
+    def test_double(checkpoint, x):
+        print("asked", x)
+        assert_equal(checkpoint.double(x), 2 * x)
+    """
+    bugs = _planted(
+        _bug("adds_one", "CKPT-001", _around("add")),
+        _bug("only_the_second_case", "CKPT-001", _around("late")),
+    )
+    result = toy(tests, "--twinproof-planted", "only", "-s", planted=bugs)
+    result.assert_outcomes(passed=6)
+    # The first bug dies of its first case, and the second of its second: three of six cases run.
+    asked = re.findall(r"asked (\d)", result.stdout.str())
+    assert asked == ["1", "1", "2"]
 
 
 def test_survived_crashed_and_unplantable(toy: Callable[..., pytest.RunResult]) -> None:
