@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "night: costs much and shows little at each change; ci/nightly runs it")
     suite = config.stash[SUITE] = Suite(config)
     if suite.option("profile") == "nightly" and config.getoption("hypothesis_seed", None) is None:
         # A chosen seed is printed and reproduces; Hypothesis' own choice could not be repeated.

@@ -210,12 +210,17 @@ def test_options_do_not_collide(pytester: pytest.Pytester) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_what_is_lacked_is_skipped_by_name(pytester: pytest.Pytester) -> None:
+_SOME = ("checkpoint.test_layout", "offload.test_values", "pipeline.test_bags")
+
+
+@pytest.mark.parametrize(
+    "modules", [_SOME, pytest.param(("checkpoint", "offload", "pipeline"), marks=pytest.mark.night, id="whole suite")]
+)
+def test_what_is_lacked_is_skipped_by_name(pytester: pytest.Pytester, modules: tuple[str, ...]) -> None:
     """Two names of one component, nothing declared: whatever else the suite has is a skip that says what is lacking."""
     package = pytester.mkpydir("mine")
     (package / "kvstore.py").write_text("from refimpl.kvstore import KVStore, RowLayout\n", encoding="utf-8")
-    modules = ["checkpoint", "offload", "pipeline", "kvstore.test_ops", "kvstore.test_allocation"]
-    targets = [f"conformance.{name}" for name in modules]
+    targets = [f"conformance.{name}" for name in (*modules, "kvstore.test_ops", "kvstore.test_allocation")]
     options = ("-p", "conformance.harness.plugin", "--twinproof-impl", "mine", "-rs")
     done = _pytest(pytester.path, *options, "--pyargs", *targets, path=pytester.path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(why_no_nvcc() is not None, reason=str(why_no_nvc
 _SOURCE = Path(__file__).parent / "simt" / "kernels.cu"
 
 
+@pytest.mark.night
 def test_the_same_source_compiles_for_devices() -> None:
     found = device_usage(_SOURCE, architectures=["80", "90"])
     assert len(found) == 2 * 12

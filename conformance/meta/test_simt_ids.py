@@ -308,6 +308,7 @@ def test_a_planted_fault_is_seen(program: str, number: int, proof: str, kinds: s
 
 
 @needs_nvcc
+@pytest.mark.night  # ci/kernels.py judges the kernels as ci/setup has built them.
 def test_nothing_is_spilled() -> None:
     found = device_usage(_FOLDER / "ids.cu", architectures=["80", "90", "100"])
     assert len(found) == 3 * 15
