@@ -1,0 +1,518 @@
+"""Machine-made mutants: how many small changes of the sources does the suite notice?
+
+``map`` runs the suite of each component on fastimpl once, under coverage, and keeps which test runs which line. ``run``
+draws mutants in an order that a seed fixes, until a budget of seconds is spent: cosmic-ray's of Python, universalmutator's
+of C++ and CUDA headers. Of a Python mutant the tests that run its line decide, the fastest first. Of a C++ mutant the
+kernels' own tests decide, then the proofs of the SIMT prover that include its header, then the suite on a library that
+has it. ``report`` prints the score by file.
+
+All work is done on a copy of the tree. A verdict stands until the file changes, so that a run goes on where the last
+one ended. A survivor is killed by a new requirement, or stands in ``ci/mutants.toml`` with the reason why nobody can
+see it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).parents[1]
+STATE = ROOT / "build" / "mutate"
+LISTED = ROOT / "ci" / "mutants.toml"
+COMPONENTS = ("checkpoint", "kvstore", "offload", "pipeline")
+SCORE_MIN = 0.9
+# Tests of one mutant: no more than this is expected of them. A run that takes much longer hangs, and is a kill.
+_TESTS_S, _STARTING_S = 90.0, 60.0
+_MEMORY_BYTES = 12 << 30
+_KILLED, _SURVIVED, _INVALID, _UNSEEN = "killed", "survived", "invalid", "not covered"
+_RULES = ["universal.rules", "c_like.rules", "cpp.rules"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file: ``occurrence`` is the place among those that its operator may change there.
+
+    Of C++, ``operator`` is ``"line"`` and ``after`` the whole line.
+    """
+
+    component: str
+    file: str
+    line: int
+    operator: str
+    occurrence: int
+    before: str
+    after: str = ""
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others of the same text."""
+        return f"{self.file}:{self.operator}:{self.occurrence}:{self.before}:{self.after}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant; ``digest`` is that of the file that was changed."""
+
+    key: str
+    component: str
+    file: str
+    line: int
+    operator: str
+    before: str
+    after: str
+    verdict: str
+    by: str
+    seconds: float
+    digest: str
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def drawn(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
+    """All mutants in an order that the seed fixes, and that a new mutant elsewhere does not change."""
+    return sorted(mutants, key=lambda mutant: hashlib.sha256(f"{seed}:{mutant.key}".encode()).digest())
+
+
+# --- Making mutants
+
+
+def meaning(text: str) -> str:
+    """A dump of a module's syntax without what never runs: annotations, and imports for them."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            # Fields of a dataclass keep that they are fields; their types are read by nobody.
+            node.annotation = ast.Constant(None)
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return ast.dump(tree)
+
+
+def python_mutants(component: str, root: Path) -> Iterator[Mutant]:
+    """Where cosmic-ray's operators may change a component's Python, without the changed text."""
+    tools, trees = importlib.import_module("cosmic_ray.plugins"), importlib.import_module("cosmic_ray.ast")
+    operators = {name: tools.get_operator(name) for name in tools.operator_names()}
+    operators = {name: kind() for name, kind in operators.items() if not kind.arguments()}
+    files = [path for layer in ("twinproof", "fastimpl") for path in sorted((root / layer / component).glob("*.py"))]
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        lines, tree = text.splitlines(), trees.get_ast(text)
+        for name, operator in operators.items():
+            places = (start[0] for node in trees.ast_nodes(tree) for start, _ in operator.mutation_positions(node))
+            for occurrence, line in enumerate(places):
+                file = path.relative_to(root).as_posix()
+                yield Mutant(component, file, line, name, occurrence, lines[line - 1].strip())
+
+
+def native_mutants(component: str, root: Path) -> Iterator[Mutant]:
+    """The lines that universalmutator would write into a component's C++ and CUDA headers."""
+    maker = importlib.import_module("universalmutator.mutator")
+    for path in sorted((root / "fastimpl" / "csrc" / component).glob("*.h")):
+        source = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with contextlib.redirect_stdout(io.StringIO()):
+            made = maker.mutants_regexp(source, ruleFiles=_RULES, ignorePatterns=[r"^\s*(//|#)"])
+        file = path.relative_to(root).as_posix()
+        for occurrence, (line, after, *_) in enumerate(made):
+            yield Mutant(component, file, line, "line", occurrence, source[line - 1].strip(), after)
+
+
+def changed(mutant: Mutant, text: str) -> str | None:
+    """The file with the mutant in it; None where the change has no meaning."""
+    if mutant.operator == "line":
+        lines = text.splitlines(keepends=True)
+        lines[mutant.line - 1] = mutant.after
+        return "".join(lines)
+    tools, making = importlib.import_module("cosmic_ray.plugins"), importlib.import_module("cosmic_ray.mutating")
+    after = making.mutate_code(text, tools.get_operator(mutant.operator)(), mutant.occurrence)
+    if after is None:
+        return None
+    try:
+        return str(after) if meaning(after) != meaning(text) else None
+    except SyntaxError:
+        return None
+
+
+# --- Which tests run which line
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Of a component: the tests that run each line of each file, what each test takes, and those that use ranks."""
+
+    lines: Mapping[str, Mapping[str, Sequence[str]]]
+    seconds: Mapping[str, float]
+    on_ranks: Sequence[str]
+
+    def tests_of(self, file: str, line: int) -> list[str]:
+        """The tests that may notice a change of a line, the fastest first; without any that runs it in its own
+        process, those that run the file there, and those that use ranks.
+        """
+        by_line = self.lines.get(file, {})
+        found = {test for test in by_line.get(str(line), ()) if test}
+        if not found and str(line) in by_line:
+            found = {test for tests in by_line.values() for test in tests if test} | set(self.on_ranks)
+        return sorted(found & set(self.seconds), key=lambda test: (self.seconds[test], test))
+
+
+def within(tests: Sequence[str], seconds: Mapping[str, float], budget_s: float) -> list[str]:
+    """The first tests that take no longer together than the budget, and one at least."""
+    chosen: list[str] = []
+    spent = 0.0
+    for test in tests:
+        spent += seconds[test]
+        if chosen and spent > budget_s:
+            break
+        chosen.append(test)
+    return chosen
+
+
+def make_map(component: str, tree: Path) -> Coverage:
+    """Run a component's suite once, under coverage."""
+    folder = STATE / f"coverage-{component}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    settings = folder / "rc"
+    settings.write_text(
+        "[run]\nparallel = true\ndynamic_context = test_function\npatch = subprocess, _exit\n"
+        f"data_file = {folder}/data\nsource_pkgs = twinproof,fastimpl\n"
+    )
+    words = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *_PYTEST, f"conformance/{component}"]
+    done = run_in(tree, [sys.executable, *words, f"--junitxml={folder}/tests.xml"], limit_s=7200)
+    if done.returncode != 0:
+        raise SystemExit(f"mutate: the suite of {component} fails without a mutant:\n{done.output[-4000:]}")
+    combine = [sys.executable, "-m", "coverage", "combine", f"--rcfile={settings}", "-q"]
+    subprocess.run(combine, cwd=folder, check=True, env=_plain())
+    data = importlib.import_module("coverage").CoverageData(str(folder / "data"))
+    data.read()
+    lines = {
+        Path(file).relative_to(tree).as_posix(): {
+            str(line): sorted({test_of(context) for context in contexts})
+            for line, contexts in data.contexts_by_lineno(file).items()
+        }
+        for file in data.measured_files()
+        if Path(file).is_relative_to(tree)
+    }
+    seconds: dict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(folder / "tests.xml").iter("testcase"):
+        module, name = case.attrib["classname"], case.attrib["name"].partition("[")[0]
+        seconds[f"{module.replace('.', '/')}.py::{name}"] += float(case.attrib["time"])
+    found = Coverage(lines, dict(seconds), users_of_ranks(tree, component))
+    (STATE / f"map-{component}.json").write_text(json.dumps(asdict(found)))
+    return found
+
+
+def test_of(context: str) -> str:
+    """The test that a context of coverage names, ``package.module.function``, as pytest names it; "" for none."""
+    module, _, function = context.rpartition(".")
+    return f"{module.replace('.', '/')}.py::{function}" if module.startswith("conformance.") else ""
+
+
+def users_of_ranks(tree: Path, component: str) -> list[str]:
+    """The tests of a component that run on a pool of ranks."""
+    found = []
+    for path in sorted((tree / "conformance" / component).glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any(arg.arg == "rank_pool" for arg in node.args.args):
+                found.append(f"conformance/{component}/{path.name}::{node.name}")
+    return found
+
+
+def read_map(component: str) -> Coverage | None:
+    """What ``map`` has kept."""
+    path = STATE / f"map-{component}.json"
+    return Coverage(**json.loads(path.read_text())) if path.exists() else None
+
+
+# --- Judging
+
+_PYTEST = [
+    *("-q", "--no-header", "-p", "conformance.harness.plugin", "-p", "no:cacheprovider", "--strict-markers"),
+    *("-W", "error", "--twinproof-impl", "fastimpl"),
+]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended: 124 stands for one that ran past its limit."""
+
+    returncode: int
+    output: str
+
+
+def _plain() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "COVERAGE"))}
+
+
+def _limited() -> None:
+    # A mutant may ask for all memory there is.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+
+
+def run_in(tree: Path, words: Sequence[str], *, limit_s: float) -> Done:
+    """Run a command in the copy of the tree, with temporary files of its own, and end all that it started."""
+    scratch = STATE / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    environment = {**_plain(), "PYTHONPATH": str(tree), "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        [*words],
+        cwd=tree,
+        env=environment,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_limited,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+            return Done(process.returncode, output)
+        except subprocess.TimeoutExpired:
+            return Done(124, "")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def killer(done: Done) -> str:
+    """Which test failed, or what else a run says that did not pass; "" where it passed."""
+    if done.returncode == 0:
+        return ""
+    if done.returncode == 124:
+        return "time limit"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.output, re.MULTILINE)
+    return failed.group(1) if failed is not None else f"exit status {done.returncode}"
+
+
+def judge_python(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, str]:
+    """The verdict of the tests that run the mutant's line."""
+    every = coverage.tests_of(mutant.file, mutant.line)
+    if not every:
+        return _UNSEEN, ""
+    tests = within(every, coverage.seconds, _TESTS_S)
+    expected_s = sum(coverage.seconds[test] for test in tests)
+    done = run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *tests], limit_s=_STARTING_S + 4 * expected_s)
+    by = killer(done)
+    return (_KILLED, by) if by else (_SURVIVED, f"{len(tests)} of {len(every)} tests")
+
+
+def programs_of(header: str, tree: Path) -> list[str]:
+    """The test modules whose proofs include a header of the kernels, at any depth."""
+    wanted, folder = header.removeprefix("fastimpl/csrc/"), tree / "conformance" / "meta" / "simt"
+    users = {wanted}
+    sources = tree / "fastimpl" / "csrc"
+    headers = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*.h")}
+    grown = True
+    while grown:
+        found = {name for name, path in headers.items() if users & set(_includes(path))}
+        grown = not found <= users
+        users |= found
+    programs = [path.stem for path in folder.glob("*.cpp") if users & set(_includes(path))]
+    tests = sorted((tree / "conformance" / "meta").glob("test_simt_*.py"))
+    return [path.name for path in tests if any(f'"{stem}' in path.read_text() for stem in programs)]
+
+
+def _includes(path: Path) -> list[str]:
+    return re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
+
+
+def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, str]:
+    """The verdict of the kernels' tests, of the proofs that include the header, then of the suite on a new library."""
+    ninja = ("-G", "Ninja")
+    tests, library = STATE / "kernels", STATE / "library"
+    configured = run_in(tree, ["cmake", "-S", "fastimpl/csrc/tests", "-B", str(tests), *ninja], limit_s=300)
+    built = run_in(tree, ["cmake", "--build", str(tests)], limit_s=1200)
+    if configured.returncode or built.returncode:
+        return _INVALID, "does not compile"
+    if by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=300)):
+        return _KILLED, f"kernel_tests: {by}"
+    for name in programs_of(mutant.file, tree):
+        words = ["-m", "pytest", *_PYTEST, "-x", "-m", "not night", "-k", "not planted", f"conformance/meta/{name}"]
+        if by := killer(run_in(tree, [sys.executable, *words], limit_s=900)):
+            return _KILLED, by
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CUDA_COMPILER=", f"-DPython3_EXECUTABLE={sys.executable}"]
+    run_in(tree, ["cmake", "-S", "fastimpl/csrc", "-B", str(library), *ninja, *options], limit_s=300)
+    if run_in(tree, ["cmake", "--build", str(library)], limit_s=1800).returncode:
+        return _INVALID, "does not compile"
+    shutil.copy2(library / "libfastimpl_ops.so", tree / "fastimpl" / "libfastimpl_ops.so")
+    shutil.copy2(library / "build_info.out.json", tree / "fastimpl" / "build_info.json")
+    every = sorted(coverage.seconds, key=lambda test: (coverage.seconds[test], test))
+    chosen = within(every, coverage.seconds, 2 * _TESTS_S)
+    done = run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *chosen], limit_s=_STARTING_S + 8 * _TESTS_S)
+    by = killer(done)
+    return (_KILLED, by) if by else (_SURVIVED, f"{len(chosen)} of {len(every)} tests")
+
+
+def copy_tree() -> Path:
+    """The files of this tree and the library that ci/setup has installed, in a folder where they may be changed."""
+    tree = STATE / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).exists():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    code = "import fastimpl.ops as o; print(o.library_path() or '')"
+    words = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    library = subprocess.run(words, cwd=STATE, env=_plain(), capture_output=True, text=True, check=True).stdout.split()
+    if not library:
+        raise SystemExit("mutate: ci/setup has installed no library")
+    for name in ("libfastimpl_ops.so", "build_info.json"):
+        shutil.copy2(Path(library[-1]).parent / name, tree / "fastimpl" / name)
+    return tree
+
+
+def judge(mutant: Mutant, tree: Path, coverage: Coverage) -> Verdict | None:
+    """Put the mutant into the copy, judge it, and take it out again; None where it changes nothing."""
+    path = tree / mutant.file
+    kept = {name: path.read_bytes() for name, path in _files_of(mutant, tree).items()}
+    after = changed(mutant, path.read_text(encoding="utf-8"))
+    if after is None:
+        return None
+    began, digest = time.monotonic(), digest_of(path)
+    try:
+        path.write_text(after, encoding="utf-8")
+        verdict, by = (judge_native if mutant.operator == "line" else judge_python)(mutant, tree, coverage)
+    finally:
+        for name, content in kept.items():
+            (tree / name).write_bytes(content)
+    now = after.splitlines()[mutant.line - 1].strip() if mutant.line <= len(after.splitlines()) else ""
+    told = (mutant.key, mutant.component, mutant.file, mutant.line, mutant.operator, mutant.before, now)
+    return Verdict(*told, verdict, by, round(time.monotonic() - began, 1), digest)
+
+
+def _files_of(mutant: Mutant, tree: Path) -> dict[str, Path]:
+    names = [mutant.file]
+    if mutant.operator == "line":
+        names += ["fastimpl/libfastimpl_ops.so", "fastimpl/build_info.json"]
+    return {name: tree / name for name in names}
+
+
+# --- What is kept, and the report
+
+
+def read_verdicts(root: Path = ROOT, state: Path = STATE) -> dict[str, Verdict]:
+    """The verdicts on files that have not changed since, by the mutants' keys."""
+    path = state / "verdicts.jsonl"
+    found = [Verdict(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    digests = {file: digest_of(root / file) for file in {each.file for each in found} if (root / file).exists()}
+    return {each.key: each for each in found if digests.get(each.file) == each.digest}
+
+
+def read_listed(path: Path = LISTED, root: Path = ROOT) -> set[tuple[str, str, str]]:
+    """File, line before and line after of the survivors that nobody can see.
+
+    Raises:
+        SystemExit: an entry without a reason, or whose line is no longer there.
+    """
+    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("survivor", []) if path.exists() else []
+    for entry in entries:
+        if set(entry) != {"file", "before", "after", "reason"} or not entry["reason"].strip():
+            raise SystemExit(f"mutate: {path.name}: an entry needs file, before, after and reason, got {entry}")
+        file = root / entry["file"]
+        if not file.exists() or entry["before"] not in map(str.strip, file.read_text(encoding="utf-8").splitlines()):
+            raise SystemExit(f"mutate: {path.name}: {entry['file']} has no line {entry['before']!r} any more")
+    return {(entry["file"], entry["before"], entry["after"]) for entry in entries}
+
+
+def report(verdicts: Iterable[Verdict], listed: set[tuple[str, str, str]]) -> tuple[str, bool]:
+    """A table by component and file, the survivors, and whether every component has its score and nothing is open."""
+    judged = [each for each in verdicts if each.verdict != _INVALID]
+    dead = {each.key for each in judged if each.verdict == _KILLED}
+    excused = {each.key for each in judged if (each.file, each.before, each.after) in listed} - dead
+    open_ones = [each for each in judged if each.key not in dead | excused]
+    lines, good = [], not open_ones and bool(judged)
+    for component in sorted({each.component for each in judged}):
+        of_component = [each for each in judged if each.component == component]
+        for file in ("", *sorted({each.file for each in of_component})):
+            here = [each for each in of_component if file in ("", each.file)]
+            killed_count = sum(each.key in dead for each in here)
+            counted_count = sum(each.key not in excused for each in here)
+            score = killed_count / counted_count if counted_count else 1.0
+            lines.append(f"{file or component:<44} {killed_count:>4} of {counted_count:>4} killed {score:7.1%}")
+            good = good and (file != "" or score >= SCORE_MIN)
+    for each in open_ones:
+        lines.append(f"{each.verdict}: {each.file}:{each.line} ({each.by})\n    - {each.before}\n    + {each.after}")
+    return "\n".join(lines), good
+
+
+def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) -> None:
+    """Judge mutants of each component for its share of the budget."""
+    tree = copy_tree()
+    for component in components:
+        coverage = read_map(component) or make_map(component, tree)
+        known = read_verdicts()
+        until = time.monotonic() + budget_s / len(components)
+        mutants = native_mutants(component, tree) if native else python_mutants(component, tree)
+        for mutant in drawn(mutants, seed):
+            if time.monotonic() > until:
+                break
+            if mutant.key in known:
+                continue
+            verdict = judge(mutant, tree, coverage)
+            if verdict is None:
+                continue
+            with (STATE / "verdicts.jsonl").open("a") as kept:
+                kept.write(json.dumps(asdict(verdict)) + "\n")
+            print(f"{verdict.verdict:<12} {verdict.file}:{verdict.line} {verdict.seconds} s {verdict.by}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="ci/mutate", description=__doc__)
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "map", "run", "report"))
+    parser.add_argument("--component", nargs="+", default=COMPONENTS, choices=COMPONENTS)
+    parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all components together")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which mutants are drawn")
+    parser.add_argument("--native", action="store_true", help="C++ and CUDA headers instead of Python")
+    options = parser.parse_args(arguments)
+    STATE.mkdir(parents=True, exist_ok=True)
+    if options.what in ("all", "map"):
+        for component in options.component:
+            make_map(component, copy_tree())
+    if options.what in ("all", "run"):
+        run(options.component, budget_s=options.budget, seed=options.seed, native=options.native)
+    if options.what in ("all", "report"):
+        text, good = report(read_verdicts().values(), read_listed())
+        print(text)
+        return 0 if good else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
