@@ -53,5 +53,6 @@ def watch() -> Iterator[Report]:
         with in_place(watcher):
             yield report
     finally:
+        watcher.memories.judge_all_gone()
         report.hazards, report.not_covered = list(watcher.memories.found.values()), list(watcher.gaps.values())
         report.launch_count, report.stream_count = watcher.launch_count, watcher.engine.stream_count

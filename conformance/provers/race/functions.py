@@ -65,6 +65,8 @@ class FunctionsMode(TorchFunctionMode):
     def _plain(self, func: Any, *args: Any, **options: Any) -> Any:
         """Any other call: where its new tensors lie is said by its operands, or by ``device``."""
         place = options.get("device")
+        if isinstance(place, int):
+            options["device"] = torch.device(DEVICE, place)  # A number alone is refused where there is no device.
         explicit = None if place is None else is_device(place)
         ambient = self._any_on_device((args, options))
         with self.watcher.calling(ambient, explicit):
@@ -75,6 +77,8 @@ class FunctionsMode(TorchFunctionMode):
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         copy = bool(options.pop("copy", False))
+        if args and isinstance(args[0], int):
+            args = (torch.device(DEVICE, args[0]), *args[1:])
         if (args and isinstance(args[0], torch.Tensor)) or isinstance(options.get("other"), torch.Tensor):
             other = options.pop("other", None) if "other" in options else args[0]
             rest = args[1:] if args and args[0] is other else args

@@ -111,6 +111,7 @@ class Memories(Tracker):
         self._site, self._label = site, label
         self._foreign: set[int] = set()
         self._op_count = 0
+        self._gone: dict[str, list[Memory]] = {}
 
     def memory_of(self, tensor: torch.Tensor, *, stream: str, on_host: bool = True) -> Memory:
         """What is known of a tensor's storage; a new one lies on the host unless said otherwise."""
@@ -164,6 +165,22 @@ class Memories(Tracker):
         use = Use(stream, tick, True, 0, memory.size_bytes, str(site), site, (memory.size_bytes,), (1,), 1)
         memory.accesses, memory.last = [use], {stream: use}
 
+    def given_back(self, memory: Memory) -> None:
+        """The block is its home stream's again; who gets it next begins after what that stream knows then."""
+        if not memory.on_host:
+            memory.gone_at = memory.gone_at or self._site("given back before")
+            self._gone.setdefault(memory.home, []).append(memory)
+
+    def judge_gone(self, stream: str) -> None:
+        """``stream`` is about to do something, on memory that others may not be through with."""
+        for memory in self._gone.pop(stream, ()):
+            super().given_back(memory)
+
+    def judge_all_gone(self) -> None:
+        """The program is over: what nobody has taken yet is judged as if somebody did."""
+        for stream in list(self._gone):
+            self.judge_gone(stream)
+
     def check(self, memory: Memory, old: Access, new: Access, clock: Clock) -> None:
         """Note a hazard, unless the later stream knows the earlier access to be over."""
         if clock.covers(old.stream, old.tick):
@@ -175,10 +192,7 @@ class Memories(Tracker):
 
     def report_released(self, memory: Memory, access: Access) -> None:
         """Memory went back while ``access`` may not be over."""
-        if memory.on_host:
-            return  # The allocator of pinned memory waits for copies by itself; pageable memory is staged.
-        # Without a better place it is seen at the next op, shortly after the line that gave the memory back.
-        site: Site = memory.gone_at or self._site("given back before")
+        site: Site = memory.gone_at
         back = Use(memory.home, 0, True, access.start, access.end, str(site), site)
         self._note("released", access, back, memory)
 

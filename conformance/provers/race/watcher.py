@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,6 +160,7 @@ class Watcher:
     ) -> None:
         waits = name in HOST_VALUE_OPS or torch.Tag.data_dependent_output in func.tags
         waits = waits or torch.Tag.dynamic_output_shape in func.tags
+        self.memories.judge_gone(stream)
         tick = self.memories.clocks.advance(stream)
         for side, is_write in ((reads, False), (writes, True)):
             for tensor in side:
@@ -209,6 +211,7 @@ class Watcher:
         host_side = target if to.on_host else source
         # Other layouts go through a copy that the host makes at once; pinned or not, the caller's memory is free then.
         at_once = crosses and not host_side.is_contiguous()
+        self.memories.judge_gone(stream)
         tick = self.memories.clocks.advance(stream)
         if at_once and to.on_host:
             self._one(source, stream, tick, site, writes=False)
@@ -261,12 +264,14 @@ class Watcher:
         memory = self.memories.of_storage(storage)
         if memory is None or memory.on_host or memory.size_bytes == size_bytes:
             return
-        self.memories.given_back(memory)
+        former = replace(memory, gone_at=self.site("storage.resize_"))
+        self.memories.given_back(former)
         stream = self.engine.current()
         self.memories.live_bytes += size_bytes - memory.size_bytes
         memory.size_bytes, memory.home = size_bytes, stream
         memory.accesses, memory.last, memory.kept_for = [], {}, set()
         if size_bytes:
+            self.memories.judge_gone(stream)
             self.memories.access_bytes(memory, stream=stream, site=self.site("storage.resize_"))
 
     @contextmanager
