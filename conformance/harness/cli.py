@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Measuring brings its own options and dependencies; nothing else should pay for importing them.
         bench: Callable[[list[str]], int] = importlib.import_module("perf.harness.cli").main
         return bench(words[1:])
+    if words[:1] == ["race"]:
+        race: Callable[[list[str]], int] = importlib.import_module("conformance.provers.race.cli").main
+        return race(words[1:])
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
     if rest and not arguments.passes_on:
@@ -104,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true")
     # Listed for --help; dispatched before parsing.
     add("bench", _info, "measure, print tables and gates; see twinproof bench --help")
+    add("race", _info, "find races of a script that uses torch's streams, without a GPU; see twinproof race --help")
     return parser
 
 

@@ -17,12 +17,12 @@ from conformance.provers.virtual_device.clocks import HOST
 from conformance.provers.virtual_device.engine import Costs, VirtualEngine
 from conformance.provers.virtual_device.tracker import Hazard, Memory, Tracker, here
 
-__all__ = ["VirtualDevice"]
+__all__ = ["HOST_VALUE_OPS", "VirtualDevice", "is_view", "operands_of", "tensors_in"]
 
 # What reads a tensor's values on the host. The value comes from the device: the host waits for the current stream.
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 # The same below Python: values that the host branches on, and shapes that depend on values.
-_HOST_VALUE_OPS = {
+HOST_VALUE_OPS = {
     "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select",
     "aten::_unique2",
 }  # fmt: skip
@@ -104,7 +104,7 @@ class VirtualDevice:
             made = make()
         finally:
             self._makes_host_scalars = before
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             if tensor.dim() == 0:  # ``torch.tensor`` itself is not an op that a mode sees.
                 self.tracker.memory_of(tensor, stream=HOST, on_host=True)
         return made
@@ -139,23 +139,23 @@ class VirtualDevice:
         """Carry out one op as work on its stream."""
         self.tracker.sweep()
         stream, name = self.stream_of_op(), func._schema.name
-        reads, writes = _operands(func, args, kwargs)
+        reads, writes = operands_of(func, args, kwargs)
         known = [(tensor, self.tracker.knows(tensor)) for tensor in (*reads, *writes)]
         on_host = bool(known) and all(memory is not None and memory.on_host for _, memory in known)
         self.engine.settle(stream)
         result = func(*args, **kwargs)
-        if _is_view(func):
+        if is_view(func):
             return result
-        if name in _HOST_VALUE_OPS and not on_host:
+        if name in HOST_VALUE_OPS and not on_host:
             self.engine.synchronize_stream(stream)
             self._looks_at_values(f"{name} at {here()}")
         if not on_host and name not in _TRANSFERS:
             self._check_places(known, name)
-        if self._makes_host_scalars and not known and all(made.dim() == 0 for made in _tensors(result)):
+        if self._makes_host_scalars and not known and all(made.dim() == 0 for made in tensors_in(result)):
             return result
         where, actor = f"{name} at {here()}", HOST if on_host else stream
         tick = self.tracker.clocks.advance(actor)
-        made = [t for t in _tensors(result) if self.tracker.knows(t) is None]
+        made = [t for t in tensors_in(result) if self.tracker.knows(t) is None]
         for tensors, is_write in ((reads, False), ([*writes, *made], True)):
             for tensor in tensors:
                 self._access(tensor, actor, stream, tick, where, is_write=is_write, on_host=on_host)
@@ -225,7 +225,8 @@ class _Functions(TorchFunctionMode):
 _COLLECTIVE_OUTPUTS = ("output", "output_tensor", "output_tensors", "tensors")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument or a result, lists and dictionaries included."""
     if isinstance(value, torch.Tensor):
         # A sparse tensor is two dense ones; other layouts have no storage that could be watched.
         if value.layout is torch.sparse_coo:
@@ -234,13 +235,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
-def _operands(
+def operands_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(read, written) tensors of a call, from the op's schema."""
@@ -251,11 +252,12 @@ def _operands(
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         # Schemas of collectives do not say what they write.
         is_written |= func.namespace == "c10d" and argument.name in _COLLECTIVE_OUTPUTS
-        (writes if is_written else reads).extend(_tensors(value))
+        (writes if is_written else reads).extend(tensors_in(value))
     return reads, writes
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Whether an op returns memory of its operands without touching it."""
     infos = [returned.alias_info for returned in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
 

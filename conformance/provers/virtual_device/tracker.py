@@ -77,6 +77,12 @@ class Memory:
     accesses: list[Access] = field(default_factory=list)
     kept_for: set[str] = field(default_factory=set)
     last: dict[str, Access] = field(default_factory=dict)
+    # What the race prover says of a storage: its kind of host memory, whether autograd hands it from node to node,
+    # where it was made, where it was given back.
+    is_pinned: bool = False
+    is_gradient: bool = False
+    made_at: str = ""
+    gone_at: Any = None
 
 
 class Tracker:
@@ -148,6 +154,10 @@ class Tracker:
             needed = {stream: access.tick for stream, access in memory.last.items() if stream in memory.kept_for}
             if needed:
                 self._deferred.append((memory.size_bytes, needed))
+        self.given_back(memory)
+
+    def given_back(self, memory: Memory) -> None:
+        """Look for work of streams that the memory was not kept for."""
         # The allocator hands the block to whoever asks next on the home stream, which begins after what the host knows.
         known = Clock(self.clocks[HOST])
         if not memory.on_host:
@@ -155,22 +165,31 @@ class Tracker:
         for stream, access in memory.last.items():
             safe = stream in (memory.home, HOST) or stream in memory.kept_for or known.covers(stream, access.tick)
             if not safe:
-                self.report("released", str(access), f"memory of {memory.home} given back at {here()}")
+                self.report_released(memory, access)
+
+    def report_released(self, memory: Memory, access: Access) -> None:
+        """Memory went back to its home stream while ``access`` of another may not be over."""
+        self.report("released", str(access), f"memory of {memory.home} given back at {here()}")
+
+    def access_of(self, tensor: torch.Tensor, *, stream: str, tick: int, writes: bool, what: str) -> Access:
+        """The use of a tensor's bytes, as this tracker describes it."""
+        start, end = byte_range(tensor)
+        return Access(stream, tick, writes, start, end, what)
 
     def access(self, tensor: torch.Tensor, memory: Memory, *, stream: str, tick: int, writes: bool, what: str) -> None:
         """Note that op ``tick`` of ``stream`` uses the tensor's bytes."""
-        start, end = byte_range(tensor)
-        if start == end:
+        new, clock = self.access_of(tensor, stream=stream, tick=tick, writes=writes, what=what), self.clocks[stream]
+        if new.start == new.end:
             return
-        new, clock = Access(stream, tick, writes, start, end, what), self.clocks[stream]
         for old in memory.accesses:
             if old.stream != stream and (old.writes or writes) and old.overlaps(new):
-                self._check(old, new, clock)
+                self.check(memory, old, new, clock)
         memory.accesses = [old for old in memory.accesses if not _outdated(old, new, clock)]
         memory.accesses.append(new)
         memory.last[stream] = new
 
-    def _check(self, old: Access, new: Access, clock: Clock) -> None:
+    def check(self, memory: Memory, old: Access, new: Access, clock: Clock) -> None:
+        """Report two accesses that conflict, unless the later stream knows the earlier access to be over."""
         if not clock.covers(old.stream, old.tick):
             kind = "host-read" if HOST in (old.stream, new.stream) else "race"
             self.report(kind, str(old), str(new))

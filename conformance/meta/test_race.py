@@ -1,0 +1,278 @@
+"""The race prover is silent on right programs, and names both lines of each program with an edge taken out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.harness import Mismatch
+from conformance.harness.cli import main
+from conformance.provers.race import Report, to_html, to_svg, watch
+from twinproof.errors import UnsupportedError
+
+_TEXT = Path(__file__).with_name("race_programs.txt")
+_EDGE = re.compile(r"# -(\d+) ([a-z-]+)$")
+
+
+def _programs() -> dict[str, list[str]]:
+    parts = re.split(r"^== (.*)\n", _TEXT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {title: body.splitlines() for title, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+PROGRAMS = _programs()
+
+
+@pytest.fixture(autouse=True)
+def _without_cuda() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        pytest.skip("CUDA is in use in this process; the prover refuses to stand in front of it")
+
+
+def _edges() -> Iterator[tuple[str, str, str]]:
+    for title, lines in PROGRAMS.items():
+        for line in lines:
+            found = _EDGE.search(line)
+            if found is not None:
+                yield title, found.group(1), found.group(2)
+
+
+def _ran(title: str, lines: list[str], path: Path) -> Report:
+    path.write_text("\n".join(["import torch", *lines]) + "\n", encoding="utf-8")
+    with watch() as report:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": title})
+    return report
+
+
+def _lines_marked(lines: list[str], mark: str) -> set[int]:
+    # The first line of a program is the import.
+    return {number for number, line in enumerate(lines, start=2) if re.search(rf"#.*\b{mark}\b", line)}
+
+
+@pytest.mark.parametrize("title", PROGRAMS)
+def test_right_programs_have_no_hazard(title: str, tmp_path: Path) -> None:
+    report = _ran(title, PROGRAMS[title], tmp_path / "program.py")
+    assert report.hazards == [], report.text()
+    assert report.status(accept=("time",)) == 0, report.text()
+
+
+@pytest.mark.parametrize(("title", "edge", "kind"), list(_edges()))
+def test_each_edge_is_missed_with_both_lines(title: str, edge: str, kind: str, tmp_path: Path) -> None:
+    lines = [re.sub(r"\S.*", "pass", line) if f"# -{edge} " in line else line for line in PROGRAMS[title]]
+    report = _ran(title, lines, tmp_path / "program.py")
+    found = {
+        (hazard.kind, hazard.first.site.point.line, hazard.second.site.point.line)
+        for hazard in report.hazards
+        if hazard.first.site is not None and hazard.second.site is not None
+    }
+    wanted = {(kind, a, b) for a in _lines_marked(lines, f"a{edge}") for b in _lines_marked(lines, f"b{edge}")}
+    assert wanted, "the program marks no lines for this edge"
+    assert wanted <= found, report.text()
+    assert report.status(accept=("time",)) == 1
+
+
+def test_a_hazard_says_everything(tmp_path: Path) -> None:
+    program = [
+        "side = torch.cuda.Stream()",
+        "def step(x):",
+        "    with torch.cuda.stream(side):",
+        "        x.mul_(2)",
+        "for _ in range(3):",
+        "    step(torch.ones(8, device='cuda'))",
+    ]
+    report = _ran("loop", program, tmp_path / "program.py")
+    race = report.hazards[0]
+    assert (race.kind, race.count, race.points) == ("race", 3, ("program.py:7", "program.py:5"))
+    first, second = report.to_json()["hazards"][0]["first"], report.to_json()["hazards"][0]["second"]
+    assert (first["op"], first["line"], first["stream"], first["writes"]) == ("ones", 7, "the default stream", True)
+    assert (second["op"], second["line"], second["function"]) == ("mul_", 5, "step")
+    assert second["stream"] == "stream-1 (made at program.py:2)"
+    assert first["file"] == str(tmp_path / "program.py")
+    text = report.text()
+    assert "hazard 1: race, 3 times" in text
+    assert "mul_ at program.py:5 step, stream-1 (made at program.py:2) writes" in text
+    assert "of device memory of the default stream, made by ones at program.py:7" in text
+    with pytest.raises(Mismatch, match="not proven free of races"):
+        report.check()
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("if x.sum() > 0: pass", "value"),
+        ("x.sum().item()", "value"),
+        ("x.nonzero()", "value"),
+        ("print(x)", "value"),
+        ("torch.cuda.current_stream().record_event().query()", "time"),
+        ("torch.cuda.current_stream().query()", "time"),
+        ("x.data_ptr()", "address"),
+        ("torch.ones(8, pin_memory=True).numpy()", "address"),
+        ("torch.cuda.current_stream().cuda_stream", "address"),
+        ("x + torch.ones(8)", "place"),
+        ("torch.compile(lambda y: y + 1)(x)", "bypass"),
+    ],
+)
+def test_what_cannot_be_judged_is_not_passed(line: str, kind: str, tmp_path: Path) -> None:
+    report = _ran("gap", ["x = torch.ones(8, device='cuda')", line], tmp_path / "program.py")
+    assert report.hazards == []
+    assert {(gap.kind, gap.site.point.line) for gap in report.not_covered} == {(kind, 3)}
+    assert report.status() == 2
+    # What bypasses the prover cannot be waved through.
+    assert report.status(accept=(kind,)) == (2 if kind == "bypass" else 0)
+    assert "not judged" in report.text()
+    assert ("(accepted)" in report.text(accept=(kind,))) == (kind != "bypass")
+
+
+def test_calls_that_are_not_modelled_raise(tmp_path: Path) -> None:
+    with watch() as report, pytest.raises(UnsupportedError, match="CUDAGraph"):
+        torch.cuda.CUDAGraph()
+    assert [gap.kind for gap in report.not_covered] == ["bypass"]
+    with watch(), pytest.raises(UnsupportedError, match="second device"):
+        torch.ones(1, device="cuda:1")
+
+
+def test_a_program_without_a_device_is_not_judged(tmp_path: Path) -> None:
+    report = _ran("host", ["torch.ones(8).sum()"], tmp_path / "program.py")
+    assert report.status() == 2
+    assert "gave no work to a device" in report.text()
+
+
+def test_torch_is_itself_again() -> None:
+    before = (torch.cuda.Stream, torch.Stream, torch.cuda.current_stream, torch.compile, threading.Thread.start)
+    with watch():
+        assert torch.cuda.is_available()
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert before[0] is not torch.cuda.Stream
+        with pytest.raises(UnsupportedError, match="a watch within a watch"), watch():
+            pass
+    after = (torch.cuda.Stream, torch.Stream, torch.cuda.current_stream, torch.compile, threading.Thread.start)
+    assert before == after
+    assert "record_stream" not in vars(torch.Tensor)
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_tensors_say_where_they_are_and_hold_right_values() -> None:
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(3, 5), torch.randn(7, 3)
+    twin = copy.deepcopy(model)
+    with watch() as report:
+        model.cuda()
+        moved = copy.deepcopy(model)
+        for module, given in ((moved, data.cuda()), (twin, data)):
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                torch.nn.functional.gelu(module(given)).pow(2).sum().backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                optimizer.step()
+        weight = moved.weight
+        assert weight.is_cuda
+        assert (weight.device, weight.grad.device) == (torch.device("cuda", 0),) * 2  # type: ignore[union-attr]
+        assert not data.is_cuda
+        assert weight.cpu().device == torch.zeros_like(weight, device="cpu").device == torch.device("cpu")
+        assert torch.zeros_like(data, device="cuda").is_cuda
+        assert torch.tensor([1.0], device="cuda").is_cuda
+        assert weight.to(torch.float64).is_cuda
+        assert data.to(weight).is_cuda
+        assert weight.new_zeros(2).is_cuda
+        assert data.pin_memory().is_pinned()
+        assert not data.is_pinned()
+        with pytest.raises(TypeError, match="cpu"):
+            weight.detach().numpy()
+    assert report.hazards == []
+    for mine, theirs in zip(moved.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_gradients_go_back_to_where_leaves_are() -> None:
+    with watch() as report:
+        leaf = torch.ones(4, requires_grad=True)
+        (leaf.to("cuda", non_blocking=True) * 3).sum().backward()  # type: ignore[no-untyped-call]
+        assert not leaf.grad.is_cuda  # type: ignore[union-attr]
+        assert leaf.grad.tolist() == [3.0] * 4  # type: ignore[union-attr]
+    assert report.hazards == []
+
+
+def test_pageable_memory_is_named() -> None:
+    with watch() as report:
+        batch = torch.ones(8)
+        batch.to("cuda", non_blocking=True)
+        batch.zero_()
+    assert [hazard.is_pageable for hazard in report.hazards] == [True]
+    assert "pageable: CUDA says only that such a copy might wait" in report.text()
+
+
+def test_hooks_run_on_the_stream_of_their_node() -> None:
+    seen = []
+    with watch():
+        side, weight = torch.cuda.Stream(), torch.ones(4, device="cuda", requires_grad=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            product = weight * 2
+            product.register_hook(lambda grad: seen.append((torch.cuda.current_stream(), grad.device.type)))  # type: ignore[no-untyped-call]
+            loss = product.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert seen == [(side, "cuda")]
+
+
+def test_collectives_have_a_stream_of_their_own(tmp_path: Path) -> None:
+    with watch() as report:
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        try:
+            x = torch.ones(8, device="cuda")
+            dist.all_reduce(x)
+            x.add_(1)
+            work = dist.all_reduce(x, async_op=True)
+            x.mul_(2)
+            work.wait()
+            x.add_(1)
+        finally:
+            dist.destroy_process_group()
+    found = [(hazard.kind, {hazard.first.stream, hazard.second.stream}) for hazard in report.hazards]
+    assert found == [("race", {"nccl", "default"})], report.text()
+
+
+def test_the_picture_names_hazards_in_words(tmp_path: Path) -> None:
+    title = "wait_stream both ways"
+    lines = [line for line in PROGRAMS[title] if "# -1 " not in line]
+    report = _ran(title, lines, tmp_path / "program.py")
+    picture = to_svg(report)
+    root = ElementTree.fromstring(picture)
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text.startswith("stream-1")]
+    assert sum(text == "HAZARD 1" for text in texts) == 2
+    assert any(text.startswith("HAZARD 1, race: ones at program.py:3") for text in texts)
+    boxes = [element for element in root.iter("{http://www.w3.org/2000/svg}rect") if "bad" in element.get("class", "")]
+    assert len(boxes) == 2
+    assert "<svg" in to_html(report)
+    assert "hazard 1: race" in to_html(report)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    right, wrong, broken = (tmp_path / f"{name}.py" for name in ("right", "wrong", "broken"))
+    lines = ["import sys", "print(sys.argv[1:])", *PROGRAMS["wait_stream both ways"]]
+    right.write_text("\n".join(["import torch", *lines]))
+    wrong.write_text("\n".join(["import torch", *(line for line in lines if "# -1 " not in line)]))
+    broken.write_text("import torch\ntorch.ones(2, device='cuda') + torch.ones(3, device='cuda')\n")
+    assert main(["race", str(right), "--json", "x"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("['--json', 'x']\n")
+    assert "no hazard: 3 launches on 2 streams" in said
+    picture = tmp_path / "pictures" / "trace.svg"
+    assert main(["race", "--json", "--trace", str(picture), str(wrong)]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert (found["status"], [hazard["kind"] for hazard in found["hazards"]]) == (1, ["race"])
+    assert picture.read_text().startswith("<svg")
+    assert main(["race", str(broken)]) == 2
+    assert "the program failed: RuntimeError" in capfd.readouterr().out
+    assert main(["race", str(tmp_path / "none.py")]) == 2
+    assert main(["race", "--trace", "x.png", str(right)]) == 2
