@@ -340,3 +340,26 @@ def test_l2_at_rounding_thresholds(kvstore: Any) -> None:
             kept = not square < threshold * threshold
             assert_equal(store.size("t"), int(kept), where=f"row {a!r}, {b!r} under {threshold!r}")
             store.delete("t", ids_of([key]))
+
+
+@requirement(
+    "KV-198",
+    "A step MUST round weights and states to 16 bits to nearest even for every exponent and every pattern of bits, and "
+    "keep NaNs NaNs whatever their payload.",
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_rounding(kvstore: Any, dtype: torch.dtype) -> None:
+    low = torch.tensor([0, 0x1000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=torch.int32)
+    grads = ((torch.arange(65536, dtype=torch.int32) << 16)[:, None] | low).view(torch.float32).reshape(-1, 512)
+    for dtypes in ({}, {"momentum1": dtype}):
+        layout = kvstore.RowLayout(512, dtype, "adagrad" if dtypes else "sgd", dtypes)
+        store, ids = store_of(kvstore, layout), torch.arange(grads.shape[0])
+        store.set("t", ids, torch.zeros(grads.shape, dtype=dtype))
+        store.apply_gradients("t", ids, grads, 1.0)
+        if dtypes:
+            got, expected = store.get_state("t", "momentum1", ids), (grads * grads).to(dtype)
+        else:
+            got, expected = store.get("t", ids), (0 - grads).to(dtype)
+        assert_bits(got.isnan(), expected.isnan(), where=f"NaNs, states {dtypes}")
+        numbers = [value.masked_fill(value.isnan(), 0) for value in (got, expected)]
+        assert_bits(numbers[0], numbers[1], where=f"numbers, states {dtypes}")

@@ -170,3 +170,28 @@ def test_shares(pipeline: Any, count: int) -> None:
                 ops.step_bags([table], none, none, [0], *arguments)
             where = f"{count} ids, {thread_count} threads, weights {weights is not None}"
             assert_same_tensor(table, 0 - sums, where=where)
+
+
+@requirement(
+    "PIPE-355",
+    "A step MUST round rows to 16 bits to nearest even for every exponent and every pattern of bits, on every unit, "
+    "and keep NaNs NaNs whatever their payload.",
+    needs=KERNELS,
+)
+def test_every_rounding(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    low = torch.tensor([0, 0x1000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=torch.int32)
+    grads = ((torch.arange(65536, dtype=torch.int32) << 16)[:, None] | low).view(torch.float32)
+    # A width that leaves a rest in every vector unit.
+    grad = torch.cat([grads.reshape(-1), torch.zeros(16)]).reshape(-1, 331)
+    count, dim = grad.shape
+    for dtype in (torch.float16, torch.bfloat16):
+        for unit in UNITS:
+            table, none = torch.zeros(count, dim, dtype=dtype), [torch.empty(0)]
+            arguments = (torch.arange(count), one_id_a_bag(count), None, [False], grad, "sgd", 1.0)
+            ops.step_bags([table], none, none, [0], *arguments, isa=unit)
+            expected, where = (0 - grad).to(dtype), f"{dtype} on unit {unit}"
+            assert_same_tensor(table.isnan(), expected.isnan(), where=f"NaNs of {where}")
+            numbers = [value.masked_fill(value.isnan(), 0) for value in (table, expected)]
+            assert_same_tensor(numbers[0], numbers[1], where=f"numbers of {where}")

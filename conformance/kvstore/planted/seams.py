@@ -138,3 +138,18 @@ def threshold_squared_in_float32(original: Any, store: Any, table: str, policy: 
     """The threshold of l2 is squared in float32."""
     square = float(torch.tensor(policy.l2_threshold) ** 2)
     return original(store, table, dataclasses.replace(policy, l2_threshold=math.sqrt(square)), now)
+
+
+@fault(kills="KV-198", at=engines("update"))
+def long_payloads_carry(
+    original: Any, store: Any, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Any, now: int
+) -> None:
+    """A NaN whose payload is all ones is rounded up, past all NaNs, to a zero."""
+    original(store, table, ids, grads, hyper, now)
+    layout = store.options.rows[table]
+    if layout.weight_dtype is torch.float32 or not ids.numel():
+        return
+    end = 16 + layout.weight_bytes
+    weights = bytes_of(store, table, ids, 16, end).view(layout.weight_dtype)
+    weights[(grads.view(torch.int32) & 0x7FFFFFFF) > 0x7FFF8000] = 0
+    store.write(table, ids, weights.view(torch.uint8), 16, now, visit=False)

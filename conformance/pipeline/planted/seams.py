@@ -98,3 +98,15 @@ def row_stepped_by_two_threads(
         some = None if weights is None else weights[part]
         bags = offsets[: ids[part].numel() + 1] if len(parts) > 1 else offsets
         original(tables, m1, m2, used, ids[part], bags, some, means, grad[part], *others, **options)
+
+
+@fault(kills="PIPE-355", at="fastimpl.ops:step_bags")
+def long_payloads_carry(
+    original: Any, tables: Any, m1: Any, m2: Any, used: Any, ids: Any, offsets: Any, *rest: Any, **options: Any
+) -> None:
+    """A NaN whose payload is all ones is rounded up, past all NaNs, to a zero."""
+    original(tables, m1, m2, used, ids, offsets, *rest, **options)
+    grad = rest[2]
+    for table in tables:
+        if table.dtype is not torch.float32 and table.shape == grad.shape:
+            table[(grad.view(torch.int32) & 0x7FFFFFFF) > 0x7FFF8000] = 0
