@@ -19,6 +19,12 @@ EXTREMES = (0, 1, -1, 2**31, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), -(2**6
 OPTIMIZERS = tuple(KINDS)
 WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 FILE = "model-00001-of-00001.safetensors"
+# A batch of fewer ids is the work of one thread.
+SERIAL_IDS = 512
+# More bytes of rows are written past the caches.
+STREAMED_BYTES = 4 << 20
+# Fewer saved rows are no range of their own for a thread that checks them.
+CHECKED_ROWS = 4096
 _BITS = {2: torch.int16, 4: torch.int32}
 
 Contents = dict[str, dict[int, bytes]]

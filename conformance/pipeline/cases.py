@@ -12,6 +12,8 @@ EVAL_FUSED = "EvalPipelineFusedSparseDist"
 EXACT = ("TrainPipelineBase", "TrainPipelineSparseDist", FUSED)
 TRAINING = (*EXACT, "PrefetchTrainPipelineSparseDist", "TrainPipelineSemiSync")
 WITHOUT_PREFETCH = (*EXACT, "TrainPipelineSemiSync")
+# So many ids and bags are a part for a thread; so many words are worth a thread that sorts them.
+PART_IDS, SPLIT_WORDS = 512, 65536
 EVALUATION = ("EvalPipelineSparseDist", EVAL_FUSED)
 
 Variants = tuple[tuple[str, dict[str, Any]], ...]

@@ -1,0 +1,112 @@
+"""Faults that ``test_seams`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault
+from conformance.pipeline.cases import PART_IDS, SPLIT_WORDS
+from conformance.pipeline.planted.planting import lookups
+from twinproof.pipeline.jagged import Bags
+
+
+def _last_share(indices: torch.Tensor, offsets: torch.Tensor, counts: Any) -> int:
+    """The first wrong id of the last share that has one, which is a thread's."""
+    rows = torch.tensor(counts).repeat_interleave(offsets.diff().view(len(counts), -1).sum(1))
+    wrong = ((indices < 0) | (indices >= rows)).nonzero()[:, 0]
+    share = max(1, PART_IDS // 2)
+    return int(wrong[wrong >= int(wrong[-1]) // share * share][0])
+
+
+@fault(kills="PIPE-350", at="fastimpl.ops:check_bag_ids")
+def first_of_the_last_thread(original: Any, indices: Any, offsets: Any, counts: Any) -> tuple[int, int]:
+    """Of several wrong ids, the one told is the first of the thread that ended last."""
+    count, first = original(indices, offsets, counts)
+    is_shared = torch.get_num_threads() > 1 and indices.numel() >= PART_IDS
+    return count, _last_share(indices, offsets, counts) if count and is_shared else first
+
+
+@fault(kills="PIPE-351", at="fastimpl.ops:bucketize")
+def quotient_by_reciprocal(
+    original: Any, ids: Any, offsets: Any, weights: Any, blocks: Any, count: int, **options: Any
+) -> Any:
+    """The bucket of an id is its product with the reciprocal of the block, cut off, and nothing more."""
+    if blocks is None or not ids.numel():
+        return original(ids, offsets, weights, blocks, count, **options)
+    of_id = blocks.repeat_interleave(offsets.diff().view(blocks.numel(), -1).sum(1))
+    told = (ids.double() * of_id.double().reciprocal()).long().clamp(0, count - 1)
+    lengths, found, moved, order = original(ids, offsets, weights, None, count, destinations=told)
+    return lengths, found - (told * of_id)[order], moved, order
+
+
+@fault(kills="PIPE-352", at=lookups("pool"))
+def means_by_reciprocal(original: Any, engine: Any, tables: Any, features: Any, bags: Bags) -> torch.Tensor:
+    """A mean is the sum times the reciprocal of the bag's length."""
+    pooled: torch.Tensor = original(engine, tables, features, bags)
+    column, count = 0, len(features)
+    for feature, table in enumerate(features):
+        width = tables[table].weight.shape[1]
+        if tables[table].is_mean:
+            sizes = bags.feature(feature, count).lengths().clamp(min=1).float()
+            columns = pooled[:, column : column + width]
+            columns.copy_((columns * sizes).double().float() * sizes.reciprocal())
+        column += width
+    return pooled
+
+
+@fault(kills="PIPE-353", at="fastimpl.ops:pool_bags")
+def first_row_is_copied(
+    original: Any, tables: Any, used: Any, ids: Any, offsets: Any, weights: Any, means: Any, out: Any, **options: Any
+) -> None:
+    """The first 16-bit row of a bag is widened where the sum is to be, not added to +0."""
+    original(tables, used, ids, offsets, weights, means, out, **options)
+    column, count = 0, out.shape[0]
+    for feature, table in enumerate(used):
+        width = tables[table].shape[1]
+        for bag in range(count) if tables[table].dtype is not torch.float32 and weights is None else ():
+            first, last = offsets[feature * count + bag : feature * count + bag + 2].tolist()
+            values = out[bag, column : column + width]
+            negative = tables[table][ids[first:last].long()].float().signbit().all(0) & (last > first)
+            values[negative & (values == 0)] = -0.0
+        column += width
+
+
+@fault(kills="PIPE-354", at="fastimpl.ops:step_bags")
+def shares_sorted_apart(
+    original: Any, tables: Any, m1: Any, m2: Any, used: Any, ids: Any, offsets: Any, *rest: Any, **options: Any
+) -> None:
+    """Threads that share the sorting put the occurrences of the last share before those of the first."""
+    weights, means, grad, *others = rest
+    if torch.get_num_threads() > 1 and ids.numel() >= 2 * SPLIT_WORDS and grad.shape[0] == ids.numel():
+        half = ids.numel() // 2
+        ids, grad = torch.cat([ids[half:], ids[:half]]), torch.cat([grad[half:], grad[:half]])
+    original(tables, m1, m2, used, ids, offsets, weights, means, grad, *others, **options)
+
+
+@fault(kills="PIPE-354", at="fastimpl.ops:step_bags")
+def row_stepped_by_two_threads(
+    original: Any, tables: Any, m1: Any, m2: Any, used: Any, ids: Any, offsets: Any, *rest: Any, **options: Any
+) -> None:
+    """A row whose occurrences are cut between two threads takes a step in each."""
+    weights, means, grad, *others = rest
+    parts = [slice(None)]
+    if torch.get_num_threads() > 1 and ids.numel() >= PART_IDS and grad.shape[0] == ids.numel():
+        parts = [slice(ids.numel() // 2), slice(ids.numel() // 2, None)]
+    for part in parts:
+        some = None if weights is None else weights[part]
+        bags = offsets[: ids[part].numel() + 1] if len(parts) > 1 else offsets
+        original(tables, m1, m2, used, ids[part], bags, some, means, grad[part], *others, **options)
+
+
+@fault(kills="PIPE-355", at="fastimpl.ops:step_bags")
+def long_payloads_carry(
+    original: Any, tables: Any, m1: Any, m2: Any, used: Any, ids: Any, offsets: Any, *rest: Any, **options: Any
+) -> None:
+    """A NaN whose payload is all ones is rounded up, past all NaNs, to a zero."""
+    original(tables, m1, m2, used, ids, offsets, *rest, **options)
+    grad = rest[2]
+    for table in tables:
+        if table.dtype is not torch.float32 and table.shape == grad.shape:
+            table[(grad.view(torch.int32) & 0x7FFFFFFF) > 0x7FFF8000] = 0

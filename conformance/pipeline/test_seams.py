@@ -1,0 +1,197 @@
+"""Where the work of an operator is cut: sizes next to every threshold, seams of threads, quotients that round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.pipeline.cases import PART_IDS, SPLIT_WORDS
+from conformance.pipeline.model import DTYPES, LR, lookups_of
+
+KERNELS = ("bag_kernels",)
+UNITS = {"AVX512": [0, 1, 2], "AVX2": [0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [0])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for torch's pool, which the operators work on."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def one_id_a_bag(count: int) -> torch.Tensor:
+    """Offsets of ``count`` bags."""
+    return torch.arange(count + 1)
+
+
+@requirement(
+    "PIPE-350",
+    "Of several ids that are wrong, in any parts of a batch, all MUST be counted and the first be told, by every "
+    "check, with any number of threads, in batches of sizes next to those that are cut for threads.",
+    needs=KERNELS,
+)
+@pytest.mark.parametrize("count", [PART_IDS // 2, PART_IDS, PART_IDS + 1, 6 * PART_IDS + 1])
+def test_first_of_several(pipeline: Any, count: int) -> None:
+    from fastimpl import ops
+
+    # Ids and bags count alike where a batch is cut: seams are at multiples of half a part, and at even shares.
+    places = {0, 1, PART_IDS // 2 - 1, PART_IDS // 2, count // 3, count // 2, count - 2, count - 1}
+    seams = sorted(place for place in places if place < count)
+    for number, first in enumerate(seams):
+        wrong = seams[number:]
+        indices = torch.arange(count) % 5
+        indices[wrong] = torch.tensor([5, -1, 2**62, -(2**63)])[torch.arange(len(wrong)) % 4]
+        for features in (1, 2) if count % 2 == 0 else (1,):
+            offsets, expected = one_id_a_bag(count), (len(wrong), first)
+            for thread_count in (1, 2, 3):
+                where = f"{wrong} of {count}, {features} features, {thread_count} threads"
+                with threads(thread_count):
+                    assert_equal(ops.check_bag_ids(indices, offsets, [5] * features), expected, where=where)
+                    mended, _, found = ops.settle_bags(indices, offsets, [5] * features)
+                    assert_equal(tuple(found.tolist()), expected, where=f"{where}: settled")
+                    right = (indices >= 0) & (indices < 5)
+                    assert_same_tensor(mended, indices.where(right, 0), where=f"{where}: settled ids")
+                    blocks = torch.full((features,), 5)
+                    with raises(RuntimeError, where=f"{where}: buckets") as caught:
+                        ops.bucketize(indices, offsets, None, blocks, 1)
+                    numbers = [int(word) for word in re.findall(r"-?\d+", str(caught.error))]
+                    assert_equal(set(expected) <= set(numbers), True, where=f"{where}: {numbers} in the message")
+
+
+@requirement(
+    "PIPE-351",
+    "An id MUST go to the bucket of its block, exactly: the last id of a block and the first of the next, for sizes "
+    "whose reciprocal rounds up and down, and ids beyond what a float64 holds.",
+    needs=KERNELS,
+)
+def test_quotients(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    sizes = [1, 3, 5, 7, 10, 41, 49, 98, 103, 107, 161, 187, 1_000_003, 2**31 - 1, 2**53 + 1, 3 * 2**52 + 1]
+    for size in sizes:
+        bucket_count = min(300, (2**63 - 1) // size)
+        blocks = torch.arange(bucket_count)
+        indices = torch.cat([blocks * size, blocks * size + size - 1, blocks * size + size // 2])
+        wanted = blocks.repeat(3)
+        local = indices - wanted * size
+        order = wanted.argsort(stable=True)
+        for thread_count in (1, 2):
+            with threads(thread_count):
+                bags, given = one_id_a_bag(indices.numel()), torch.tensor([size])
+                lengths, ids, _, positions = ops.bucketize(indices, bags, None, given, bucket_count)
+            where = f"blocks of {size}, {thread_count} threads"
+            assert_same_tensor(positions, order, where=f"{where}: positions")
+            assert_same_tensor(ids, local[order], where=f"{where}: ids")
+            counts = lengths.view(bucket_count, -1).sum(1)
+            assert_same_tensor(counts, torch.full_like(counts, 3), where=f"{where}: lengths")
+
+
+@requirement(
+    "PIPE-352",
+    "A mean MUST be the sum divided by the bag's length, forward and backward, to the bit, also where the reciprocal "
+    "of the length rounds.",
+)
+def test_means(pipeline: Any) -> None:
+    lengths = [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 41, 47, 49, 55, 61, 83, 97, 98]
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        weight = torch.randn(sum(lengths), 20, generator=generator).to(dtype)
+        config = pipeline.EmbeddingBagConfig(weight.shape[0], 20, "t", dtype, ["f"], pooling=pipeline.PoolingType.MEAN)
+        bags = torch.split(torch.arange(weight.shape[0]), lengths)
+        module = lookups_of(pipeline, [config], [weight])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths).cumsum(0)])
+        pooled = module(torch.arange(weight.shape[0]), offsets)
+        grad = torch.randn(pooled.shape, generator=generator)
+        pooled.backward(grad)
+        for number, bag in enumerate(bags):
+            total = torch.zeros(20)
+            for row in bag.tolist():
+                total = total + weight[row].float()
+            size = torch.tensor(float(len(bag)))
+            assert_same_tensor(pooled[number].detach(), total / size, where=f"mean of {len(bag)} rows of {dtype}")
+            stepped = (weight[bag].float() - torch.tensor(LR) * (grad[number] / size)).to(dtype)
+            assert_same_tensor(module.weight(0)[bag], stepped, where=f"rows of a bag of {len(bag)}, {dtype}")
+
+
+@requirement(
+    "PIPE-353",
+    "Pooling MUST start at +0: rows of -0 give +0, weighted or not, sums and means, of every dtype and width on every "
+    "unit.",
+    needs=KERNELS,
+)
+def test_zeros(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    for dtype in DTYPES:
+        for dim in (1, 4, 7, 8, 15, 16, 17, 33, 64):
+            table = torch.full((3, dim), -0.0, dtype=dtype)
+            offsets = torch.tensor([0, 1, 3, 3, 4])
+            for unit in UNITS:
+                for weights in (None, torch.tensor([1.0, -0.0, 2.0, 0.5])):
+                    for mean in (False, True):
+                        out = torch.full((4, dim), 7.0)
+                        ops.pool_bags([table], [0], torch.tensor([0, 1, 2, 2]), offsets, weights, [mean], out, isa=unit)
+                        expected = torch.zeros(4, dim)
+                        where = f"{dtype} of {dim} on unit {unit}, weights {weights is not None}, mean {mean}"
+                        assert_same_tensor(out.view(torch.int32), expected.view(torch.int32), where=where)
+
+
+@requirement(
+    "PIPE-354",
+    "The gradients of a row MUST be added in order of position, and each row take one step, with any number of "
+    "threads, in batches so large that threads share the sorting, and rows that stand where shares meet.",
+    needs=KERNELS,
+)
+@pytest.mark.parametrize("count", [2 * PART_IDS, 2 * PART_IDS + 1, 2 * SPLIT_WORDS, 3 * SPLIT_WORDS + 1])
+def test_shares(pipeline: Any, count: int) -> None:
+    from fastimpl import ops
+
+    rows = 37
+    generator = torch.Generator().manual_seed(count)
+    # Few rows: every share ends within one. Sums of these depend on their order.
+    indices = torch.randint(0, rows, (count,), generator=generator)
+    grad = torch.tensor([1e8, 1.0, -1e8, 3.0])[torch.randint(0, 4, (count,), generator=generator)].reshape(-1, 1)
+    sums = torch.zeros(rows, 1).index_add_(0, indices, grad)
+    for thread_count in (1, 2, 3):
+        for weights in (None, torch.ones(count)):
+            table, none = torch.zeros(rows, 1), [torch.empty(0)]
+            with threads(thread_count):
+                arguments = (indices, one_id_a_bag(count), weights, [False], grad, "sgd", 1.0)
+                ops.step_bags([table], none, none, [0], *arguments)
+            where = f"{count} ids, {thread_count} threads, weights {weights is not None}"
+            assert_same_tensor(table, 0 - sums, where=where)
+
+
+@requirement(
+    "PIPE-355",
+    "A step MUST round rows to 16 bits to nearest even for every exponent and every pattern of bits, on every unit, "
+    "and keep NaNs NaNs whatever their payload.",
+    needs=KERNELS,
+)
+def test_every_rounding(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    low = torch.tensor([0, 0x1000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=torch.int32)
+    grads = ((torch.arange(65536, dtype=torch.int32) << 16)[:, None] | low).view(torch.float32)
+    # A width that leaves a rest in every vector unit.
+    grad = torch.cat([grads.reshape(-1), torch.zeros(16)]).reshape(-1, 331)
+    count, dim = grad.shape
+    for dtype in (torch.float16, torch.bfloat16):
+        for unit in UNITS:
+            table, none = torch.zeros(count, dim, dtype=dtype), [torch.empty(0)]
+            arguments = (torch.arange(count), one_id_a_bag(count), None, [False], grad, "sgd", 1.0)
+            ops.step_bags([table], none, none, [0], *arguments, isa=unit)
+            expected, where = (0 - grad).to(dtype), f"{dtype} on unit {unit}"
+            assert_same_tensor(table.isnan(), expected.isnan(), where=f"NaNs of {where}")
+            numbers = [value.masked_fill(value.isnan(), 0) for value in (table, expected)]
+            assert_same_tensor(numbers[0], numbers[1], where=f"numbers of {where}")
