@@ -22,6 +22,7 @@ _PROOFS = {
     "adagrad",
     "adam",
     "clones",
+    "growth",
     "index",
     "lamb",
     "partial rowwise adam",
@@ -32,9 +33,12 @@ _PROOFS = {
     "sgd",
 }
 _KERNELS = {
+    "AddRows",
     "AssignSlots",
     "CondemnRows",
     "CountUp",
+    # What the host does about them.
+    "DeviceTable",
     "EraseEntries",
     "FindIds",
     "HashIds",

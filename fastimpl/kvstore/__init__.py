@@ -14,7 +14,6 @@ from refimpl.kvstore import (
     Header,
     Initializer,
     KVEmbedding,
-    KVEmbeddingBag,
     KVLoadPlanner,
     KVTensor,
     KVTensorWrapper,
@@ -33,9 +32,10 @@ from refimpl.kvstore import (
 if TYPE_CHECKING or ops.available():
     from fastimpl.kvstore.buckets import sort_ids_by_bucket
     from fastimpl.kvstore.files import load, save
+    from fastimpl.kvstore.modules import KVEmbeddingBag
     from fastimpl.kvstore.store import KVStore
 else:
-    from refimpl.kvstore import KVStore, load, save, sort_ids_by_bucket
+    from refimpl.kvstore import KVEmbeddingBag, KVStore, load, save, sort_ids_by_bucket
 
 # What the suite may ask beyond the contract; without the library this is the reference, which promises none of it.
 CAPABILITIES = frozenset(

@@ -69,10 +69,17 @@ class PrefetchedRows(StoreRows):
         super().step(ids, grads, hyper)
         # One change more is this update's; a second would be somebody else's, to rows that are not known here.
         if ahead is not None and known and self.store.mark() == ahead.mark.mark + 1:
-            shared = torch.isin(ahead.ids, ids).nonzero()[:, 0]
-            if shared.numel():
-                ahead.rows[shared] = self.store.get(self.table, ahead.ids[shared]).to(torch.float32)
+            self._read_again(ahead, ids)
             ahead.mark.mark += 1
+
+    def _read_again(self, ahead: Prefetched, stepped: torch.Tensor) -> None:
+        """Those of the rows whose ids are among ``stepped``; on a device all, for the host would wait for which."""
+        if ahead.ids.device.type != "cpu":
+            ahead.rows.copy_(self.store.get(self.table, ahead.ids))
+            return
+        shared = torch.isin(ahead.ids, stepped).nonzero()[:, 0]
+        if shared.numel():
+            ahead.rows[shared] = self.store.get(self.table, ahead.ids[shared]).to(torch.float32)
 
 
 def prefetch(lookups: Iterable[Any], dist_input: Iterable[Bags]) -> list[Prefetched]:

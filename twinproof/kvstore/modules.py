@@ -15,7 +15,7 @@ import torch
 
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 from twinproof.kvstore.options import HEADER_BYTES, RowLayout, as_bytes, check_ids, check_matrix, from_bytes
-from twinproof.kvstore.rows import Buckets, RowSource, RowStore
+from twinproof.kvstore.rows import Buckets, RowSource, RowStore, places_of
 from twinproof.kvstore.store import KVStore
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]
@@ -116,7 +116,9 @@ class _StoreRows(torch.nn.Module):
         return SimpleNamespace(**dict.fromkeys(self._fields()))
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        checked = check_ids(ids.reshape(-1).contiguous(), "input")
+        # A stand-in for a store may know of no places.
+        places: tuple[str, ...] = getattr(self.store, "places", ("cpu",))
+        checked = check_ids(ids.reshape(-1).contiguous(), "input", places)
         result: torch.Tensor = _Lookup.apply(self._anchor, self, checked)  # type: ignore[no-untyped-call]
         return result
 
@@ -165,36 +167,43 @@ class KVEmbeddingBag(_StoreRows):
         """Pooled weights, float32 [bags, D].
 
         Args:
-            input: ids [bags, ids per bag], or [n] with ``offsets``.
+            input: ids [bags, ids per bag], or [n] with ``offsets``; they may lie on the store's device.
             offsets: int64 [bags], where each bag begins; the first is 0, never descending. An empty bag gives zeros.
 
-        Rows are added in float32 in the order of ``input``; a mean is the sum divided by the number of ids.
+        Rows are added in float32 in the order of ``input``; a mean is the sum divided by the number of ids. Result and
+        gradient lie where the ids do. There the host waits for nothing of ids [bags, ids per bag]; ``offsets`` are
+        checked, and it waits for the answer.
 
         Raises:
             ShapeError: ids or offsets of another shape, or offsets that do not cut ``input``.
         """
-        bags = self._bags(input, offsets)
-        rows = self._lookup(input)
-        bag_count = input.shape[0] if offsets is None else offsets.numel()
-        sums = torch.zeros(bag_count, self.embedding_dim).index_add(0, bags, rows)
+        ends = self._ends(input, offsets)
+        sums = self._pool(self._lookup(input), ends)
         if self.mode == "sum":
             return sums
-        sizes = torch.bincount(bags, minlength=bag_count).clamp(min=1)
-        return sums / sizes[:, None].to(torch.float32)
+        return sums / ends.diff().clamp(min=1)[:, None].to(torch.float32)
 
-    def _bags(self, input: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-        """The bag of each id."""
+    @staticmethod
+    def _pool(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Sums [bags, D] of rows [n, D], in order from +0; bag b has those from ``ends[b]`` to ``ends[b + 1]``."""
+        bag_count = ends.numel() - 1
+        bags = torch.arange(bag_count, device=ends.device).repeat_interleave(ends.diff(), output_size=rows.shape[0])
+        return torch.zeros(bag_count, rows.shape[1], device=rows.device).index_add(0, bags, rows)
+
+    def _ends(self, input: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+        """Where bags begin, and where the last one ends, int64 [bags + 1]."""
         if offsets is None:
             if input.dim() != 2:
                 raise ShapeError("ids without offsets are [bags, ids per bag]", got=tuple(input.shape), where="input")
-            return torch.arange(input.shape[0]).repeat_interleave(input.shape[1])
-        starts = check_ids(offsets.contiguous(), "offsets")
-        ends = torch.cat([starts[1:], torch.tensor([input.numel()])])
+            return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+        starts = check_ids(offsets.contiguous(), "offsets", places_of(input))
         if input.dim() != 1 or (starts.numel() == 0 and input.numel()):
             raise ShapeError("ids with offsets are [n], in at least one bag", got=tuple(input.shape), where="input")
-        if starts.numel() and (int(starts[0]) != 0 or bool((ends < starts).any())):
+        ends = torch.cat([starts, starts.new_full((1,), input.numel())])
+        # One answer to wait for.
+        if starts.numel() and bool((starts[0] != 0) | (ends.diff() < 0).any()):
             raise ShapeError("offsets that do not cut the ids", got=offsets.tolist()[:10], where="offsets")
-        return torch.arange(starts.numel()).repeat_interleave(ends - starts)
+        return ends
 
 
 class KVTensorWrapper:

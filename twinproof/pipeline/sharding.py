@@ -14,7 +14,7 @@ import torch
 
 from twinproof.errors import ConfigError
 from twinproof.kvstore.options import Initializer, initial_weights
-from twinproof.kvstore.rows import Buckets, bucket_of, rank_buckets
+from twinproof.kvstore.rows import Buckets, bucket_of
 from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
 from twinproof.pipeline.jagged import Bags, joined
 
@@ -213,8 +213,13 @@ class KeyValue(ShardingKind):
     def owners(self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int) -> torch.Tensor:
         """Id -> bucket -> rank."""
         assert sharding.buckets is not None
-        ends = [rank_buckets(sharding.buckets.total_count, world, rank)[1] for rank in range(world)]
-        return torch.bucketize(bucket_of(ids, sharding.buckets), torch.tensor(ends, device=ids.device), right=True)
+        buckets = bucket_of(ids, sharding.buckets)
+        # As ``rank_buckets`` has it, without its ends: nothing is sent to where the ids are.
+        share, extra = divmod(sharding.buckets.total_count, world)
+        first = extra * (share + 1)
+        of_larger = buckets.div(share + 1, rounding_mode="floor")
+        of_others = (buckets - first).div(max(share, 1), rounding_mode="floor") + extra
+        return torch.where(buckets < first, of_larger, of_others)
 
 
 KINDS: dict[str, ShardingKind] = {

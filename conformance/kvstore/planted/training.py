@@ -20,14 +20,14 @@ def state_dict_of_live_rows(original: Any, store: Any, **options: Any) -> Any:
     return original(store, **(options | {"snapshot": False}))
 
 
-@fault(kills="KV-094", at="twinproof.kvstore.modules:KVEmbeddingBag._bags")
+@fault(kills="KV-094", at="twinproof.kvstore.modules:KVEmbeddingBag._ends")
 def offsets_not_checked(original: Any, module: Any, input: Any, offsets: Any) -> torch.Tensor:
     """Offsets that do not cut the ids are taken."""
     try:
-        bags: torch.Tensor = original(module, input, offsets)
+        ends: torch.Tensor = original(module, input, offsets)
     except ShapeError:
-        return torch.zeros(input.numel(), dtype=torch.int64)
-    return bags
+        return torch.tensor([0, input.numel()])
+    return ends
 
 
 @fault(kills=("KV-092", "KV-093"), at=engines("update"))

@@ -11,6 +11,8 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,16 @@ from fastimpl.kvstore.store import DeviceRows, KVStore, LockedDeviceRows, device
 from twinproof.kvstore.options import StoreOptions
 from twinproof.kvstore.rows import RowEngine
 
-__all__ = ["LACKS", "SimtHandle", "SimtStore", "bind", "load_operators"]
+__all__ = [
+    "LACKS",
+    "SimtHandle",
+    "SimtStore",
+    "bind",
+    "copies_under_way",
+    "host_waits",
+    "late_copies",
+    "load_operators",
+]
 
 # What a store on a device does not promise.
 LACKS = frozenset({"injected_allocation_failure", "large_batches", "operators", "shared_readers"})
@@ -38,6 +49,24 @@ _FLAGS = (
 )  # fmt: skip
 _LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu")
 _REGISTERED = "STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {"
+# What a test may ask of the CUDA that is made of the CPU.
+_ASKED = """
+namespace {
+int64_t host_waits() { return fake::host().wait_count(); }
+int64_t copies_under_way() { return fake::host().copy_count(); }
+void hold_copies(bool is_held) { fake::host().hold_copies(is_held); }
+}  // namespace
+STABLE_TORCH_LIBRARY_FRAGMENT(%s, m) {
+  m.def("host_waits() -> int");
+  m.def("copies_under_way() -> int");
+  m.def("hold_copies(bool is_held) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(%s, CompositeExplicitAutograd, m) {
+  m.impl("host_waits", TORCH_BOX(&host_waits));
+  m.impl("copies_under_way", TORCH_BOX(&copies_under_way));
+  m.impl("hold_copies", TORCH_BOX(&hold_copies));
+}
+"""
 
 
 def _launchers(sources: Path) -> str:
@@ -52,6 +81,7 @@ def _launchers(sources: Path) -> str:
         raise CompileError(f"kvstore.cu: its operators are not those of schemas.cpp: {names}")
     definitions = "\n".join(found[name] for name in names)
     ours = f"STABLE_TORCH_LIBRARY({_NAMESPACE}, m) {{\n{definitions}\n}}\n"
+    ours += _ASKED % (_NAMESPACE, _NAMESPACE)
     return text.replace(_REGISTERED, f"{ours}STABLE_TORCH_LIBRARY_IMPL({_NAMESPACE}, CPU, m) {{")
 
 
@@ -70,6 +100,26 @@ def load_operators() -> None:
     fake = (includes[0] / "common/device_call.cuh").read_bytes()
     flags = (*_FLAGS, f"-DSIMT_FAKE={int(hashlib.sha256(fake).hexdigest()[:7], 16)}")
     torch.ops.load_library(str(compile_once("simt-rows", folder, ("rows.cpp",), flags, _LIBRARIES, includes)))  # type: ignore[no-untyped-call]
+
+
+def host_waits() -> int:
+    """How often a host of stores has waited so far: allocations, copies of memory that is not pinned, and waits."""
+    return int(SimtHandle.operators().host_waits())
+
+
+def copies_under_way() -> int:
+    """How many copies to pinned memory have not arrived."""
+    return int(SimtHandle.operators().copies_under_way())
+
+
+@contextmanager
+def late_copies(*, is_late: bool = True) -> Iterator[None]:
+    """Copies to pinned memory do not arrive here until the host waits; with ``is_late`` False they are at once."""
+    SimtHandle.operators().hold_copies(is_late)
+    try:
+        yield
+    finally:
+        SimtHandle.operators().hold_copies(False)
 
 
 class SimtHandle(DeviceHandle):

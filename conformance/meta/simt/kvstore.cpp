@@ -8,6 +8,7 @@ SIMT_PROOF("index") { prove_index(trial); }
 SIMT_PROOF("rest") { prove_rest(trial); }
 SIMT_PROOF("rows") { prove_rows(trial); }
 SIMT_PROOF("removals") { prove_removals(trial); }
+SIMT_PROOF("growth") { prove_growth(trial); }
 SIMT_PROOF("clones") { prove_clones(trial); }
 SIMT_PROOF("sgd") { prove_updates<Optimizer::kSgd>(trial); }
 SIMT_PROOF("adagrad") { prove_updates<Optimizer::kAdagrad>(trial); }

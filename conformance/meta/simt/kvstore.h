@@ -33,7 +33,14 @@ class ProvenDevice {
     Array part(int64_t begin, int64_t count) const { return {region, Global<T>(span.data() + begin, count)}; }
   };
 
-  explicit ProvenDevice(Trial& trial) : trial_(trial) {}
+  // When a number that was sent to the host arrives there: at one of the next questions, at the first, or never.
+  enum class Arrival { kSometime, kAtOnce, kNever };
+  class Later {
+    friend ProvenDevice;
+    int64_t value_ = 0, questions_ = 0;
+  };
+
+  explicit ProvenDevice(Trial& trial, Arrival arrival = Arrival::kSometime) : trial_(trial), arrival_(arrival) {}
 
   template <typename T>
   Array<T> make(int64_t count) {
@@ -62,6 +69,13 @@ class ProvenDevice {
     check(from, "a copy to the host");
     std::copy_n(from.data(), from.size(), to);
   }
+  void send(const Array<int64_t>& from, Later& later) {
+    check(from, "a number for the host");
+    later.value_ = from.data()[0];
+    later.questions_ = arrival_ == Arrival::kSometime ? trial_.random.below(3) : 0;
+  }
+  bool arrived(Later& later) { return arrival_ != Arrival::kNever && later.questions_-- == 0; }
+  int64_t value_of(const Later& later) { return later.value_; }
   // Of a slab those rows are copied that there are.
   template <typename T>
   void copy(const Array<T>& from, const Array<T>& to) {
@@ -126,6 +140,7 @@ class ProvenDevice {
   }
 
   Trial& trial_;
+  Arrival arrival_;
 };
 
 inline const Parallel kSerial{1, [](int64_t count, const std::function<void(int64_t)>& work) {
@@ -398,19 +413,61 @@ template <Optimizer kOptimizer>
 void prove_updates(Trial& trial) {
   Twins twins(trial, kOptimizer, 8);
   twins.write(twins.any_ids(6, 6));
-  twins.update(twins.any_ids(10, 8));
-  twins.update(twins.any_ids(3, 3));
+  twins.update(twins.any_ids(10, 4));
+  twins.update(twins.any_ids(4, 10));
   twins.compare();
 }
 
 inline void prove_removals(Trial& trial) {
-  Twins twins(trial, Optimizer::kNone, 8, trial.random.below(3) == 0 ? 16 : -1);
+  const bool is_full = trial.random.below(2) == 0;
+  Twins twins(trial, Optimizer::kNone, 8, is_full ? 9 : -1);
   for (int64_t i = 0; i < 3; ++i) {
-    twins.write(twins.any_ids(14, 24));
+    twins.write(twins.any_ids(is_full ? 9 : 14, 24));
     if (i == 1) twins.evict();
     if (i > 0) twins.remove(twins.any_ids(8, 24));
   }
   twins.compare();
+}
+
+// Slots, ids and rows do not depend on when the host learns how many rows there are.
+inline void prove_growth(Trial& trial) {
+  using Table = device::DeviceTable<ProvenDevice>;
+  const RowFormat format = Twins(trial, Optimizer::kNone, 2).format();
+  using Arrival = ProvenDevice::Arrival;
+  ProvenDevice first(trial, Arrival::kAtOnce),
+      second(trial, trial.random.below(2) == 0 ? Arrival::kNever : Arrival::kSometime);
+  ProvenDevice* const devices[] = {&first, &second};
+  std::vector<std::unique_ptr<Table>> tables;
+  for (ProvenDevice* device : devices) tables.push_back(std::make_unique<Table>(*device, format, 256, 2));
+  const Range range{kHeaderBytes, format.weight_end()};
+  const auto version = [](int64_t step) { return static_cast<uint64_t>(step) + 1; };
+  for (int64_t step = 0; step < 4; ++step) {
+    std::vector<int64_t> ids(static_cast<size_t>(trial.random.between(1, 6)));
+    for (int64_t& id : ids) id = Twins::id_of(trial.random.below(14));
+    const std::vector<uint8_t> values(ids.size() * static_cast<size_t>(range.end - range.begin),
+                                      static_cast<uint8_t>(step));
+    const bool is_removal = step == 2 && trial.random.below(2) == 0;
+    for (size_t i = 0; i < tables.size(); ++i) {
+      const auto keys = devices[i]->array(ids);
+      if (is_removal) {
+        tables[i]->remove(keys, version(step));
+      } else {
+        tables[i]->write(keys, devices[i]->array(values), range, true, 1, version(step));
+      }
+    }
+  }
+  const std::vector<int64_t> expected = tables[0]->list_slots(INT64_MIN, INT64_MAX, 0);
+  const auto rows_of = [&](Table& table, ProvenDevice& device) {
+    const auto count = static_cast<int64_t>(expected.size()) * format.row_bytes;
+    const auto out = trial.uninitialized<uint8_t>("out", count);
+    table.read(device.array(expected), {0, format.row_bytes}, out.global());
+    return out.values();
+  };
+  for (size_t i = 1; i < tables.size(); ++i) {
+    trial.expect_same(tables[i]->list_slots(INT64_MIN, INT64_MAX, 0), expected, "keys in the order of slots");
+    trial.expect_same(rows_of(*tables[i], *devices[i]), rows_of(*tables[0], first), "rows");
+    trial.expect(tables[i]->size() == static_cast<int64_t>(expected.size()), "the count");
+  }
 }
 
 inline void prove_clones(Trial& trial) {

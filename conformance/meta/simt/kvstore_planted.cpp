@@ -8,7 +8,7 @@ using namespace kvstore_proofs;
 
 namespace {
 
-constexpr int kFaultsMax = 120;
+constexpr int kFaultsMax = 160;
 
 void add(const std::string& name, void (*body)(simt::prover::Trial&)) {
   for (int number = 0; number <= kFaultsMax; ++number) {
@@ -26,6 +26,7 @@ int main(int count, char** arguments) {
   add("rest", prove_rest);
   add("rows", prove_rows);
   add("removals", prove_removals);
+  add("growth", prove_growth);
   add("row-wise", prove_updates<Optimizer::kPartialRowwiseAdam>);
   add("scaled", prove_updates<Optimizer::kLamb>);
   return simt::prover::main(count, arguments);

@@ -38,6 +38,13 @@ struct HalfWarp {
 SIMT int64_t first_item() { return static_cast<int64_t>(simt::block()) * simt::threads() + simt::thread(); }
 SIMT int64_t item_step() { return static_cast<int64_t>(simt::blocks()) * simt::threads(); }
 
+// How many of a list there are where the host does not know: the last of running sums. Without sums all are.
+struct Count {
+  Global<const int64_t> sums;
+
+  SIMT int64_t of(int64_t most) const { return sums.size() == 0 ? most : sums.load(sums.size() - 1); }
+};
+
 SIMT unsigned without_lowest(unsigned bits, unsigned count) {
   for (unsigned i = 0; i < count; ++i) bits &= bits - 1;
   return bits;
@@ -88,10 +95,12 @@ struct FindIds {
   Index index;
   Global<const int64_t> wanted;
   Global<int64_t> entries, slots;
+  Count count = {};
 
   SIMT void operator()() const {
     const HalfWarp group;
-    for (int64_t at = group.number(); at < wanted.size(); at += group.count()) {
+    const int64_t end = count.of(wanted.size());
+    for (int64_t at = group.number(); at < end; at += group.count()) {
       const int64_t entry = index.find(group, wanted.load(at));
       if (group.rank != 0) continue;
       entries.store(at, entry);
@@ -100,7 +109,7 @@ struct FindIds {
   }
 };
 
-// The bucket that each id looks at in a turn, and its own number.
+// The bucket that each id looks at in a turn, and its own number; where there is no id, the bucket behind the last.
 struct ListBuckets {
   static constexpr int kThreads = 256;
   Index index;
@@ -108,17 +117,21 @@ struct ListBuckets {
   Global<const int64_t> wanted;
   Global<uint64_t> buckets;
   Global<int64_t> order;
+  Count count = {};
 
   SIMT void operator()() const {
+    const int64_t end = count.of(wanted.size());
     for (int64_t at = first_item(); at < wanted.size(); at += item_step()) {
-      buckets.store(at, static_cast<uint64_t>(index.bucket_of(hash_key(wanted.load(at)), turn)));
+      const int64_t bucket = at < end ? index.bucket_of(hash_key(wanted.load(at)), turn) : index.states.size();
+      buckets.store(at, static_cast<uint64_t>(bucket));
       order.store(at, at);
     }
   }
 };
 
 // Adds entries for ids that have none, each where `buckets` says, sorted; `order` are the numbers of the ids, which
-// take free places in that order. `is_left`: 1 for each id that found no room. Half a warp a bucket.
+// take free places in that order. `is_left`: 1 for each id that found no room; numbers in the bucket behind the last
+// are of no id. Half a warp a bucket.
 struct InsertRuns {
   static constexpr int kThreads = 256;
   Index index;
@@ -130,7 +143,11 @@ struct InsertRuns {
   SIMT void operator()() const {
     const HalfWarp group;
     for (int64_t at = group.number(); at < buckets.size(); at += group.count()) {
-      if (at == 0 || buckets.load(at - 1) != buckets.load(at)) insert(group, at);
+      if (static_cast<int64_t>(buckets.load(at)) == index.states.size()) {
+        if (group.rank == 0) is_left.store(order.load(at), 0);
+      } else if (at == 0 || buckets.load(at - 1) != buckets.load(at)) {
+        insert(group, at);
+      }
     }
   }
 
@@ -165,10 +182,12 @@ struct InsertRest {
   static constexpr int kThreads = 32;
   Index index;
   Global<const int64_t> wanted, slots;
+  Count count = {};
 
   SIMT void operator()() const {
     if (first_item() != 0) return;
-    for (int64_t at = 0; at < wanted.size(); ++at) {
+    const int64_t end = count.of(wanted.size());
+    for (int64_t at = 0; at < end; ++at) {
       const int64_t id = wanted.load(at);
       for (int64_t turn = 2; turn <= index.states.size(); ++turn) {
         const int64_t bucket = index.bucket_of(hash_key(id), turn);
@@ -192,9 +211,11 @@ struct EraseEntries {
   static constexpr int kThreads = 256;
   Index index;
   Global<const int64_t> entries;
+  Count count = {};
 
   SIMT void operator()() const {
-    for (int64_t at = first_item(); at < entries.size(); at += item_step()) {
+    const int64_t end = count.of(entries.size());
+    for (int64_t at = first_item(); at < end; at += item_step()) {
       const int64_t entry = entries.load(at);
       if (entry == kNowhere) continue;
       index.states.atomic_and(entry / kWays, ~(1U << (entry % kWays)));

@@ -58,16 +58,18 @@ struct ListRuns {
   }
 };
 
-// 1 where a slot is there, or is not.
+// 1 where a slot is there, or is not; 0 behind the last.
 struct MarkSlots {
   static constexpr int kThreads = 256;
   Global<const int64_t> slots;
   bool is_there;
   Global<int64_t> marks;
+  Count count = {};
 
   SIMT void operator()() const {
+    const int64_t end = count.of(slots.size());
     for (int64_t at = first_item(); at < slots.size(); at += item_step())
-      marks.store(at, (slots.load(at) != kNowhere) == is_there ? 1 : 0);
+      marks.store(at, at < end && (slots.load(at) != kNowhere) == is_there ? 1 : 0);
   }
 };
 
@@ -83,17 +85,31 @@ struct TellFound {
   }
 };
 
-// Slots for ids that have none, counted up from `row_count`.
+// Slots for ids that have none, counted up from how many rows there are.
 struct AssignSlots {
   static constexpr int kThreads = 256;
-  Global<const int64_t> sums;
-  int64_t row_count;
+  Global<const int64_t> sums, row_counts;
   Global<int64_t> slots;
 
   SIMT void operator()() const {
+    const int64_t row_count = row_counts.load(kRowsNow);
     for (int64_t at = first_item(); at < sums.size(); at += item_step()) {
       if (is_marked(sums, at)) slots.store(at, row_count + sums.load(at) - 1);
     }
+  }
+};
+
+// Counts rows that were added: as many as are marked. One thread.
+struct AddRows {
+  static constexpr int kThreads = 32;
+  Global<const int64_t> sums;
+  Global<int64_t> row_counts;
+
+  SIMT void operator()() const {
+    if (first_item() != 0) return;
+    const int64_t before = row_counts.load(kRowsNow);
+    row_counts.store(kRowsBefore, before);
+    row_counts.store(kRowsNow, before + sums.load(sums.size() - 1));
   }
 };
 
@@ -148,16 +164,23 @@ struct SetMarks {
   }
 };
 
-// The keys of rows in the order of their slots; a mark for those in [first, last] that changed after `since`.
+// The keys of rows in the order of their slots; a mark for those in [first, last] that changed after `since`. Behind
+// the last row there are no keys, and no marks.
 struct ListRows {
   static constexpr int kThreads = 256;
   RowStore rows;
   int64_t first, last;
   uint64_t since;
   Global<int64_t> keys, marks;
+  Count count = {};
 
   SIMT void operator()() const {
+    const int64_t end = count.of(keys.size());
     for (int64_t at = first_item(); at < keys.size(); at += item_step()) {
+      if (at >= end) {
+        marks.store(at, 0);
+        continue;
+      }
       const auto row = rows.row(at);
       const int64_t key = key_of(row);
       keys.store(at, key);

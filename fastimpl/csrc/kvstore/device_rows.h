@@ -156,18 +156,23 @@ struct ReadRows {
 // Occurrences of the distinct ids of a batch: of id i those at `positions`, ascending, from `begins` [i] to the next.
 struct RunList {
   Global<const int64_t> wanted, begins, positions;
+  Count count;
 
-  SIMT int64_t size() const { return wanted.size(); }
+  SIMT int64_t size() const { return count.of(wanted.size()); }
   SIMT int64_t length(int64_t at) const { return begins.load(at + 1) - begins.load(at); }
   SIMT int64_t last(int64_t at) const { return positions.load(begins.load(at + 1) - 1); }
 };
 
-// What a change says about every row: new rows are those from `row_count` on.
+// How many rows a table has, on the device: now, and before the batch that was added last.
+constexpr int64_t kRowsNow = 0, kRowsBefore = 1, kRowCounts = 2;
+
+// What a change says about every row: new rows are those behind the rows that there were.
 struct Visit {
   uint64_t now, version;
-  int64_t row_count;
+  Global<const int64_t> row_counts;
   bool is_counted, visits;
 
+  SIMT bool is_new(int64_t slot) const { return slot >= row_counts.load(kRowsBefore); }
   SIMT uint64_t word(uint64_t old, bool is_new, int64_t occurrences) const {
     if (!visits) return is_new ? word_of(now, 0) : old;
     uint64_t count = is_new ? 0 : count_of(old);
@@ -190,9 +195,10 @@ struct WriteValues {
 
   SIMT void operator()() const {
     const HalfWarp group;
-    for (int64_t at = group.number(); at < runs.size(); at += group.count()) {
+    const int64_t end = runs.size();
+    for (int64_t at = group.number(); at < end; at += group.count()) {
       const int64_t slot = slots.load(at);
-      const bool is_new = slot >= visit.row_count;
+      const bool is_new = visit.is_new(slot);
       const auto row = rows.row(slot);
       if (is_new) {
         initial.open(group.rank, kWays, row, runs.wanted.load(at), rows.stride);
@@ -233,7 +239,8 @@ struct WriteWhole {
 
   SIMT void operator()() const {
     const HalfWarp group;
-    for (int64_t at = group.number(); at < runs.size(); at += group.count()) {
+    const int64_t end = runs.size();
+    for (int64_t at = group.number(); at < end; at += group.count()) {
       const auto row = rows.row(slots.load(at));
       Piece<kBytes>::copy(group, row, 0, values, runs.last(at) * row_bytes, row_bytes);
       group.sync();
@@ -259,7 +266,8 @@ struct WriteMetadata {
   uint64_t mask, version;
 
   SIMT void operator()() const {
-    for (int64_t at = first_item(); at < runs.size(); at += item_step()) {
+    const int64_t end = runs.size();
+    for (int64_t at = first_item(); at < end; at += item_step()) {
       const int64_t slot = slots.load(at);
       if (slot == kNowhere) continue;
       const auto row = rows.row(slot);

@@ -51,11 +51,12 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> begin_round(Store& store, 
 
 // Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of the index, evicted].
 template <typename Store>
-std::vector<int64_t> stats_of(const Store& store) {
+std::vector<int64_t> stats_of(Store& store) {
   std::vector<int64_t> counts;
   for (const auto& table : store.tables) {
-    counts.insert(counts.end(), {table->size(), table->size(), table->size() * table->format().row_bytes,
-                                 table->held_bytes(), table->map_bytes(), table->evicted_count()});
+    const int64_t row_count = table->size();
+    counts.insert(counts.end(), {row_count, row_count, row_count * table->format().row_bytes, table->held_bytes(),
+                                 table->map_bytes(), table->evicted_count()});
   }
   return counts;
 }

@@ -3,6 +3,7 @@
 //
 //   Array<T> make<T>(count), keep<T>(count): memory, not cleared, for a call or for long; freed with its last Array
 //   clear(span), copy(from, to), upload(host, to), download(from, host), which waits
+//   Later; send(from, later), arrived(later), value_of(later): a number that is copied to the host meanwhile
 //   sort(words, payload, end_bit): stable; both are other arrays afterwards
 //   sum_up(values, sums): running sums
 //   launch(kernel, threads, shared_bytes): as many threads as are useful; shared memory for each warp
@@ -10,6 +11,16 @@
 // A slot is the number of a row; rows are dense, so that a scan meets rows only, and the places of rows that go are
 // taken by the last rows. Every change first makes room and lists what it will do, and then does it: where memory runs
 // out (std::bad_alloc, of every kind of memory) nothing has changed.
+//
+// How many rows there are is counted on the device, and writes work on lists of which the host knows only how long they
+// may be: it waits for nothing. What it keeps is a bound, `most_rows_`: a count that it once knew, and every id of the
+// batches since. Room is made for the bound. A truer count is copied to the host behind each batch, one copy at a time,
+// and taken when it has arrived; nobody waits for it.
+//
+// When it arrives depends on time, and so do the sizes of index and slabs, and which entry of the index an id has. What
+// a table holds does not: the slot of a new row is the number of rows that the device counts, plus its rank among the
+// new ids in the order of their hashes; entries are found by id; and what removes or moves rows asks for the exact
+// count first. So slots, ids, bytes and the order of lists are a pure function of the operations.
 #pragma once
 
 #include <algorithm>
@@ -50,10 +61,16 @@ class DeviceTable {
         rows_of_bucket_(rows_of_bucket) {
     while (stride_ << (shift_ + 1) <= slab_bytes) ++shift_;
     index_ = make_index(0);
+    row_counts_ = device_.template keep<int64_t>(kRowCounts);
+    device_.clear(row_counts_);
   }
 
   const RowFormat& format() const { return format_; }
-  int64_t size() const { return row_count_; }
+  // How many rows there are. Asks the device where the host does not know.
+  int64_t size() {
+    if (!is_exact_) set_row_count(host(row_counts_, kRowsNow, 1)[0]);
+    return most_rows_;
+  }
   int64_t evicted_count() const { return evicted_count_; }
   int64_t held_bytes() const { return static_cast<int64_t>(slabs_.size()) * (stride_ << shift_); }
   int64_t map_bytes() const { return bucket_count() * (kWays * (2 + 8 + 4) + 4); }
@@ -78,25 +95,30 @@ class DeviceTable {
 
   // Keys of rows in [first, last] that changed after `since`, ascending, on the host.
   std::vector<int64_t> list(int64_t first, int64_t last, uint64_t since) {
-    if (row_count_ == 0) return {};
-    const Longs keys = device_.template make<int64_t>(row_count_), marks = device_.template make<int64_t>(row_count_);
-    device_.launch(ListRows{rows(), first, last, since, keys, marks}, row_count_);
-    std::vector<int64_t> result = host(picked(keys, marks));
+    std::vector<int64_t> result = list_slots(first, last, since);
     std::sort(result.begin(), result.end());
     return result;
+  }
+
+  // The same in the order of slots.
+  std::vector<int64_t> list_slots(int64_t first, int64_t last, uint64_t since) {
+    const int64_t row_count = size();
+    if (row_count == 0) return {};
+    const Longs keys = device_.template make<int64_t>(row_count), marks = device_.template make<int64_t>(row_count);
+    device_.launch(ListRows{rows(), first, last, since, keys, marks}, row_count);
+    return host(picked(keys, marks));
   }
 
   void write(Global<const int64_t> ids, Global<const uint8_t> values, Range range, bool visits, uint64_t now,
              uint64_t version) {
     if (ids.size() == 0) return;
-    const int64_t before = row_count_;
     const Batch batch = open(ids);
     const int64_t width = range.end - range.begin;
-    const Visit visit{now, version, before, format_.counts_visits, visits};
+    const Visit visit{now, version, row_counts_, format_.counts_visits, visits};
     with_pieces(range.begin | width | address_of(values), [&](auto bytes) {
       const WriteValues<decltype(bytes)::value> kernel{rows(), initial(),   batch.runs(), batch.found.slots,
                                                        values, range.begin, width,        visit};
-      device_.launch(kernel, batch.count * kWays);
+      device_.launch(kernel, batch.most() * kWays);
     });
     shrink(batch.excess, version);
   }
@@ -107,7 +129,7 @@ class DeviceTable {
     with_pieces(format_.row_bytes | address_of(values), [&](auto bytes) {
       const WriteWhole<decltype(bytes)::value> kernel{
           rows(), batch.runs(), batch.found.slots, values, format_.row_bytes, padding(), version};
-      device_.launch(kernel, batch.count * kWays);
+      device_.launch(kernel, batch.most() * kWays);
     });
     shrink(batch.excess, version);
   }
@@ -115,20 +137,19 @@ class DeviceTable {
   void write_metadata(Global<const int64_t> ids, Global<const int64_t> words, uint64_t mask, uint64_t version) {
     if (ids.size() == 0) return;
     const Batch batch = runs_of(ids);
-    device_.launch(WriteMetadata{rows(), batch.runs(), batch.found.slots, words, mask, version}, batch.count);
+    device_.launch(WriteMetadata{rows(), batch.runs(), batch.found.slots, words, mask, version}, batch.most());
   }
 
   void update(Global<const int64_t> ids, Global<const float> grads, const Hyper& hyper, uint64_t now,
               uint64_t version) {
     if (ids.size() == 0) return;
-    const int64_t before = row_count_;
     const Batch batch = open(ids);
-    const Visit visit{now, version, before, format_.counts_visits, true};
+    const Visit visit{now, version, row_counts_, format_.counts_visits, true};
     const StatePlaces places{format_.dim, format_.weight_type, format_.momentum1, format_.momentum2};
     with_formula(format_.optimizer, [&](auto formula) {
       using Kernel = UpdateRows<decltype(formula)::value>;
       const Kernel kernel{rows(), initial(), places, batch.runs(), batch.found.slots, grads, hyper, visit};
-      device_.launch(kernel, batch.count * simt::kLanes, Kernel::shared_bytes(format_.dim));
+      device_.launch(kernel, batch.most() * simt::kLanes, Kernel::shared_bytes(format_.dim));
     });
     shrink(batch.excess, version);
   }
@@ -136,9 +157,9 @@ class DeviceTable {
   // How many rows there were.
   int64_t remove(Global<const int64_t> ids, uint64_t version) {
     if (ids.size() == 0) return 0;
-    const Batch batch = runs_of(ids);
-    const Longs marks = device_.template make<int64_t>(batch.count);
-    device_.launch(MarkSlots{batch.found.slots, true, marks}, batch.count);
+    const Batch batch = counted_runs_of(ids);
+    const Longs marks = device_.template make<int64_t>(batch.most());
+    device_.launch(MarkSlots{batch.found.slots, true, marks}, batch.most());
     const Leaving leaving = leaving_marked(batch, marks);
     take_away(leaving, version);
     return leaving.size();
@@ -150,7 +171,8 @@ class DeviceTable {
     Memory empty = make_index(0);
     const Array<Slab> none = shown_of({});
     for (const int64_t key : keys) removals_.push_back({key, version});
-    row_count_ = 0;
+    device_.launch(CountUp{0, row_counts_.part(kRowsNow, 1)}, 1);
+    set_row_count(0);
     slabs_.clear();
     shown_ = none;
     index_ = std::move(empty);
@@ -158,14 +180,14 @@ class DeviceTable {
 
   int64_t evict(Global<const int64_t> ids, const EvictionPlan& plan, uint64_t version) {
     if (ids.size() == 0) return 0;
-    const Batch batch = runs_of(ids);
-    const Longs marks = device_.template make<int64_t>(batch.count);
+    const Batch batch = counted_runs_of(ids);
+    const Longs marks = device_.template make<int64_t>(batch.most());
     CondemnRows kernel{rows(), format_.dim, format_.weight_type, plan, version, false, batch.found.slots, marks};
-    device_.launch(kernel, batch.count * kWays);
+    device_.launch(kernel, batch.most() * kWays);
     const Leaving leaving = leaving_marked(batch, marks);
     // Counts decay once nothing can fail any more.
     kernel.decays = true;
-    device_.launch(kernel, batch.count * kWays);
+    device_.launch(kernel, batch.most() * kWays);
     take_away(leaving, version);
     evicted_count_ += leaving.size();
     return leaving.size();
@@ -173,9 +195,9 @@ class DeviceTable {
 
   // The (score, key) of the last row that is kept when the `keep_count` highest stay.
   std::pair<uint64_t, int64_t> score_cutoff(int64_t keep_count) {
-    const Longs slots = counted(0, row_count_);
-    const Longs order = ranked(slots, true);
-    const int64_t slot = host(order, row_count_ - keep_count, 1)[0];
+    const int64_t row_count = size();
+    const Longs order = ranked(counted(0, row_count), true);
+    const int64_t slot = host(order, row_count - keep_count, 1)[0];
     const Longs one = device_.template make<int64_t>(1);
     device_.upload({slot}, one);
     const auto words = device_.template make<uint64_t>(1), keys = device_.template make<uint64_t>(1);
@@ -212,14 +234,16 @@ class DeviceTable {
   // The rows of this moment, in memory of their own.
   std::unique_ptr<DeviceTable> clone(Device& device) {
     auto result = std::make_unique<DeviceTable>(device, format_, stride_ << shift_, rows_of_bucket_);
-    result->make_room(row_count_);
+    result->make_room(most_rows_);
     for (size_t i = 0; i < result->slabs_.size(); ++i) device_.copy(slabs_[i], result->slabs_[i]);
     result->index_ = result->make_index(index_.bits);
     device_.copy(index_.digests, result->index_.digests);
     device_.copy(index_.ids, result->index_.ids);
     device_.copy(index_.slots, result->index_.slots);
     device_.copy(index_.states, result->index_.states);
-    result->row_count_ = row_count_;
+    device_.copy(row_counts_, result->row_counts_);
+    result->most_rows_ = most_rows_;
+    result->is_exact_ = is_exact_;
     result->removals_ = removals_;
     return result;
   }
@@ -251,12 +275,14 @@ class DeviceTable {
 
   // The distinct ids of a batch in the order of their hashes, and where each occurs.
   struct Batch {
-    int64_t count;
     Longs distinct, begins, positions;
     Found found;
+    Longs sums;           // The last is how many ids are distinct. Empty where the lists are no longer than that.
     Leaving excess = {};  // Rows that make room, of a table that is full.
 
-    RunList runs() const { return {distinct, begins, positions}; }
+    int64_t most() const { return distinct.size(); }
+    Count count() const { return {sums}; }
+    RunList runs() const { return {distinct, begins, positions, count()}; }
   };
 
   int64_t bucket_count() const { return int64_t{1} << index_.bits; }
@@ -322,11 +348,18 @@ class DeviceTable {
   Longs picked(const Longs& values, const Longs& marks) {
     if (marks.size() == 0) return marks;
     const Longs sums = summed(marks);
-    const int64_t count = host(sums, sums.size() - 1, 1)[0];
-    Longs result = device_.template make<int64_t>(count);
-    if (count > 0) device_.launch(PickMarked{sums, values, result}, sums.size());
+    const int64_t count = last_of(sums);
+    return count > 0 ? marked(values, sums, count) : device_.template make<int64_t>(0);
+  }
+
+  // The values that running sums mark, in order, with room for so many.
+  Longs marked(const Longs& values, const Longs& sums, int64_t most) {
+    Longs result = device_.template make<int64_t>(most);
+    device_.launch(PickMarked{sums, values, result}, sums.size());
     return result;
   }
+
+  int64_t last_of(const Longs& sums) { return host(sums, sums.size() - 1, 1)[0]; }
 
   Longs picked_at(const Longs& places, const Longs& values) {
     Longs result = device_.template make<int64_t>(places.size());
@@ -334,10 +367,36 @@ class DeviceTable {
     return result;
   }
 
-  Found find(Global<const int64_t> ids) {
+  Found find(Global<const int64_t> ids, Count count = {}) {
     Found found{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
-    device_.launch(FindIds{index(), ids, found.entries, found.slots}, ids.size() * kWays);
+    device_.launch(FindIds{index(), ids, found.entries, found.slots, count}, ids.size() * kWays);
     return found;
+  }
+
+  // The host knows how many rows there are. A count that is on its way says nothing more.
+  void set_row_count(int64_t row_count) {
+    most_rows_ = row_count;
+    is_exact_ = true;
+    is_later_ = false;
+  }
+
+  // At most so many rows more. A count is sent where none is on its way.
+  void add_at_most(int64_t count) {
+    most_rows_ += count;
+    is_exact_ = false;
+    added_since_ += count;
+    if (is_later_) return;
+    device_.send(row_counts_.part(kRowsNow, 1), later_);
+    is_later_ = true;
+    added_since_ = 0;
+  }
+
+  // Takes a count that has arrived.
+  void look_for_count() {
+    if (!is_later_ || !device_.arrived(later_)) return;
+    is_later_ = false;
+    most_rows_ = device_.value_of(later_) + added_since_;
+    is_exact_ = added_since_ == 0;
   }
 
   Batch runs_of(Global<const int64_t> ids) {
@@ -348,64 +407,97 @@ class DeviceTable {
     device_.launch(HashIds{ids, words, positions}, count);
     device_.sort(words, positions, 64);
     device_.launch(MarkRuns{words, marks}, count);
-    const Longs sums = summed(marks);
-    const int64_t distinct_count = host(sums, count - 1, 1)[0];
-    Batch batch{distinct_count,
-                device_.template make<int64_t>(distinct_count),
-                device_.template make<int64_t>(distinct_count + 1),
-                positions,
-                {}};
-    device_.launch(ListRuns{sums, positions, ids, batch.begins, batch.distinct}, count);
-    batch.found = find(batch.distinct);
+    Batch batch{
+        device_.template make<int64_t>(count), device_.template make<int64_t>(count + 1), positions, {}, summed(marks)};
+    device_.launch(ListRuns{batch.sums, positions, ids, batch.begins, batch.distinct}, count);
+    batch.found = find(batch.distinct, batch.count());
     return batch;
   }
 
-  // The same, and a slot for every id: missing ones get the next, in the order of their hashes.
+  // The same, as long as it is, of a table whose rows the host has counted.
+  Batch counted_runs_of(Global<const int64_t> ids) {
+    size();
+    return counted(runs_of(ids));
+  }
+  Batch counted(const Batch& batch) {
+    const int64_t count = last_of(batch.sums);
+    const Found found{batch.found.entries.part(0, count), batch.found.slots.part(0, count)};
+    return {batch.distinct.part(0, count), batch.begins.part(0, count + 1), batch.positions, found, {}};
+  }
+
+  // A slot for every id of a batch: missing ones get the next, in the order of their hashes. Waits for nothing, but
+  // where the table may become full, or memory that may be needed cannot be had.
   Batch open(Global<const int64_t> ids) {
+    look_for_count();
     Batch batch = runs_of(ids);
-    if (format_.capacity >= 0 && batch.count > format_.capacity) throw TooManyIds(batch.count);
-    const Longs marks = device_.template make<int64_t>(batch.count);
-    device_.launch(MarkSlots{batch.found.slots, false, marks}, batch.count);
+    const bool is_near = format_.capacity >= 0 && most_rows_ + ids.size() > format_.capacity;
+    if (is_near) {
+      batch = counted(batch);
+      if (batch.most() > format_.capacity) throw TooManyIds(batch.most());
+    }
+    const Longs marks = device_.template make<int64_t>(batch.most());
+    device_.launch(MarkSlots{batch.found.slots, false, marks, batch.count()}, batch.most());
     const Longs sums = summed(marks);
-    const int64_t new_count = host(sums, batch.count - 1, 1)[0];
-    if (new_count == 0) return batch;
-    reserve(row_count_ + new_count);
-    if (format_.capacity >= 0 && row_count_ + new_count > format_.capacity)
-      batch.excess = leaving_excess(batch, row_count_ + new_count);
-    device_.launch(AssignSlots{sums, row_count_, batch.found.slots}, batch.count);
-    const Longs ids_of_new = device_.template make<int64_t>(new_count);
-    device_.launch(PickMarked{sums, batch.distinct, ids_of_new}, batch.count);
-    insert_or_undo(ids_of_new, counted(row_count_, new_count));
-    row_count_ += new_count;
+    int64_t more = batch.most();
+    bool is_known = is_near;
+    const auto count_new = [&] {
+      size();
+      more = last_of(sums);
+      is_known = true;
+    };
+    if (is_near) count_new();
+    try {
+      reserve(most_rows_ + more);
+    } catch (const std::bad_alloc&) {
+      if (is_known) throw;
+      count_new();
+      reserve(most_rows_ + more);
+    }
+    if (is_near && most_rows_ + more > format_.capacity) batch.excess = leaving_excess(batch, most_rows_ + more);
+    if (more > 0) add_new(batch, sums);
+    // Also of none: those that were there before are said anew.
+    device_.launch(AddRows{sums, row_counts_}, 1);
+    if (is_known) {
+      set_row_count(most_rows_ + more);
+    } else {
+      add_at_most(more);
+    }
     return batch;
   }
 
-  // The same as `insert`, but nothing is left behind where it fails.
-  void insert_or_undo(const Longs& ids, const Longs& slots) {
+  // Slots and entries for the ids that have none, which are marked.
+  void add_new(const Batch& batch, const Longs& sums) {
+    device_.launch(AssignSlots{sums, row_counts_, batch.found.slots}, batch.most());
+    const Longs ids = marked(batch.distinct, sums, sums.size()), slots = marked(batch.found.slots, sums, sums.size());
     const Found undone{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
     try {
-      insert(ids, slots);
+      insert(ids, slots, {sums}, true);
     } catch (...) {
-      device_.launch(FindIds{index(), ids, undone.entries, undone.slots}, ids.size() * kWays);
-      device_.launch(EraseEntries{index(), undone.entries}, ids.size());
+      // Nothing is left behind.
+      device_.launch(FindIds{index(), ids, undone.entries, undone.slots, {sums}}, ids.size() * kWays);
+      device_.launch(EraseEntries{index(), undone.entries, {sums}}, ids.size());
       throw;
     }
   }
 
   // Adds entries for distinct ids that have none: by their first buckets, what is left by their second, then the rest.
-  void insert(Longs ids, Longs slots) {
-    for (int64_t turn = 0; turn < 2 && ids.size() > 0; ++turn) {
-      auto buckets = device_.template make<uint64_t>(ids.size());
-      Longs order = device_.template make<int64_t>(ids.size());
-      const Longs left = device_.template make<int64_t>(ids.size());
-      device_.launch(ListBuckets{index(), turn, ids, buckets, order}, ids.size());
-      device_.sort(buckets, order, std::max(1, index_.bits));
-      device_.launch(InsertRuns{index(), buckets, order, ids, slots, left}, ids.size() * kWays);
-      const Longs ids_left = picked(ids, left);
-      if (ids_left.size() > 0) slots = picked(slots, left);
-      ids = ids_left;
+  // `is_sorted`: in the order of their hashes, and so of their first buckets.
+  void insert(Longs ids, Longs slots, Count count, bool is_sorted) {
+    const int64_t most = ids.size();
+    Longs sums;  // Of what is left: `count` looks at them.
+    for (int64_t turn = 0; turn < 2; ++turn) {
+      auto buckets = device_.template make<uint64_t>(most);
+      Longs order = device_.template make<int64_t>(most);
+      const Longs left = device_.template make<int64_t>(most);
+      device_.launch(ListBuckets{index(), turn, ids, buckets, order, count}, most);
+      if (turn > 0 || !is_sorted) device_.sort(buckets, order, index_.bits + 1);
+      device_.launch(InsertRuns{index(), buckets, order, ids, slots, left}, most * kWays);
+      sums = summed(left);
+      ids = marked(ids, sums, most);
+      slots = marked(slots, sums, most);
+      count = {sums};
     }
-    if (ids.size() > 0) device_.launch(InsertRest{index(), ids, slots}, 1);
+    device_.launch(InsertRest{index(), ids, slots, count}, 1);
   }
 
   Array<Slab> shown_of(const std::vector<Array<uint8_t>>& slabs) {
@@ -433,10 +525,11 @@ class DeviceTable {
     Memory old = index_;
     index_ = make_index(bits);
     try {
-      if (row_count_ == 0) return;
-      const Longs keys = device_.template make<int64_t>(row_count_), marks = device_.template make<int64_t>(row_count_);
-      device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, keys, marks}, row_count_);
-      insert(keys, counted(0, row_count_));
+      if (most_rows_ == 0) return;
+      const Longs keys = device_.template make<int64_t>(most_rows_), marks = device_.template make<int64_t>(most_rows_);
+      const Count count{row_counts_.part(kRowsNow, 1)};
+      device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, keys, marks, count}, most_rows_);
+      insert(keys, counted(0, most_rows_), count, false);
     } catch (...) {
       index_ = std::move(old);
       throw;
@@ -458,11 +551,11 @@ class DeviceTable {
   // Who makes room when a batch makes it so many rows: none of its own.
   Leaving leaving_excess(const Batch& batch, int64_t row_count) {
     const int64_t excess = row_count - format_.capacity;
-    const Longs marks = device_.template make<int64_t>(row_count_);
-    device_.launch(SetMarks{counted(0, row_count_), 0, 1, marks}, row_count_);
+    const Longs all = counted(0, most_rows_), marks = device_.template make<int64_t>(most_rows_);
+    device_.launch(SetMarks{all, 0, 1, marks}, most_rows_);
     // Ids without a row have no slot yet.
-    device_.launch(SetMarks{batch.found.slots, 0, 0, marks}, batch.count);
-    const Longs order = ranked(picked(counted(0, row_count_), marks), format_.ranks_by_count);
+    device_.launch(SetMarks{batch.found.slots, 0, 0, marks}, batch.most());
+    const Longs order = ranked(picked(all, marks), format_.ranks_by_count);
     const Longs slots = device_.template make<int64_t>(excess), keys = device_.template make<int64_t>(excess);
     device_.copy(order.part(0, excess), slots);
     device_.launch(KeysOfRows{rows(), slots, keys}, excess);
@@ -477,7 +570,7 @@ class DeviceTable {
   Leaving leaving_marked(const Batch& batch, const Longs& marks) {
     const Longs keys = picked(batch.distinct, marks);
     if (keys.size() == 0) return {};
-    return leaving(keys, picked(batch.found.entries, marks), picked(batch.found.slots, marks), row_count_);
+    return leaving(keys, picked(batch.found.entries, marks), picked(batch.found.slots, marks), most_rows_);
   }
 
   // What there is to do when these rows, each listed once, go from among so many: the last rows that stay take the
@@ -510,7 +603,8 @@ class DeviceTable {
     device_.launch(EraseEntries{index(), leaving.entries}, leaving.size());
     if (leaving.movers.size() > 0)
       device_.launch(MoveRows{index(), rows(), leaving.movers, leaving.holes}, leaving.movers.size() * kWays);
-    row_count_ -= leaving.size();
+    set_row_count(most_rows_ - leaving.size());
+    device_.launch(CountUp{most_rows_, row_counts_.part(kRowsNow, 1)}, 1);
     try {
       trim();
     } catch (const std::bad_alloc&) {
@@ -520,13 +614,13 @@ class DeviceTable {
 
   // Gives memory back that rows need less than half of, and an index that is used to less than an eighth.
   void trim() {
-    const int64_t wanted = (row_count_ + (int64_t{1} << shift_) - 1) >> shift_;
+    const int64_t wanted = (most_rows_ + (int64_t{1} << shift_) - 1) >> shift_;
     if (2 * wanted <= static_cast<int64_t>(slabs_.size()) && !slabs_.empty()) {
       const std::vector<Array<uint8_t>> fewer(slabs_.begin(), slabs_.begin() + static_cast<std::ptrdiff_t>(wanted));
       shown_ = shown_of(fewer);
       slabs_ = fewer;
     }
-    if (index_.bits > 3 && row_count_ * 8 < bucket_count() * rows_of_bucket_) rebuild(2 * row_count_);
+    if (index_.bits > 3 && most_rows_ * 8 < bucket_count() * rows_of_bucket_) rebuild(2 * most_rows_);
   }
 
   Device& device_;
@@ -536,7 +630,14 @@ class DeviceTable {
   std::vector<Array<uint8_t>> slabs_;
   Array<Slab> shown_;
   Memory index_;
-  int64_t row_count_ = 0, evicted_count_ = 0;
+  Longs row_counts_;
+  // The rows are so many, or at most so many.
+  int64_t most_rows_ = 0;
+  bool is_exact_ = true;
+  typename Device::Later later_;
+  bool is_later_ = false;  // A count is on its way; so many rows may have been added since.
+  int64_t added_since_ = 0;
+  int64_t evicted_count_ = 0;
   std::vector<Removal> removals_;
 };
 

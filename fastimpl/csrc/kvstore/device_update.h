@@ -43,14 +43,15 @@ struct UpdateRows {
   SIMT void operator()() const {
     const int64_t warps = simt::threads() / simt::kLanes;
     const auto grad = simt::shared<float>(simt::warp() * shared_bytes(places.dim), places.dim);
-    for (int64_t at = static_cast<int64_t>(simt::block()) * warps + simt::warp(); at < runs.size();
+    const int64_t end = runs.size();
+    for (int64_t at = static_cast<int64_t>(simt::block()) * warps + simt::warp(); at < end;
          at += static_cast<int64_t>(simt::blocks()) * warps)
       step(at, grad);
   }
 
   SIMT void step(int64_t at, const simt::Shared<float>& grad) const {
     const int64_t slot = slots.load(at);
-    const bool is_new = slot >= visit.row_count;
+    const bool is_new = visit.is_new(slot);
     const auto row = rows.row(slot);
     if (is_new) initial.open(simt::lane(), simt::kLanes, row, runs.wanted.load(at), rows.stride);
     sum(runs.begins.load(at), runs.begins.load(at + 1), grad);

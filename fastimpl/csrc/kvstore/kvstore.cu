@@ -38,6 +38,33 @@ class CudaDevice {
     Array part(int64_t begin, int64_t count) const { return {owner, Global<T>(span.data() + begin, count)}; }
   };
 
+  // A count that is copied to the host while the host goes on.
+  class Later {
+   public:
+    Later() {
+      const cudaError_t status = cudaHostAlloc(&memory_, sizeof(int64_t), cudaHostAllocDefault);
+      if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw std::bad_alloc();
+      }
+      check_cuda(status);
+      check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+    }
+    ~Later() {
+      // No copy runs into memory that is gone.
+      cudaEventSynchronize(event_);
+      cudaEventDestroy(event_);
+      cudaFreeHost(memory_);
+    }
+    Later(const Later&) = delete;
+    Later& operator=(const Later&) = delete;
+
+   private:
+    friend CudaDevice;
+    void* memory_ = nullptr;
+    cudaEvent_t event_ = nullptr;
+  };
+
   // `like` lies on the device.
   explicit CudaDevice(const Tensor& like) : like_(like) { make_event(); }
   CudaDevice(const CudaDevice& other) : like_(other.like_), stream_(other.stream_), countdown_(other.countdown_) {
@@ -100,6 +127,24 @@ class CudaDevice {
   template <typename T>
   void copy(const Array<T>& from, const Array<T>& to) {
     copy_bytes(to.data(), from.data(), static_cast<size_t>(from.size()) * sizeof(T), cudaMemcpyDeviceToDevice);
+  }
+  void send(const Array<int64_t>& from, Later& later) {
+    copy_bytes(later.memory_, from.data(), sizeof(int64_t), cudaMemcpyDeviceToHost);
+    check_cuda(cudaEventRecord(later.event_, stream_));
+  }
+  bool arrived(const Later& later) {
+    const cudaError_t status = cudaEventQuery(later.event_);
+    if (status == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check_cuda(status);
+    return true;
+  }
+  int64_t value_of(const Later& later) {
+    int64_t value = 0;
+    std::memcpy(&value, later.memory_, sizeof value);
+    return value;
   }
   void sort(Array<uint64_t>& words, Array<int64_t>& payload, int end_bit) {
     const auto sorted = make<uint64_t>(words.size());

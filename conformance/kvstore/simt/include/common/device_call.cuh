@@ -1,5 +1,8 @@
 // What launchers ask of CUDA, made of the CPU: memory is the host's and not zero, a stream does everything at once, and
 // a kernel is run by the plain execution of simt.h. Found before the library's header of this name.
+//
+// Two things are a GPU's own and are kept: the host waits where it allocates, where it copies from or to memory that is
+// not pinned, and where it says so, which is counted; and a copy to pinned memory is late for as long as a test says.
 #pragma once
 
 #include <simt.h>
@@ -12,17 +15,91 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <numeric>
+#include <set>
 #include <vector>
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorInvalidValue };
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 using cudaStream_t = struct FakeStream*;
 using cudaEvent_t = struct FakeEvent*;
-constexpr unsigned cudaEventDisableTiming = 2;
+constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0;
+
+namespace fake {
+
+class Host {
+ public:
+  // Copies to pinned memory stay under way until this is taken back, or the host waits.
+  void hold_copies(bool is_held) {
+    const std::lock_guard<std::mutex> held(guard_);
+    is_held_ = is_held;
+    if (!is_held_) deliver();
+  }
+  int64_t wait_count() {
+    const std::lock_guard<std::mutex> held(guard_);
+    return wait_count_;
+  }
+  void wait() {
+    const std::lock_guard<std::mutex> held(guard_);
+    ++wait_count_;
+    deliver();
+  }
+  int64_t copy_count() {
+    const std::lock_guard<std::mutex> held(guard_);
+    return static_cast<int64_t>(copies_.size());
+  }
+  void pin(void* memory) {
+    const std::lock_guard<std::mutex> held(guard_);
+    pinned_.insert(memory);
+  }
+  void unpin(void* memory) {
+    const std::lock_guard<std::mutex> held(guard_);
+    pinned_.erase(memory);
+  }
+  // Whether this copy to pinned memory is late: what it brings is what is there now.
+  bool holds(void* to, const void* from, size_t bytes) {
+    const std::lock_guard<std::mutex> held(guard_);
+    if (!is_held_ || pinned_.count(to) == 0) return false;
+    const auto* const begin = static_cast<const char*>(from);
+    copies_.push_back({to, std::vector<char>(begin, begin + bytes)});
+    std::memset(to, 0xA5, bytes);
+    return true;
+  }
+  bool is_pinned(const void* memory) {
+    const std::lock_guard<std::mutex> held(guard_);
+    return pinned_.count(const_cast<void*>(memory)) != 0;
+  }
+
+ private:
+  struct Copy {
+    void* to;
+    std::vector<char> bytes;
+  };
+
+  void deliver() {
+    for (const Copy& copy : copies_) std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+    copies_.clear();
+  }
+
+  std::mutex guard_;
+  std::set<void*> pinned_;
+  std::vector<Copy> copies_;
+  int64_t wait_count_ = 0;
+  bool is_held_ = false;
+};
+
+inline Host& host() {
+  // Never destroyed: stores may outlive every other global.
+  static Host* const only = new Host;
+  return *only;
+}
+
+}  // namespace fake
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  fake::host().wait();
   const size_t whole = (bytes + 255) / 256 * 256;
   *memory = std::aligned_alloc(256, whole);
   if (*memory == nullptr) return cudaErrorMemoryAllocation;
@@ -31,19 +108,42 @@ inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
   return cudaSuccess;
 }
 inline cudaError_t cudaFree(void* memory) {
+  fake::host().wait();
   std::free(memory);
   return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned /*flags*/) {
+  const cudaError_t status = cudaMalloc(memory, bytes);
+  if (status == cudaSuccess) fake::host().pin(*memory);
+  return status;
+}
+inline cudaError_t cudaFreeHost(void* memory) {
+  fake::host().unpin(memory);
+  return cudaFree(memory);
 }
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t /*stream*/) {
   std::memset(memory, value, bytes);
   return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind /*kind*/,
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t /*stream*/) {
+  if (kind == cudaMemcpyDeviceToHost && fake::host().holds(to, from, bytes)) return cudaSuccess;
+  const void* const on_host = kind == cudaMemcpyDeviceToHost ? to : from;
+  if (kind != cudaMemcpyDeviceToDevice && !fake::host().is_pinned(on_host)) fake::host().wait();
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t /*stream*/) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t /*stream*/) {
+  fake::host().wait();
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t /*event*/) {
+  fake::host().wait();
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t /*event*/) {
+  return fake::host().copy_count() == 0 ? cudaSuccess : cudaErrorNotReady;
+}
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t /*stream*/, cudaEvent_t event, unsigned /*flags*/) {
   return event == nullptr ? cudaErrorInvalidValue : cudaSuccess;
 }

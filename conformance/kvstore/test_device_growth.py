@@ -1,0 +1,116 @@
+"""How a store on a device grows: the host keeps a bound and waits for no count; when it learns one changes no row.
+
+The CUDA here is made of the CPU: it counts where a host waits, and holds back copies to the host for as long as a test
+says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, requirement
+from conformance.kvstore.cases import Clock, contents, ids_of, random_rows, store_of, weights_of
+
+NEEDS = ("operators",)
+
+
+def _store(kvstore: Any, **options: Any) -> Any:
+    from conformance.kvstore.simt import SimtStore
+
+    return SimtStore({"t": kvstore.RowLayout(6, optimizer="adam")}, optimizer_in_row=True, seed=7, **options)
+
+
+def _writes(store: Any) -> dict[str, Callable[[], Any]]:
+    """Writes of rows that are there and of new ones, with duplicates: 12 ids of 40 at most each."""
+    ids, slot = ids_of([3, 1, 3, 9, -4, 20, 21, 22, 23, 9, 30, 31]), store.slot("t", "momentum1")
+    return {
+        "set": lambda: store.set("t", ids, weights_of(store, 12, 1)),
+        "set of some": lambda: store.set("t", ids + 5, weights_of(store, 12, 2), count=7),
+        "set_rows": lambda: store.set_rows("t", random_rows(store, (ids + 9).tolist(), 3)),
+        "set_state": lambda: store.set_state("t", "momentum1", ids + 2, torch.ones(12, slot.count)),
+        "apply_gradients": lambda: store.apply_gradients("t", ids - 7, torch.ones(12, 6), 0.5),
+        "set_scores": lambda: store.set_scores("t", ids, torch.ones(12)),
+        "set_metadata": lambda: store.set_metadata("t", ids, torch.ones(12, 1, dtype=torch.int64)),
+        "nothing": lambda: store.set("t", ids[:0], weights_of(store, 0, 1)),
+    }
+
+
+def _waiting(store: Any) -> dict[str, Callable[[], Any]]:
+    ids = ids_of(range(1500))
+    return {
+        "size": lambda: store.size("t"),
+        "delete": lambda: store.delete("t", ids[:3]),
+        "growth": lambda: store.set("t", ids, weights_of(store, 1500, 1)),
+    }
+
+
+@requirement(
+    "KV-167",
+    "A write to a store on a device MUST make the host wait for nothing, new rows included, while all ids since the "
+    "last known count have room; with a capacity, too, while they stay below it.",
+    needs=NEEDS,
+)
+def test_no_waits(kvstore: Any) -> None:
+    from conformance.kvstore.simt import host_waits, late_copies
+
+    for capacity in (None, 2000):
+        for is_late in (False, True):
+            store = _store(kvstore, capacity=capacity)
+            store.reserve("t", 1000)
+            with late_copies(is_late=is_late):
+                for turn in range(4):
+                    for name, write in _writes(store).items():
+                        before = host_waits()
+                        write()
+                        where = f"capacity {capacity}, late {is_late}, turn {turn}: {name}"
+                        assert_equal(host_waits() - before, 0, where=where)
+                # The counter counts: who asks waits, and so does who needs memory.
+                for name, verb in _waiting(store).items():
+                    before = host_waits()
+                    verb()
+                    assert_equal(host_waits() > before, True, where=f"{name} waits")
+
+
+@requirement(
+    "KV-168",
+    "Rows, ids, counters and order of a store on a device MUST NOT depend on when the host learns how many rows there "
+    "are, through growth, deletes, a full table and snapshots.",
+    needs=NEEDS,
+)
+def test_any_time(kvstore: Any) -> None:
+    from conformance.kvstore.simt import late_copies
+
+    for capacity in (None, 150):
+        clock = Clock()
+        plain = store_of(kvstore, kvstore.RowLayout(6, optimizer="adam"), capacity=capacity, clock=clock)
+        arms = [_store(kvstore, capacity=capacity, clock=clock) for _ in range(3)]
+        generator = torch.Generator().manual_seed(capacity or 0)
+        for step in range(40):
+            ids = torch.randint(-40 - 4 * step, 40 + 4 * step, (1 + 7 * step % 97,), generator=generator)
+            weights, clock.now = weights_of(plain, ids.numel(), step), clock.now + 1
+            for arm, store in enumerate((*arms, plain)):
+                # At once, never until somebody waits, and now and then.
+                is_late = arm == 1 or (arm == 2 and step % 3 > 0)
+                if arm == len(arms):
+                    _one_step(store, step, ids, weights)
+                    continue
+                with late_copies(is_late=is_late):
+                    _one_step(store, step, ids, weights)
+            if step % 8 == 7:
+                for arm, store in enumerate(arms):
+                    where = f"capacity {capacity}, arm {arm}, step {step}"
+                    assert_equal(store.size("t"), plain.size("t"), where=f"{where}: size")
+                    assert_equal(store.stats().evicted_count, plain.stats().evicted_count, where=f"{where}: evicted")
+                    with store.snapshot() as moment:
+                        assert_equal(contents(moment), contents(plain), where=f"{where}: a moment")
+
+
+def _one_step(store: Any, step: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    store.set("t", ids, weights)
+    if step % 5 == 4:
+        store.delete("t", ids[::2].clone())
+    if step % 11 == 10:
+        store.apply_gradients("t", ids, weights.nan_to_num(0, 0, 0).clamp(-1, 1), 0.1, step)
