@@ -1,8 +1,8 @@
 """Machine-made mutants: how many small changes of the sources does the suite notice?
 
 ``map`` runs the suite of each component on fastimpl once, under coverage, and keeps which test runs which line. ``run``
-draws mutants in an order that a seed fixes, until a budget of seconds is spent: cosmic-ray's of Python, universalmutator's
-of C++ and CUDA headers. Of a Python mutant the tests that run its line decide, the fastest first. Of a C++ mutant the
+draws mutants in an order that a seed fixes, until a budget of seconds is spent: cosmic-ray's of Python, and of C++ and
+CUDA headers universalmutator's. Of a Python mutant the tests that run its line decide, the fastest first. Of a C++ one the
 kernels' own tests decide, then the proofs of the SIMT prover that include its header, then the suite on a library that
 has it. ``report`` prints the score by file.
 

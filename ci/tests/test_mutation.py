@@ -1,0 +1,139 @@
+"""The judge of machine-made mutants, on a toy: what it draws, which tests it asks, and what it says of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+_PATH = Path(__file__).parents[1] / "mutation.py"
+
+
+@pytest.fixture(name="mutation", scope="module")
+def _mutation() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ci_mutation", _PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _mutant(mutation: Any, **changes: Any) -> Any:
+    fields = {"component": "kvstore", "file": "toy.py", "line": 2, "operator": "line", "occurrence": 0}
+    return mutation.Mutant(**{**fields, "before": "return n + 1", "after": "    return n - 1\n", **changes})
+
+
+def _verdict(mutation: Any, verdict: str, **changes: Any) -> Any:
+    fields = {"key": "k", "component": "kvstore", "file": "toy.py", "line": 2, "operator": "o", "before": "a"}
+    rest = {"after": "b", "by": "test", "seconds": 1.0, "digest": ""}
+    return mutation.Verdict(**{**fields, **rest, **changes, "verdict": verdict})
+
+
+def test_a_changed_annotation_has_no_meaning(mutation: Any) -> None:
+    text = "x: int | None = 1\ndef f(a: int | str = 2) -> int | None:\n    return a | 1\n"
+    assert mutation.meaning(text) == mutation.meaning(
+        text.replace("int | None", "int + None").replace("| str", "& str")
+    )
+    assert mutation.meaning(text) != mutation.meaning(text.replace("a | 1", "a & 1"))
+    assert mutation.meaning(text) != mutation.meaning(text.replace("= 2", "= 3"))
+
+
+def test_the_order_is_fixed_and_a_new_mutant_changes_no_other(mutation: Any) -> None:
+    mutants = [_mutant(mutation, occurrence=number) for number in range(50)]
+    order = mutation.drawn(mutants, 0)
+    assert order == mutation.drawn(reversed(mutants), 0)
+    assert order != mutation.drawn(mutants, 1)
+    more = mutation.drawn([*mutants, _mutant(mutation, file="other.py")], 0)
+    assert [each for each in more if each.file == "toy.py"] == order
+
+
+def test_the_tests_that_run_the_line_are_asked_the_fastest_first(mutation: Any) -> None:
+    lines = {"toy.py": {"1": ["slow", "fast"], "2": [""], "4": ["slow"]}}
+    coverage = mutation.Coverage(lines, {"slow": 9.0, "fast": 1.0, "ranks": 5.0}, ["ranks"])
+    assert coverage.tests_of("toy.py", 1) == ["fast", "slow"]
+    # Line 2 runs while the module is imported, or on a rank.
+    assert coverage.tests_of("toy.py", 2) == ["fast", "ranks", "slow"]
+    assert coverage.tests_of("toy.py", 3) == []
+    assert coverage.tests_of("other.py", 1) == []
+    assert mutation.within(["fast", "ranks", "slow"], coverage.seconds, 6.0) == ["fast", "ranks"]
+    assert mutation.within(["slow"], coverage.seconds, 6.0) == ["slow"]
+
+
+def test_a_line_that_no_test_runs_is_not_covered(mutation: Any, tmp_path: Path) -> None:
+    coverage = mutation.Coverage({}, {}, [])
+    assert mutation.judge_python(_mutant(mutation), tmp_path, coverage) == ("not covered", "")
+
+
+@pytest.mark.parametrize(
+    ("asserted", "after", "expected"),
+    [
+        ("f(1) == 2", "    return n - 1\n", "killed"),
+        ("f(1) > -9", "    return n - 1\n", "survived"),
+        ("f(1) == 2", "    return n +\n", "killed"),
+        ("f(1) == 2", "    while True: pass\n", "killed"),
+    ],
+    ids=["noticed", "unnoticed", "no Python", "endless"],
+)
+def test_verdicts(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asserted: str, after: str, expected: str
+) -> None:
+    text = "def f(n):\n    return n + 1\n"
+    (tmp_path / "toy.py").write_text(text)
+    (tmp_path / "test_toy.py").write_text(f"import toy\nf = toy.f\ndef test_toy():\n    assert {asserted}\n")
+    test = "test_toy.py::test_toy"
+    for name, value in {"STATE": tmp_path / "state", "_PYTEST": ["-q"], "_STARTING_S": 10.0}.items():
+        monkeypatch.setattr(mutation, name, value)
+    monkeypatch.setattr(mutation, "judge_native", mutation.judge_python)
+    coverage = mutation.Coverage({"toy.py": {"2": [test]}}, {test: 0.1}, [])
+    monkeypatch.setattr(mutation, "_files_of", lambda mutant, tree: {mutant.file: tree / mutant.file})
+    verdict = mutation.judge(_mutant(mutation, after=after), tmp_path, coverage)
+    assert (verdict.verdict, verdict.before, verdict.after) == (expected, "return n + 1", after.strip())
+    # The tree is as it was, and so is what the verdict belongs to.
+    assert (tmp_path / "toy.py").read_text() == text
+    assert verdict.digest == mutation.digest_of(tmp_path / "toy.py")
+
+
+def test_verdicts_end_with_the_text_they_are_about(mutation: Any, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text("a\n")
+    digest = mutation.digest_of(tmp_path / "toy.py")
+    kept = [_verdict(mutation, "killed", digest=digest), _verdict(mutation, "survived", key="old", digest="other")]
+    lines = [mutation.json.dumps(mutation.asdict(each)) for each in kept]
+    (tmp_path / "verdicts.jsonl").write_text("\n".join(lines))
+    assert list(mutation.read_verdicts(tmp_path, tmp_path)) == ["k"]
+
+
+def test_the_report_counts_what_is_open(mutation: Any) -> None:
+    killed = [_verdict(mutation, "killed", key=str(number)) for number in range(9)]
+    survived = _verdict(mutation, "survived", key="s", before="x", after="y")
+    text, good = mutation.report([*killed, survived, _verdict(mutation, "invalid", key="i")], set())
+    assert "9 of   10 killed   90.0%" in text
+    assert "survived: toy.py:2 (test)\n    - x\n    + y" in text
+    assert not good
+    text, good = mutation.report([*killed, survived], {("toy.py", "x", "y")})
+    assert "9 of    9 killed  100.0%" in text
+    assert good
+    # A run that judged nothing is not good, nor is a line that no test runs.
+    assert not mutation.report([], set())[1]
+    assert not mutation.report([*killed, _verdict(mutation, "not covered", key="n")], set())[1]
+
+
+def test_the_committed_list_is_strict(mutation: Any, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text("    x = 1\n")
+    listed = tmp_path / "mutants.toml"
+    entry = '[[survivor]]\nfile = "toy.py"\nbefore = "{}"\nafter = "x = 2"\nreason = "{}"\n'
+    listed.write_text(entry.format("x = 1", "Nobody reads x."))
+    assert mutation.read_listed(listed, tmp_path) == {("toy.py", "x = 1", "x = 2")}
+    listed.write_text(entry.format("x = 1", " "))
+    with pytest.raises(SystemExit, match="an entry needs file, before, after and reason"):
+        mutation.read_listed(listed, tmp_path)
+    listed.write_text(entry.format("x = 3", "Nobody reads x."))
+    with pytest.raises(SystemExit, match="has no line 'x = 3' any more"):
+        mutation.read_listed(listed, tmp_path)
+    # The list of this tree stands.
+    mutation.read_listed()
