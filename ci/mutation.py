@@ -2,8 +2,8 @@
 
 ``map`` runs the suite of each component on fastimpl once, under coverage, and keeps which test runs which line. ``run``
 draws mutants in an order that a seed fixes, until a budget of seconds is spent: cosmic-ray's of Python, and of C++ and
-CUDA headers universalmutator's. Of a Python mutant the tests that run its line decide, the fastest first. Of a C++ one the
-kernels' own tests decide, then the proofs of the SIMT prover that include its header, then the suite on a library that
+CUDA headers universalmutator's. Of a Python mutant the tests that run its line decide, the fastest first; of a C++ one
+the kernels' own tests, then the proofs of the SIMT prover that include its header, then the suite on a library that
 has it. ``report`` prints the score by file.
 
 All work is done on a copy of the tree. A verdict stands until the file changes, so that a run goes on where the last

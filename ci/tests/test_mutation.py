@@ -87,7 +87,7 @@ def test_verdicts(
     (tmp_path / "toy.py").write_text(text)
     (tmp_path / "test_toy.py").write_text(f"import toy\nf = toy.f\ndef test_toy():\n    assert {asserted}\n")
     test = "test_toy.py::test_toy"
-    for name, value in {"STATE": tmp_path / "state", "_PYTEST": ["-q"], "_STARTING_S": 10.0}.items():
+    for name, value in {"STATE": tmp_path / "state", "_PYTEST": ["-q"], "_STARTING_S": 4.0}.items():
         monkeypatch.setattr(mutation, name, value)
     monkeypatch.setattr(mutation, "judge_native", mutation.judge_python)
     coverage = mutation.Coverage({"toy.py": {"2": [test]}}, {test: 0.1}, [])
