@@ -224,7 +224,7 @@ def make_map(component: str, tree: Path) -> Coverage:
         module, name = case.attrib["classname"], case.attrib["name"].partition("[")[0]
         seconds[f"{module.replace('.', '/')}.py::{name}"] += float(case.attrib["time"])
     found = Coverage(lines, dict(seconds), users_of_ranks(tree, component))
-    (STATE / f"map-{component}.json").write_text(json.dumps(asdict(found)))
+    (STATE / f"map-{component}.json").write_text(json.dumps({"digest": sources_digest(tree), **asdict(found)}))
     return found
 
 
@@ -244,10 +244,19 @@ def users_of_ranks(tree: Path, component: str) -> list[str]:
     return found
 
 
-def read_map(component: str) -> Coverage | None:
-    """What ``map`` has kept."""
+def sources_digest(tree: Path) -> str:
+    """The digest of all Python that a map is about."""
+    files = (
+        path for layer in ("twinproof", "refimpl", "fastimpl", "conformance") for path in (tree / layer).rglob("*.py")
+    )
+    return hashlib.sha256("".join(f"{path}{digest_of(path)}" for path in sorted(files)).encode()).hexdigest()
+
+
+def read_map(component: str, tree: Path) -> Coverage | None:
+    """What ``map`` has kept of these very sources."""
     path = STATE / f"map-{component}.json"
-    return Coverage(**json.loads(path.read_text())) if path.exists() else None
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    return Coverage(**kept) if kept.pop("digest", None) == sources_digest(tree) else None
 
 
 # --- Judging
@@ -475,7 +484,7 @@ def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) 
     """Judge mutants of each component for its share of the budget."""
     tree = copy_tree()
     for component in components:
-        coverage = read_map(component) or make_map(component, tree)
+        coverage = read_map(component, tree) or make_map(component, tree)
         known = read_verdicts()
         until = time.monotonic() + budget_s / len(components)
         mutants = native_mutants(component, tree) if native else python_mutants(component, tree)
@@ -502,7 +511,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--native", action="store_true", help="C++ and CUDA headers instead of Python")
     options = parser.parse_args(arguments)
     STATE.mkdir(parents=True, exist_ok=True)
-    if options.what in ("all", "map"):
+    if options.what == "map":
         for component in options.component:
             make_map(component, copy_tree())
     if options.what in ("all", "run"):
