@@ -176,7 +176,8 @@ class Coverage:
         """
         by_line = self.lines.get(file, {})
         found = {test for test in by_line.get(str(line), ()) if test}
-        if not found and str(line) in by_line:
+        if not found:
+            # Ranks end without a word to coverage.
             found = {test for tests in by_line.values() for test in tests if test} | set(self.on_ranks)
         return sorted(found & set(self.seconds), key=lambda test: (self.seconds[test], test))
 

@@ -57,10 +57,11 @@ def test_the_tests_that_run_the_line_are_asked_the_fastest_first(mutation: Any) 
     lines = {"toy.py": {"1": ["slow", "fast"], "2": [""], "4": ["slow"]}}
     coverage = mutation.Coverage(lines, {"slow": 9.0, "fast": 1.0, "ranks": 5.0}, ["ranks"])
     assert coverage.tests_of("toy.py", 1) == ["fast", "slow"]
-    # Line 2 runs while the module is imported, or on a rank.
+    # Line 2 runs while the module is imported; line 3 and the other file may run on a rank.
     assert coverage.tests_of("toy.py", 2) == ["fast", "ranks", "slow"]
-    assert coverage.tests_of("toy.py", 3) == []
-    assert coverage.tests_of("other.py", 1) == []
+    assert coverage.tests_of("toy.py", 3) == ["fast", "ranks", "slow"]
+    assert coverage.tests_of("other.py", 1) == ["ranks"]
+    assert mutation.Coverage(lines, {"slow": 9.0}, []).tests_of("other.py", 1) == []
     assert mutation.within(["fast", "ranks", "slow"], coverage.seconds, 6.0) == ["fast", "ranks"]
     assert mutation.within(["slow"], coverage.seconds, 6.0) == ["slow"]
 
