@@ -334,6 +334,9 @@ class DictRows(DictReader):
     def reserve(self, table: str, row_count: int) -> None:
         """A dictionary grows by itself."""
 
+    def prefetch(self, table: str, ids: torch.Tensor) -> None:
+        """All rows are near."""
+
     def stats(self) -> StoreStats:
         total = sum(map(len, self.tables.values()))
         row_bytes = sum(len(rows) * self.options.rows[table].row_bytes for table, rows in self.tables.items())

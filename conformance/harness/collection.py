@@ -37,8 +37,10 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
     except RequirementError as error:
         raise pytest.UsageError(str(error)) from error
     importlib.import_module(suite.implementation)
-    if suite.device == "simt" and suite.implementation != "fastimpl":
-        raise pytest.UsageError(f"--twinproof-device simt: the kernels are fastimpl's, not {suite.implementation}'s")
+    if suite.device in ("simt", "simt-host") and suite.implementation != "fastimpl":
+        raise pytest.UsageError(
+            f"--twinproof-device {suite.device}: the kernels are fastimpl's, not {suite.implementation}'s"
+        )
     _apply_ledger(suite, [item for item, _ in proofs])
     waived = {item.nodeid for item in items if item.stash.get(_WAIVED, False) and bug_of(item) is not None}
     dropped = [

@@ -6,10 +6,15 @@ from pathlib import Path
 
 __all__ = ["DEVICES", "FIXTURES", "absent_capabilities", "kernel_sources", "prepare_device"]
 
-DEVICES = ("cpu", "pretend", "simt", "cuda")
+DEVICES = ("cpu", "pretend", "simt", "simt-host", "cuda")
 # The fixtures by which tests run on a device. A store is itself on it, and so are those of ranks.
-FIXTURES = {"pretend": ("device",), "simt": ("kvstore", "rank_pool"), "cuda": ("device", "kvstore", "rank_pool")}
-_OF_STORES = ("simt", "cuda")
+FIXTURES = {
+    "pretend": ("device",),
+    "simt": ("kvstore", "rank_pool"),
+    "simt-host": ("kvstore", "rank_pool"),
+    "cuda": ("device", "kvstore", "rank_pool"),
+}
+_OF_STORES = ("simt", "simt-host", "cuda")
 
 
 def kernel_sources() -> Path | None:

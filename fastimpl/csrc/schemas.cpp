@@ -68,6 +68,7 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("kvstore_begin_round(Tensor handle, int table, int keep_count) -> (Tensor, Tensor)");
   m.def("kvstore_evict(Tensor handle, int table, Tensor ids, Tensor plan) -> Tensor");
   m.def("kvstore_reserve(Tensor handle, int table, int row_count) -> int");
+  m.def("kvstore_prefetch(Tensor handle, int table, Tensor ids) -> int");
   m.def("kvstore_stats(Tensor handle) -> (Tensor, int)");
   m.def("kvstore_snapshot(Tensor handle) -> Tensor");
   m.def("kvstore_fail_after(Tensor handle, int table, int allocation_count) -> ()");

@@ -16,6 +16,11 @@ __all__ = ["DeviceHandle"]
 class DeviceHandle(KVHandle):
     """See ``KVHandle``; the handle's tensor lies on the device, and so operators run there."""
 
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        # Of prefetches; made by the first.
+        self._stream: torch.cuda.Stream | None = None
+
     def _there(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.tensor.device)
 
@@ -58,6 +63,19 @@ class DeviceHandle(KVHandle):
 
     def evict(self, table: int, ids: torch.Tensor, plan: torch.Tensor) -> tuple[int, int]:
         return super().evict(table, self._there(ids), plan)
+
+    def prefetch(self, table: int, ids: torch.Tensor) -> int:
+        there = self._there(ids)
+        if there.device.type != "cuda":
+            return super().prefetch(table, there)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.tensor.device)  # type: ignore[no-untyped-call]
+        # Scratch memory of the call is of the current stream too.
+        self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
+        with torch.cuda.stream(self._stream):
+            status = super().prefetch(table, there)
+        there.record_stream(self._stream)
+        return status
 
     def fill(self, table: int, row_count: int, ahead: int) -> KVFilling | None:
         raise NotImplementedError("a table on a device is not filled beside itself")

@@ -68,6 +68,8 @@ class TableMessage(NamedTuple):
     counts_visits: bool
     logs_removals: bool
     capacity: int
+    is_on_host: bool
+    cache_rows: int
     ranks_by_count: bool
 
 
@@ -88,7 +90,7 @@ class EvictionMessage(NamedTuple):
     cutoff_key: int
 
 
-TABLE_VERSION = EVICTION_VERSION = 1
+TABLE_VERSION, EVICTION_VERSION = 2, 1
 
 
 def messages(*found: TableMessage | EvictionMessage) -> torch.Tensor:
@@ -125,6 +127,8 @@ def _table_message(options: StoreOptions, index: int, table: str) -> TableMessag
         counts_visits=kind != "score",
         logs_removals=options.track_changes,
         capacity=-1 if capacity is None else capacity,
+        is_on_host=options.row_memory == "host",
+        cache_rows=options.cache_rows[table],
         ranks_by_count=kind in ("score", "count", "ttl_count"),
     )
 

@@ -126,6 +126,9 @@ class NativeRows(NativeReader):
             raise ConfigError("not a number of rows", got=row_count, expected="an int >= 0", where="row_count")
         self._change(table, self._handle.reserve, row_count)
 
+    def prefetch(self, table: str, ids: torch.Tensor) -> None:
+        check_status(self._call(table, self._handle.prefetch, ids), table)
+
     def stats(self) -> StoreStats:
         counts, snapshot_count = self._call_all(self._handle.stats)
         rows, blocks, row_bytes, held_bytes, map_bytes, evicted = counts.reshape(-1, 6).sum(dim=0).tolist()

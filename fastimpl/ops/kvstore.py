@@ -18,7 +18,8 @@ def register_fakes() -> None:
     """
     for name in ("kvstore_read", "kvstore_fail_after", "kvstore_close"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
-    for name in ("kvstore_write", "kvstore_write_rows", "kvstore_write_metadata", "kvstore_update"):
+    changes = ("kvstore_write", "kvstore_write_rows", "kvstore_write_metadata", "kvstore_update")
+    for name in (*changes, "kvstore_prefetch"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kvstore_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
@@ -133,6 +134,10 @@ class KVHandle:
     def reserve(self, table: int, row_count: int) -> int:
         """Allocate and touch memory for so many rows; a status."""
         return int(self.operators().kvstore_reserve(self.tensor, table, row_count))
+
+    def prefetch(self, table: int, ids: torch.Tensor) -> int:
+        """Bring rows of ids [n] into the cache, where there is one; a status."""
+        return int(self.operators().kvstore_prefetch(self.tensor, table, ids))
 
     def stats(self) -> tuple[torch.Tensor, int]:
         """Int64 [tables * 6]: rows, blocks, row, held and map bytes, evicted rows; and snapshots alive."""

@@ -26,6 +26,7 @@ def beside_a_copy(
     seed: int,
     call_count: int = 8,
     clean: Callable[[], object] = lambda: None,
+    over_link: bool = False,
 ) -> list[Round]:
     """``seconds`` of a call, of the copy, and of the call made four times, which no gate may let pass.
 
@@ -38,9 +39,14 @@ def beside_a_copy(
         seed: draws the order in each round.
         call_count: how many calls a sample has.
         clean: called after each sample, outside of it.
+        over_link: the copy's half that is read lies in pinned memory of the host.
     """
-    source = torch.ones(max(1, moved_bytes // 2), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    size_bytes = max(1, moved_bytes // 2)
+    if over_link:
+        source = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    else:
+        source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source, device=device)
 
     def sample(job: Callable[[], object], times: int) -> Sample:
         def several() -> None:
@@ -53,7 +59,7 @@ def beside_a_copy(
 
     runs: dict[str, Callable[[], Sample]] = {
         "ours": partial(sample, call, 1),
-        "copy": partial(sample, lambda: target.copy_(source), 1),
+        "copy": partial(sample, lambda: target.copy_(source, non_blocking=True), 1),
         "four-times": partial(sample, call, 4),
     }
     with open_gpu() as gpu:

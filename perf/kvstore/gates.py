@@ -23,11 +23,11 @@ _rss = partial(memory, metric="rss_growth_bytes")
 _map = partial(counter, full="kv-overhead-288-2e6", short="kv-overhead-288-5e5", control="dict")
 
 
-def _kernel(id: str, what: str, floor: float, *, full: str) -> Gate:
+def _kernel(id: str, what: str, floor: float, *, full: str, copy: str = "on the device") -> Gate:
     """A store on a GPU beside a copy of the bytes that it has to read and write."""
     return limit(
         id,
-        f"{what} MUST reach {floor} of the rate of a copy on the device in the same run.",
+        f"{what} MUST reach {floor} of the rate of a copy {copy} in the same run.",
         full=full,
         peer="copy",
         floor=floor,
@@ -266,4 +266,11 @@ GATES = (
     _kernel("kv-gpu-get-1056", "Getting rows of 1056 bytes on a GPU", 0.5, full="gpu-kernel-get-1056"),
     _kernel("kv-gpu-export", "Reading every row of a store on a GPU", 0.6, full="gpu-kernel-export-256"),
     _kernel("kv-gpu-insert", "Setting new rows on a GPU", 0.35, full="gpu-kernel-insert-256"),
+    _kernel(
+        "kv-gpu-host-rows",
+        "Getting rows of 256 bytes from host memory on a GPU",
+        0.8,
+        full="gpu-kernel-host-256",
+        copy="over the link",
+    ),
 )

@@ -1,7 +1,8 @@
 """A store on a GPU beside a copy of as many bytes in the same run. No GPU has run this yet.
 
 ``get`` reads the whole rows of a batch of ids, uniform over the store; ``export`` every row, in the order in which the
-store lists its ids; ``insert`` writes rows that are not there, into room that was reserved.
+store lists its ids; ``insert`` writes rows that are not there, into room that was reserved; ``host`` reads as ``get``
+does, rows that lie in pinned memory of the host without a cache, beside a copy over the link.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from perf.kvstore.rows import TABLE, clock, row_layout
 
 __all__ = ["KERNELS", "measure_kernel", "rounds_of"]
 
-KERNELS = ("get", "export", "insert")
+KERNELS = ("get", "export", "insert", "host")
 _CALLS = 8
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 
@@ -37,7 +38,10 @@ def rounds_of(device: torch.device, name: str, workload: Workload, round_count: 
     """``seconds`` of each contender, on a store of the workload's rows. Raises Mismatch for rows that are not right."""
     layout, batch = row_layout(fastimpl.kvstore, workload), workload.shape[0]
     count, generator = batch * workload.tensor_count, torch.Generator().manual_seed(seed)
-    with fastimpl.kvstore.KVStore({TABLE: layout}, optimizer_in_row=True, clock=clock, device=device.type) as store:
+    # A store on the CPU has its rows there anyway.
+    place = {"row_memory": "host"} if name == "host" and device.type != "cpu" else {}
+    options: dict[str, Any] = {"optimizer_in_row": True, "clock": clock, "device": device.type, **place}
+    with fastimpl.kvstore.KVStore({TABLE: layout}, **options) as store:
         # Ids of a batch that is inserted are outside of those that are there.
         room = count if name != "insert" else count + 5 * _CALLS * batch
         store.reserve(TABLE, room)
@@ -55,6 +59,7 @@ def rounds_of(device: torch.device, name: str, workload: Workload, round_count: 
             seed=seed,
             call_count=_CALLS,
             clean=clean,
+            over_link=name == "host",
         )
 
 
@@ -76,10 +81,12 @@ def _call(
             made[0] = ids.numel()
 
         return insert, remove, batch * (_ID_BYTES + _FLOAT_BYTES * layout.embedding_dim + layout.row_bytes)
-    wanted = (ids[:batch] if name == "get" else store.ids(TABLE)).to(device)
+    wanted = (store.ids(TABLE) if name == "export" else ids[:batch]).to(device)
     out = torch.empty(wanted.numel(), layout.row_bytes, dtype=torch.uint8, device=device)
     store.get_rows(TABLE, wanted, out=out)
     if not torch.equal(out[:, :_ID_BYTES].contiguous().view(torch.int64)[:, 0], wanted):
         raise Mismatch("rows of other ids were read")
-    moved_bytes = wanted.numel() * (_ID_BYTES + 2 * layout.row_bytes)
+    # Over the link go the rows alone.
+    id_bytes = 0 if name == "host" else _ID_BYTES
+    moved_bytes = wanted.numel() * (id_bytes + 2 * layout.row_bytes)
     return lambda: store.get_rows(TABLE, wanted, out=out), lambda: None, moved_bytes

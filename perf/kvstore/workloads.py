@@ -63,4 +63,5 @@ WORKLOADS = (
     _kernel("gpu-kernel-get-1056", job="gpu-kernel-get", shape=(500_000, 264), tensor_count=8),
     _kernel("gpu-kernel-export-256", job="gpu-kernel-export", shape=(1_000_000, 64), tensor_count=4),
     _kernel("gpu-kernel-insert-256", job="gpu-kernel-insert", shape=(250_000, 64), tensor_count=16),
+    _kernel("gpu-kernel-host-256", job="gpu-kernel-host", shape=(1_000_000, 64), tensor_count=4),
 )

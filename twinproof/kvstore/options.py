@@ -302,6 +302,8 @@ def check_count(count: Any, length: int, where: str = "count") -> int:
 Clock = Callable[[], int]
 Value = TypeVar("Value")
 
+ROW_MEMORIES = ("device", "host")
+CACHE_ROWS_MAX = 2**31
 POLICIES = ("ttl", "count", "ttl_count", "l2", "timestamp", "score")
 
 
@@ -495,6 +497,8 @@ class StoreOptions:
     clock: Clock
     track_changes: bool
     device: str
+    row_memory: str
+    cache_rows: dict[str, int]
 
     @classmethod
     def make(
@@ -504,6 +508,7 @@ class StoreOptions:
         initializer: Any,
         eviction: Any,
         capacity: Any,
+        cache_rows: Any,
         optimizer_in_row: bool,
         **rest: Any,
     ) -> StoreOptions:
@@ -521,6 +526,7 @@ class StoreOptions:
             initializers=per_table(initializer, names, "initializer"),
             evictions=per_table(eviction, names, "eviction"),
             capacities=per_table(capacity, names, "capacity"),
+            cache_rows=per_table(cache_rows, names, "cache_rows"),
             **rest,
         )
         options._check()
@@ -533,6 +539,15 @@ class StoreOptions:
             raise ConfigError("not a seed", got=self.seed, expected="an int of 64 bits", where="seed")
         if not callable(self.clock):
             raise ConfigError("not a clock", got=self.clock, expected="a callable giving seconds", where="clock")
+        if self.row_memory not in ROW_MEMORIES:
+            raise ConfigError("not a memory of rows", got=self.row_memory, expected=ROW_MEMORIES, where="row_memory")
+        if self.row_memory == "host" and self.device == "cpu":
+            raise ConfigError("row_memory is for a store on a GPU", got=self.device, expected="cuda", where="device")
+        for table, cached in self.cache_rows.items():
+            if type(cached) is not int or not 0 <= cached <= CACHE_ROWS_MAX:
+                raise ConfigError("not a number of rows", got=cached, expected=f"0 to {CACHE_ROWS_MAX}", where=table)
+            if cached and self.row_memory != "host":
+                raise ConfigError("a cache is for rows in host memory", got=cached, expected=0, where=table)
         for table in self.layouts:
             capacity, policy = self.capacities[table], self.evictions[table]
             if capacity is not None and (type(capacity) is not int or capacity < 1):

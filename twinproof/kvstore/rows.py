@@ -219,6 +219,9 @@ class RowEngine(TrackedReader, Protocol):
     def reserve(self, table: str, row_count: int) -> None:
         """Make room, so that the table grows to ``row_count`` rows without allocating. Raises ConfigError."""
 
+    def prefetch(self, table: str, ids: torch.Tensor) -> None:
+        """Bring rows near, where some lie farther than others. Changes none."""
+
     def stats(self) -> StoreStats:
         """Exact counters."""
 

@@ -68,6 +68,10 @@ class KVStore(DeltaStore):
         track_changes: remember which rows change and which go, for delta checkpoints.
         device: where the rows lie: "cpu", or "cuda" where the implementation has kernels and the machine a GPU. There
             a call takes tensors of the CPU or of that device, all of one; what it returns is where the ids are.
+        row_memory: of a store on a GPU: "device", or "host": rows lie in pinned memory of the host, where kernels read
+            and write them over the link, and their index on the device.
+        cache_rows: with ``row_memory="host"``: so many rows of each table, or per table, that ``prefetch`` brings near
+            lie in the device's memory. Rounded up to a multiple of 16. Never changes a result.
 
     Every verb is atomic for each table, checks all arguments first and leaves the store as it was when it raises.
     Inputs are never changed and never kept. Ids are any int64.
@@ -109,6 +113,8 @@ class KVStore(DeltaStore):
         capacity: int | Mapping[str, int | None] | None = None,
         track_changes: bool = False,
         device: str = "cpu",
+        row_memory: str = "device",
+        cache_rows: int | Mapping[str, int] = 0,
     ) -> None:
         options = StoreOptions.make(
             layouts,
@@ -121,6 +127,8 @@ class KVStore(DeltaStore):
             capacity=capacity,
             track_changes=track_changes,
             device=device,
+            row_memory=row_memory,
+            cache_rows=cache_rows,
         )
         if device not in self._devices:
             raise ConfigError("not a device of this store", got=device, expected=self._devices, where="device")
@@ -285,6 +293,20 @@ class KVStore(DeltaStore):
         if type(row_count) is not int or row_count < 0:
             raise ConfigError("not a number of rows", got=row_count, expected="an int >= 0", where="row_count")
         self._engine.reserve(table, row_count)
+
+    def prefetch(self, table: str, ids: torch.Tensor) -> None:
+        """Bring rows that a batch of ids [n] will need into the cache, see ``cache_rows``; no row changes.
+
+        Call it with the ids of the next batch. Rows of this batch and the one before keep their places; others make
+        room, the least lately asked for first. Ids without a row, and those without room, are passed over. On a GPU it
+        runs on a stream of its own, beside what the caller's computes; later calls of the store come behind it.
+        Without a cache it does nothing.
+
+        Raises:
+            ConfigError, ShapeError, UnsupportedError, StoreClosedError.
+        """
+        self.layout(table)
+        self._engine.prefetch(table, check_ids(ids, places=self.places))
 
     def stats(self) -> StoreStats:
         """Exact counters."""
@@ -499,6 +521,10 @@ class LockedRows(_LockedReader[RowEngine]):
     def reserve(self, table: str, row_count: int) -> None:
         with self._held(table) as rows:
             rows.reserve(table, row_count)
+
+    def prefetch(self, table: str, ids: torch.Tensor) -> None:
+        with self._held(table) as rows:
+            rows.prefetch(table, ids)
 
     def stats(self) -> StoreStats:
         with self._held() as rows:

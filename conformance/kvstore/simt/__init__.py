@@ -7,6 +7,7 @@ race, and no order of streams: of races are the proofs in ``conformance/meta/sim
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -29,13 +30,17 @@ from twinproof.kvstore.rows import RowEngine
 
 __all__ = [
     "LACKS",
+    "CachedStore",
+    "MovingHandle",
     "SimtHandle",
     "SimtStore",
     "bind",
     "copies_under_way",
+    "held_bytes",
     "host_waits",
     "late_copies",
     "load_operators",
+    "store_in",
 ]
 
 # What a store on a device does not promise.
@@ -54,16 +59,19 @@ _ASKED = """
 namespace {
 int64_t host_waits() { return fake::host().wait_count(); }
 int64_t copies_under_way() { return fake::host().copy_count(); }
+int64_t held_bytes(bool is_pinned) { return fake::host().held_bytes(is_pinned); }
 void hold_copies(bool is_held) { fake::host().hold_copies(is_held); }
 }  // namespace
 STABLE_TORCH_LIBRARY_FRAGMENT(%s, m) {
   m.def("host_waits() -> int");
   m.def("copies_under_way() -> int");
+  m.def("held_bytes(bool is_pinned) -> int");
   m.def("hold_copies(bool is_held) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(%s, CompositeExplicitAutograd, m) {
   m.impl("host_waits", TORCH_BOX(&host_waits));
   m.impl("copies_under_way", TORCH_BOX(&copies_under_way));
+  m.impl("held_bytes", TORCH_BOX(&held_bytes));
   m.impl("hold_copies", TORCH_BOX(&hold_copies));
 }
 """
@@ -107,6 +115,11 @@ def host_waits() -> int:
     return int(SimtHandle.operators().host_waits())
 
 
+def held_bytes(*, pinned: bool) -> int:
+    """Bytes that stores hold for long in memory of the device, or in pinned memory of the host."""
+    return int(SimtHandle.operators().held_bytes(pinned))
+
+
 def copies_under_way() -> int:
     """How many copies to pinned memory have not arrived."""
     return int(SimtHandle.operators().copies_under_way())
@@ -142,14 +155,70 @@ class SimtStore(KVStore, engine=_rows_of):
     """A ``KVStore`` on the device that is run here; its ``device`` is still "cpu", where its tensors are."""
 
 
+class MovingHandle(SimtHandle):
+    """Ids are prefetched before their rows are read or changed, so that rows move all the time."""
+
+    def read(self, table: int, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        self.prefetch(table, ids)
+        super().read(table, ids, begin, end, out)
+
+    def write(self, table: int, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, visit: bool) -> int:
+        self.prefetch(table, ids[: ids.numel() // 2])
+        return super().write(table, ids, values, begin, now, visit)
+
+    def write_rows(self, table: int, ids: torch.Tensor, rows: torch.Tensor) -> int:
+        self.prefetch(table, ids[::2].contiguous())
+        return super().write_rows(table, ids, rows)
+
+    def update(self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int) -> int:
+        self.prefetch(table, ids)
+        return super().update(table, ids, grads, hyper, now)
+
+    def delete(self, table: int, ids: torch.Tensor) -> tuple[int, int]:
+        self.prefetch(table, ids + 1)
+        return super().delete(table, ids)
+
+    def snapshot(self) -> Any:
+        """A moment has no cache."""
+        taken = super().snapshot()
+        return None if taken is None else SimtHandle(taken.tensor)
+
+
+def _rows_behind_a_cache(options: StoreOptions) -> RowEngine:
+    if options.device != "cpu":
+        return rows_of(options)
+    cached = dataclasses.replace(options, row_memory="host", cache_rows=dict.fromkeys(options.layouts, 16))
+    return LockedDeviceRows(DeviceRows(cached, MovingHandle.create(table_messages(cached), options.num_shards)))
+
+
+class CachedStore(KVStore, engine=_rows_behind_a_cache):
+    """The same with rows in host memory, behind a cache of one set that is always in use."""
+
+
+def store_in(layouts: Any, handle: type[SimtHandle], memory: dict[str, Any]) -> KVStore:
+    """A store on the device that is run here, whose options are also these: ``row_memory``, ``cache_rows``."""
+
+    def engine(options: StoreOptions) -> RowEngine:
+        chosen = dataclasses.replace(options, **memory)
+        return LockedDeviceRows(DeviceRows(chosen, handle.create(table_messages(chosen), options.num_shards)))
+
+    class Store(KVStore, engine=engine):
+        pass
+
+    return Store(layouts, optimizer_in_row=True, clock=lambda: 1000, seed=7)
+
+
+_ENGINES = {"simt": _rows_of, "simt-host": _rows_behind_a_cache}
+
+
 def bind(device: str) -> None:
-    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt" or "cuda", for the rest of the process.
+    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt", "simt-host" or "cuda", for the rest of the process.
 
     Its tensors stay on the CPU, and so tests run unchanged. Raises CompileError.
     """
-    if device == "simt":
+    if device in _ENGINES:
         load_operators()
-    KVStore._make_engine = staticmethod(_rows_of if device == "simt" else _rows_on_gpu)
+    KVStore._make_engine = staticmethod(_ENGINES.get(device, _rows_on_gpu))
 
 
 def _rows_on_gpu(options: StoreOptions) -> RowEngine:

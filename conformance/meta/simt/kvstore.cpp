@@ -9,6 +9,8 @@ SIMT_PROOF("rest") { prove_rest(trial); }
 SIMT_PROOF("rows") { prove_rows(trial); }
 SIMT_PROOF("removals") { prove_removals(trial); }
 SIMT_PROOF("growth") { prove_growth(trial); }
+SIMT_PROOF("cache") { prove_cache(trial); }
+SIMT_PROOF("lines") { prove_lines(trial); }
 SIMT_PROOF("clones") { prove_clones(trial); }
 SIMT_PROOF("sgd") { prove_updates<Optimizer::kSgd>(trial); }
 SIMT_PROOF("adagrad") { prove_updates<Optimizer::kAdagrad>(trial); }

@@ -110,6 +110,7 @@ class ProvenDevice {
   Array<T> keep(int64_t count) {
     return make<T>(count);
   }
+  Array<uint8_t> keep_on_host(int64_t bytes) { return make<uint8_t>(bytes); }
   // Few threads, so that groups of lanes go from thing to thing.
   template <typename Kernel>
   void launch(const Kernel& kernel, int64_t threads, int64_t shared_bytes = 0) {
@@ -152,10 +153,10 @@ constexpr Hyper kHyper{0.1F, 1e-3F, 0.9F, 0.1F, 0.99F, 0.01F, 0.2F, 0.7F};
 // Both tables, and a program of verbs on them.
 class Twins {
  public:
-  Twins(Trial& trial, Optimizer optimizer, int64_t rows_of_bucket, int64_t capacity = -1)
+  Twins(Trial& trial, Optimizer optimizer, int64_t rows_of_bucket, int64_t capacity = -1, int64_t cache_rows = 0)
       : trial_(trial),
         proven_(trial),
-        format_(any_format(trial, optimizer, capacity)),
+        format_(any_format(trial, optimizer, capacity, cache_rows)),
         host_(format_, 1),
         device_(proven_, format_, 1 << trial.random.between(8, 10), rows_of_bucket) {}
 
@@ -249,6 +250,8 @@ class Twins {
     device_.update(proven_.array(ids), proven_.array(grads), kHyper, change.now, change.version);
   }
 
+  void prefetch(const std::vector<int64_t>& ids) { device_.prefetch(proven_.array(ids)); }
+
   void remove(const std::vector<int64_t>& ids) {
     const Change change = next();
     const int64_t gone = remove_rows(host_, kSerial, ids.data(), static_cast<int64_t>(ids.size()), change);
@@ -311,7 +314,7 @@ class Twins {
   }
 
  private:
-  static RowFormat any_format(Trial& trial, Optimizer optimizer, int64_t capacity) {
+  static RowFormat any_format(Trial& trial, Optimizer optimizer, int64_t capacity, int64_t cache_rows) {
     static const int64_t dims[] = {1, 3, 4, 8, 11, 36};
     RowFormat format{};
     format.dim = dims[trial.random.below(6)];
@@ -335,6 +338,8 @@ class Twins {
     format.counts_visits = trial.random.below(2) == 0;
     format.logs_removals = true;
     format.capacity = capacity;
+    format.is_on_host = cache_rows > 0;
+    format.cache_rows = cache_rows;
     format.ranks_by_count = trial.random.below(2) == 0;
     return format;
   }
@@ -467,6 +472,79 @@ inline void prove_growth(Trial& trial) {
     trial.expect_same(tables[i]->list_slots(INT64_MIN, INT64_MAX, 0), expected, "keys in the order of slots");
     trial.expect_same(rows_of(*tables[i], *devices[i]), rows_of(*tables[0], first), "rows");
     trial.expect(tables[i]->size() == static_cast<int64_t>(expected.size()), "the count");
+  }
+}
+
+// Rows in host memory behind a cache, through changes of every kind.
+inline void prove_cache(Trial& trial) {
+  Twins twins(trial, Optimizer::kSgd, 8, -1, 16 * trial.random.between(1, 2));
+  const auto some = [&](int64_t most) { return twins.any_ids(most, 40); };
+  // Rows of one change, which are as they are in host memory, and some of which move.
+  twins.write(twins.all_ids(trial.random.between(20, 30)));
+  twins.prefetch(some(12));
+  for (int64_t i = 0; i < 3; ++i) {
+    if (trial.random.below(2) == 0) twins.remove(some(trial.random.below(3) == 0 ? 60 : 6));
+    if (trial.random.below(2) == 0) twins.update(some(5));
+    twins.prefetch(some(12));
+    twins.prefetch(some(16));
+    if (trial.random.below(2) == 0) twins.write(some(8));
+    if (trial.random.below(3) == 0) twins.write_rows(some(3));
+  }
+  twins.prefetch(some(16));
+  twins.compare();
+  const auto moment = twins.device().clone(twins.proven());
+  twins.compare(*moment);
+}
+
+// Which rows have lines, beside a plain model: of each set who is there, since when, and who makes room.
+inline void prove_lines(Trial& trial) {
+  struct Line {
+    int64_t slot = -1, epoch = 0;
+  };
+  const int64_t set_count = trial.random.between(1, 2), row_count = 18 * set_count + trial.random.below(8);
+  Twins twins(trial, Optimizer::kNone, 8, -1, 16 * set_count);
+  twins.write(twins.all_ids(row_count));
+  const std::vector<int64_t> keys = twins.device().list_slots(INT64_MIN, INT64_MAX, 0);
+  std::vector<std::vector<Line>> sets(static_cast<size_t>(set_count), std::vector<Line>(16));
+  for (int64_t epoch = 1; epoch <= 5; ++epoch) {
+    const std::vector<int64_t> ids = twins.any_ids(12 * set_count, row_count + 2);
+    twins.prefetch(ids);
+    // In the order of hashes.
+    std::map<uint64_t, int64_t> slots;
+    for (const int64_t id : ids) {
+      const auto found = std::find(keys.begin(), keys.end(), id);
+      if (found != keys.end()) slots[hash_key(id)] = found - keys.begin();
+    }
+    std::vector<int64_t> missing;
+    for (const auto& [hash, slot] : slots) {
+      auto& set = sets[static_cast<size_t>(slot % set_count)];
+      const auto line = std::find_if(set.begin(), set.end(), [slot = slot](const Line& l) { return l.slot == slot; });
+      if (line == set.end()) {
+        missing.push_back(slot);
+      } else {
+        line->epoch = epoch;
+      }
+    }
+    for (const int64_t slot : missing) {
+      Line* chosen = nullptr;
+      const auto rank = [&](const Line& line) {
+        const int64_t key = line.slot < 0 ? INT64_MIN : keys[static_cast<size_t>(line.slot)];
+        return std::make_pair(line.slot < 0 ? -1 : line.epoch, key);
+      };
+      for (Line& line : sets[static_cast<size_t>(slot % set_count)]) {
+        const bool is_needed = line.slot >= 0 && line.epoch >= epoch - 1;
+        if (!is_needed && (chosen == nullptr || rank(line) < rank(*chosen))) chosen = &line;
+      }
+      if (chosen != nullptr) *chosen = {slot, epoch};
+    }
+    std::vector<uint32_t> expected(twins.device().lines().size());
+    for (size_t set = 0; set < sets.size(); ++set) {
+      for (size_t way = 0; way < 16; ++way) {
+        const int64_t slot = sets[set][way].slot;
+        if (slot >= 0) expected[static_cast<size_t>(slot)] = static_cast<uint32_t>(16 * set + way + 1);
+      }
+    }
+    trial.expect_same(twins.device().lines(), expected, "lines");
   }
 }
 

@@ -27,6 +27,8 @@ int main(int count, char** arguments) {
   add("rows", prove_rows);
   add("removals", prove_removals);
   add("growth", prove_growth);
+  add("cache", prove_cache);
+  add("lines", prove_lines);
   add("row-wise", prove_updates<Optimizer::kPartialRowwiseAdam>);
   add("scaled", prove_updates<Optimizer::kLamb>);
   return simt::prover::main(count, arguments);

@@ -15,13 +15,21 @@ struct Slab {
 constexpr int64_t kVersionWords = 1;
 
 // A row, padding, and in the last 8 bytes of the stride the version of the row's last change. The stride is a multiple
-// of 16, and so is where a slab begins.
+// of 16, and so is where a slab begins. Slabs of host memory may have a cache: a row that has a line is there, and
+// nowhere else.
 struct RowStore {
   Global<const Slab> slabs;
   int64_t stride;
-  int shift;  // A slab has 1 << shift rows.
+  int shift;                          // A slab has 1 << shift rows.
+  Global<const uint32_t> lines = {};  // Of each slot: the number of its line, from 1 on, or 0. Empty without a cache.
+  Global<uint8_t> cache = {};
 
   SIMT Global<uint8_t> row(int64_t slot) const {
+    const uint32_t line = lines.size() == 0 ? 0 : lines.load(slot);
+    return line == 0 ? home(slot) : cached(line - 1);
+  }
+  SIMT Global<uint8_t> cached(int64_t line) const { return cache.part(line * stride, stride); }
+  SIMT Global<uint8_t> home(int64_t slot) const {
     const Slab slab = slabs.load(slot >> shift);
     return slab.bytes.part((slot & ((int64_t{1} << shift) - 1)) * stride, stride);
   }

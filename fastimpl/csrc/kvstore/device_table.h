@@ -2,6 +2,7 @@
 // algorithms (a stable sort and running sums) and launches; the verbs are the same on a GPU and in a proof.
 //
 //   Array<T> make<T>(count), keep<T>(count): memory, not cleared, for a call or for long; freed with its last Array
+//   keep_on_host(bytes): the same for long, in host memory that the device reaches
 //   clear(span), copy(from, to), upload(host, to), download(from, host), which waits
 //   Later; send(from, later), arrived(later), value_of(later): a number that is copied to the host meanwhile
 //   sort(words, payload, end_bit): stable; both are other arrays afterwards
@@ -30,6 +31,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "kvstore/device_cache.h"
 #include "kvstore/device_lists.h"
 
 namespace fastimpl::kvstore::device {
@@ -58,7 +60,8 @@ class DeviceTable {
       : device_(device),
         format_(format),
         stride_((format.row_bytes + 8 * kVersionWords + 15) / 16 * 16),
-        rows_of_bucket_(rows_of_bucket) {
+        rows_of_bucket_(rows_of_bucket),
+        cache_(device, stride_, format.is_on_host ? format.cache_rows : 0) {
     while (stride_ << (shift_ + 1) <= slab_bytes) ++shift_;
     index_ = make_index(0);
     row_counts_ = device_.template keep<int64_t>(kRowCounts);
@@ -171,6 +174,7 @@ class DeviceTable {
     Memory empty = make_index(0);
     const Array<Slab> none = shown_of({});
     for (const int64_t key : keys) removals_.push_back({key, version});
+    cache_.clear();
     device_.launch(CountUp{0, row_counts_.part(kRowsNow, 1)}, 1);
     set_row_count(0);
     slabs_.clear();
@@ -225,6 +229,26 @@ class DeviceTable {
     return result;
   }
 
+  // Brings rows of a batch to come into the cache. Changes no row, and waits for nothing.
+  void prefetch(Global<const int64_t> ids) {
+    if (ids.size() == 0 || !cache_.is_there()) return;
+    const Batch batch = runs_of(ids);
+    const int64_t most = batch.most(), epoch = cache_.next_epoch(), set_count = cache_.set_count();
+    const Longs marks = device_.template make<int64_t>(most);
+    device_.launch(TouchLines{cache_.of(rows()), epoch, batch.found.slots, marks, batch.count()}, most);
+    const Longs sums = summed(marks), slots = marked(batch.found.slots, sums, most);
+    auto sets = device_.template make<uint64_t>(most);
+    Longs order = device_.template make<int64_t>(most);
+    device_.launch(ListSets{set_count, slots, sets, order, {sums}}, most);
+    int bits = 1;
+    while (set_count >> bits != 0) ++bits;
+    device_.sort(sets, order, bits);
+    device_.launch(FillSets{cache_.of(rows()), set_count, epoch, sets, order, slots}, most * kWays);
+  }
+
+  // For proofs: the line of each slot from 1 on, 0 for none.
+  std::vector<uint32_t> lines() { return host(cache_.lines()); }
+
   // Room for this many rows.
   void reserve(int64_t row_count) {
     make_room(row_count);
@@ -233,8 +257,11 @@ class DeviceTable {
 
   // The rows of this moment, in memory of their own.
   std::unique_ptr<DeviceTable> clone(Device& device) {
-    auto result = std::make_unique<DeviceTable>(device, format_, stride_ << shift_, rows_of_bucket_);
+    RowFormat format = format_;
+    format.cache_rows = 0;
+    auto result = std::make_unique<DeviceTable>(device, format, stride_ << shift_, rows_of_bucket_);
     result->make_room(most_rows_);
+    cache_.store(rows());
     for (size_t i = 0; i < result->slabs_.size(); ++i) device_.copy(slabs_[i], result->slabs_[i]);
     result->index_ = result->make_index(index_.bits);
     device_.copy(index_.digests, result->index_.digests);
@@ -287,7 +314,7 @@ class DeviceTable {
 
   int64_t bucket_count() const { return int64_t{1} << index_.bits; }
   Index index() const { return {index_.digests, index_.ids, index_.slots, index_.states, index_.bits}; }
-  RowStore rows() const { return {shown_, stride_, shift_}; }
+  RowStore rows() const { return cache_.over({shown_, stride_, shift_}); }
   InitialRow initial() const { return {format_.initial_weight(), format_.dim, format_.weight_type}; }
 
   Padding padding() const {
@@ -512,10 +539,14 @@ class DeviceTable {
     const int64_t wanted = (row_count + (int64_t{1} << shift_) - 1) >> shift_;
     if (wanted <= static_cast<int64_t>(slabs_.size())) return;
     std::vector<Array<uint8_t>> more = slabs_;
-    while (static_cast<int64_t>(more.size()) < wanted)
-      more.push_back(device_.template keep<uint8_t>(stride_ << shift_));
+    while (static_cast<int64_t>(more.size()) < wanted) {
+      const int64_t bytes = stride_ << shift_;
+      more.push_back(format_.is_on_host ? device_.keep_on_host(bytes) : device_.template keep<uint8_t>(bytes));
+    }
+    const auto lines = cache_.lines_for(static_cast<int64_t>(more.size()) << shift_);
     shown_ = shown_of(more);
     slabs_ = std::move(more);
+    cache_.take(lines);
   }
 
   // An index for this many rows, of the rows that there are.
@@ -617,7 +648,9 @@ class DeviceTable {
     const int64_t wanted = (most_rows_ + (int64_t{1} << shift_) - 1) >> shift_;
     if (2 * wanted <= static_cast<int64_t>(slabs_.size()) && !slabs_.empty()) {
       const std::vector<Array<uint8_t>> fewer(slabs_.begin(), slabs_.begin() + static_cast<std::ptrdiff_t>(wanted));
-      shown_ = shown_of(fewer);
+      const Array<Slab> shown = shown_of(fewer);
+      cache_.drop(rows(), most_rows_);
+      shown_ = shown;
       slabs_ = fewer;
     }
     if (index_.bits > 3 && most_rows_ * 8 < bucket_count() * rows_of_bucket_) rebuild(2 * most_rows_);
@@ -627,6 +660,7 @@ class DeviceTable {
   const RowFormat format_;
   const int64_t stride_, rows_of_bucket_;
   int shift_ = 0;
+  RowCache<Device> cache_;
   std::vector<Array<uint8_t>> slabs_;
   Array<Slab> shown_;
   Memory index_;

@@ -271,6 +271,13 @@ Tensor kvstore_snapshot(Tensor handle) {
   return Handles::table().add(taken);
 }
 
+// Rows are where they are read: nothing is to be done.
+int64_t kvstore_prefetch(Tensor handle, int64_t table_index, Tensor ids) {
+  ids_of(ids);
+  Handles::table().get(handle)->table(table_index);
+  return 0;
+}
+
 // For tests: the allocation after `allocation_count` more fails, and every later one; -1 ends it.
 void kvstore_fail_after(Tensor handle, int64_t table_index, int64_t allocation_count) {
   Handles::table().get(handle)->table(table_index).memory.fail_after(allocation_count);
@@ -298,5 +305,6 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("kvstore_reserve", TORCH_BOX(&kvstore_reserve));
   m.impl("kvstore_stats", TORCH_BOX(&kvstore_stats));
   m.impl("kvstore_snapshot", TORCH_BOX(&kvstore_snapshot));
+  m.impl("kvstore_prefetch", TORCH_BOX(&kvstore_prefetch));
   m.impl("kvstore_fail_after", TORCH_BOX(&kvstore_fail_after));
 }

@@ -111,6 +111,25 @@ class CudaDevice {
     return {std::shared_ptr<void>(memory, [](void* gone) { cudaFree(gone); }),
             Global<T>(static_cast<T*>(memory), count)};
   }
+  // The same in pinned memory of the host, which kernels reach at the same address.
+  Array<uint8_t> keep_on_host(int64_t bytes) {
+    if (*countdown_ == 0) throw std::bad_alloc();
+    if (*countdown_ > 0) --*countdown_;
+    void* memory = nullptr;
+    const cudaError_t status = cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocMapped);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw std::bad_alloc();
+    }
+    check_cuda(status);
+    // Kernels that were queued may still use it.
+    return {std::shared_ptr<void>(memory,
+                                  [](void* gone) {
+                                    cudaDeviceSynchronize();
+                                    cudaFreeHost(gone);
+                                  }),
+            Global<uint8_t>(static_cast<uint8_t*>(memory), bytes)};
+  }
   template <typename T>
   void clear(const Array<T>& there) {
     check_cuda(cudaMemsetAsync(there.data(), 0, static_cast<size_t>(there.size()) * sizeof(T), stream_));
@@ -126,7 +145,7 @@ class CudaDevice {
   }
   template <typename T>
   void copy(const Array<T>& from, const Array<T>& to) {
-    copy_bytes(to.data(), from.data(), static_cast<size_t>(from.size()) * sizeof(T), cudaMemcpyDeviceToDevice);
+    copy_bytes(to.data(), from.data(), static_cast<size_t>(from.size()) * sizeof(T), cudaMemcpyDefault);
   }
   void send(const Array<int64_t>& from, Later& later) {
     copy_bytes(later.memory_, from.data(), sizeof(int64_t), cudaMemcpyDeviceToHost);
@@ -469,6 +488,19 @@ int64_t kvstore_reserve_cuda(Tensor handle, int64_t table_index, int64_t row_cou
   return StoreCall(handle).change(table_index, [&](Store::Table& table, uint64_t) { table.reserve(row_count); });
 }
 
+// Without a cache there is nothing to do.
+int64_t kvstore_prefetch_cuda(Tensor handle, int64_t table_index, Tensor ids) {
+  const StoreCall call(handle);
+  const auto keys = call.ids(ids);
+  STD_TORCH_CHECK(!call.store->is_moment, "handle: a snapshot has no cache");
+  try {
+    call.table(table_index).prefetch(keys);
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+  return 0;
+}
+
 // As on the CPU; who counts snapshots is above.
 std::tuple<Tensor, int64_t> kvstore_stats_cuda(Tensor handle) {
   const StoreCall call(handle);
@@ -514,6 +546,7 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
   m.impl("kvstore_begin_round", TORCH_BOX(&kvstore_begin_round_cuda));
   m.impl("kvstore_evict", TORCH_BOX(&kvstore_evict_cuda));
   m.impl("kvstore_reserve", TORCH_BOX(&kvstore_reserve_cuda));
+  m.impl("kvstore_prefetch", TORCH_BOX(&kvstore_prefetch_cuda));
   m.impl("kvstore_stats", TORCH_BOX(&kvstore_stats_cuda));
   m.impl("kvstore_snapshot", TORCH_BOX(&kvstore_snapshot_cuda));
   m.impl("kvstore_fail_after", TORCH_BOX(&kvstore_fail_after_cuda));

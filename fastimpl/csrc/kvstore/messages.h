@@ -8,7 +8,7 @@ namespace fastimpl::kvstore {
 
 // Floats travel as their bits, flags as 0 or 1, dtypes and optimizers as their codes.
 struct TableMessage {
-  static constexpr int64_t kVersion = 1;
+  static constexpr int64_t kVersion = 2;
   int64_t version;
   int64_t row_bytes;
   int64_t embedding_dim;
@@ -28,6 +28,8 @@ struct TableMessage {
   int64_t counts_visits;
   int64_t logs_removals;
   int64_t capacity;  // -1 is any number.
+  int64_t is_on_host;
+  int64_t cache_rows;
   int64_t ranks_by_count;
 };
 

@@ -40,6 +40,8 @@ struct RowFormat {
   bool logs_removals;
   int64_t capacity;     // Rows at most; -1 is any number.
   bool ranks_by_count;  // Who makes room for others: the lowest count, else the oldest.
+  bool is_on_host;      // Of a store on a device: rows lie in host memory,
+  int64_t cache_rows;   // but for so many.
 
   int64_t weight_bytes() const { return dim * float_bytes(weight_type); }
   int64_t weight_end() const { return kHeaderBytes + weight_bytes(); }

@@ -32,6 +32,8 @@ inline RowFormat format_of(const TableMessage& m) {
   format.logs_removals = m.logs_removals != 0;
   format.capacity = m.capacity;
   format.ranks_by_count = m.ranks_by_count != 0;
+  format.is_on_host = m.is_on_host != 0;
+  format.cache_rows = m.cache_rows;
   return format;
 }
 
@@ -44,11 +46,11 @@ inline bool holds(const RowFormat& format, const StateSlot& slot) {
 
 // Whether every slot lies in the row, and every code means something.
 inline bool is_sound(const RowFormat& format) {
-  return format.dim >= 1 && format.row_bytes >= kHeaderBytes && format.row_bytes < int64_t{1} << 40 &&
-         format.dim < format.row_bytes && static_cast<int64_t>(format.weight_type) >= 0 &&
-         static_cast<int64_t>(format.weight_type) <= 2 && static_cast<int64_t>(format.optimizer) >= 0 &&
-         static_cast<int64_t>(format.optimizer) < kOptimizerCount && format.weight_end() <= format.row_bytes &&
-         holds(format, format.momentum1) && holds(format, format.momentum2);
+  return format.dim >= 1 && format.cache_rows >= 0 && format.cache_rows < int64_t{1} << 32 &&
+         format.row_bytes >= kHeaderBytes && format.row_bytes < int64_t{1} << 40 && format.dim < format.row_bytes &&
+         static_cast<int64_t>(format.weight_type) >= 0 && static_cast<int64_t>(format.weight_type) <= 2 &&
+         static_cast<int64_t>(format.optimizer) >= 0 && static_cast<int64_t>(format.optimizer) < kOptimizerCount &&
+         format.weight_end() <= format.row_bytes && holds(format, format.momentum1) && holds(format, format.momentum2);
 }
 
 inline bool is_policy(int64_t code) { return code >= 0 && code <= static_cast<int64_t>(Policy::kScore); }

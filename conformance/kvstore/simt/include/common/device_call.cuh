@@ -15,16 +15,16 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <numeric>
-#include <set>
 #include <vector>
 
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorNotReady };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
 using cudaStream_t = struct FakeStream*;
 using cudaEvent_t = struct FakeEvent*;
-constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0;
+constexpr unsigned cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaHostAllocMapped = 2, kOfDevice = 99;
 
 namespace fake {
 
@@ -49,13 +49,21 @@ class Host {
     const std::lock_guard<std::mutex> held(guard_);
     return static_cast<int64_t>(copies_.size());
   }
-  void pin(void* memory) {
+  void add(void* memory, size_t bytes, bool is_pinned) {
     const std::lock_guard<std::mutex> held(guard_);
-    pinned_.insert(memory);
+    (is_pinned ? pinned_ : device_)[memory] = static_cast<int64_t>(bytes);
   }
-  void unpin(void* memory) {
+  void take(void* memory) {
     const std::lock_guard<std::mutex> held(guard_);
     pinned_.erase(memory);
+    device_.erase(memory);
+  }
+  // What is held for long, of one kind of memory.
+  int64_t held_bytes(bool is_pinned) {
+    const std::lock_guard<std::mutex> held(guard_);
+    int64_t bytes = 0;
+    for (const auto& [memory, size] : is_pinned ? pinned_ : device_) bytes += size;
+    return bytes;
   }
   // Whether this copy to pinned memory is late: what it brings is what is there now.
   bool holds(void* to, const void* from, size_t bytes) {
@@ -83,7 +91,7 @@ class Host {
   }
 
   std::mutex guard_;
-  std::set<void*> pinned_;
+  std::map<void*, int64_t> pinned_, device_;
   std::vector<Copy> copies_;
   int64_t wait_count_ = 0;
   bool is_held_ = false;
@@ -98,29 +106,24 @@ inline Host& host() {
 }  // namespace fake
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   fake::host().wait();
   const size_t whole = (bytes + 255) / 256 * 256;
   *memory = std::aligned_alloc(256, whole);
   if (*memory == nullptr) return cudaErrorMemoryAllocation;
   // Of large memory the rest stays untouched: each row is written before it is read, and the proofs see to that.
   std::memset(*memory, 0xA5, std::min<size_t>(whole, 4096));
+  fake::host().add(*memory, bytes, flags != kOfDevice);
   return cudaSuccess;
 }
+inline cudaError_t cudaMalloc(void** memory, size_t bytes) { return cudaHostAlloc(memory, bytes, kOfDevice); }
 inline cudaError_t cudaFree(void* memory) {
   fake::host().wait();
+  fake::host().take(memory);
   std::free(memory);
   return cudaSuccess;
 }
-inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned /*flags*/) {
-  const cudaError_t status = cudaMalloc(memory, bytes);
-  if (status == cudaSuccess) fake::host().pin(*memory);
-  return status;
-}
-inline cudaError_t cudaFreeHost(void* memory) {
-  fake::host().unpin(memory);
-  return cudaFree(memory);
-}
+inline cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t /*stream*/) {
   std::memset(memory, value, bytes);
   return cudaSuccess;
@@ -129,11 +132,16 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
                                    cudaStream_t /*stream*/) {
   if (kind == cudaMemcpyDeviceToHost && fake::host().holds(to, from, bytes)) return cudaSuccess;
   const void* const on_host = kind == cudaMemcpyDeviceToHost ? to : from;
-  if (kind != cudaMemcpyDeviceToDevice && !fake::host().is_pinned(on_host)) fake::host().wait();
+  const bool leaves = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToHost;
+  if (leaves && !fake::host().is_pinned(on_host)) fake::host().wait();
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t /*stream*/) {
+  fake::host().wait();
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() {
   fake::host().wait();
   return cudaSuccess;
 }
