@@ -22,6 +22,7 @@ __all__ = [
     "FILES",
     "MAPPING",
     "consolidate",
+    "consolidate_together",
     "load_letting_go",
     "make_state",
     "model_of",
@@ -156,6 +157,12 @@ def save_natively(implementation: str, path: str, seed: int) -> None:
 def consolidate(implementation: str, source: str, target: str) -> None:
     """Merge shard files."""
     component(implementation, "checkpoint").consolidate_safetensors_files(source, target, MAPPING, 2)
+
+
+def consolidate_together(rank: Rank, source: str, target: str) -> None:
+    """All ranks merge shard files, into a file for each tensor."""
+    mapping = {name: index for index, name in enumerate(MAPPING, start=1)}
+    rank.component("checkpoint").consolidate_safetensors_files_on_every_rank(source, target, mapping, 2)
 
 
 def save_mapped(implementation: str, path: str, alone: bool) -> None:

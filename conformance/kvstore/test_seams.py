@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
-from twinproof.errors import TwinproofError
+from twinproof.errors import CapacityError, TwinproofError
 
 LARGE = ("large_batches",)
 
@@ -363,3 +364,106 @@ def test_every_rounding(kvstore: Any, dtype: torch.dtype) -> None:
         assert_bits(got.isnan(), expected.isnan(), where=f"NaNs, states {dtypes}")
         numbers = [value.masked_fill(value.isnan(), 0) for value in (got, expected)]
         assert_bits(numbers[0], numbers[1], where=f"numbers, states {dtypes}")
+
+
+class _Ended(BaseException):
+    """What is no Exception, as a task that was cancelled or a process that is to end."""
+
+
+@requirement(
+    "KV-199",
+    "What a round of a background evictor raises, of any class, MUST be raised by wait, which MUST NOT wait for ever.",
+)
+@pytest.mark.parametrize("kind", [_Ended, ValueError, MemoryError])
+def test_any_error_of_an_evictor(kvstore: Any, kind: type[BaseException]) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(2))
+    policy = kvstore.EvictionPolicy.ttl(1)
+    begin, ended = store.start_eviction, threading.Event()
+
+    def start_eviction(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return begin(*arguments, **options)
+        raise kind("of a round")
+
+    store.start_eviction = start_eviction
+    evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=policy)
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            evictor.wait()
+        except BaseException as error:
+            found.append(error)
+        ended.set()
+
+    store.set("t", ids_of([1, 2]), torch.zeros(2, 2))
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    assert_equal(ended.wait(20), True, where="wait ends")
+    assert_equal([type(error) for error in found], [kind], where="what wait raises")
+    evictor.close()
+
+
+@requirement(
+    "KV-200",
+    "A file of rows MUST be read right by any number of threads, in sizes next to those that threads share, and the "
+    "operator that reads it MUST say that it ends too early, wherever, or cannot be read.",
+    needs=("operators",),
+)
+def test_read_operator(kvstore: Any, tmp_path: Path) -> None:
+    from fastimpl import ops
+
+    ops.available()
+    share, path = 1 << 20, tmp_path / "file"
+    data = torch.randint(0, 256, (3 * share + 100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for size in (1, share - 1, share, 2 * share - 1, 2 * share, 2 * share + 1, 3 * share + 1):
+        for begin in (0, 99):
+            for missing in (0, 1, size // 2, size):
+                path.write_bytes(data[: begin + size - missing].numpy().tobytes())
+                for thread_count in (1, 2, 3):
+                    dense = torch.zeros(size, dtype=torch.uint8)
+                    with path.open("rb") as file, threads(thread_count):
+                        is_read = ops.file_read(file.fileno(), begin, dense)
+                    where = f"{size} bytes from {begin}, {missing} missing, {thread_count} threads"
+                    assert_equal(is_read, missing == 0, where=where)
+                    if is_read:
+                        assert_bits(dense, data[begin : begin + size], where=where)
+    with path.open("ab") as file:
+        assert_equal(ops.file_read(file.fileno(), 0, torch.zeros(9, dtype=torch.uint8)), False, where="cannot be read")
+
+
+@requirement(
+    "KV-201",
+    "A batch that is refused because a table cannot hold it MUST change nothing, by whichever verb: no row, header, "
+    "counter, snapshot or list of changes.",
+)
+def test_refused_batches(kvstore: Any) -> None:
+    clock = Clock(5)
+    store = store_of(kvstore, capacity=4, track_changes=True, clock=clock)
+    store.set("t", ids_of([1, 2, 3]), weights_of(store, 3, 1))
+    keys = [2, 10, 11, 12, 13, 2]
+    # The rows that the batch would write first are there, the others would be new.
+    verbs: dict[str, Callable[[], object]] = {
+        "set": lambda: store.set("t", ids_of(keys), weights_of(store, 6, 2)),
+        "set_rows": lambda: store.set_rows("t", random_rows(store, keys, 3)),
+        "set_state": lambda: store.set_state("t", "momentum1", ids_of(keys), torch.ones(6, 6)),
+        "apply_gradients": lambda: store.apply_gradients("t", ids_of(keys), torch.ones(6, 6), 0.5),
+    }
+    for taken in (None, store.snapshot()):
+        for name, verb in verbs.items():
+            clock.now += 1
+            before, mark, stats, step = contents(store), store.mark(), store.stats(), store.step_count("t")
+            where = f"{name}, snapshot {taken is not None}"
+            with raises(CapacityError, where=where):
+                verb()
+            assert_contents(store, before, where=where)
+            assert_equal([part.tolist() for part in store.changes("t", mark)], [[], []], where=f"{where}: changes")
+            counted = (stats.row_count, stats.block_count, stats.evicted_count, stats.snapshot_count)
+            now = store.stats()
+            found = (now.row_count, now.block_count, now.evicted_count, now.snapshot_count)
+            assert_equal(found, counted, where=f"{where}: counters")
+            assert_equal(store.step_count("t"), step, where=f"{where}: step")
+            if taken is not None:
+                assert_contents(taken, before, where=f"{where}: the snapshot")
+    store.set("t", ids_of([50, 51, 52, 53]), weights_of(store, 4, 4))
+    assert_equal(store.ids("t").tolist(), [50, 51, 52, 53], where="a batch that fits")

@@ -69,7 +69,11 @@ class _Groups:
         self.params = [torch.nn.Parameter(values((5, 3 + i), i, dtype)) for i, dtype in enumerate(dtypes)]
         self.masters = offload.MasterWeights(self.params)
         stepped = list(self.masters.parameters())
-        self.groups = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {"lr": 0.5, "betas": (0.5, 0.7), "eps": 1e-3}]
+        self.groups: list[dict[str, Any]] = [
+            {"weight_decay": 0.3},
+            {"weight_decay": 0.0},
+            {"lr": 0.5, "betas": (0.5, 0.7), "eps": 1e-3},
+        ]
         # Neighbours in memory are of different groups, and each group has every dtype.
         self.group_of = [number // 3 if number % 2 else (number + 1) % 3 for number in range(9)]
         listed = [
@@ -141,10 +145,11 @@ def test_growing_slots(offload: Any, slots: int) -> None:
         # In slots of the device, whose states are made when a parameter has its first gradient.
         given = [values(shape, i) for i, shape in enumerate(shapes)]
         twins = Twins(offload, device, params=given, slots=slots)
-        for number, skip in enumerate(((1, 2, 3, 4), (2, 3), (3,), (), ())):
+        skips: tuple[tuple[int, ...], ...] = ((1, 2, 3, 4), (2, 3), (3,), (), ())
+        for number, absent in enumerate(skips):
             if number % 2:
                 twins.offloader.prefetch()
-            twins.step(skip=skip)
+            twins.step(skip=absent)
             twins.check()
         assert_equal(twins.offloader.residency().device_bytes, 0, where="bytes left on the device")
         twins.offloader.close()

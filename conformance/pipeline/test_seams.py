@@ -195,3 +195,32 @@ def test_every_rounding(pipeline: Any) -> None:
             assert_same_tensor(table.isnan(), expected.isnan(), where=f"NaNs of {where}")
             numbers = [value.masked_fill(value.isnan(), 0) for value in (table, expected)]
             assert_same_tensor(numbers[0], numbers[1], where=f"numbers of {where}")
+
+
+@requirement(
+    "PIPE-356",
+    "Blocks that are refused, the last of many among them, MUST leave what was to be written as it was.",
+    needs=KERNELS,
+)
+def test_refused_blocks(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    data = torch.arange(100.0)
+    for wrong in ((-1, 2), (99, 2), (101, 0), (0, -1), (2**62, 2), (0, 2**63 - 1)):
+        for number in (0, 1, 4):
+            blocks = [(0, 20), (50, 30), (99, 1), (10, 40), (0, 9)]
+            blocks[number] = wrong
+            begins, sizes = (torch.tensor(column) for column in zip(*blocks, strict=True))
+            for count in (sum(size for _, size in blocks), 100):
+                out = torch.full((max(0, min(count, 1000)),), 7.0)
+                with raises(RuntimeError, where=f"block {number} is {wrong}"):
+                    ops.gather_blocks(data, begins, sizes, out)
+                assert_same_tensor(out, torch.full_like(out, 7.0), where=f"out, block {number} is {wrong}")
+    out = torch.full((10,), 7.0)
+    for length in (9, 11):
+        with raises(RuntimeError, where=f"an out of {length} for 10"):
+            ops.gather_blocks(
+                data, torch.tensor([3, 50]), torch.tensor([5, 5]), out[:length] if length < 10 else data[:11]
+            )
+    assert_same_tensor(out, torch.full_like(out, 7.0), where="an out that is too short")
+    assert_same_tensor(data, torch.arange(100.0), where="data")

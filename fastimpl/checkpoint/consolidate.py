@@ -137,7 +137,7 @@ class _MergePlan:
 
 
 def _drain(
-    plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[Exception], progress: Progress
+    plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[BaseException], progress: Progress
 ) -> None:
     inputs = _Inputs()
     window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
@@ -149,13 +149,14 @@ def _drain(
             plan.assemble(block, plan.contents[number], inputs, window[:size_bytes], dense)
             files.write(block.file, block.start, [window[:size_bytes]])
             progress(plan.note_done(size_bytes), plan.total_bytes)
-    except Exception as error:
+    except BaseException as error:
+        # Of any class: what ends a helper's thread in silence leaves a block unwritten.
         failures.append(error)
     finally:
         inputs.close()
 
 
-def _taken(queues: Sequence[deque[int]], failures: Sequence[Exception]) -> Iterator[int]:
+def _taken(queues: Sequence[deque[int]], failures: Sequence[BaseException]) -> Iterator[int]:
     """A thread's own blocks, then what other threads have left, until any thread failed."""
     for queue in queues:
         while not failures:
@@ -171,7 +172,7 @@ def merge(job: MergeJob, folder: StagedFolder, progress: Progress = _no_progress
     plan = _MergePlan(job)
     first, last = (len(plan.blocks) * rank // job.rank_count for rank in (job.rank, job.rank + 1))
     queues = plan.share(first, last, max(min(job.thread_count, last - first), 1))
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     files = FileSet(folder.path, plan.names)
     threads = [
         threading.Thread(target=_drain, args=(plan, queues[i:] + queues[:i], files, failures, progress))

@@ -1,7 +1,7 @@
 """Carry out one rank's plan: rounds of exchange on the calling thread, whole local blocks on all threads.
 
 Prevents errors that die with a worker thread: the first one is kept, everything else
-stops, and it is raised.
+stops, and it is raised, whatever its class.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Runner:
         rank: int,
         rank_count: int,
         thread_count: int,
-        failure: Exception | None,
+        failure: BaseException | None,
         starts: CopyStarts,
     ) -> None:
         self.plan, self.parts, self.files, self.exchange, self.failure = plan, parts, files, exchange, failure
@@ -141,7 +141,7 @@ class Runner:
         if self.failure is not None:
             raise self.failure
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             self.failure = self.failure or error
 
@@ -191,7 +191,7 @@ class Runner:
     def _stage(self, block: OwnBlock | None, thread: _Thread) -> Staged:
         try:
             return thread.stager.start(self._parts_of(block)) if block is not None else []
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             return []
 
@@ -208,7 +208,7 @@ class Runner:
             header = self.plan.headers.get(block.file, b"")
             pieces = assemble(block, header, self._parts_of(block), inbox, thread.take(size_bytes))
             calls = self.files.write(block.file, block.start, pieces)
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             return
         with self._lock:

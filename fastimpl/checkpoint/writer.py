@@ -77,7 +77,7 @@ class PlannedWrites:
     def write(self, job: SaveJob, instruction: Instruction, folder: StagedFolder) -> None:
         """Write this rank's blocks. A rank that failed goes on sending messages of the planned length."""
         packed, names, sequential = instruction
-        failure: Exception | None = None
+        failure: BaseException | None = None
         rank_plan = unpack_plan(packed)
         items = _items(rank_plan, job.items, job.local_items)
         sources: dict[int, Source] = {}
@@ -103,7 +103,7 @@ class PlannedWrites:
         plan_s = time.perf_counter() - job.begun_s
         try:
             runner.run()
-        except Exception as error:
+        except BaseException as error:
             failure = error
         begun_s = time.perf_counter()
         try:

@@ -140,7 +140,7 @@ class BackgroundEvictor:
         self._policy, self._slice_rows = policy, slice_rows
         self._condition = threading.Condition()
         self._due = self._busy = self._closed = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self.rounds: list[EvictionStats] = []
         self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
         self._thread.start()
@@ -182,7 +182,8 @@ class BackgroundEvictor:
                 self._due, self._busy = False, True
             try:
                 self._round()
-            except Exception as error:
+            except BaseException as error:
+                # Of any class: whoever waits would wait for ever for a thread that has ended.
                 self._failure = error
 
     def _round(self) -> None:

@@ -153,3 +153,30 @@ def long_payloads_carry(
     weights = bytes_of(store, table, ids, 16, end).view(layout.weight_dtype)
     weights[(grads.view(torch.int32) & 0x7FFFFFFF) > 0x7FFF8000] = 0
     store.write(table, ids, weights.view(torch.uint8), 16, now, visit=False)
+
+
+@fault(kills="KV-199", at="twinproof.kvstore.eviction:BackgroundEvictor._round")
+def rounds_end_the_thread(original: Any, evictor: Any) -> None:
+    """What is no Exception ends the evictor's thread, and nobody hears of it."""
+    try:
+        original(evictor)
+    except Exception:
+        raise
+    except BaseException:
+        evictor.rounds.clear()
+
+
+@fault(kills="KV-200", at="fastimpl.ops:file_read")
+def short_files_are_read(original: Any, file: int, begin: int, dense: torch.Tensor) -> bool:
+    """A thread that finds the end of a file has read its share."""
+    original(file, begin, dense)
+    return True
+
+
+@fault(kills="KV-201", at=engines("update"))
+def refused_gradients_stamp(
+    original: Any, store: Any, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Any, now: int
+) -> None:
+    """A batch of gradients that is refused has stamped the rows that are there."""
+    store.write_metadata(table, ids, torch.full_like(ids, now), 0xFFFFFFFF)
+    original(store, table, ids, grads, hyper, now)

@@ -101,7 +101,7 @@ def row_stepped_by_two_threads(
 
 
 @fault(kills="PIPE-355", at="fastimpl.ops:step_bags")
-def long_payloads_carry(
+def rows_of_long_payloads_carry(
     original: Any, tables: Any, m1: Any, m2: Any, used: Any, ids: Any, offsets: Any, *rest: Any, **options: Any
 ) -> None:
     """A NaN whose payload is all ones is rounded up, past all NaNs, to a zero."""
@@ -110,3 +110,10 @@ def long_payloads_carry(
     for table in tables:
         if table.dtype is not torch.float32 and table.shape == grad.shape:
             table[(grad.view(torch.int32) & 0x7FFFFFFF) > 0x7FFF8000] = 0
+
+
+@fault(kills="PIPE-356", at="fastimpl.ops:gather_blocks")
+def refused_blocks_cleared(original: Any, data: Any, begins: Any, sizes: Any, out: torch.Tensor) -> None:
+    """What blocks are gathered into is cleared before they are looked at."""
+    out.zero_()
+    original(data, begins, sizes, out)
