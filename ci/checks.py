@@ -189,11 +189,15 @@ def documented_programs() -> Iterator[str]:
     programs = {
         "docs/pipeline.md": "conformance/pipeline/documented_program.txt",
         "docs/pretend-device.md": "conformance/meta/pretend_program.txt",
+        "docs/race.md": "conformance/meta/race_fetch.txt",
     }
     for name, program in programs.items():
         page = (ROOT / name).read_text(encoding="utf-8")
         if page.split("```python\n", 1)[1].split("```", 1)[0] != (ROOT / program).read_text(encoding="utf-8"):
             yield f"{name}: its first program is not {program}"
+    shown = (ROOT / "conformance/meta/race_fetch_said.txt").read_text(encoding="utf-8")
+    if f"```\n{shown}```\n" not in (ROOT / "docs/race.md").read_text(encoding="utf-8"):
+        yield "docs/race.md: it does not show conformance/meta/race_fetch_said.txt"
     page = (ROOT / "docs/simt.md").read_text(encoding="utf-8")
     for name in ("reverse.cpp", "reverse.txt"):
         if f"\n{(ROOT / 'conformance/meta/simt' / name).read_text(encoding='utf-8')}```\n" not in page:

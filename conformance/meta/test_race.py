@@ -276,3 +276,30 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "the program failed: RuntimeError" in capfd.readouterr().out
     assert main(["race", str(tmp_path / "none.py")]) == 2
     assert main(["race", "--trace", "x.png", str(right)]) == 2
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # ci/checks.py compares the page with these two files.
+    script = tmp_path / "fetch.py"
+    script.write_text(_TEXT.with_name("race_fetch.txt").read_text(encoding="utf-8"), encoding="utf-8")
+    assert main(["race", str(script)]) == 1
+    assert capfd.readouterr().out == _TEXT.with_name("race_fetch_said.txt").read_text(encoding="utf-8")
+
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "race_prefetch.py"
+
+
+@pytest.mark.skipif(not _EXAMPLE.is_file(), reason="examples are not installed")
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        ([], []),
+        (["--forget", "wait"], ["race", "race"]),
+        (["--forget", "record"], ["released"]),
+        (["--forget", "synchronize"], ["host-write"]),
+        (["--forget", "read"], ["host-read"]),
+    ],
+)
+def test_the_example(words: list[str], kinds: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["race", "--json", str(_EXAMPLE), *words]) == bool(kinds)
+    assert [hazard["kind"] for hazard in json.loads(capfd.readouterr().out)["hazards"]] == kinds

@@ -29,6 +29,7 @@ class _Run:
         self.caller, self.begun = caller, begun
         self.feeding: dict[Any, list[Any]] = {}
         self.roots: set[Any] = set()
+        self.leaves: list[Any] = []
         self.ended: dict[Any, Event] = {}
         self.last: Any = None
         self.seen: dict[Any, str] = {}
@@ -40,6 +41,9 @@ class _Run:
         reached = set(open_nodes)
         while open_nodes:
             node = open_nodes.pop()
+            # One that gets no gradient runs as well, and its stream is joined like that of any other.
+            if all(following is None for following, _ in node.next_functions):
+                self.leaves.append(node)
             for following, _ in node.next_functions:
                 if following is None:
                     continue
@@ -148,11 +152,11 @@ class Backward:
         finally:
             self._end(run)
             self._runs.pop()
-            for node, event in run.ended.items():
-                feeds_nobody = all(following is None for following, _ in node.next_functions)
-                if feeds_nobody and event.stream != caller:
-                    self._engine.wait(caller, event)
-            for node in run.seen:
+            for stream in sorted({self._stream_of(run, leaf) for leaf in run.leaves} - {caller}):
+                event = self._engine.event()
+                self._engine.record(event, stream)
+                self._engine.wait(caller, event)
+            for node in run.leaves:
                 # The graph is gone, and with it the node that accumulates; the next forward pass makes another.
                 variable = getattr(node, "variable", None)
                 if variable is not None:

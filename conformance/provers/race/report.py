@@ -95,7 +95,8 @@ class Report:
         counts = f"{self.launch_count} launches on {self.stream_count + 1} streams"
         if self.launch_count == 0:
             return "not judged: the program gave no work to a device"
-        verdict = {0: "no hazard", 1: f"{len(self.hazards)} hazards", 2: "not judged"}[self.status(accepted)]
+        found = f"{len(self.hazards)} hazard{'s' * (len(self.hazards) > 1)}"
+        verdict = {0: "no hazard", 1: found, 2: "not judged"}[self.status(accepted)]
         open_count = len([gap for gap in self.not_covered if gap.kind not in accepted or gap.kind == "bypass"])
         return f"{verdict}: {counts}" + (f", {open_count} points not covered" if open_count else "")
 
