@@ -6,15 +6,16 @@ from pathlib import Path
 
 __all__ = ["DEVICES", "FIXTURES", "absent_capabilities", "kernel_sources", "prepare_device"]
 
-DEVICES = ("cpu", "pretend", "simt", "simt-host", "cuda")
+DEVICES = ("cpu", "pretend", "simt", "simt-host", "cuda", "cuda-host")
 # The fixtures by which tests run on a device. A store is itself on it, and so are those of ranks.
 FIXTURES = {
     "pretend": ("device",),
     "simt": ("kvstore", "rank_pool"),
     "simt-host": ("kvstore", "rank_pool"),
     "cuda": ("device", "kvstore", "rank_pool"),
+    "cuda-host": ("kvstore", "rank_pool"),
 }
-_OF_STORES = ("simt", "simt-host", "cuda")
+_OF_STORES = ("simt", "simt-host", "cuda", "cuda-host")
 
 
 def kernel_sources() -> Path | None:

@@ -6,10 +6,13 @@ suite runs on such stores with ``--twinproof-device simt-host``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +91,8 @@ def test_memory(kvstore: Any) -> None:
 
     layout, count = kvstore.RowLayout(500, optimizer="adagrad"), 6000
     ids, expected = ids_of(range(count)), None
+    # What others left behind is not freed while memory is counted.
+    gc.collect()
     for cache_rows in (None, 0, 1, 500):
         before = [held_bytes(pinned=pinned) for pinned in (False, True)]
         store = _made(kvstore, layout, cache_rows, SimtHandle)
@@ -145,6 +150,68 @@ def test_prefetch(kvstore: Any) -> None:
     store.close()
     with raises(StoreClosedError):
         store.prefetch("t", ids_of([1]))
+
+
+class _Ids:
+    """Ids on a GPU, as far as a prefetch looks at them."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def to(self, device: torch.device) -> _Ids:
+        self._log.append(f"ids to {device}")
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self._log.append(f"ids are used on {stream.name}")
+
+
+class _Stream:
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self.name = log, name
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+@requirement(
+    "KV-176",
+    "On a GPU a prefetch MUST run on one stream of the store's own, behind what the caller's stream has queued, with "
+    "its scratch memory there, and keep the ids' memory for it.",
+    needs=NEEDS,
+)
+def test_stream(kvstore: Any) -> None:
+    from fastimpl.kvstore.device import DeviceHandle
+    from fastimpl.ops import KVHandle
+
+    log: list[str] = []
+
+    def stream(*_: Any) -> _Stream:
+        log.append("a stream is made")
+        return _Stream(log, "its own")
+
+    def operator(*_: Any) -> int:
+        log.append("prefetch")
+        return 0
+
+    @contextmanager
+    def on(chosen: _Stream) -> Iterator[None]:
+        log.append(f"on {chosen.name}")
+        yield
+        log.append("on the caller's")
+
+    fakes = {"Stream": stream, "current_stream": lambda *_: _Stream(log, "the caller's"), "stream": on}
+    handle: Any = DeviceHandle(SimpleNamespace(device=_Ids.device))  # type: ignore[arg-type]
+    with ExitStack() as patches:
+        for name, fake in fakes.items():
+            patches.enter_context(mock.patch.object(torch.cuda, name, fake))
+        patches.enter_context(mock.patch.object(KVHandle, "prefetch", operator))
+        assert_equal([handle.prefetch(0, _Ids(log)) for _ in range(2)], [0, 0], where="statuses")
+    once = ["its own waits for the caller's", "on its own", "prefetch", "on the caller's", "ids are used on its own"]
+    expected = ["ids to cuda", "a stream is made", *once, "ids to cuda", *once]
+    assert_equal(log, expected, where="what was done, in order")
 
 
 @requirement(

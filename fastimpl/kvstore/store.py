@@ -170,15 +170,15 @@ class LockedDeviceRows(LockedRows):
             self._on_device.fail_allocations(table, after_count)
 
 
-def device_rows(options: StoreOptions) -> DeviceRows:
-    """The rows of a store on the current CUDA device.
+def device_rows(options: StoreOptions, handle: type[DeviceHandle] = DeviceHandle) -> DeviceRows:
+    """The rows of a store on the current CUDA device, behind a handle of this type.
 
     Raises:
         ConfigError: no GPU, or a library without kernels for one.
     """
     if not torch.cuda.is_available() or "kvstore_create" not in ops.cuda_operators():
         raise ConfigError("no CUDA device for this store", got=_why_no_device(), expected="a GPU", where="device")
-    return DeviceRows(options, DeviceHandle.create(table_messages(options).to("cuda"), options.num_shards))
+    return DeviceRows(options, handle.create(table_messages(options).to("cuda"), options.num_shards))
 
 
 def _why_no_device() -> str:

@@ -1,6 +1,7 @@
 """Steps of the row store: the suite with stores on the GPU, whose rows, ids and counters must be those of the CPU."""
 
 from perf.gpu.table import suite
+from perf.harness.steps import Step
 
 __all__ = ["STEPS"]
 
@@ -16,7 +17,15 @@ _MODULES = {
     "checkpoint": "KV-042",
 }
 
-STEPS = tuple(
-    suite(f"kvstore-{name}", f"conformance.kvstore.test_{name}", must, limit_s=90, device="cuda")
-    for name, must in _MODULES.items()
+# Modules that run with rows in host memory too, behind a cache that is always in use.
+_ON_HOST = ("values", "machine", "steps", "snapshot")
+
+
+def _step(prefix: str, name: str, device: str) -> Step:
+    return suite(f"{prefix}-{name}", f"conformance.kvstore.test_{name}", _MODULES[name], limit_s=90, device=device)
+
+
+STEPS = (
+    *(_step("kvstore", name, "cuda") for name in _MODULES),
+    *(_step("kvstore-host", name, "cuda-host") for name in _ON_HOST),
 )

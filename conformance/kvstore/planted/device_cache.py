@@ -56,3 +56,29 @@ def a_prefetch_counts_rows(original: Any, handle: Any, table: int, ids: torch.Te
     status: int = original(handle, table, ids)
     handle.size(table)
     return status
+
+
+@fault(kills="KV-176", at="fastimpl.kvstore.device:DeviceHandle.prefetch")
+def a_prefetch_on_the_callers_stream(original: Any, handle: Any, table: int, ids: Any) -> int:
+    """A prefetch runs on the caller's stream, and what the caller queues next comes behind it."""
+    from fastimpl.ops import KVHandle
+
+    return KVHandle.prefetch(handle, table, handle._there(ids))
+
+
+@fault(kills="KV-176", at="fastimpl.kvstore.device:DeviceHandle.prefetch", id="ids_are_not_waited_for")
+def no_edge(original: Any, handle: Any, table: int, ids: Any) -> int:
+    """The stream of prefetches does not wait for the ids that the caller's stream still makes."""
+    made: Any = torch.cuda.Stream
+
+    def stream(*arguments: Any) -> Any:
+        found = made(*arguments)
+        found.wait_stream = lambda other: None
+        return found
+
+    torch.cuda.Stream = stream  # type: ignore[assignment, misc]
+    try:
+        status: int = original(handle, table, ids)
+    finally:
+        torch.cuda.Stream = made  # type: ignore[misc]
+    return status

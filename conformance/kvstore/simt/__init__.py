@@ -155,7 +155,7 @@ class SimtStore(KVStore, engine=_rows_of):
     """A ``KVStore`` on the device that is run here; its ``device`` is still "cpu", where its tensors are."""
 
 
-class MovingHandle(SimtHandle):
+class _Moving(DeviceHandle):
     """Ids are prefetched before their rows are read or changed, so that rows move all the time."""
 
     def read(self, table: int, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
@@ -181,13 +181,31 @@ class MovingHandle(SimtHandle):
     def snapshot(self) -> Any:
         """A moment has no cache."""
         taken = super().snapshot()
-        return None if taken is None else SimtHandle(taken.tensor)
+        return None if taken is None else self.still(taken.tensor)
+
+    @classmethod
+    def still(cls, tensor: torch.Tensor) -> DeviceHandle:
+        """A handle of rows that stay where they are."""
+        return DeviceHandle(tensor)
+
+
+class MovingHandle(_Moving, SimtHandle):
+    """The same over the operators of this library."""
+
+    @classmethod
+    def still(cls, tensor: torch.Tensor) -> DeviceHandle:
+        """The same over the operators of this library."""
+        return SimtHandle(tensor)
+
+
+def _cached(options: StoreOptions) -> StoreOptions:
+    return dataclasses.replace(options, row_memory="host", cache_rows=dict.fromkeys(options.layouts, 16))
 
 
 def _rows_behind_a_cache(options: StoreOptions) -> RowEngine:
     if options.device != "cpu":
         return rows_of(options)
-    cached = dataclasses.replace(options, row_memory="host", cache_rows=dict.fromkeys(options.layouts, 16))
+    cached = _cached(options)
     return LockedDeviceRows(DeviceRows(cached, MovingHandle.create(table_messages(cached), options.num_shards)))
 
 
@@ -208,18 +226,28 @@ def store_in(layouts: Any, handle: type[SimtHandle], memory: dict[str, Any]) -> 
     return Store(layouts, optimizer_in_row=True, clock=lambda: 1000, seed=7)
 
 
-_ENGINES = {"simt": _rows_of, "simt-host": _rows_behind_a_cache}
+def _rows_on_gpu(options: StoreOptions) -> RowEngine:
+    return LockedDeviceRows(device_rows(options))
+
+
+def _rows_of_host_on_gpu(options: StoreOptions) -> RowEngine:
+    return LockedDeviceRows(device_rows(_cached(options), _Moving))
+
+
+_ENGINES = {
+    "simt": _rows_of,
+    "simt-host": _rows_behind_a_cache,
+    "cuda": _rows_on_gpu,
+    "cuda-host": _rows_of_host_on_gpu,
+}
 
 
 def bind(device: str) -> None:
-    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt", "simt-host" or "cuda", for the rest of the process.
+    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt" or "cuda", for the rest of the process.
 
-    Its tensors stay on the CPU, and so tests run unchanged. Raises CompileError.
+    With "-host" behind, its rows lie in host memory, behind a cache of 16 that is always in use. Its tensors stay on
+    the CPU, and so tests run unchanged. Raises CompileError.
     """
-    if device in _ENGINES:
+    if device.startswith("simt"):
         load_operators()
-    KVStore._make_engine = staticmethod(_ENGINES.get(device, _rows_on_gpu))
-
-
-def _rows_on_gpu(options: StoreOptions) -> RowEngine:
-    return LockedDeviceRows(device_rows(options))
+    KVStore._make_engine = staticmethod(_ENGINES[device])
