@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -324,6 +325,28 @@ def test_not_asked_for(offload: Any, wanted: bool | None) -> None:
             twins.step()
             twins.check()
         assert_equal([u.startswith("torch: ") for u in twins.offloader.stats().updates], [True], where="updates")
+
+
+@requirement(
+    "OPT-330",
+    "On a GPU the kernel MUST update under the releases of torch whose order of operations was read, the first and the "
+    "last among them, and under no other.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize(
+    ("release", "is_read"),
+    [
+        ("2.10.2", False),
+        ("2.11.0+cu130", True),
+        ("2.12.1", True),
+        ("2.13.0+cu130", True),
+        ("2.14.0", False),
+        ("3.11.0", False),
+    ],
+)
+def test_releases(offload: Any, release: str, is_read: bool) -> None:
+    slot_step = importlib.import_module("fastimpl.offload.slot_step")
+    assert_equal(slot_step.order_is_read(release), is_read, where=release)
 
 
 @requirement(

@@ -104,6 +104,12 @@ def _why_not_param(param: torch.Tensor, grad: torch.Tensor, *, is_rounded: bool)
     return ""
 
 
+def order_is_read(release: str) -> bool:
+    """Whether the order of operations of a release of torch, such as ``"2.11.0+cu130"``, was read."""
+    first, last = _READ
+    return first <= tuple(int(part) for part in release.split("+")[0].split(".")[:2]) <= last
+
+
 @dataclass
 class _Call:
     """Parameters of one kind and one dtype: one call."""
@@ -163,8 +169,7 @@ class SlotUpdates:
             return "no library"
         if wanted is None and device.type != "cuda":
             return f"torch rounds otherwise on {device.type}"
-        version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-        if wanted is None and not _READ[0] <= version <= _READ[1]:
+        if wanted is None and not order_is_read(torch.__version__):
             return f"the order of operations of torch {torch.__version__} was not read"
         return ""
 

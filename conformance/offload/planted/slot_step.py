@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched
+from conformance.harness import fault, patched, swap
 from conformance.offload.planted.planting import altered
 
 
@@ -82,6 +82,13 @@ def slot_forms_not_looked_at(original: Any, *arguments: Any, **options: Any) -> 
 def slot_taken_unasked(original: Any, updates: Any) -> str:
     """The kernel updates wherever it can."""
     return ""
+
+
+first_release_left_out = patched(
+    "The first release of torch that was read is left to torch.",
+    swap("fastimpl.offload.slot_step:_READ", ((2, 12), (2, 13))),
+    kills="OPT-330",
+)
 
 
 @fault(kills="OPT-280", at="fastimpl.ops:slot_step")
