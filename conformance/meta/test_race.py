@@ -10,9 +10,11 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from conformance.harness import Mismatch
 from conformance.harness.cli import main
@@ -199,6 +201,43 @@ def test_gradients_go_back_to_where_leaves_are() -> None:
         assert not leaf.grad.is_cuda  # type: ignore[union-attr]
         assert leaf.grad.tolist() == [3.0] * 4  # type: ignore[union-attr]
     assert report.hazards == []
+
+
+def test_memory_that_was_made_elsewhere_is_the_hosts() -> None:
+    before = torch.ones(4)
+    with watch() as report:
+        ours, shared = torch.ones(4, device="cuda"), torch.from_numpy(numpy.ones(4, dtype="float32"))
+        for one in (before, shared):
+            one.copy_(ours, non_blocking=True)
+            assert not one.is_cuda
+            assert ours.copy_(one).is_cuda
+        shared.sum()
+    assert [hazard.kind for hazard in report.hazards] == []
+    with watch() as report:
+        before.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+        before.sum()
+    assert [hazard.kind for hazard in report.hazards] == ["host-read"]
+
+
+def test_what_training_loops_use_works() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    with watch() as report:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).to("cuda")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+        for given, wanted in torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True):
+            assert given.is_pinned()
+            with torch.autocast("cuda"):
+                middle = torch.utils.checkpoint.checkpoint(model[0], given.cuda(non_blocking=True), use_reentrant=False)
+                out = model[1](middle)
+            assert out.dtype == torch.float16
+            loss = torch.nn.functional.mse_loss(out.float(), wanted.cuda(non_blocking=True))
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert report.hazards == [], report.text()
+    # The scaler asks whether a gradient overflowed.
+    assert {gap.kind for gap in report.not_covered} == {"value"}
 
 
 def test_pageable_memory_is_named() -> None:

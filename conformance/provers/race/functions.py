@@ -68,6 +68,9 @@ class FunctionsMode(TorchFunctionMode):
         if isinstance(place, int):
             options["device"] = torch.device(DEVICE, place)  # A number alone is refused where there is no device.
         explicit = None if place is None else is_device(place)
+        for one in tensors_in((args, options)):
+            # What the program made where nobody looked is the host's; what a call makes inside may be the device's.
+            self.watcher.note_known(one)
         ambient = self._any_on_device((args, options))
         with self.watcher.calling(ambient, explicit):
             return func(*args, **options)

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from conformance.provers.race.collectives import collectives
 from conformance.provers.race.functions import FunctionsMode
 from conformance.provers.race.streams import api_of
-from conformance.provers.race.watcher import OpsMode, Watcher
+from conformance.provers.race.watcher import DEVICE, OpsMode, Watcher
 from twinproof.errors import UnsupportedError
 
 __all__ = ["in_place"]
@@ -66,6 +66,9 @@ def in_place(watcher: Watcher) -> Iterator[None]:
             put(place, "Event", api.event)
         put(torch.autograd, "_engine_run_backward", _backward(watcher, torch.autograd._engine_run_backward))
         put(torch, "compile", _uncompiled(watcher))
+        put(torch.amp.autocast_mode.autocast, "__init__", _autocast(torch.amp.autocast_mode.autocast.__init__))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        put(hooks, "__init__", _saved_tensors_hooks(watcher, hooks.__init__))
         put(torch.UntypedStorage, "resize_", _resize(watcher))
         # Its arguments are parsed before a mode is asked.
         put(torch.Tensor, "record_stream", _record_stream(watcher))
@@ -75,14 +78,36 @@ def in_place(watcher: Watcher) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _answering(watcher: Watcher) -> Iterator[None]:
+    """Torch has called the program back from within a call that our own mode has handled, where it is off."""
+    if any(isinstance(mode, FunctionsMode) for mode in _modes()):
+        yield
+    else:
+        with FunctionsMode(watcher):
+            yield
+
+
+def _saved_tensors_hooks(watcher: Watcher, original: Callable[..., None]) -> Callable[..., None]:
+    def hooked(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def called(value: Any) -> Any:
+            with _answering(watcher):
+                return hook(value)
+
+        return called
+
+    def start(context: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
+        original(context, hooked(pack_hook), hooked(unpack_hook))
+
+    return start
+
+
 def _backward(watcher: Watcher, original: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(roots: Any, *args: Any, **options: Any) -> Any:
         if not watcher.engine.is_watched():
             return original(roots, *args, **options)
         with ExitStack() as stack:
-            # The call came through our own mode, which is off within: hooks of the program need it.
-            if not any(isinstance(mode, FunctionsMode) for mode in _modes()):
-                stack.enter_context(FunctionsMode(watcher))
+            stack.enter_context(_answering(watcher))
             stack.enter_context(watcher.engine.backward.running(roots))
             stack.enter_context(watcher.engine.following_nodes())
             stack.enter_context(watcher.calling(False, None))
@@ -99,6 +124,16 @@ def _uncompiled(watcher: Watcher) -> Callable[..., Any]:
         return model if model is not None else lambda given: given
 
     return compile_nothing
+
+
+def _autocast(original: Callable[..., None]) -> Callable[..., None]:
+    def start(context: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **options: Any) -> None:
+        if device_type == DEVICE:
+            # Tensors of the device hold memory of the host to torch; the dtype is that of a GPU.
+            device_type, dtype = "cpu", dtype or torch.float16
+        original(context, device_type, dtype, *args, **options)
+
+    return start
 
 
 def _resize(watcher: Watcher) -> Callable[..., Any]:

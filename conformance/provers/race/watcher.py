@@ -26,6 +26,7 @@ _ALLOCATIONS = {
     "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
     "aten::empty_permuted", "aten::empty_quantized",
 }  # fmt: skip
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What touches no values.
 _NO_WORK = {"aten::set_", "aten::resize_", "aten::_unsafe_view", "aten::lift_fresh", "aten::is_pinned"}
 # An index on the host is copied to the device by the operator itself, which waits for it.
@@ -97,6 +98,12 @@ class Watcher:
         if tensor.layout is not torch.strided:
             return any(self.memories.is_on_device(part) for part in tensors_in(tensor))
         return tensor.device.type == "cpu" and self.memories.is_on_device(tensor)
+
+    def note_known(self, tensor: torch.Tensor) -> None:
+        """Count memory that was never seen as the host's."""
+        with torch._C.DisableTorchFunction():
+            if tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in _PLAIN:
+                self.memories.memory_of(tensor, stream=HOST)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out one operator."""
