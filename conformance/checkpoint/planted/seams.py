@@ -27,7 +27,7 @@ def equal_widths_reinterpreted(original: Any, reader: Any, plan: Any, planner: A
     result = []
     for item, target in original(reader, plan, planner):
         stored = torch_dtype(reader.catalog.tensors[item.storage_index.fqn].dtype)
-        is_alike = stored is not None and stored.itemsize == target.dtype.itemsize
+        is_alike = stored not in (None, target.dtype) and stored.itemsize == target.dtype.itemsize
         result.append((item, target.view(stored) if is_alike else target))
     return result
 
