@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -151,3 +152,24 @@ def test_wrong_masters(offload: Any) -> None:
         offload.MasterWeights([param, param])
     with raises(ConfigError, mentions=("params",)):
         offload.MasterWeights([torch.zeros(3, dtype=torch.int64)])
+
+
+@requirement(
+    "Masters that the optimizer does not step, or steps beside others, MUST be refused, with how many of each, and "
+    "left as they were.",
+    "as they were.",
+)
+@pytest.mark.parametrize(
+    ("stepped", "others", "said"), [(2, 1, "1 others, 0"), (1, 0, "0 others, 1"), (0, 3, "3 others, 2")]
+)
+def test_masters_of_another_optimizer(offload: Any, stepped: int, others: int, said: str) -> None:
+    params = [torch.nn.Parameter(values((3,), number, torch.bfloat16)) for number in range(2)]
+    masters = offload.MasterWeights(params)
+    foreign = [torch.nn.Parameter(values((2,), number)) for number in range(others)]
+    optimizer = torch.optim.SGD([*list(masters.parameters())[:stepped], *foreign], lr=0.1)
+    with proven() as device:
+        with raises(ConfigError, mentions=(f"{said} masters missing", "master_weights.parameters()")):
+            offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+        # What was refused is free for another.
+        right = torch.optim.SGD(masters.parameters(), lr=0.1)
+        offload.OptimizerStateOffloader(right, engine=device.engine, master_weights=masters).close()

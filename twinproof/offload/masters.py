@@ -63,7 +63,7 @@ class MasterWeights:
         if stepped != set(self.pairs):
             raise ConfigError(
                 "the optimizer has to step the masters, and nothing else",
-                got=f"{len(stepped - set(self.pairs))} other parameters",
+                got=f"{len(stepped - set(self.pairs))} others, {len(set(self.pairs) - stepped)} masters missing",
                 expected="optimizer(master_weights.parameters())",
                 where="master_weights",
             )

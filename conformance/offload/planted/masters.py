@@ -34,6 +34,13 @@ def masters_deduplicated(original: Any, masters: Any, params: Any) -> None:
     original(masters, [p for p in dict.fromkeys(params) if p.is_floating_point()])
 
 
+@fault(kills="OPT-331", at="twinproof.offload.masters:MasterWeights.check_stepped_by")
+def masters_of_nobody_taken(original: Any, masters: Any, optimizer: Any) -> None:
+    """Only parameters that are no masters are looked for."""
+    if any(param not in masters.pairs for group in optimizer.param_groups for param in group["params"]):
+        original(masters, optimizer)
+
+
 @fault(kills="OPT-012", at="twinproof.offload.masters:MasterWeights.end")
 def masters_truncated(original: Any, masters: Any, some: Any) -> None:
     """Masters are cut to bf16 instead of rounded."""
