@@ -155,9 +155,9 @@ def test_wrong_masters(offload: Any) -> None:
 
 
 @requirement(
+    "OPT-331",
     "Masters that the optimizer does not step, or steps beside others, MUST be refused, with how many of each, and "
     "left as they were.",
-    "as they were.",
 )
 @pytest.mark.parametrize(
     ("stepped", "others", "said"), [(2, 1, "1 others, 0"), (1, 0, "0 others, 1"), (0, 3, "3 others, 2")]
