@@ -52,8 +52,21 @@ def test_rows_are_read() -> None:
     assert read_rows(rows, places, 2) == int(rows[places].sum())
 
 
+def _shapes() -> list[Any]:
+    """The shapes of the jobs that train: one a job at each change, the others at night."""
+    names: dict[str, list[str]] = {}
+    for workload in read_workloads().values():
+        if workload.job.startswith("train-"):
+            names.setdefault(workload.job, []).append(workload.name)
+    return [
+        pytest.param(name, marks=[pytest.mark.night] if name != min(of_job) else [])
+        for of_job in names.values()
+        for name in sorted(of_job)
+    ]
+
+
 @built
-@pytest.mark.parametrize("name", sorted(w.name for w in read_workloads().values() if w.job.startswith("train-")))
+@pytest.mark.parametrize("name", _shapes())
 def test_every_job_runs_on_a_small_shape(name: str, tmp_path: Path) -> None:
     workload = read_workloads()[name]
     small = replace(workload, shape=(300, 8), tensor_count=2)
