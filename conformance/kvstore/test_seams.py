@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_same_bytes, raises, requirement, succeeds
+from conformance.harness.threads import torch_threads
 from conformance.kvstore.cases import (
     CHECKED_ROWS,
     FILE,
@@ -35,17 +35,6 @@ from conformance.kvstore.cases import (
 from twinproof.errors import CapacityError, TwinproofError
 
 LARGE = ("large_batches",)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for torch's pool, which the store's own work is done by."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @requirement(
@@ -231,7 +220,7 @@ def test_duplicates_at_seams(kvstore: Any, count: int) -> None:
     for thread_count, shards in ((1, 4), (2, 1), (2, 5), (3, 8)):
         store = store_of(kvstore, kvstore.RowLayout(2, optimizer="sgd"), num_shards=shards, clock=Clock(50))
         where = f"{count} ids, {thread_count} threads, {shards} shards"
-        with threads(thread_count):
+        with torch_threads(thread_count):
             store.set("t", ids, weights)
             found = store.get("t", ids)
             assert_bits(found[:, 0].contiguous(), torch.tensor([last[key] for key in keys]), where=f"{where}: set")
@@ -265,7 +254,7 @@ def test_listing_at_seams(kvstore: Any) -> None:
         store.set("t", new, torch.zeros(5, 1))
         now = torch.cat([ids[: 65536 - 5], ids[65536 + 5 :], new]).sort().values
         for thread_count in (1, 2, 3):
-            with threads(thread_count):
+            with torch_threads(thread_count):
                 where = f"{thread_count} threads"
                 assert_bits(store.ids("t"), now, where=f"{where}, now")
                 assert_bits(taken.ids("t"), ids, where=f"{where}, of the snapshot")
@@ -296,7 +285,7 @@ def test_checks_at_seams(kvstore: Any, tmp_path: Path) -> None:
         entries = json.loads(raw[8 : 8 + length])
         places = {name: 8 + length + entries[f"t.{name}"]["data_offsets"][0] for name in ("rows", "ids")}
         for thread_count in (1, 2, 3):
-            with threads(thread_count):
+            with torch_threads(thread_count):
                 for keys in ([], [-1]):
                     where = f"{buckets.total_count} buckets, {thread_count} threads, beside {keys}"
                     store = store_of(kvstore, kvstore.RowLayout(1))
@@ -312,7 +301,7 @@ def test_checks_at_seams(kvstore: Any, tmp_path: Path) -> None:
                 bad[at : at + width] = bad[at - width : at]
             (tmp_path / "ck" / FILE).write_bytes(bad)
             for thread_count in (1, 2, 3):
-                with threads(thread_count):
+                with torch_threads(thread_count):
                     for keys in ([], [-1]):
                         where = f"row {position} twice, {buckets.total_count} buckets, {thread_count} threads, {keys}"
                         store = store_of(kvstore, kvstore.RowLayout(1))
@@ -422,7 +411,7 @@ def test_read_operator(kvstore: Any, tmp_path: Path) -> None:
                 path.write_bytes(data[: begin + size - missing].numpy().tobytes())
                 for thread_count in (1, 2, 3):
                     dense = torch.zeros(size, dtype=torch.uint8)
-                    with path.open("rb") as file, threads(thread_count):
+                    with path.open("rb") as file, torch_threads(thread_count):
                         is_read = ops.file_read(file.fileno(), begin, dense)
                     where = f"{size} bytes from {begin}, {missing} missing, {thread_count} threads"
                     assert_equal(is_read, missing == 0, where=where)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, requirement
+from conformance.harness.threads import torch_threads
 from conformance.offload.cases import TASK_BYTES, CpuArm, Twins, assert_same_numbers, proven, values
 from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
@@ -18,17 +17,6 @@ from twinproof.optimizers import AdamHyper
 
 ADAM, PACK = ("fused_cpu_adam",), ("packed_tensors",)
 UNITS = {"AVX512": [-1, 0, 1, 2], "AVX2": [-1, 0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [-1, 0])
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for torch's pool, which packs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @requirement(
@@ -53,7 +41,7 @@ def test_pieces(offload: Any) -> None:
             where = f"{sizes}, {thread_count} threads"
             slab = torch.full_like(expected, 0xEE)
             back = [torch.full_like(tensor, 0x55) for tensor in tensors]
-            with threads(thread_count):
+            with torch_threads(thread_count):
                 pack(tensors, slab, offsets)
                 unpack(back, slab, offsets)
             assert_same_tensor(slab, expected, where=f"slab of {where}")

@@ -4,8 +4,6 @@ and refusing what would read or write outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,22 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+from conformance.harness.threads import torch_threads
 from conformance.pipeline.model import DTYPES, OPTIMIZERS
 from conformance.pipeline.strategies import Arguments, draw_arguments
 from refimpl.optimizers import row_sum
 
 KERNELS = ("bag_kernels",)
 UNITS = {"AVX512": [-1, 0, 1, 2], "AVX2": [-1, 0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [-1, 0])
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @requirement(
@@ -81,7 +70,7 @@ def test_pipe_002_pooling(pipeline: Any, data: st.DataObject, isa: int, threads:
 
     a = draw_arguments(data)
     out = torch.full_like(a.grad, 7.0)
-    with _threads(threads):
+    with torch_threads(threads):
         ops.pool_bags(a.tables, a.feature_tables, a.indices, a.offsets, a.weights, a.means, out, isa=isa)
     assert_same_tensor(out, a.pooled(), where=f"pooled on unit {isa}, {threads} threads")
 
@@ -96,7 +85,7 @@ def test_pipe_003_steps(pipeline: Any, data: st.DataObject, optimizer: str, isa:
 
     a = draw_arguments(data, optimizer)
     expected = a.stepped()
-    with _threads(threads):
+    with torch_threads(threads):
         a.step(ops, a.tables, isa=isa)
     for name, mine, theirs in zip(("weight", "momentum1", "momentum2"), a.written(), expected, strict=True):
         for table, (got, wanted) in enumerate(zip(mine, theirs, strict=True)):
@@ -115,7 +104,7 @@ def test_pipe_004_one_row_very_often(pipeline: Any) -> None:
     before, expected = torch.randn(50, 72, generator=generator), torch.empty(0)
     for count in (1, 2, 3, 4):
         table, momentum = before.clone(), torch.zeros(50)
-        with _threads(count):
+        with torch_threads(count):
             none = [torch.empty(0)]
             ops.step_bags([table], [momentum], none, [0], indices, offsets, None, [False], grad, "rowwise_adagrad", 0.1)
         if count == 1:
@@ -178,7 +167,7 @@ def test_pipe_006_ids(pipeline: Any, data: st.DataObject, threads: int) -> None:
     indices = a.indices + data.draw(st.integers(-3, 3))
     rows = torch.tensor(counts).repeat_interleave(a.lengths().view(len(counts), -1).sum(1))
     bad = (indices < 0) | (indices >= rows)
-    with _threads(threads):
+    with torch_threads(threads):
         found = ops.check_bag_ids(indices, a.offsets, counts)
         mended = ops.mend_bag_ids(indices, a.offsets, counts)
     assert_equal(found, (int(bad.sum()), int(bad.nonzero()[0]) if bad.any() else -1), where="ids outside")
@@ -221,7 +210,7 @@ def test_pipe_008_buckets(pipeline: Any, data: st.DataObject, bucket_count: int,
     bags = torch.arange(a.lengths().numel()).repeat_interleave(a.lengths())
     lengths = torch.bincount(buckets * a.lengths().numel() + bags, minlength=bucket_count * a.lengths().numel())
     for blocks, told, ids in ((sizes, None, indices - buckets * of_id), (None, buckets, indices)):
-        with _threads(threads):
+        with torch_threads(threads):
             found = ops.bucketize(indices, a.offsets, a.weights, blocks, bucket_count, destinations=told)
         assert_same_tensor(found[0], lengths, where="lengths")
         assert_same_tensor(found[3], order, where="positions")
@@ -243,7 +232,7 @@ def test_pipe_009_weight_gradients(pipeline: Any, data: st.DataObject, isa: int,
     from fastimpl import ops
 
     a = draw_arguments(data)
-    with _threads(threads):
+    with torch_threads(threads):
         got = ops.bag_weight_gradients(a.tables, a.feature_tables, a.indices, a.offsets, a.means, a.grad, isa=isa)
     wanted = [row_sum((grad * a.tables[t][row].float())[None])[0] for t, row, grad, _ in a.occurrences()]
     assert_same_tensor(got, torch.cat([torch.empty(0), *wanted]), where="gradients of weights")

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.harness.threads import torch_threads
 from conformance.pipeline.cases import PART_IDS, SPLIT_WORDS
 from conformance.pipeline.model import DTYPES, LR, lookups_of
 
 KERNELS = ("bag_kernels",)
 UNITS = {"AVX512": [0, 1, 2], "AVX2": [0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [0])
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for torch's pool, which the operators work on."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def one_id_a_bag(count: int) -> torch.Tensor:
@@ -55,7 +43,7 @@ def test_first_of_several(pipeline: Any, count: int) -> None:
             offsets, expected = one_id_a_bag(count), (len(wrong), first)
             for thread_count in (1, 2, 3):
                 where = f"{wrong} of {count}, {features} features, {thread_count} threads"
-                with threads(thread_count):
+                with torch_threads(thread_count):
                     assert_equal(ops.check_bag_ids(indices, offsets, [5] * features), expected, where=where)
                     mended, _, found = ops.settle_bags(indices, offsets, [5] * features)
                     assert_equal(tuple(found.tolist()), expected, where=f"{where}: settled")
@@ -86,7 +74,7 @@ def test_quotients(pipeline: Any) -> None:
         local = indices - wanted * size
         order = wanted.argsort(stable=True)
         for thread_count in (1, 2):
-            with threads(thread_count):
+            with torch_threads(thread_count):
                 bags, given = one_id_a_bag(indices.numel()), torch.tensor([size])
                 lengths, ids, _, positions = ops.bucketize(indices, bags, None, given, bucket_count)
             where = f"blocks of {size}, {thread_count} threads"
@@ -165,7 +153,7 @@ def test_shares(pipeline: Any, count: int) -> None:
     for thread_count in (1, 2, 3):
         for weights in (None, torch.ones(count)):
             table, none = torch.zeros(rows, 1), [torch.empty(0)]
-            with threads(thread_count):
+            with torch_threads(thread_count):
                 arguments = (indices, one_id_a_bag(count), weights, [False], grad, "sgd", 1.0)
                 ops.step_bags([table], none, none, [0], *arguments)
             where = f"{count} ids, {thread_count} threads, weights {weights is not None}"
