@@ -340,6 +340,8 @@ def programs_of(header: str, tree: Path) -> list[str]:
     users = {wanted}
     sources = tree / "fastimpl" / "csrc"
     headers = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*.h")}
+    # Proofs have headers of their own.
+    headers |= {path.name: path for path in folder.glob("*.h")}
     grown = True
     while grown:
         found = {name for name, path in headers.items() if users & set(_includes(path))}
@@ -354,13 +356,18 @@ def _includes(path: Path) -> list[str]:
     return re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
 
 
+def configure(tree: Path, sources: str, folder: Path, *options: str) -> None:
+    """Prepare a build. What fails before a mutant is compiled says nothing about it, and ends the run."""
+    done = run_in(tree, ["cmake", "-S", sources, "-B", str(folder), "-G", "Ninja", *options], limit_s=300)
+    if done.returncode:
+        raise SystemExit(f"mutate: {sources} cannot be configured:\n{done.output[-4000:]}")
+
+
 def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, str]:
     """The verdict of the kernels' tests, of the proofs that include the header, then of the suite on a new library."""
-    ninja = ("-G", "Ninja")
     tests, library = STATE / "kernels", STATE / "library"
-    configured = run_in(tree, ["cmake", "-S", "fastimpl/csrc/tests", "-B", str(tests), *ninja], limit_s=300)
-    built = run_in(tree, ["cmake", "--build", str(tests)], limit_s=1200)
-    if configured.returncode or built.returncode:
+    configure(tree, "fastimpl/csrc/tests", tests)
+    if run_in(tree, ["cmake", "--build", str(tests)], limit_s=1200).returncode:
         return _INVALID, "does not compile"
     if by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=300)):
         return _KILLED, f"kernel_tests: {by}"
@@ -369,7 +376,7 @@ def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, s
         if by := killer(run_in(tree, [sys.executable, *words], limit_s=900)):
             return _KILLED, by
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CUDA_COMPILER=", f"-DPython3_EXECUTABLE={sys.executable}"]
-    run_in(tree, ["cmake", "-S", "fastimpl/csrc", "-B", str(library), *ninja, *options], limit_s=300)
+    configure(tree, "fastimpl/csrc", library, *options)
     if run_in(tree, ["cmake", "--build", str(library)], limit_s=1800).returncode:
         return _INVALID, "does not compile"
     shutil.copy2(library / "libfastimpl_ops.so", tree / "fastimpl" / "libfastimpl_ops.so")

@@ -100,6 +100,20 @@ def test_verdicts(
     assert verdict.digest == mutation.digest_of(tmp_path / "toy.py")
 
 
+def test_proofs_are_found_through_their_own_headers(mutation: Any) -> None:
+    found = mutation.programs_of("fastimpl/csrc/offload/slot_kernel.h", mutation.ROOT)
+    assert found == ["test_simt_slot.py"]
+    assert "test_simt_pool.py" in mutation.programs_of("fastimpl/csrc/pipeline/pool_kernel.h", mutation.ROOT)
+
+
+def test_a_build_that_cannot_begin_is_no_verdict(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutation, "run_in", lambda *_, **__: mutation.Done(1, "no cmake"))
+    with pytest.raises(SystemExit, match="cannot be configured:\nno cmake"):
+        mutation.judge_native(_mutant(mutation), tmp_path, mutation.Coverage({}, {}, []))
+
+
 def test_verdicts_end_with_the_text_they_are_about(mutation: Any, tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text("a\n")
     digest = mutation.digest_of(tmp_path / "toy.py")
