@@ -1,4 +1,4 @@
-"""What must come out of the offload bench; G1 to G12 are the gates of a GPU in docs/offload.md."""
+"""What must come out of the offload bench; G1 to G12 are the gates of a GPU in docs/offload-limits.md."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ _INSTALLED = "where it was installed, elsewhere undecided"
 
 _gpu_claim = partial(claim, hardware=_GPU)
 _gpu_small = partial(
-    claim, full="offload-gpu-moves-1e4", hardware=_GPU, evidence=f"G12 of docs/offload.md; {_UNJUDGED}"
+    claim, full="offload-gpu-moves-1e4", hardware=_GPU, evidence=f"G12 of docs/offload-limits.md; {_UNJUDGED}"
 )
 _gpu_limit = partial(limit, hardware=_GPU)
 _gpu_moves = partial(limit, hardware=_GPU, peer="copy", ceiling=1.2, control="loop")
@@ -134,14 +134,14 @@ GATES = (
         "Offloading states of 16 MiB and bringing them back MUST reach 0.9 of pinned copies of the same run.",
         full="offload-gpu-moves-1gib",
         floor=0.9,
-        evidence=f"G1 of docs/offload.md; the control is a pageable loop of .to; {_UNJUDGED}",
+        evidence=f"G1 of docs/offload-limits.md; the control is a pageable loop of .to; {_UNJUDGED}",
     ),
     _gpu_moves(
         "offload-gpu-small-rate",
         "Offloading 10,000 states of 64 KiB and bringing them back MUST reach 0.6 of one pinned copy of the same run.",
         full="offload-gpu-moves-1e4",
         floor=0.6,
-        evidence=f"G2 of docs/offload.md; the control is a pageable loop of .to; {_UNJUDGED}",
+        evidence=f"G2 of docs/offload-limits.md; the control is a pageable loop of .to; {_UNJUDGED}",
     ),
     _gpu_limit(
         "offload-gpu-duplex-step",
@@ -151,7 +151,7 @@ GATES = (
         floor=0.8,
         ceiling=1.2,
         control="serial",
-        evidence=f"G3 of docs/offload.md; the control copies in, steps and copies out on one stream; {_UNJUDGED}",
+        evidence=f"G3 of docs/offload-limits.md; the control copies, steps and copies on one stream; {_UNJUDGED}",
     ),
     _gpu_limit(
         "offload-gpu-slot-update",
@@ -171,7 +171,7 @@ GATES = (
         floor=0.95,
         ceiling=1.1,
         control="blocking",
-        evidence=f"G4 of docs/offload.md; the control waits for every copy; {_UNJUDGED}",
+        evidence=f"G4 of docs/offload-limits.md; the control waits for every copy; {_UNJUDGED}",
     ),
     _gpu_claim(
         "offload-gpu-fraction-0",
@@ -182,7 +182,7 @@ GATES = (
         floor=0.99,
         ceiling=1.5,
         control="ours",
-        evidence=f"G5 of docs/offload.md; the control moves everything; {_UNJUDGED}",
+        evidence=f"G5 of docs/offload-limits.md; the control moves everything; {_UNJUDGED}",
     ),
     # DeepSpeed's CPU Adam, where it is installed.
     _adam_bf16(
@@ -222,7 +222,7 @@ GATES = (
         floor=1.0,
         ceiling=100.0,
         control="loop",
-        evidence="G6 of docs/offload.md, whose 3 us for each tensor are one launch, measured in the same run; "
+        evidence="G6 of docs/offload-limits.md, whose 3 us for each tensor are one launch, measured in the same run; "
         f"the control waits; {_UNJUDGED}",
     ),
     counter(
@@ -233,7 +233,7 @@ GATES = (
         ceiling=0,
         control="loop",
         hardware=_GPU,
-        evidence="G6 of docs/offload.md, by torch's sync debug mode, which does not see waits for events; "
+        evidence="G6 of docs/offload-limits.md, by torch's sync debug mode, which does not see waits for events; "
         f"the control waits for each tensor; {_UNJUDGED}",
     ),
     _gpu_steps_memory(
@@ -242,7 +242,7 @@ GATES = (
         metric="peak_bytes",
         ceiling="1.02 * 4 * tensor_bytes + 32 * 1048576",
         control="whole",
-        evidence="G7 of docs/offload.md, over weights and gradients; a chunk is the two states of a parameter; "
+        evidence="G7 of docs/offload-limits.md, over weights and gradients; a chunk is the two states of a parameter; "
         f"the control brings all states at once; {_UNJUDGED}",
     ),
     _gpu_steps_memory(
@@ -251,7 +251,7 @@ GATES = (
         metric="growth_bytes",
         ceiling=0,
         control="careless",
-        evidence=f"G8 of docs/offload.md; the control makes a stream for each step; {_UNJUDGED}",
+        evidence=f"G8 of docs/offload-limits.md; the control makes a stream for each step; {_UNJUDGED}",
     ),
     _gpu_steps_memory(
         "offload-gpu-device-growth",
@@ -278,7 +278,7 @@ GATES = (
         metric="pinned_bytes",
         ceiling="1.02 * 2 * payload_bytes",
         control="careless",
-        evidence="G9 of docs/offload.md; the control pins each state with torch, "
+        evidence="G9 of docs/offload-limits.md; the control pins each state with torch, "
         f"which rounds up to a power of two; {_UNJUDGED}",
     ),
     memory(
@@ -289,7 +289,7 @@ GATES = (
         ceiling="2 * tensor_bytes",
         control="brought",
         hardware=_GPU,
-        evidence=f"G10 of docs/offload.md; the control brings the states back first; {_UNJUDGED}",
+        evidence=f"G10 of docs/offload-limits.md; the control brings the states back first; {_UNJUDGED}",
     ),
     _gpu_limit(
         "offload-gpu-snapshot",
@@ -299,7 +299,7 @@ GATES = (
         floor=0.77,
         ceiling=2.0,
         control="pickled",
-        evidence=f"G10 of docs/offload.md; the control pickles it as well; {_UNJUDGED}",
+        evidence=f"G10 of docs/offload-limits.md; the control pickles it as well; {_UNJUDGED}",
     ),
     _gpu_small(
         "offload-gpu-small-loop",

@@ -1,4 +1,4 @@
-"""What offloading costs the host and keeps in memory on a GPU: G6-G10 of docs/offload.md. No GPU has run this."""
+"""What offloading costs the host and keeps on a GPU: G6-G10 of docs/offload-limits.md. No GPU has run this."""
 
 from __future__ import annotations
 

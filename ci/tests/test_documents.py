@@ -1,0 +1,129 @@
+"""Programs in README and docs run as they stand, commands parse, links lead somewhere, and prose keeps its width."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+from documents import OTHERS, Block, blocks, too_wide  # noqa: E402
+
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+LANGUAGES = {"python", "cpp", "diff", "text", ""}
+# Programs that the suite runs, from files that ci/checks.py holds to be the same.
+SUITE = {
+    "pipeline.md": "conformance/pipeline/documented_program.txt",
+    "pretend-device.md": "conformance/meta/pretend_program.txt",
+    "race.md": "conformance/meta/race_fetch.txt",
+}
+_FORKED = """
+import os, sys, traceback, warnings
+import torch, torch.distributed.checkpoint
+import fastimpl.checkpoint, fastimpl.kvstore, fastimpl.offload, fastimpl.pipeline
+for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    text = open(name, encoding="utf-8").read()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.chdir(folder)
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            print(f"FAILED {name}", file=sys.stderr)
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print("RAN", name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def _programs() -> Iterator[tuple[Block, list[Block]]]:
+    """Each program of a page that the suite does not run, and the page's blocks that are files."""
+    for page in PAGES:
+        of_suite = SUITE.get(page.name) if page.parent == ROOT / "docs" else None
+        said = (ROOT / of_suite).read_text(encoding="utf-8") if of_suite else None
+        files = [block for block in blocks(page) if block.title]
+        yield from ((block, files) for block in blocks(page) if block.language == "python" and block.text != said)
+
+
+def test_programs_run(tmp_path: Path) -> None:
+    # torch is imported once, and each program gets a process and a folder of its own.
+    programs = {f"{re.sub('[/:]', '-', block.place)}.py": (block.text, files) for block, files in _programs()}
+    assert len(programs) >= 12
+    words: list[str] = []
+    for number, (name, (text, files)) in enumerate(programs.items()):
+        (folder := tmp_path / str(number)).mkdir()
+        for file in files:
+            (folder / file.title).write_text(file.text, encoding="utf-8")
+        (path := tmp_path / name).write_text(text, encoding="utf-8")
+        words += [str(path), str(folder)]
+    command = [sys.executable, "-P", "-W", "ignore", "-c", _FORKED, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = dict(re.findall(r"^RAN .*/(\S+) (-?\d+)$", done.stdout, re.MULTILINE))
+    assert ran == dict.fromkeys(programs, "0"), done.stderr[-6000:]
+
+
+def test_a_program_that_fails_is_seen(tmp_path: Path) -> None:
+    (bad := tmp_path / "bad.py").write_text("assert fastimpl\n")
+    command = [sys.executable, "-P", "-W", "ignore", "-c", _FORKED, str(bad), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == f"RAN {bad} 1\n"
+    assert "NameError" in done.stderr
+
+
+def test_pages_that_the_suite_runs_are_there() -> None:
+    for page, program in SUITE.items():
+        texts = [block.text for block in blocks(ROOT / "docs" / page)]
+        assert (ROOT / program).read_text(encoding="utf-8") in texts, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_languages_are_known(page: Path) -> None:
+    unknown = [block.place for block in blocks(page) if block.language not in LANGUAGES]
+    assert unknown == [], f"expected one of {sorted(LANGUAGES)}"
+
+
+def test_scripts_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for script in re.findall(r"(?:bash |python )((?:ci|examples)/[\w./-]+)", text):
+            assert (ROOT / script).is_file(), f"{page.relative_to(ROOT)}: {script}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_width() -> None:
+    assert [place for page in PAGES if page not in OTHERS for place in too_wide(page)] == []
+
+
+def test_what_is_too_wide(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{'a ' * 60}\n| {'a ' * 60}\n```\n{'a ' * 60}\n```\n- b\n{'c' * 120}\n")
+    assert [place.rpartition(":")[2] for place in too_wide(page)] == ["1"]
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_generated_pages_are_current() -> None:
+    command = [sys.executable, "-P", str(ROOT / "ci/documents.py"), "--check"]
+    environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
