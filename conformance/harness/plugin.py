@@ -59,7 +59,7 @@ def pytest_make_collect_report(
     suite = collector.config.stash[SUITE]
     with contextlib.ExitStack() as stack:
         if isinstance(collector, pytest.Module) and _ours(collector.path, suite):
-            stack.enter_context(using_profile(suite.profile))
+            stack.enter_context(using_profile(suite.profile, suite.seconds))
         return (yield)
 
 
@@ -112,7 +112,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     with contextlib.ExitStack() as stack:
         if requirement_of_item(item) is not None:
-            stack.enter_context(using_profile(item.config.stash[SUITE].profile))
+            stack.enter_context(using_profile(item.config.stash[SUITE].profile, item.config.stash[SUITE].seconds))
             stack.enter_context(budget(item))
         return (yield)
 

@@ -1,11 +1,15 @@
 """Hypothesis budgets, so that CI never fails by luck and a nightly run never repeats yesterday's examples.
 
 ``ci`` is derandomised, without deadline or database; ``quick`` is a quarter of it. ``dev`` is a quarter too, but random
-and with the database, so that a failure comes back at once; ``nightly`` is random with ten times the examples.
+and with the database, so that a failure comes back at once; ``nightly`` is random with ten times the examples. With
+``thousand`` a state machine runs a thousand times the examples of ``ci``, or until its time is over; all else as in
+``ci``, but random.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,10 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DERANDOMISED", "PROFILES", "examples", "expecting_failure", "generate_only", "run_machine", "using_profile"]
 
-PROFILES = ("quick", "dev", "ci", "nightly")
+PROFILES = ("quick", "dev", "ci", "nightly", "thousand")
 # Those that draw the same examples in every run.
 DERANDOMISED = ("quick", "ci")
 _CI_EXAMPLES = 100
+_THOUSAND = 1000
+# How often a state machine runs at most, and for how many seconds.
+_ROUNDS: ContextVar[tuple[int, float]] = ContextVar("rounds of a machine", default=(1, 0.0))
 _FAILURE_EXPECTED: ContextVar[bool] = ContextVar("failure expected", default=False)
 
 
@@ -37,19 +44,27 @@ def _register() -> None:
     settings.register_profile(
         "twinproof-nightly", parent=common, database=None, max_examples=_CI_EXAMPLES * 10, print_blob=True
     )
+    settings.register_profile(
+        "twinproof-thousand", parent=common, database=None, max_examples=_CI_EXAMPLES, print_blob=True
+    )
 
 
 @contextmanager
-def using_profile(profile: str) -> Iterator[None]:
-    """Make ``profile`` the default for what is imported or run inside, then restore the user's own."""
+def using_profile(profile: str, seconds: float = 60.0) -> Iterator[None]:
+    """Make ``profile`` the default for what is imported or run inside, then restore the user's own.
+
+    ``seconds`` bounds each state machine in the profile ``thousand``: no round of its examples begins later.
+    """
     from hypothesis import settings
 
     _register()
     before = settings.get_current_profile_name()
     settings.load_profile(f"twinproof-{profile}")
+    token = _ROUNDS.set((_THOUSAND, seconds) if profile == "thousand" else (1, 0.0))
     try:
         yield
     finally:
+        _ROUNDS.reset(token)
         settings.load_profile(before)
 
 
@@ -90,8 +105,21 @@ def expecting_failure() -> Iterator[None]:
 
 
 def run_machine(machine: Any, *, settings: Any = None) -> None:
-    """Run a rule-based state machine inside a requirement test, on a short budget where a failure is expected."""
+    """Run a rule-based state machine inside a requirement test, on a short budget where a failure is expected.
+
+    In the profile ``thousand`` it runs again and again, with other examples each time, and prints how often it did.
+    """
     from hypothesis.stateful import run_state_machine_as_test
 
     chosen = settings if settings is not None else machine.TestCase.settings
-    run_state_machine_as_test(machine, settings=generate_only(chosen) if _FAILURE_EXPECTED.get() else chosen)
+    if _FAILURE_EXPECTED.get():
+        run_state_machine_as_test(machine, settings=generate_only(chosen))
+        return
+    (round_count, seconds), begun_s = _ROUNDS.get(), time.monotonic()
+    for number in range(1, round_count + 1):
+        run_state_machine_as_test(machine, settings=chosen)
+        if number == round_count or time.monotonic() - begun_s >= seconds:
+            break
+    if round_count > 1:
+        name = machine.__mro__[1].__name__
+        sys.stdout.write(f"{name}: {number} of {round_count} times {chosen.max_examples} programs\n")

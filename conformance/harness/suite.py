@@ -29,6 +29,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "device": {"choices": DEVICES, "help": "where objects that take a device are sent (default: cpu)"},
     "profile": {"choices": PROFILES, "help": "how many examples, and whether they are random (default: ci)"},
+    "seconds": {
+        "metavar": "N",
+        "type": float,
+        "help": "for how long each state machine runs with the profile thousand (default: 60)",
+    },
     "ledger": {"action": "append", "metavar": "FILE", "help": "known deviations, strict TOML; may be repeated"},
     "report": {"metavar": "FILE", "help": "write the outcome of every requirement as JSON"},
     "planted": {
@@ -53,6 +58,12 @@ class Suite:
     def profile(self) -> str:
         """The Hypothesis profile of requirement tests."""
         return self.option("profile") or "ci"
+
+    @property
+    def seconds(self) -> float:
+        """For how long a state machine runs with the profile ``thousand``."""
+        given = self.option("seconds")
+        return 60.0 if given is None else float(given)
 
     @property
     def planted_mode(self) -> str:
@@ -103,6 +114,8 @@ class Suite:
         words = ["pytest", "-p", "conformance.harness.plugin"]
         words += ["--pyargs", "::".join([name, *item.nodeid.split("::")[1:]])] if "." in name else [item.nodeid]
         words += ["--twinproof-impl", self.option("impl") or "fastimpl", "--twinproof-profile", self.profile]
+        if self.option("seconds") is not None:
+            words += ["--twinproof-seconds", f"{self.seconds:g}"]
         if self.planted_mode != "none":
             words += ["--twinproof-planted", self.planted_mode]
         if self.device != "cpu":

@@ -53,14 +53,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[str, dict[int, Row]] = {table: {} for table in TABLES}
         self.snapshots: list[tuple[Any, Any]] = []
         self.saved: dict[str, dict[int, bytes]] | None = None
+        self.evicted_count = 0
+        self.initials: dict[tuple[str, int], bytes] = {}
 
-    def fresh(self, kvstore: Any) -> Any:
+    def wrote(self, table: str, keys: list[int]) -> None:
+        """Rows were written by one call; for a machine that knows of capacities, marks and rounds."""
+
+    def went(self, table: str, keys: list[int]) -> None:
+        """Rows were removed by one call."""
+
+    def fresh(self, kvstore: Any, **options: Any) -> Any:
         """An empty store."""
         layouts = {
             "a": kvstore.RowLayout(3, torch.float16, "partial_rowwise_adam"),
             "b": kvstore.RowLayout(4, torch.float32, "rowwise_adagrad"),
         }
-        return store_of(kvstore, layouts, clock=self.clock, **self.options)
+        return store_of(kvstore, layouts, **{"clock": self.clock, **self.options, **options})
 
     def both(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """The verb on the implementation and on the reference; the former's answer."""
@@ -77,8 +85,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def twin_initial(self, table: str, key: int) -> bytes:
         """The initial row; the initializer has its own requirement."""
-        empty = self.fresh(reference)
-        return bytes(empty.get_rows(table, ids_of([key]))[0].numpy().tobytes())
+        if (table, key) not in self.initials:
+            empty = self.fresh(reference, capacity=None)
+            self.initials[table, key] = bytes(empty.get_rows(table, ids_of([key]))[0].numpy().tobytes())
+        return self.initials[table, key]
 
     @rule(table=tables, keys=close_batches, seed=seeds)
     def set(self, table: str, keys: list[int], seed: int) -> None:
@@ -89,6 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
             row, raw = self.opened(table, key), weight.view(torch.uint8).numpy().tobytes()
             row.body[: len(raw)] = raw
             row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
+        self.wrote(table, keys)
 
     @rule(table=tables, keys=close_batches, seed=seeds)
     def set_rows(self, table: str, keys: list[int], seed: int) -> None:
@@ -98,6 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
         for n, key in enumerate(keys):
             raw = random_row(self.store.layout(table), key, 900 + n, 1 + n, seed + n)
             self.model[table][key] = Row(900 + n, 1 + n, raw[16:])
+        self.wrote(table, keys)
 
     @rule(table=tables, keys=close_batches, seed=seeds)
     def set_state(self, table: str, keys: list[int], seed: int) -> None:
@@ -110,6 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
         for key, value in zip(keys, values, strict=True):
             raw, begin = value.view(torch.uint8).numpy().tobytes(), slot.offset_bytes - 16
             self.opened(table, key).body[begin : begin + len(raw)] = raw
+        self.wrote(table, keys)
 
     @rule(table=tables, keys=close_batches, seed=seeds, step=st.integers(1, 5))
     def apply_gradients(self, table: str, keys: list[int], seed: int, step: int) -> None:
@@ -124,10 +137,11 @@ class StoreMachine(RuleBasedStateMachine):
             row = self.opened(table, key)
             row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
             row.body[:] = self.twin.get_rows(table, ids_of([key]))[0].numpy().tobytes()[16:]
+        self.wrote(table, keys)
 
     def keys_made_nan(self, table: str, keys: list[int], grads: torch.Tensor, step: int) -> list[int]:
         """The keys whose rows a step makes NaN: which NaN it is, nobody promises."""
-        trial, layout = self.fresh(reference), self.twin.layout(table)
+        trial, layout = self.fresh(reference, capacity=None), self.twin.layout(table)
         trial.set_rows(table, self.twin.get_rows(table, ids_of(keys)))
         trial.apply_gradients(table, ids_of(keys), grads, 0.5, step)
         rows = trial.get_rows(table, ids_of(keys))
@@ -144,6 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert_equal(self.both("delete", table, ids_of(keys)), len(there), where="deleted")
         for key in there:
             del self.model[table][key]
+        self.went(table, sorted(there))
 
     @rule(seconds=st.integers(0, 40))
     def wait(self, seconds: int) -> None:
@@ -164,6 +179,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert_equal(stats.evicted_count, len(gone), where="evicted")
         for key in gone:
             del rows[key]
+        self.went(table, gone)
+        self.evicted_count += len(gone)
 
     @rule(table=tables, keys=st.lists(close_ids, max_size=8))
     def read(self, table: str, keys: list[int]) -> None:
@@ -205,10 +222,18 @@ class StoreMachine(RuleBasedStateMachine):
         """Load over what is there, or into a new store: listed rows are replaced, others stay."""
         assert self.saved is not None
         if empty:
-            self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
-            self.model = {table: {} for table in TABLES}
+            self.renew()
         self.kvstore.load(self.store, self.home, chunk_rows=chunk_rows)
-        for table, rows in self.saved.items():
+        self.take_over(self.saved)
+
+    def renew(self) -> None:
+        """New stores."""
+        self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
+        self.model = {table: {} for table in TABLES}
+
+    def take_over(self, moment: dict[str, dict[int, bytes]]) -> None:
+        """Rows were loaded."""
+        for table, rows in moment.items():
             raw = rows_tensor(list(rows.values()), self.store.layout(table).row_bytes)
             self.twin.set_rows(table, raw)
             for key, row in rows.items():

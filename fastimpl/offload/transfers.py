@@ -269,8 +269,12 @@ class StreamedTransfers:
                 continue
             if copies:
                 self._copy_out(chunk, moving)
-            for bundle, name, _ in moving if binds else ():
+            if not binds:
+                continue
+            for bundle, name, _ in moving:
                 self._bind(bundle, name, chunk.memory, 0)
+            # What stays on the device holds its block by itself; of a chunk that left, nothing else may.
+            chunk.forget_here()
 
     def _copy_out(self, chunk: Chunk, moving: list[tuple[Bundle, str, torch.Tensor]]) -> None:
         engine = self.engine
