@@ -17,7 +17,7 @@ BYTES = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
 
 @requirement(
     "OPT-350",
-    "States that an option brings after the first step, such as SGD's momentum, MUST move from then on, and be counted, "
+    "States that an option brings after the first step, such as SGD's momentum, MUST move from then on and be counted, "
     "with the plain optimizer's bits.",
 )
 @pytest.mark.parametrize("release", ["at_offload", "on_request"])
