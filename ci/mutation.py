@@ -212,10 +212,11 @@ def make_map(component: str, tree: Path) -> Coverage:
     folder.mkdir(parents=True)
     settings = folder / "rc"
     settings.write_text(
-        "[run]\nparallel = true\ndynamic_context = test_function\npatch = subprocess, _exit\n"
+        "[run]\nparallel = true\npatch = subprocess, _exit\n"
         f"data_file = {folder}/data\nsource_pkgs = twinproof,fastimpl\n"
     )
-    words = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *_PYTEST, f"conformance/{component}"]
+    words = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *_PYTEST]
+    words += ["-p", "ci.contexts", f"conformance/{component}"]
     done = run_in(tree, [sys.executable, *words, f"--junitxml={folder}/tests.xml"], limit_s=7200)
     if done.returncode != 0:
         raise SystemExit(f"mutate: the suite of {component} fails without a mutant:\n{done.output[-4000:]}")
@@ -225,8 +226,7 @@ def make_map(component: str, tree: Path) -> Coverage:
     data.read()
     lines = {
         Path(file).relative_to(tree).as_posix(): {
-            str(line): sorted({test_of(context) for context in contexts})
-            for line, contexts in data.contexts_by_lineno(file).items()
+            str(line): sorted(set(contexts)) for line, contexts in data.contexts_by_lineno(file).items()
         }
         for file in data.measured_files()
         if Path(file).is_relative_to(tree)
@@ -238,12 +238,6 @@ def make_map(component: str, tree: Path) -> Coverage:
     found = Coverage(lines, dict(seconds), users_of_ranks(tree, component))
     (STATE / f"map-{component}.json").write_text(json.dumps({"digest": sources_digest(tree), **asdict(found)}))
     return found
-
-
-def test_of(context: str) -> str:
-    """The test that a context of coverage names, ``package.module.function``, as pytest names it; "" for none."""
-    module, _, function = context.rpartition(".")
-    return f"{module.replace('.', '/')}.py::{function}" if module.startswith("conformance.") else ""
 
 
 def users_of_ranks(tree: Path, component: str) -> list[str]:

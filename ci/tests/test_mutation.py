@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +67,26 @@ def test_the_tests_that_run_the_line_are_asked_the_fastest_first(mutation: Any) 
     assert mutation.Coverage(lines, {"slow": 9.0}, []).tests_of("other.py", 1) == []
     assert mutation.within(["fast", "ranks", "slow"], coverage.seconds, 6.0) == ["fast", "ranks"]
     assert mutation.within(["slow"], coverage.seconds, 6.0) == ["slow"]
+
+
+def test_contexts_are_the_tests_whoever_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("ci_contexts", _PATH.with_name("contexts.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    contexts: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(contexts)
+    said: list[str] = []
+    running = SimpleNamespace(switch_context=said.append)
+    for current, expected in ((running, ["a/test_b.py::test_c", "test", ""]), (None, ["test"])):
+        coverage = SimpleNamespace(Coverage=SimpleNamespace(current=lambda current=current: current))
+        monkeypatch.setitem(sys.modules, "coverage", coverage)  # type: ignore[arg-type]
+        said.clear()
+        around = contexts.pytest_runtest_protocol(SimpleNamespace(nodeid="a/test_b.py::test_c[1-2]"))
+        next(around)
+        said.append("test")
+        with pytest.raises(StopIteration) as stopped:
+            around.send(True)
+        assert (said, stopped.value.value) == (expected, True)
 
 
 def test_ranks_are_asked_beside_the_tests_of_the_line(

@@ -22,6 +22,7 @@ import torch
 from twinproof.errors import CapacityError, DeltaBaseError, FormatError, VersionError
 from twinproof.kvstore.options import RowLayout, from_bytes
 from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
+from twinproof.regimes import regime
 
 __all__ = [
     "CONTENT_KEY",
@@ -121,7 +122,8 @@ def _step(count: Any) -> int:
 
 
 EMPTY = "empty"
-DIGEST_BYTES, CHUNK_ROWS = 64, 65536
+DIGEST_BYTES = 64
+CHUNK_ROWS = regime(65536, 3)
 _FACTOR = -0x61C8864680B583EB
 
 

@@ -36,11 +36,12 @@ from twinproof.kvstore.options import (
     unpack_header,
 )
 from twinproof.kvstore.rows import RowSource, RowStore, check_row_range
+from twinproof.regimes import regime
 
 __all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = regime(16 << 20, 96)
 
 _ATEN = torch.ops.aten
 _SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
