@@ -1,4 +1,4 @@
-"""A plugin of pytest for ``ci/mutation.py``: coverage is told which test runs, those that Hypothesis calls among them."""
+"""A plugin of pytest for ``ci/mutation.py``: coverage is told which test runs, those of Hypothesis among them."""
 
 from __future__ import annotations
 
