@@ -105,6 +105,14 @@ def test_ranges(kvstore: Any) -> None:
                 assert_equal(view.narrow(0, start, length).shape[0], length, where=f"{name} {start} {length}")
 
 
+def _names(path: Path) -> dict[str, str]:
+    """The names of contents in a saved file, by table."""
+    raw = (path / FILE).read_bytes()
+    metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    names: dict[str, str] = json.loads(metadata["kvstore.content"])["moments"]
+    return names
+
+
 def _mixed(words: list[int]) -> int:
     """The digest of one row of 64-bit words, in plain integers."""
     found = 0
@@ -122,15 +130,26 @@ def test_names_are_documented(kvstore: Any, tmp_path: Path) -> None:
     rows = random_rows(store, [-5, 0, 3, 2**40], 1)
     store.set_rows("t", rows)
     save(kvstore, store, tmp_path / "ck")
-    raw = (tmp_path / "ck" / FILE).read_bytes()
-    metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     width = min(64, rows.shape[1]) // 8
     words = [
         [int.from_bytes(bytes(row[8 * at : 8 * at + 8].tolist()), "little") for at in range(width)] for row in rows
     ]
     digest = sum(map(_mixed, words)) % 2**64
     expected = hashlib.sha256(f"{digest} 0 {len(words)} ".encode()).hexdigest()[:32]
-    assert_equal(json.loads(metadata["kvstore.content"])["moments"], {"t": expected}, where="names in the file")
+    assert_equal(_names(tmp_path / "ck"), {"t": expected}, where="names in the file")
+
+
+@requirement("KV-226", "The name of contents MUST NOT depend on how many rows are read at once.")
+def test_names_by_chunks(kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (1, 6, 7):
+        store = store_of(kvstore, track_changes=True)
+        store.set_rows("t", random_rows(store, range(count), 1))
+        names = []
+        for at_once in (1000, 1, 2, 3, count - 1, count, count + 1):
+            monkeypatch.setattr("twinproof.kvstore.deltas.CHUNK_ROWS", max(1, at_once))
+            save(kvstore, store, tmp_path / "ck")
+            names.append(_names(tmp_path / "ck"))
+            assert_equal(names[-1], names[0], where=f"{count} rows, {at_once} at once")
 
 
 @requirement(

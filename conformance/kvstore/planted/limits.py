@@ -51,3 +51,9 @@ room_by_count = patched(
     mutated("twinproof.kvstore.deltas:evict_for_load", "else words & (2**32 - 1)", "else words // (2**32 - 1)"),
     kills="KV-225",
 )
+
+names_of_the_last_chunk = patched(
+    "The rows of the last chunk alone are named.",
+    mutated("twinproof.kvstore.deltas:digest_rows", "total += _digest", "total = _digest"),
+    kills="KV-226",
+)
