@@ -21,7 +21,8 @@ def _plan(tensors: Tensors, rank_count: int) -> Any:
     from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
     layout = lay_out([(name, torch.float32, (rows, 256)) for name, rows, _ in tensors], None)
-    made, holders = {}, {}
+    made: dict[str, Any] = {}
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for name, rows, parts in tensors:
         if parts:
             count = rows // parts
@@ -75,7 +76,9 @@ def _busy(shared: Tensors, rank: int) -> Any:
     from twinproof.checkpoint.format import lay_out
     from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 
-    made, holders, files = {}, {}, {}
+    made: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for number, (name, rows, _) in enumerate([("own", 512, 1), *shared]):
         file = f"{number}"
         files[file] = lay_out([(name, torch.float32, (rows, 256))], None)

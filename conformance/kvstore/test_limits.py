@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from twinproof.errors import ConfigError, MissingKeyError, ShapeError
 @requirement("KV-220", "The seconds in a report MUST be those of the call: none negative, and together no more.")
 def test_seconds(kvstore: Any, tmp_path: Path) -> None:
     store = filled(kvstore)
-    for name, act in (
-        ("save", lambda: save(kvstore, store, tmp_path / "ck")),
-        ("load", lambda: kvstore.load(fresh(kvstore), tmp_path / "ck")),
-    ):
+    acts: dict[str, Callable[[], Any]] = {
+        "save": lambda: save(kvstore, store, tmp_path / "ck"),
+        "load": lambda: kvstore.load(fresh(kvstore), tmp_path / "ck"),
+    }
+    for name, act in acts.items():
         began = time.perf_counter()
         seconds = act().phase_seconds
         elapsed = time.perf_counter() - began
@@ -52,12 +54,12 @@ def test_limits_of_buckets(kvstore: Any) -> None:
     for size in (1, 2**63 - 1):
         with succeeds("Buckets", where=f"chunks of {size} ids"):
             assert_equal(kvstore.Buckets(2, "chunk", size).bucket_size, size, where="bucket_size")
-    for count in (0, -1, 2**31, 1.0, True):
-        with raises(ConfigError, mentions=("total_count", repr(count)), where=f"{count} buckets"):
-            kvstore.Buckets(count)
-    for size in (0, -1, 2**63, 1.0, True):
-        with raises(ConfigError, mentions=("bucket_size", repr(size)), where=f"chunks of {size} ids"):
-            kvstore.Buckets(2, "chunk", size)
+    for wrong in (0, -1, 2**31, 1.0, True):
+        with raises(ConfigError, mentions=("total_count", repr(wrong)), where=f"{wrong} buckets"):
+            kvstore.Buckets(wrong)
+    for wrong in (0, -1, 2**63, 1.0, True):
+        with raises(ConfigError, mentions=("bucket_size", repr(wrong)), where=f"chunks of {wrong} ids"):
+            kvstore.Buckets(2, "chunk", wrong)
     for mode, given in (("interleave", 1), ("chunk", None)):
         with raises(ConfigError, mentions=("bucket_size",), where=f"{mode} with a size of {given}"):
             kvstore.Buckets(2, mode, given)
