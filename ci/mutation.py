@@ -562,11 +562,12 @@ def read_scores(path: Path = SCORES) -> dict[str, dict[str, Score]]:
 
 def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) -> None:
     """Judge mutants of each component for its share of the budget."""
-    tree = copy_tree()
+    tree, listed = copy_tree(), read_listed()
     for component in components:
         coverage = read_map(component, tree) or make_map(component, tree)
         suite, known = suite_digest(component, tree), read_verdicts()
         final = {key for key, each in known.items() if each.verdict in (_KILLED, _INVALID) or each.suite == suite}
+        final |= {key for key, each in known.items() if (each.file, each.before, each.after) in listed}
         until = time.monotonic() + budget_s / len(components)
         mutants = native_mutants(component, tree) if native else python_mutants(component, tree)
         # Survivors first: the suite may know more by now.

@@ -104,7 +104,7 @@ def test_survivors_are_judged_again_when_the_suite_has_changed(
     mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "toy.py").write_text("a\n")
-    mutants = [_mutant(mutation, occurrence=number) for number in range(4)]
+    mutants = [_mutant(mutation, occurrence=number) for number in range(5)]
     judged: list[int] = []
 
     def judge(mutant: Any, tree: Path, coverage: Any) -> Any:
@@ -116,6 +116,7 @@ def test_survivors_are_judged_again_when_the_suite_has_changed(
         _verdict(mutation, "killed", key=mutants[0].key, digest=digest, suite="old"),
         _verdict(mutation, "survived", key=mutants[1].key, digest=digest, suite="old"),
         _verdict(mutation, "survived", key=mutants[2].key, digest=digest, suite="new"),
+        _verdict(mutation, "survived", key=mutants[4].key, digest=digest, suite="old", before="x", after="y"),
     ]
     (tmp_path / "verdicts.jsonl").write_text(
         "".join(mutation.json.dumps(mutation.asdict(each)) + "\n" for each in kept)
@@ -127,12 +128,13 @@ def test_survivors_are_judged_again_when_the_suite_has_changed(
         "read_map": lambda component, tree: object(),
         "suite_digest": lambda component, tree: "new",
         "read_verdicts": lambda: known,
+        "read_listed": lambda: {("toy.py", "x", "y")},
         "python_mutants": lambda component, tree: mutants,
         "judge": judge,
     }.items():
         monkeypatch.setattr(mutation, name, value)
     mutation.run(["kvstore"], budget_s=60.0, seed=0, native=False)
-    # The survivor of the old suite first, then what was never judged.
+    # The survivor of the old suite first, then what was never judged; never again what nobody can see.
     assert judged == [1, 3]
     monkeypatch.undo()
     assert {each.suite for each in mutation.read_verdicts(tmp_path, tmp_path).values()} == {"old", "new"}
