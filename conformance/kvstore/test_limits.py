@@ -169,3 +169,18 @@ def test_room_by_age(kvstore: Any, tmp_path: Path) -> None:
     save(kvstore, source, tmp_path / "ck")
     kvstore.load(store, tmp_path / "ck")
     assert_equal(sorted(store.ids("t").tolist()), [3, 4, 8, 9], where="ids after the load")
+
+
+@requirement(
+    "KV-227", "A view MUST stand anywhere among the rows of all ranks where it fits, and be told where it does not."
+)
+def test_places_of_views(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    view = kvstore.KVTensor(store, ids_of([3, 4, 5]))
+    for row_count, offset in ((3, 0), (4, 0), (4, 1), (9, 6)):
+        with succeeds("place", where=f"row {offset} of {row_count}"):
+            view.place(row_count, offset)
+        assert_equal((view.global_row_count, view.row_offset), (row_count, offset), where="place")
+    for row_count, offset in ((2, 0), (4, 2), (9, 7), (9, -1)):
+        with raises(ConfigError, mentions=(f"got: ({offset}, 3)", f"expected: {row_count}"), where=f"{offset}"):
+            view.place(row_count, offset)

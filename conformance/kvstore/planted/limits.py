@@ -52,8 +52,22 @@ room_by_count = patched(
     kills="KV-225",
 )
 
-names_of_the_last_chunk = patched(
-    "The rows of the last chunk alone are named.",
-    mutated("twinproof.kvstore.deltas:digest_rows", "total += _digest", "total = _digest"),
+names_of_one_chunk = patched(
+    "The rows of one chunk alone are named.",
+    mutated("twinproof.kvstore.deltas:digest_rows", "return sum(_digest", "return max(_digest"),
     kills="KV-226",
+)
+
+rows_of_other_ranks_told = patched(
+    "A view that does not fit is told with its width.",
+    mutated(
+        "twinproof.kvstore.views:LazyRows.place", "got=(row_offset, self.shape[0])", "got=(row_offset, self.shape[-1])"
+    ),
+    kills="KV-227",
+)
+
+last_place_refused = patched(
+    "The last place of a view is refused.",
+    mutated("twinproof.kvstore.views:LazyRows.place", "<= global_row_count - self", "< global_row_count - self"),
+    kills="KV-227",
 )
