@@ -100,3 +100,15 @@ def test_places_of_ids(pipeline: Any) -> None:
                 )
                 with raises(IdRangeError, mentions=said, where=f"{table_count} tables, {stride} samples"):
                     collection(bags)
+
+
+@requirement(
+    "PIPE-377", "The text of a table's part MUST say the global shape, and the part's own and its place, or none."
+)
+def test_texts_of_parts(pipeline: Any) -> None:
+    from twinproof.pipeline.sharded import TableShard
+
+    part = TableShard.make((9, 4), torch.float16, torch.zeros(3, 2, dtype=torch.float16), (6, 2))
+    assert_equal(repr(part), "TableShard(shape=(9, 4), dtype=torch.float16, local=(3, 2) at (6, 2))", where="a part")
+    empty = TableShard.make((9, 4), torch.float32, None)
+    assert_equal(repr(empty), "TableShard(shape=(9, 4), dtype=torch.float32, local=None at (0, 0))", where="no part")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -193,3 +194,22 @@ def test_never_longer(pipeline: Any) -> None:
         base, sparse_dist, fused = (ends_s[-1] - ends_s[2] for ends_s in all_ends_s)
         assert_le(sparse_dist, base, where=f"SparseDist against Base, {seconds}")
         assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {seconds}")
+
+
+@requirement(
+    "PIPE-376",
+    "The picture of a schedule MUST begin where its second step ends, and show three steps or what there is of them.",
+    needs=("streams",),
+)
+def test_window_of_the_picture(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import replay
+    from fastimpl.pipeline.overlap_views import _window
+
+    program, _, _ = recorded(pipeline, FUSED, {}, ALL)
+    timeline = replay(program)
+    ends = timeline.ends_s
+    assert_le(6, len(ends), where="steps of the program")
+    assert_equal(_window(timeline), (ends[1], ends[4]), where="of many steps")
+    for count in (3, 4, 5):
+        short = dataclasses.replace(timeline, ends_s=ends[:count])
+        assert_equal(_window(short), (ends[1], ends[count - 1]), where=f"of {count} steps")

@@ -49,3 +49,13 @@ samples_of_wrong_ids_by_halves = patched(
     mutated("twinproof.pipeline.lookups:_outside_error", "// len(row_counts)", ">> len(row_counts)"),
     kills="PIPE-375",
 )
+
+shapes_of_no_parts = patched(
+    "A part is said to be none.",
+    mutated(
+        "twinproof.pipeline.sharded:TableShard.__repr__",
+        "self._local is None else tuple(self._local.shape)",
+        "self.dim() == 2 else ()",
+    ),
+    kills="PIPE-377",
+)

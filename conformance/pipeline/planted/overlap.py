@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="PIPE-161", at="fastimpl.pipeline.overlap:overlap_report")
@@ -71,3 +71,10 @@ def trace_without_edges(original: Any, runs: Any) -> Any:
 def host_waits_unheard(original: Any, recorder: Any, event: Any) -> None:
     """Waits of the host are not recorded."""
     recorder._engine.synchronize(event)
+
+
+picture_begins_early = patched(
+    "The picture begins with the second step, where nothing runs ahead yet.",
+    mutated("fastimpl.pipeline.overlap_views:_window", "_FIRST_SHOWN - 1", "_FIRST_SHOWN % 1"),
+    kills="PIPE-376",
+)
