@@ -164,16 +164,22 @@ def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:
 
 @requirement(
     "PIPE-165",
-    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time.",
+    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time, and the report's the mean "
+    "of its steps.",
     needs=("streams",),
 )
 def test_host_blocked(pipeline: Any) -> None:
-    from fastimpl.pipeline.overlap import replay
+    from fastimpl.pipeline.overlap import overlap_report, replay
 
     for name in (SPARSE_DIST, FUSED):
         program, engine, _ = recorded(pipeline, name, {}, ALL)
-        waits = [span.end_s - span.begin_s for span in replay(program).host_waits]
-        assert_equal(sum(waits), engine.time_s["host"], where=f"waits of the host, {name}")
+        waits = [(span.step, span.end_s - span.begin_s) for span in replay(program).host_waits]
+        assert_equal(sum(wait_s for _, wait_s in waits), engine.time_s["host"], where=f"waits of the host, {name}")
+        for margin_count in (1, 2):
+            counted = range(margin_count, 6 - margin_count)
+            mean_s = sum(wait_s for step, wait_s in waits if step in counted) / len(counted)
+            report = overlap_report(program, schedule=name, device="virtual", margin_count=margin_count)
+            assert_equal(report.host_blocked_s, mean_s, where=f"mean of steps {counted}, {name}")
 
 
 @requirement(

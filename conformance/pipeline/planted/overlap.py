@@ -78,3 +78,14 @@ picture_begins_early = patched(
     mutated("fastimpl.pipeline.overlap_views:_window", "_FIRST_SHOWN - 1", "_FIRST_SHOWN % 1"),
     kills="PIPE-376",
 )
+
+
+host_blocked_in_shares = patched(
+    "The end of a wait is divided by its begin.",
+    mutated(
+        "fastimpl.pipeline.overlap:overlap_report",
+        "span.end_s - span.begin_s for span in whole.host_waits",
+        "span.end_s // max(span.begin_s, 1e-9) for span in whole.host_waits",
+    ),
+    kills="PIPE-165",
+)
