@@ -164,8 +164,8 @@ def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:
 
 @requirement(
     "PIPE-165",
-    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time, and the report's the mean "
-    "of its steps.",
+    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time, and the report's the "
+    "mean of its steps.",
     needs=("streams",),
 )
 def test_host_blocked(pipeline: Any) -> None:
