@@ -54,10 +54,12 @@ def test_ranks_of_columns(pipeline: Any) -> None:
     from twinproof.pipeline.sharding import ColumnWise
 
     table = pipeline.EmbeddingBagConfig(num_embeddings=9, embedding_dim=3, name="t", feature_names=["f"])
-    for ranks in ((0,), (1, 0), (0, 2, 1)):
+    fitting: list[tuple[int, ...]] = [(0,), (1, 0), (0, 2, 1)]
+    for ranks in fitting:
         with succeeds("column_wise", where=f"ranks {ranks}"):
             ColumnWise().check(table, ranks)
-    for ranks in ((), (0, 0), (1, 0, 1), (0, 1, 2, 3)):
+    wrong: list[tuple[int, ...]] = [(), (0, 0), (1, 0, 1), (0, 1, 2, 3)]
+    for ranks in wrong:
         with raises(ConfigError, mentions=("t", repr(ranks)), where=f"ranks {ranks}"):
             ColumnWise().check(table, ranks)
 
