@@ -72,9 +72,14 @@ def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
         if path.suffix == ".cu"
         for name in re.findall(r'm\.impl\("(\w+)"', path.read_text(encoding="utf-8"))
     }
-    ask = "import fastimpl, json; print(json.dumps([fastimpl.build_info(), sorted(fastimpl._PROVEN_CUDA_OPS)]))"
+    ask = (
+        "import fastimpl, json, twinproof.regimes as shared; "
+        "print(json.dumps([fastimpl.build_info(), sorted(fastimpl._PROVEN_CUDA_OPS), shared.are_lowered()]))"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", ask], check=True, capture_output=True, text=True)
-    info, proven = json.loads(done.stdout.splitlines()[-1])
+    info, proven, is_lowered = json.loads(done.stdout.splitlines()[-1])
+    if is_lowered:
+        yield "twinproof: regimes are lowered, expected shipped: this package is for tests"
     if info["regimes"] != "shipped":
         yield f"{library.name}: regimes are {info['regimes']}, expected shipped: this library is for tests"
     if info.get("cuda") and registered != {*info["unproven_cuda_ops"], *proven}:
@@ -127,6 +132,13 @@ FIXED_NUMBERS = {
     "fastimpl/csrc/offload/slab.h": {"kNodesMax", "kWordBits"},
     "fastimpl/csrc/pipeline/rows.h": {"kLineBytes"},
     "fastimpl/csrc/pipeline/step.h": {"kLineColumns"},
+    "twinproof/checkpoint/catalog.py": {"INDEX_BYTES_MAX"},
+    "twinproof/checkpoint/format.py": {"HEADER_BYTES_MAX", "HEADER_BYTES_REMOTE", "PAGE_BYTES", "_DEPTH_MAX"},
+    "twinproof/checkpoint/plan.py": {"BLOCK_BYTES_MIN", "FILE_COUNT_MAX"},
+    "twinproof/kvstore/deltas.py": {"DIGEST_BYTES"},
+    "twinproof/kvstore/options.py": {"HEADER_BYTES"},
+    "twinproof/offload/states.py": {"ALIGN_BYTES"},
+    "twinproof/pinned.py": {"_PAGE_BYTES"},
 }
 # Kernels for devices: their blocks, rings and long runs are crossed by proofs that choose the shapes.
 DEVICE_HEADERS = re.compile(r"(_kernel|_plan|simt|device\w*)\.(h|cuh)$|/device_\w+\.h$")
@@ -140,7 +152,7 @@ def regimes(files: list[Path]) -> Iterator[str]:
         if path.suffix in (".h", ".cpp") and name.startswith("fastimpl/csrc/") and "/tests/" not in name:
             found = re.findall(r"\bconstexpr [^;]*;", path.read_text(encoding="utf-8"))
             pairs = [pair for line in found for pair in re.findall(rf"\b(k[A-Z]\w*) = {number}(?=[,;])", line)]
-        elif path.suffix == ".py" and name.startswith("fastimpl/"):
+        elif path.suffix == ".py" and name.startswith(("fastimpl/", "twinproof/")):
             pairs = re.findall(
                 rf"^(_?[A-Z][A-Z0-9_]*) = {number}\s*(?:#.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
             )

@@ -7,8 +7,9 @@ the kernels' own tests, then the proofs of the SIMT prover that include its head
 has it. ``report`` prints the score by file.
 
 All work is done on a copy of the tree. A verdict stands until the file changes, so that a run goes on where the last
-one ended. A survivor is killed by a new requirement, or stands in ``ci/mutants.toml`` with the reason why nobody can
-see it.
+one ended; a survivor is judged again once the suite has changed. A survivor is killed by a new requirement, or stands
+in ``ci/mutants.toml`` with the reason why nobody can see it. ``record`` writes the score by file to
+``ci/mutation.json`` and to the table of ``docs/mutants.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import tomllib
@@ -39,12 +40,16 @@ import tomllib
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "build" / "mutate"
 LISTED = ROOT / "ci" / "mutants.toml"
+SCORES = ROOT / "ci" / "mutation.json"
+PAGE = ROOT / "docs" / "mutants.md"
 COMPONENTS = ("checkpoint", "kvstore", "offload", "pipeline")
 SCORE_MIN = 0.9
 # Tests of one mutant: no more than this is expected of them. A run that takes much longer hangs, and is a kill.
 _TESTS_S, _STARTING_S = 90.0, 60.0
 _MEMORY_BYTES = 12 << 30
 _KILLED, _SURVIVED, _INVALID, _UNSEEN = "killed", "survived", "invalid", "not covered"
+# Tests that look at declarations run no line of a module that was imported before them.
+_OF_DECLARATIONS = "/test_declarations.py::"
 _RULES = ["universal.rules", "c_like.rules", "cpp.rules"]
 
 
@@ -71,7 +76,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant; ``digest`` is that of the file that was changed."""
+    """What became of a mutant; ``digest`` is that of the changed file, ``suite`` that of the component's tests."""
 
     key: str
     component: str
@@ -84,6 +89,7 @@ class Verdict:
     by: str
     seconds: float
     digest: str
+    suite: str = ""
 
 
 def digest_of(path: Path) -> str:
@@ -171,15 +177,20 @@ class Coverage:
     on_ranks: Sequence[str]
 
     def tests_of(self, file: str, line: int) -> list[str]:
-        """The tests that may notice a change of a line, the fastest first; without any that runs it in its own
-        process, those that run the file there, and those that use ranks.
+        """The tests that may notice a change of a line: those that run it, the fastest first, then those on ranks.
+
+        A line that only the import runs may be noticed by whatever runs the file, and by tests of declarations.
         """
         by_line = self.lines.get(file, {})
         found = {test for test in by_line.get(str(line), ()) if test}
-        if not found:
-            # Ranks end without a word to coverage.
-            found = {test for tests in by_line.values() for test in tests if test} | set(self.on_ranks)
-        return sorted(found & set(self.seconds), key=lambda test: (self.seconds[test], test))
+        if not found and by_line:
+            found = {test for tests in by_line.values() for test in tests if test}
+            found |= {test for test in self.seconds if _OF_DECLARATIONS in test}
+        # Ranks end without a word to coverage.
+        return [*self._fastest(found), *self._fastest(set(self.on_ranks) - found)]
+
+    def _fastest(self, tests: set[str]) -> list[str]:
+        return sorted(tests & set(self.seconds), key=lambda test: (self.seconds[test], test))
 
 
 def within(tests: Sequence[str], seconds: Mapping[str, float], budget_s: float) -> list[str]:
@@ -201,10 +212,11 @@ def make_map(component: str, tree: Path) -> Coverage:
     folder.mkdir(parents=True)
     settings = folder / "rc"
     settings.write_text(
-        "[run]\nparallel = true\ndynamic_context = test_function\npatch = subprocess, _exit\n"
+        "[run]\nparallel = true\npatch = subprocess, _exit\n"
         f"data_file = {folder}/data\nsource_pkgs = twinproof,fastimpl\n"
     )
-    words = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *_PYTEST, f"conformance/{component}"]
+    words = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *_PYTEST]
+    words += ["-p", "ci.contexts", f"conformance/{component}"]
     done = run_in(tree, [sys.executable, *words, f"--junitxml={folder}/tests.xml"], limit_s=7200)
     if done.returncode != 0:
         raise SystemExit(f"mutate: the suite of {component} fails without a mutant:\n{done.output[-4000:]}")
@@ -214,8 +226,7 @@ def make_map(component: str, tree: Path) -> Coverage:
     data.read()
     lines = {
         Path(file).relative_to(tree).as_posix(): {
-            str(line): sorted({test_of(context) for context in contexts})
-            for line, contexts in data.contexts_by_lineno(file).items()
+            str(line): sorted(set(contexts)) for line, contexts in data.contexts_by_lineno(file).items()
         }
         for file in data.measured_files()
         if Path(file).is_relative_to(tree)
@@ -229,12 +240,6 @@ def make_map(component: str, tree: Path) -> Coverage:
     return found
 
 
-def test_of(context: str) -> str:
-    """The test that a context of coverage names, ``package.module.function``, as pytest names it; "" for none."""
-    module, _, function = context.rpartition(".")
-    return f"{module.replace('.', '/')}.py::{function}" if module.startswith("conformance.") else ""
-
-
 def users_of_ranks(tree: Path, component: str) -> list[str]:
     """The tests of a component that run on a pool of ranks."""
     found = []
@@ -245,12 +250,20 @@ def users_of_ranks(tree: Path, component: str) -> list[str]:
     return found
 
 
+def suite_digest(component: str, tree: Path) -> str:
+    """The digest of a component's tests and planted bugs, and of what all suites share."""
+    folders = (component, "harness", "provers")
+    paths = sorted(path for name in folders for path in (tree / "conformance" / name).rglob("*.py"))
+    return hashlib.sha256("".join(map(digest_of, paths)).encode()).hexdigest()[:16]
+
+
 def sources_digest(tree: Path) -> str:
     """The digest of all Python that a map is about."""
     files = (
         path for layer in ("twinproof", "refimpl", "fastimpl", "conformance") for path in (tree / layer).rglob("*.py")
     )
-    return hashlib.sha256("".join(f"{path}{digest_of(path)}" for path in sorted(files)).encode()).hexdigest()
+    names = (f"{path.relative_to(tree)}{digest_of(path)}" for path in sorted(files))
+    return hashlib.sha256("".join(names).encode()).hexdigest()
 
 
 def read_map(component: str, tree: Path) -> Coverage | None:
@@ -327,7 +340,9 @@ def judge_python(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, s
     every = coverage.tests_of(mutant.file, mutant.line)
     if not every:
         return _UNSEEN, ""
-    tests = within(every, coverage.seconds, _TESTS_S)
+    on_ranks = set(coverage.on_ranks)
+    tests = within([test for test in every if test not in on_ranks], coverage.seconds, _TESTS_S)
+    tests += within([test for test in every if test in on_ranks], coverage.seconds, _TESTS_S)
     expected_s = sum(coverage.seconds[test] for test in tests)
     done = run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *tests], limit_s=_STARTING_S + 4 * expected_s)
     by = killer(done)
@@ -488,22 +503,83 @@ def report(verdicts: Iterable[Verdict], listed: set[tuple[str, str, str]]) -> tu
     return "\n".join(lines), good
 
 
+@dataclass(frozen=True)
+class Score:
+    """Of a file, or of all of a component: mutants that were killed, judged, and are listed as invisible."""
+
+    killed_count: int
+    judged_count: int
+    listed_count: int
+
+
+def scores(verdicts: Iterable[Verdict], listed: set[tuple[str, str, str]]) -> dict[str, dict[str, Score]]:
+    """By component and file."""
+    found: dict[str, dict[str, list[Verdict]]] = defaultdict(lambda: defaultdict(list))
+    for each in verdicts:
+        if each.verdict != _INVALID:
+            found[each.component][each.file].append(each)
+    return {
+        component: {file: _score(found[component][file], listed) for file in sorted(found[component])}
+        for component in sorted(found)
+    }
+
+
+def _score(judged: Sequence[Verdict], listed: set[tuple[str, str, str]]) -> Score:
+    killed = [each for each in judged if each.verdict == _KILLED]
+    excused = [each for each in judged if each not in killed and (each.file, each.before, each.after) in listed]
+    return Score(len(killed), len(judged), len(excused))
+
+
+def page_of(found: Mapping[str, Mapping[str, Score]]) -> str:
+    """The table of ``docs/mutants.md``."""
+    lines = ["| component, file | killed | listed | survived | score |", "| --- | --- | --- | --- | --- |"]
+    for component, files in found.items():
+        totals = [sum(getattr(score, name) for score in files.values()) for name in Score.__annotations__]
+        for name, score in ((f"**{component}**", Score(*totals)), *((f"`{file}`", files[file]) for file in files)):
+            counted_count = score.judged_count - score.listed_count
+            share = f"{score.killed_count / counted_count:.1%}" if counted_count else ""
+            open_count = counted_count - score.killed_count
+            lines.append(f"| {name} | {score.killed_count} | {score.listed_count} | {open_count} | {share} |")
+    return "\n".join(lines) + "\n"
+
+
+def record(found: Mapping[str, Mapping[str, Score]], kept: Path = SCORES, page: Path = PAGE) -> None:
+    """Keep the scores, those of files that were not judged now as they were, and write the page's table anew."""
+    known = read_scores(kept)
+    merged = {component: {**known.get(component, {}), **found.get(component, {})} for component in {**known, **found}}
+    merged = {component: dict(sorted(merged[component].items())) for component in sorted(merged)}
+    text = {component: {file: asdict(score) for file, score in files.items()} for component, files in merged.items()}
+    kept.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    before = page.read_text(encoding="utf-8").partition("| component, file |")[0]
+    page.write_text(before + page_of(merged), encoding="utf-8")
+
+
+def read_scores(path: Path = SCORES) -> dict[str, dict[str, Score]]:
+    """What ``record`` has kept."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {component: {file: Score(**score) for file, score in files.items()} for component, files in found.items()}
+
+
 def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) -> None:
     """Judge mutants of each component for its share of the budget."""
-    tree = copy_tree()
+    tree, listed = copy_tree(), read_listed()
     for component in components:
         coverage = read_map(component, tree) or make_map(component, tree)
-        known = read_verdicts()
+        suite, known = suite_digest(component, tree), read_verdicts()
+        final = {key for key, each in known.items() if each.verdict in (_KILLED, _INVALID) or each.suite == suite}
+        final |= {key for key, each in known.items() if (each.file, each.before, each.after) in listed}
         until = time.monotonic() + budget_s / len(components)
         mutants = native_mutants(component, tree) if native else python_mutants(component, tree)
-        for mutant in drawn(mutants, seed):
+        # Survivors first: the suite may know more by now.
+        for mutant in sorted(drawn(mutants, seed), key=lambda mutant: mutant.key not in known):
             if time.monotonic() > until:
                 break
-            if mutant.key in known:
+            if mutant.key in final:
                 continue
             verdict = judge(mutant, tree, coverage)
             if verdict is None:
                 continue
+            verdict = replace(verdict, suite=suite)
             with (STATE / "verdicts.jsonl").open("a") as kept:
                 kept.write(json.dumps(asdict(verdict)) + "\n")
             print(f"{verdict.verdict:<12} {verdict.file}:{verdict.line} {verdict.seconds} s {verdict.by}", flush=True)
@@ -512,7 +588,7 @@ def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) 
 def main(arguments: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="ci/mutate", description=__doc__)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "map", "run", "report"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "map", "run", "report", "record"))
     parser.add_argument("--component", nargs="+", default=COMPONENTS, choices=COMPONENTS)
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all components together")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which mutants are drawn")
@@ -524,6 +600,8 @@ def main(arguments: Sequence[str]) -> int:
             make_map(component, copy_tree())
     if options.what in ("all", "run"):
         run(options.component, budget_s=options.budget, seed=options.seed, native=options.native)
+    if options.what == "record":
+        record(scores(read_verdicts().values(), read_listed()))
     if options.what in ("all", "report"):
         text, good = report(read_verdicts().values(), read_listed())
         print(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,15 +55,118 @@ def test_the_order_is_fixed_and_a_new_mutant_changes_no_other(mutation: Any) -> 
 
 def test_the_tests_that_run_the_line_are_asked_the_fastest_first(mutation: Any) -> None:
     lines = {"toy.py": {"1": ["slow", "fast"], "2": [""], "4": ["slow"]}}
-    coverage = mutation.Coverage(lines, {"slow": 9.0, "fast": 1.0, "ranks": 5.0}, ["ranks"])
-    assert coverage.tests_of("toy.py", 1) == ["fast", "slow"]
-    # Line 2 runs while the module is imported; line 3 and the other file may run on a rank.
-    assert coverage.tests_of("toy.py", 2) == ["fast", "ranks", "slow"]
-    assert coverage.tests_of("toy.py", 3) == ["fast", "ranks", "slow"]
+    declared = "a/test_declarations.py::test"
+    seconds = {"slow": 9.0, "fast": 1.0, "ranks": 5.0, declared: 2.0}
+    coverage = mutation.Coverage(lines, seconds, ["ranks"])
+    # What ranks run is unknown: they are asked of every line, and last.
+    assert coverage.tests_of("toy.py", 1) == ["fast", "slow", "ranks"]
+    # Line 2 runs while the module is imported.
+    assert coverage.tests_of("toy.py", 2) == ["fast", declared, "slow", "ranks"]
+    assert coverage.tests_of("toy.py", 3) == ["fast", declared, "slow", "ranks"]
     assert coverage.tests_of("other.py", 1) == ["ranks"]
     assert mutation.Coverage(lines, {"slow": 9.0}, []).tests_of("other.py", 1) == []
     assert mutation.within(["fast", "ranks", "slow"], coverage.seconds, 6.0) == ["fast", "ranks"]
     assert mutation.within(["slow"], coverage.seconds, 6.0) == ["slow"]
+
+
+def test_contexts_are_the_tests_whoever_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("ci_contexts", _PATH.with_name("contexts.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    contexts: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(contexts)
+    said: list[str] = []
+    running = SimpleNamespace(switch_context=said.append)
+    for current, expected in ((running, ["a/test_b.py::test_c", "test", ""]), (None, ["test"])):
+        coverage = SimpleNamespace(Coverage=SimpleNamespace(current=lambda current=current: current))
+        monkeypatch.setitem(sys.modules, "coverage", coverage)  # type: ignore[arg-type]
+        said.clear()
+        around = contexts.pytest_runtest_protocol(SimpleNamespace(nodeid="a/test_b.py::test_c[1-2]"))
+        next(around)
+        said.append("test")
+        with pytest.raises(StopIteration) as stopped:
+            around.send(True)
+        assert (said, stopped.value.value) == (expected, True)
+
+
+def test_ranks_are_asked_beside_the_tests_of_the_line(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(mutation, "run_in", lambda tree, words, **_: asked.append(words) or mutation.Done(0, ""))
+    monkeypatch.setattr(mutation, "_TESTS_S", 10.0)
+    coverage = mutation.Coverage({"toy.py": {"2": ["a", "b"]}}, {"a": 9.0, "b": 9.0, "r": 9.0, "s": 9.0}, ["r", "s"])
+    assert mutation.judge_python(_mutant(mutation), tmp_path, coverage) == ("survived", "2 of 4 tests")
+    assert asked[0][-2:] == ["a", "r"]
+
+
+def test_survivors_are_judged_again_when_the_suite_has_changed(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy.py").write_text("a\n")
+    mutants = [_mutant(mutation, occurrence=number) for number in range(5)]
+    judged: list[int] = []
+
+    def judge(mutant: Any, tree: Path, coverage: Any) -> Any:
+        judged.append(mutant.occurrence)
+        return _verdict(mutation, "killed", key=mutant.key)
+
+    digest = mutation.digest_of(tmp_path / "toy.py")
+    kept = [
+        _verdict(mutation, "killed", key=mutants[0].key, digest=digest, suite="old"),
+        _verdict(mutation, "survived", key=mutants[1].key, digest=digest, suite="old"),
+        _verdict(mutation, "survived", key=mutants[2].key, digest=digest, suite="new"),
+        _verdict(mutation, "survived", key=mutants[4].key, digest=digest, suite="old", before="x", after="y"),
+    ]
+    (tmp_path / "verdicts.jsonl").write_text(
+        "".join(mutation.json.dumps(mutation.asdict(each)) + "\n" for each in kept)
+    )
+    known = mutation.read_verdicts(tmp_path, tmp_path)
+    for name, value in {
+        "STATE": tmp_path,
+        "copy_tree": lambda: tmp_path,
+        "read_map": lambda component, tree: object(),
+        "suite_digest": lambda component, tree: "new",
+        "read_verdicts": lambda: known,
+        "read_listed": lambda: {("toy.py", "x", "y")},
+        "python_mutants": lambda component, tree: mutants,
+        "judge": judge,
+    }.items():
+        monkeypatch.setattr(mutation, name, value)
+    mutation.run(["kvstore"], budget_s=60.0, seed=0, native=False)
+    # The survivor of the old suite first, then what was never judged; never again what nobody can see.
+    assert judged == [1, 3]
+    monkeypatch.undo()
+    assert {each.suite for each in mutation.read_verdicts(tmp_path, tmp_path).values()} == {"old", "new"}
+
+
+def test_scores_are_kept_by_file(mutation: Any, tmp_path: Path) -> None:
+    kept, page = tmp_path / "scores.json", tmp_path / "page.md"
+    page.write_text("# Mutants\n\n| component, file | old\n")
+    verdicts = [
+        _verdict(mutation, "killed", key="1"),
+        _verdict(mutation, "survived", key="2", before="x", after="y"),
+        _verdict(mutation, "survived", key="3"),
+        _verdict(mutation, "not covered", key="4", file="other.py"),
+        _verdict(mutation, "invalid", key="5", file="other.py"),
+    ]
+    found = mutation.scores(verdicts, {("toy.py", "x", "y")})
+    assert found == {"kvstore": {"other.py": mutation.Score(0, 1, 0), "toy.py": mutation.Score(1, 3, 1)}}
+    mutation.record(found, kept, page)
+    assert page.read_text() == (
+        "# Mutants\n\n| component, file | killed | listed | survived | score |\n| --- | --- | --- | --- | --- |\n"
+        "| **kvstore** | 1 | 1 | 2 | 33.3% |\n| `other.py` | 0 | 0 | 1 | 0.0% |\n| `toy.py` | 1 | 1 | 1 | 50.0% |\n"
+    )
+    # What was not judged this time stays.
+    mutation.record({"kvstore": {"toy.py": mutation.Score(2, 2, 0)}}, kept, page)
+    assert mutation.read_scores(kept)["kvstore"] == {
+        "other.py": mutation.Score(0, 1, 0),
+        "toy.py": mutation.Score(2, 2, 0),
+    }
+
+
+def test_the_page_has_the_kept_scores(mutation: Any) -> None:
+    assert mutation.PAGE.read_text(encoding="utf-8").endswith("\n\n" + mutation.page_of(mutation.read_scores()))
 
 
 def test_a_line_that_no_test_runs_is_not_covered(mutation: Any, tmp_path: Path) -> None:

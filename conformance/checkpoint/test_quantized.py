@@ -263,6 +263,27 @@ def test_targets_are_written_on_the_callers_stream(
 
 
 @requirement(
+    "CKPT-513",
+    "A quantized tensor MUST be read alike whatever is converted at once: less than a row, rows and one byte less or "
+    "more, all of it.",
+)
+def test_pieces(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _matrix([7, 12], 4, FP8[0], 1) | _groups([3, 5, 2, 16], 2)
+    _save(checkpoint, state, tmp_path)
+    shapes = {"w.weight": [7, 12], "w_blocks": [3, 5, 64]}
+    for name, shape in shapes.items():
+        row_bytes = 12 if name == "w.weight" else 32
+        expected: torch.Tensor | None = None
+        for rows in (1000, 0, 1, 2, 3, 5, 6, 7, 15):
+            for more in (-1, 0, 1):
+                monkeypatch.setattr("twinproof.checkpoint.quantized.PIECE_BYTES", max(1, rows * row_bytes + more))
+                found = torch.full(shape, -7.0)
+                found = _rounded(_load(checkpoint, tmp_path, name, found, block_size=4), torch.float32)
+                expected = found if expected is None else expected
+                assert_same_tensor(found, expected, where=f"{name} by {rows} rows and {more} bytes")
+
+
+@requirement(
     "CKPT-454",
     "Scales that do not fit, values of another kind, a path that leaves the folder, and a target that is no floating "
     "point MUST be errors that name the tensor, before any target is written.",

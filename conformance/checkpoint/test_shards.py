@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from conformance.harness import (
     raises,
     requirement,
 )
-from twinproof.errors import CorruptionError, DistributedError
+from twinproof.checkpoint.catalog import Catalog
+from twinproof.errors import CorruptionError, DistributedError, TwinproofError
 
 
 def _save_shards(rank: Rank, path: str) -> None:
@@ -158,3 +160,38 @@ def test_divergent_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
     with raises(DistributedError, mentions=("drift",)):
         rank_pool.run(_save_divergent, 2, str(tmp_path / "ck"), True)
     assert_equal(list(tmp_path.iterdir()), [], where="folder after the refused save")
+
+
+def _merge_where_one_fails(rank: Rank, source: str, target: str, failing: int) -> str:
+    checkpoint = rank.component("checkpoint")
+    right = Catalog.check_unchanged
+
+    def check(catalog: Catalog, *files: Any) -> None:
+        if rank.rank == failing:
+            raise CorruptionError("made to fail", where=f"rank {failing}")
+        right(catalog, *files)
+
+    with unittest.mock.patch.object(Catalog, "check_unchanged", check):
+        try:
+            checkpoint.consolidate_safetensors_files_on_every_rank(source, target, {"w": 1, "n": 1}, 1)
+        except TwinproofError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@requirement(
+    "CKPT-514",
+    "Where one rank finds its shards replaced while all ranks merge them, every rank MUST raise, the others with its "
+    "number, and nothing MUST become visible.",
+)
+def test_failure_of_one_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_shards, 2, str(tmp_path / "shards"))
+    for failing in (0, 1):
+        target = tmp_path / f"merged-{failing}"
+        target.mkdir()
+        found = rank_pool.run(_merge_where_one_fails, 2, str(tmp_path / "shards"), str(target), failing)
+        for number, said in enumerate(found):
+            expected = "CorruptionError: made to fail" if number == failing else "DistributedError: another rank failed"
+            assert_equal(said[: len(expected)], expected, where=f"rank {number} where {failing} fails: {said}")
+            assert_equal(f"rank {failing}" in said, True, where=f"rank {number} where {failing} fails: {said}")
+        assert_equal(sorted(path.name for path in target.glob("*.safetensors*")), [], where="what became visible")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         assert_same_tensors,
     )
     from conformance.harness.derived import assert_within_derived
+    from conformance.harness.mutants import mutated
     from conformance.harness.planted import PlantedBug, fault, patched, swap, wrap
     from conformance.harness.profiles import examples, run_machine
     from conformance.harness.raising import Raised, raises, succeeds
@@ -43,6 +44,7 @@ __all__ = [
     "collect_requirements",
     "examples",
     "fault",
+    "mutated",
     "patched",
     "raises",
     "requirement",
@@ -62,6 +64,7 @@ _HOMES = {
         "assert_same_tensors",
     ),
     "derived": ("assert_within_derived",),
+    "mutants": ("mutated",),
     "planted": ("PlantedBug", "fault", "patched", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),
     "raising": ("Raised", "raises", "succeeds"),

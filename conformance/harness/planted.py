@@ -264,7 +264,7 @@ def patched(
 
     Args:
         sentence: what is wrong.
-        patches: planted together, in this order.
+        patches: planted together, in this order: :func:`swap`, :func:`wrap`, ``mutated`` or a function that makes one.
         kills: the requirements that must notice it, one to three.
         of: the implementations that have the fault; unless given, the one that all places lie in, or both.
         id: the bug's id, where it is not the name.
@@ -282,7 +282,7 @@ def patched(
                 stack.enter_context(patch())
             yield
 
-    known = [patch.paths if isinstance(patch, _Patch) else () for patch in patches]
+    known: list[tuple[str, ...]] = [getattr(patch, "paths", ()) for patch in patches]
     paths = tuple(path for some in known for path in some)
     common = _common(paths) if all(known) else _IMPLEMENTATIONS
     return Fault(sentence, _several(kills), _several(of) or common, plant, paths, id)

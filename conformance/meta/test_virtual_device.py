@@ -324,3 +324,28 @@ def test_bytes_and_the_virtual_clock() -> None:
     assert engine.makespan_s == 200.0
     assert engine.busy_s["d2h"] == 100.0
     assert engine.time_s["default"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("look", "hazard_count"),
+    [
+        (lambda host: torch.empty_like(host, device="meta"), 0),
+        (lambda host: host.new_empty(3), 0),
+        (lambda host: host.clone(), 1),
+    ],
+    ids=["empty_like", "new_empty", "clone"],
+)
+def test_the_form_of_memory_may_be_looked_at_while_it_is_written(
+    look: Callable[[torch.Tensor], object], hazard_count: int
+) -> None:
+    with VirtualDevice() as device:
+        engine = device.engine
+        value, host = engine.device_empty(4 * N), engine.host_empty(4 * N)
+        out, made = engine.stream("out"), engine.event()
+        engine.record(made, engine.current())
+        engine.wait(out, made)
+        with engine.on(out):
+            engine.copy(host, value)
+        look(host)
+        engine.synchronize_stream(out)
+    assert [hazard.kind for hazard in device.hazards] == ["host-read"] * hazard_count

@@ -416,3 +416,36 @@ def test_misuse(offload: Any) -> None:
             ops.slot_step(*arguments)
         for tensor in [*params, *states[0], *states[1]]:
             assert_same_tensor(tensor, torch.ones(30), where=f"after argument {place}")
+
+
+@requirement(
+    "OPT-353",
+    "A parameter without gaps MUST be updated by the kernel in any order of its dimensions, with the bits of one whose "
+    "order is plain; one with gaps MUST NOT.",
+    needs=FUSED,
+)
+def test_orders_of_dimensions(offload: Any) -> None:
+    orders = {"plain": (0, 1, 2), "turned": (2, 1, 0), "last first": (1, 2, 0)}
+    found = {}
+    for name, order in orders.items():
+        back = tuple(order.index(dim) for dim in range(3))
+        with proven() as device:
+            given = values((4, 6, 5), 1).permute(order).contiguous().permute(back)
+            twins = Twins(offload, device, "AdamW", [given, values((8,), 2)], fused_update=True)
+            for number in range(2):
+                for param in twins.params:
+                    param.grad = torch.empty_like(param).copy_(values(param.shape, 10 + number))
+                twins.optimizer.step()
+            assert_equal(twins.offloader.stats().updates, ("fused",), where=f"update of a parameter, {name}")
+            twins.offloader.settle()
+            with _disable_current_modes():
+                found[name] = twins.params[0].detach().clone(memory_format=torch.contiguous_format)
+        assert_same_tensor(found[name], found["plain"], where=f"a parameter, {name}")
+    with proven() as device:
+        wide = values((4, 6, 10), 1)[..., ::2]
+        twins = Twins(offload, device, "AdamW", [wide, values((8,), 2)], fused_update=True)
+        twins.params[0].data = values((4, 6, 10), 1)[..., ::2]
+        for param in twins.params:
+            param.grad = torch.empty_strided(param.shape, param.stride()).copy_(values(param.shape, 10))
+        twins.optimizer.step()
+        assert_equal("gaps" in twins.offloader.stats().updates[0], True, where="reason")

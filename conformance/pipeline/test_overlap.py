@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -163,16 +164,22 @@ def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:
 
 @requirement(
     "PIPE-165",
-    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time.",
+    "Host-blocked time MUST be what the host's clock moves on where enqueueing takes no time, and the report's the "
+    "mean of its steps.",
     needs=("streams",),
 )
 def test_host_blocked(pipeline: Any) -> None:
-    from fastimpl.pipeline.overlap import replay
+    from fastimpl.pipeline.overlap import overlap_report, replay
 
     for name in (SPARSE_DIST, FUSED):
         program, engine, _ = recorded(pipeline, name, {}, ALL)
-        waits = [span.end_s - span.begin_s for span in replay(program).host_waits]
-        assert_equal(sum(waits), engine.time_s["host"], where=f"waits of the host, {name}")
+        waits = [(span.step, span.end_s - span.begin_s) for span in replay(program).host_waits]
+        assert_equal(sum(wait_s for _, wait_s in waits), engine.time_s["host"], where=f"waits of the host, {name}")
+        for margin_count in (1, 2):
+            counted = range(margin_count, 6 - margin_count)
+            mean_s = sum(wait_s for step, wait_s in waits if step in counted) / len(counted)
+            report = overlap_report(program, schedule=name, device="virtual", margin_count=margin_count)
+            assert_equal(report.host_blocked_s, mean_s, where=f"mean of steps {counted}, {name}")
 
 
 @requirement(
@@ -193,3 +200,22 @@ def test_never_longer(pipeline: Any) -> None:
         base, sparse_dist, fused = (ends_s[-1] - ends_s[2] for ends_s in all_ends_s)
         assert_le(sparse_dist, base, where=f"SparseDist against Base, {seconds}")
         assert_le(fused, sparse_dist, where=f"Fused against SparseDist, {seconds}")
+
+
+@requirement(
+    "PIPE-376",
+    "The picture of a schedule MUST begin where its second step ends, and show three steps or what there is of them.",
+    needs=("streams",),
+)
+def test_window_of_the_picture(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import replay
+    from fastimpl.pipeline.overlap_views import _window
+
+    program, _, _ = recorded(pipeline, FUSED, {}, ALL)
+    timeline = replay(program)
+    ends = timeline.ends_s
+    assert_le(6, len(ends), where="steps of the program")
+    assert_equal(_window(timeline), (ends[1], ends[4]), where="of many steps")
+    for count in (3, 4, 5):
+        short = dataclasses.replace(timeline, ends_s=ends[:count])
+        assert_equal(_window(short), (ends[1], ends[count - 1]), where=f"of {count} steps")

@@ -212,3 +212,24 @@ def test_refused_blocks(pipeline: Any) -> None:
             )
     assert_same_tensor(out, torch.full_like(out, 7.0), where="an out that is too short")
     assert_same_tensor(data, torch.arange(100.0), where="data")
+
+
+@requirement(
+    "PIPE-370",
+    "First weights of a shard MUST NOT depend on how many rows are made at once: fewer, as many, one more, multiples.",
+)
+def test_first_weights(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinproof.pipeline.sharding import Shard, initial_shard
+
+    table = pipeline.EmbeddingBagConfig(num_embeddings=13, embedding_dim=8, name="t", feature_names=["f"])
+
+    def made(rows: tuple[int, int]) -> torch.Tensor:
+        return initial_shard(table, 1, Shard(0, 0, "row_wise", rows, (2, 6)), 7)
+
+    monkeypatch.setattr("twinproof.pipeline.sharding.INIT_ROWS", 1000)
+    whole = made((0, 13))
+    for rows in ((0, 13), (4, 13), (4, 12), (5, 6)):
+        count = rows[1] - rows[0]
+        for at_once in sorted({1, 2, 3, 4, count - 1, count, count + 1} - {0}):
+            monkeypatch.setattr("twinproof.pipeline.sharding.INIT_ROWS", at_once)
+            assert_same_tensor(made(rows), whole[slice(*rows)], where=f"rows {rows}, {at_once} at once")

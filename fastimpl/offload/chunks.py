@@ -30,7 +30,7 @@ class Chunk:
     home: Any
     is_leaving: bool = False
     is_arriving: bool = False
-    version: int = -1
+    version: int | None = None
     _layout: ChunkLayout | None = None
 
     @property

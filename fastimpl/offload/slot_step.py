@@ -15,6 +15,7 @@ import torch
 from fastimpl import ops
 from fastimpl.offload.positions import Places
 from twinproof.offload.plan import MovePlan
+from twinproof.offload.states import is_dense
 
 __all__ = ["FUSED", "KINDS", "SlotUpdates", "hyper_of", "kind_of"]
 
@@ -81,10 +82,6 @@ def _why_not_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> s
     return ""
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     # A derived class may change what torch does; one of a device that is written in Python says that it is none.
     kind = type(tensor)
@@ -99,7 +96,7 @@ def _why_not_param(param: torch.Tensor, grad: torch.Tensor, *, is_rounded: bool)
         return f"a parameter of {param.dtype} with {param.dim()} dimensions"
     if not is_rounded and grad.dtype != param.dtype:
         return f"a gradient of {grad.dtype} for a parameter of {param.dtype}"
-    if grad.stride() != param.stride() or not _is_dense(param):
+    if grad.stride() != param.stride() or not is_dense(param):
         return "a parameter with gaps, or a gradient with other strides"
     return ""
 

@@ -28,10 +28,13 @@ from twinproof.checkpoint.format import StrPath, torch_dtype
 from twinproof.checkpoint.plan import check_count
 from twinproof.engine import Engine, engine_for
 from twinproof.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
+from twinproof.regimes import regime
 
 __all__ = ["Dequantize", "Piece", "Quantized", "QuantizedHuggingFaceStorageReader", "find_quantized"]
 
-PIECE_BYTES = 1 << 20  # Stored bytes that a thread reads and converts at once: they stay in the core's cache.
+PIECE_BYTES = regime(
+    1 << 20, 24
+)  # Stored bytes that a thread reads and converts at once: they stay in the core's cache.
 FP8, MXFP4 = "fp8", "mxfp4"
 _TARGETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")

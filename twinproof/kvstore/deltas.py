@@ -22,6 +22,7 @@ import torch
 from twinproof.errors import CapacityError, DeltaBaseError, FormatError, VersionError
 from twinproof.kvstore.options import RowLayout, from_bytes
 from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
+from twinproof.regimes import regime
 
 __all__ = [
     "CONTENT_KEY",
@@ -121,7 +122,8 @@ def _step(count: Any) -> int:
 
 
 EMPTY = "empty"
-DIGEST_BYTES, CHUNK_ROWS = 64, 65536
+DIGEST_BYTES = 64
+CHUNK_ROWS = regime(65536, 3)
 _FACTOR = -0x61C8864680B583EB
 
 
@@ -167,12 +169,12 @@ def check_base(store: DeltaStore, table: str, bases: tuple[str, ...], where: str
 
 
 def _digest(words: torch.Tensor) -> int:
-    """Of int64 [n, w], whatever the order of the n; additive mod 2**64."""
+    """Of int64 [n, w], whatever the order of the n; additive, and counts modulo 2**64."""
     found = torch.zeros(words.shape[0], dtype=torch.int64)
     for column in words.unbind(dim=1):
         found = (found ^ column) * _FACTOR
         found ^= found >> 29
-    return int((found * _FACTOR).sum()) % 2**64
+    return int((found * _FACTOR).sum())
 
 
 def digest_ids(ids: torch.Tensor) -> int:
@@ -183,11 +185,9 @@ def digest_ids(ids: torch.Tensor) -> int:
 def digest_rows(source: RowSource, table: str, ids: torch.Tensor) -> int:
     """Of the first bytes of the rows of ids int64 [n], header and first values: one cache line of each."""
     width = min(DIGEST_BYTES, source.layout(table).row_bytes) // 8 * 8
-    total = 0
-    for part in torch.split(ids, CHUNK_ROWS):
-        rows = source.get_rows(table, part.contiguous(), width_bytes=width)
-        total += _digest(from_bytes(rows, torch.int64))
-    return total % 2**64
+    parts = (part.contiguous() for part in torch.split(ids, CHUNK_ROWS))
+    rows = (source.get_rows(table, part, width_bytes=width) for part in parts)
+    return sum(_digest(from_bytes(some, torch.int64)) for some in rows)
 
 
 def fingerprint_of(rows: Iterable[int], removed: Iterable[int], row_count: int, bases: tuple[str, ...]) -> str:

@@ -58,11 +58,12 @@ from twinproof.kvstore.rows import (
 from twinproof.kvstore.statedict import gathered, rank_and_world
 from twinproof.kvstore.store import KVStore
 from twinproof.kvstore.views import check_keys, view_slice
+from twinproof.regimes import regime
 
 __all__ = ["LoadReport", "PendingRows", "RowFiles", "SavePart", "SaveReport", "SavedRows", "SavedTable", "StoreFiles"]
 
 
-LOAD_CHUNK_ROWS = 65536
+LOAD_CHUNK_ROWS = regime(65536, 3)
 
 Value = TypeVar("Value")
 ReadRange = Callable[[Catalog, str, int, int], torch.Tensor]

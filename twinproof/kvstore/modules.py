@@ -15,7 +15,7 @@ import torch
 
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 from twinproof.kvstore.options import HEADER_BYTES, RowLayout, as_bytes, check_ids, check_matrix, from_bytes
-from twinproof.kvstore.rows import Buckets, RowSource, RowStore, places_of
+from twinproof.kvstore.rows import Buckets, RowSource, RowStore, check_row_range, places_of
 from twinproof.kvstore.store import KVStore
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]
@@ -288,10 +288,7 @@ class KVTensorWrapper:
         return self._store, self._table, *self._range(self._store.return_whole_row)
 
     def _global(self, dim: int, start: int, length: int) -> torch.Tensor:
-        if dim != 0:
-            raise ShapeError("only rows can be narrowed", got=dim, expected=0, where="dim")
-        if start < 0 or length < 0 or start + length > self.shape[0]:
-            raise ShapeError("a range outside the rows", got=(start, length), expected=f"within {self.shape[0]} rows")
+        check_row_range(dim, start, length, self.shape[0])
         return torch.arange(start, start + length) if self._ids is None else self._ids[start : start + length]
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:

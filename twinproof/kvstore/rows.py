@@ -49,6 +49,7 @@ __all__ = [
     "bucket_of",
     "check_buckets",
     "check_convertible",
+    "check_row_range",
     "convert_rows",
     "places_of",
     "rank_buckets",
@@ -230,6 +231,14 @@ class RowEngine(TrackedReader, Protocol):
 
         Raises ConfigError for ids of other buckets, see ``check_buckets``.
         """
+
+
+def check_row_range(dim: int, start: int, length: int, row_count: int) -> None:
+    """Demand rows [start, start + length) of ``row_count``, and dimension 0. Raises ShapeError."""
+    if dim != 0:
+        raise ShapeError("only rows can be narrowed", got=dim, expected=0, where="dim")
+    if start < 0 or length < 0 or start + length > row_count:
+        raise ShapeError("a range outside the rows", got=(start, length), expected=f"within {row_count} rows")
 
 
 def places_of(ids: torch.Tensor) -> tuple[str, ...]:

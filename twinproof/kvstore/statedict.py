@@ -33,11 +33,12 @@ from twinproof.kvstore.rows import (
     rank_buckets,
 )
 from twinproof.kvstore.views import KVTensor, LazyRows, check_keys, dense_rows
+from twinproof.regimes import regime
 
 __all__ = ["KVLoadPlanner", "gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 
 
-LOAD_CHUNK_ROWS = 65536
+LOAD_CHUNK_ROWS = regime(65536, 2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -23,7 +23,6 @@ from twinproof.errors import (
     CorruptionError,
     DetachedStoreError,
     MissingKeyError,
-    ShapeError,
     UnsupportedError,
 )
 from twinproof.kvstore.options import (
@@ -36,12 +35,13 @@ from twinproof.kvstore.options import (
     from_bytes,
     unpack_header,
 )
-from twinproof.kvstore.rows import RowSource, RowStore
+from twinproof.kvstore.rows import RowSource, RowStore, check_row_range
+from twinproof.regimes import regime
 
 __all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = regime(16 << 20, 96)
 
 _ATEN = torch.ops.aten
 _SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
@@ -90,14 +90,8 @@ class LazyRows(torch.Tensor):
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:  # type: ignore[override]
         """Rows [start, start + length) as a plain tensor. Raises ShapeError for another dim or a range outside."""
-        self._check_range(dim, start, length)
+        check_row_range(dim, start, length, self.shape[0])
         return self.read_rows(start, length)
-
-    def _check_range(self, dim: int, start: int, length: int) -> None:
-        if dim != 0:
-            raise ShapeError("only rows can be narrowed", got=dim, expected=0, where="dim")
-        if start < 0 or length < 0 or start + length > self.shape[0]:
-            raise ShapeError("a range outside the rows", got=(start, length), expected=f"within {self.shape[0]} rows")
 
     def full_tensor(self) -> torch.Tensor:
         """All rows of this rank as a plain tensor."""
@@ -479,7 +473,7 @@ class KVTensor(LazyRows):
         Raises:
             CorruptionError: whole rows whose keys are not this view's ids. ConfigError, ShapeError, UnsupportedError.
         """
-        self._check_range(dim, start, length)
+        check_row_range(dim, start, length, self.shape[0])
         return self.set_weights_and_ids(values, self._ids[start : start + length])
 
     def set_weights_and_ids(self, values: torch.Tensor, ids: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError
 from twinproof.offload.masters import MasterWeights
-from twinproof.offload.states import MASTER, Bundle, local_of
+from twinproof.offload.states import MASTER, Bundle, is_dense, local_of
 from twinproof.optimizers import AdamHyper
 
 __all__ = [
@@ -326,7 +326,7 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
             raise UnsupportedError(
                 "not a gradient that the CPU steps with", got=(grad.layout, grad.dtype), expected=GRADIENTS, where=where
             )
-        if not weight.is_contiguous() and torch.empty_like(weight, device="meta").stride() != weight.stride():
+        if not is_dense(weight):
             raise UnsupportedError("a parameter with gaps in its memory", got=weight.stride(), where=where)
         update = Update(bundle, group_of[bundle.param], weight, _in_order(grad, weight), MASTER in bundle.places)
         state = optimizer.state.get(bundle.param, {})

@@ -346,8 +346,8 @@ class OptimizerStateOffloader:
         if self.masters is not None:
             self.masters.check(self.masters.pairs)
         self.plan.counts.step_count += 1
-        steps_in_parts = self.is_separable and self.options.release == "at_offload"
-        if self.options.step_device == "cpu" or steps_in_parts:
+        # A step on the CPU is always one: of Adam, with states that leave at once.
+        if self.is_separable and self.options.release == "at_offload":
             if self.transfers.step(arithmetic, self._step_whole):
                 self.offload()
         else:

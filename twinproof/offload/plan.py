@@ -26,6 +26,7 @@ from twinproof.offload.states import (
     check_separate,
     chunks_of,
     copied,
+    dense_strides,
     is_movable,
     local_of,
     make_bundle,
@@ -239,6 +240,7 @@ class MovePlan:
         self.known: set[torch.Tensor] = set()
         self._kept_masters = set(kept_masters)
         self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._stateless: set[torch.Tensor] = set()
         self._flags: dict[int, dict[str, bool]] = {}
         self._listed_count = 0
         self._listed: list[tuple[list[int], dict[str, bool]]] | None = None
@@ -279,18 +281,21 @@ class MovePlan:
             is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
             turned |= is_turned
             for param in group["params"]:
-                is_known = param in self.known or param in found
-                if is_known and not is_turned:
+                if param in found or (param in self.known and not is_turned):
                     continue
                 tensors = self.foresee(param, group)
-                if is_known:
+                # What had no states until an option was turned, momentum for instance, is as good as new.
+                if param in self.known and not (tensors and param in self._stateless):
                     continue
                 found.add(param)
+                self._stateless.discard(param)
                 if self.is_master(param):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 # Of an unknown optimizer nothing is foreseen: a parameter without a place gets one with its states.
                 if tensors or (not self.is_separable and local_of(param).numel()):
                     new.append(make_bundle(param, tensors))
+                else:
+                    self._stateless.add(param)
         listed_count = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if found or listed_count != self._listed_count:
             self._forget_unlisted(transfers)
@@ -310,6 +315,7 @@ class MovePlan:
         for bundle in gone:
             transfers.unplace(bundle)
         self.known &= listed
+        self._stateless &= listed
 
     def refit(self, transfers: Transfers) -> None:
         """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""
@@ -447,9 +453,7 @@ def _settled(plan: MovePlan, group: dict[str, Any], name: str, value: Any, *, mo
     if not leaves and not lies_on_device(plan.optimizer, group, name):
         return found.cpu()
     source = local_of(found)
-    # An empty tensor of the same form says which strides a dense one has.
-    strides = tuple(torch.empty_like(source, device="meta").stride())
-    place = Place(0, source.dtype, tuple(source.shape), strides)
+    place = Place(0, source.dtype, tuple(source.shape), dense_strides(source))
     here = view_of(plan.engine.device_empty(max(place.size_bytes, source.element_size())), place, 0)
     if source.numel():
         plan.engine.copy(here, source)

@@ -29,6 +29,8 @@ __all__ = [
     "check_separate",
     "chunks_of",
     "copied",
+    "dense_strides",
+    "is_dense",
     "is_movable",
     "local_of",
     "make_bundle",
@@ -48,6 +50,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_plain(value: Any, where: str) -> None:
     """Refuse a tensor whose values are not its memory: a quantized state, for instance, is several tensors and a rule.
+    What is no tensor is fine.
 
     Raises:
         UnsupportedError: naming its class. A DTensor is fine, whose shard is looked at, and so is a class that says
@@ -67,8 +70,7 @@ def check_separate(param: torch.Tensor, state: dict[str, Any], number: int) -> N
     """
     spans: list[tuple[int, int, int, str]] = []
     for name, value in [("the parameter", param.detach()), *state.items()]:
-        if isinstance(value, torch.Tensor):
-            check_plain(value, f"state {name} of parameter {number}")
+        check_plain(value, f"state {name} of parameter {number}")
         if is_movable(value):
             local = local_of(value)
             extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
@@ -87,8 +89,8 @@ def check_separate(param: torch.Tensor, state: dict[str, Any], number: int) -> N
 
 def is_movable(value: Any) -> bool:
     """Dense tensors with at least one dimension move; scalars (``step`` and its like) stay where torch put them."""
-    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return is_dense and value.dim() > 0 and local_of(value).numel() > 0
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_strided and value.dim() > 0 and local_of(value).numel() > 0
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,15 @@ def _round_up(value: int) -> int:
     return -(-value // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor without gaps that is like this one: its own where it has none."""
     # empty_like keeps the strides of dense tensors, channels_last among them, and makes others contiguous.
     return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie in memory without gaps, in any order of dimensions."""
+    return tensor.is_contiguous() or dense_strides(tensor) == tensor.stride()
 
 
 def make_bundle(param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Bundle:
@@ -139,7 +147,7 @@ def make_bundle(param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Bundle
     places: dict[str, Place] = {}
     position = payload = 0
     for name, tensor in tensors.items():
-        places[name] = Place(position, tensor.dtype, tuple(tensor.shape), _dense_strides(tensor))
+        places[name] = Place(position, tensor.dtype, tuple(tensor.shape), dense_strides(tensor))
         payload += places[name].size_bytes
         position += _round_up(places[name].size_bytes)
     return Bundle(param, places, payload, position)

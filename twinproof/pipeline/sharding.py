@@ -17,6 +17,7 @@ from twinproof.kvstore.options import Initializer, initial_weights
 from twinproof.kvstore.rows import Buckets, bucket_of
 from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
 from twinproof.pipeline.jagged import Bags, joined
+from twinproof.regimes import regime
 
 __all__ = [
     "KINDS",
@@ -69,7 +70,7 @@ class Ready(Awaitable[Value]):
         super().__init__(lambda: value)
 
 
-INIT_ROWS = 65536
+INIT_ROWS = regime(65536, 3)
 
 
 @dataclass(frozen=True)

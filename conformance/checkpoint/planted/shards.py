@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="CKPT-035", at="fastimpl.checkpoint.writer:find_holders")
@@ -58,3 +58,10 @@ def blocks_written_twice(original: Any, *arguments: Any) -> None:
     """Every block is written twice, as by two holders of one replica."""
     original(*arguments)
     original(*arguments)
+
+
+ranks_alone_together = patched(
+    "Ranks that merge go on whatever happened to others.",
+    mutated("twinproof.checkpoint.publish:together", "if group is None:", "if not group is None:"),
+    kills="CKPT-514",
+)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from conformance.offload.planted.planting import altered
 
 
@@ -113,3 +113,16 @@ def slot_decayed_before_checks(original: Any, kind: int, params: Any, *lists: An
     for param in params:
         param.mul_(0.5)
     original(kind, params, *lists)
+
+
+other_orders_left_to_torch = patched(
+    "A parameter whose dimensions lie in another order is taken for one with gaps.",
+    mutated("twinproof.offload.states:is_dense", "== tensor.stride()", "> tensor.stride()"),
+    kills="OPT-353",
+)
+
+gaps_taken_for_orders = patched(
+    "Strides that leave gaps are taken for another order of dimensions.",
+    mutated("twinproof.offload.states:is_dense", "== tensor.stride()", "<= tensor.stride()"),
+    kills="OPT-353",
+)

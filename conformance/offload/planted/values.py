@@ -124,7 +124,7 @@ def anything_attached() -> Iterator[None]:
         yield
 
 
-@fault(kills="OPT-017", at="twinproof.offload.states:_dense_strides")
+@fault(kills="OPT-017", at="twinproof.offload.states:dense_strides")
 def strides_lost(original: Any, tensor: torch.Tensor) -> tuple[int, ...]:
     """State comes back contiguous."""
     return tuple(torch.empty(tensor.shape, device="meta").stride())

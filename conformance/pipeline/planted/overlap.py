@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="PIPE-161", at="fastimpl.pipeline.overlap:overlap_report")
@@ -71,3 +71,21 @@ def trace_without_edges(original: Any, runs: Any) -> Any:
 def host_waits_unheard(original: Any, recorder: Any, event: Any) -> None:
     """Waits of the host are not recorded."""
     recorder._engine.synchronize(event)
+
+
+picture_begins_early = patched(
+    "The picture begins with the second step, where nothing runs ahead yet.",
+    mutated("fastimpl.pipeline.overlap_views:_window", "_FIRST_SHOWN - 1", "_FIRST_SHOWN % 1"),
+    kills="PIPE-376",
+)
+
+
+host_blocked_in_shares = patched(
+    "The end of a wait is divided by its begin.",
+    mutated(
+        "fastimpl.pipeline.overlap:overlap_report",
+        "span.end_s - span.begin_s for span in whole.host_waits",
+        "span.end_s // max(span.begin_s, 1e-9) for span in whole.host_waits",
+    ),
+    kills="PIPE-165",
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.pipeline.cases import PART_IDS, SPLIT_WORDS
 from conformance.pipeline.planted.planting import lookups
 from twinproof.pipeline.jagged import Bags
@@ -117,3 +117,22 @@ def refused_blocks_cleared(original: Any, data: Any, begins: Any, sizes: Any, ou
     """What blocks are gathered into is cleared before they are looked at."""
     out.zero_()
     original(data, begins, sizes, out)
+
+
+first_weights_at_the_wrong_row = patched(
+    "The first weights behind a seam stand where those before it do.",
+    mutated("twinproof.pipeline.sharding:initial_shard", "begin - shard.rows[0] :", "(begin - shard.rows[0]) // 2 :"),
+    kills="PIPE-370",
+)
+
+last_of_the_first_weights_missing = patched(
+    "A last row that would be made alone is not.",
+    mutated(
+        "twinproof.pipeline.sharding:initial_shard",
+        "weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)\n"
+        "    for begin in range(*shard.rows, INIT_ROWS)",
+        "weight = torch.zeros(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)\n"
+        "    for begin in range(shard.rows[0], shard.rows[1] - 1, INIT_ROWS)",
+    ),
+    kills="PIPE-370",
+)

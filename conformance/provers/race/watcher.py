@@ -16,16 +16,12 @@ from conformance.provers.race.memory import Memories
 from conformance.provers.race.points import Point, Site, site_here
 from conformance.provers.race.trace import LINK_BYTES_PER_S, LINK_S, Trace, op_seconds
 from conformance.provers.virtual_device.clocks import HOST
-from conformance.provers.virtual_device.device import HOST_VALUE_OPS, is_view, operands_of, tensors_in
+from conformance.provers.virtual_device.device import ALLOCATIONS, HOST_VALUE_OPS, is_view, operands_of, tensors_in
 from twinproof.errors import UnsupportedError
 
 __all__ = ["DEVICE", "Gap", "OpsMode", "Watcher", "is_device"]
 
 DEVICE = "cuda"
-_ALLOCATIONS = {
-    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
-    "aten::empty_permuted", "aten::empty_quantized",
-}  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What touches no values.
 _NO_WORK = {"aten::set_", "aten::resize_", "aten::_unsafe_view", "aten::lift_fresh", "aten::is_pinned"}
@@ -172,7 +168,7 @@ class Watcher:
         for side, is_write in ((reads, False), (writes, True)):
             for tensor in side:
                 self._operand(tensor, name, site, stream, tick, is_write)
-        if name not in _ALLOCATIONS:
+        if name not in ALLOCATIONS:
             self.launch_count += 1
             self.engine.add_op(stream, tick, site, op_seconds(name, sum(one.nbytes for one in (*reads, *writes))))
         if waits:

@@ -17,7 +17,7 @@ from conformance.provers.virtual_device.clocks import HOST
 from conformance.provers.virtual_device.engine import Costs, VirtualEngine
 from conformance.provers.virtual_device.tracker import Hazard, Memory, Tracker, here
 
-__all__ = ["HOST_VALUE_OPS", "VirtualDevice", "is_view", "operands_of", "tensors_in"]
+__all__ = ["ALLOCATIONS", "HOST_VALUE_OPS", "VirtualDevice", "is_view", "operands_of", "tensors_in"]
 
 # What reads a tensor's values on the host. The value comes from the device: the host waits for the current stream.
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
@@ -25,6 +25,11 @@ _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__inde
 HOST_VALUE_OPS = {
     "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select",
     "aten::_unique2",
+}  # fmt: skip
+# What makes memory; of its operands it looks at the form.
+ALLOCATIONS = {
+    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+    "aten::empty_permuted", "aten::empty_quantized",
 }  # fmt: skip
 # A scalar made without a device, or on "cpu" in so many letters, lies on the host: an optimizer's step count.
 _FACTORIES = {"tensor", "scalar_tensor", "as_tensor", "zeros", "ones", "full", "empty"}
@@ -156,6 +161,8 @@ class VirtualDevice:
         where, actor = f"{name} at {here()}", HOST if on_host else stream
         tick = self.tracker.clocks.advance(actor)
         made = [t for t in tensors_in(result) if self.tracker.knows(t) is None]
+        if name in ALLOCATIONS:
+            reads = []
         for tensors, is_write in ((reads, False), ([*writes, *made], True)):
             for tensor in tensors:
                 self._access(tensor, actor, stream, tick, where, is_write=is_write, on_host=on_host)

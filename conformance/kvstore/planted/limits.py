@@ -1,0 +1,73 @@
+"""Faults that ``test_limits`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched, swap
+
+load_counts_from_the_clocks_start = patched(
+    "The seconds of a load's checks begin with the clock.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "checked - started", "checked + started"),
+    kills="KV-220",
+)
+
+buckets_without_ids = patched(
+    "Buckets of no ids are taken.",
+    mutated("twinproof.kvstore.rows:Buckets.__post_init__", "1 <= size < 2**63", "0 <= size < 2**63"),
+    kills="KV-221",
+)
+
+largest_bucket_refused = patched(
+    "The largest number of ids in a bucket is refused.",
+    mutated("twinproof.kvstore.rows:Buckets.__post_init__", "1 <= size < 2**63", "1 <= size < 2**62"),
+    kills="KV-221",
+)
+
+absent_states_unnamed = patched(
+    "All states are named where some are absent.",
+    mutated("twinproof.kvstore.statedict:_incoming", "set(target.state_slots) - set(states)", "target.state_slots"),
+    kills="KV-222",
+)
+
+first_dimension_is_one = patched(
+    "Rows are said to be dimension 1.",
+    mutated("twinproof.kvstore.rows:check_row_range", "expected=0", "expected=1"),
+    kills="KV-223",
+)
+
+last_row_out_of_range = patched(
+    "The last row is outside.",
+    mutated("twinproof.kvstore.rows:check_row_range", "> row_count", ">= row_count"),
+    kills="KV-223",
+)
+
+names_of_another_release = patched(
+    "Contents have other names, which no delta of an earlier release knows.",
+    swap("twinproof.kvstore.deltas:_FACTOR", ~0x61C8864680B583EB),
+    kills="KV-224",
+)
+
+room_by_count = patched(
+    "A load removes what was used least often.",
+    mutated("twinproof.kvstore.deltas:evict_for_load", "else words & (2**32 - 1)", "else words // (2**32 - 1)"),
+    kills="KV-225",
+)
+
+names_of_one_chunk = patched(
+    "The rows of one chunk alone are named.",
+    mutated("twinproof.kvstore.deltas:digest_rows", "return sum(_digest", "return max(_digest"),
+    kills="KV-226",
+)
+
+rows_of_other_ranks_told = patched(
+    "A view that does not fit is told with its width.",
+    mutated(
+        "twinproof.kvstore.views:LazyRows.place", "got=(row_offset, self.shape[0])", "got=(row_offset, self.shape[-1])"
+    ),
+    kills="KV-227",
+)
+
+last_place_refused = patched(
+    "The last place of a view is refused.",
+    mutated("twinproof.kvstore.views:LazyRows.place", "<= global_row_count - self", "< global_row_count - self"),
+    kills="KV-227",
+)

@@ -1,0 +1,186 @@
+"""Limits of options, refusals that say what was asked for, and numbers that others read: seconds, names of contents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, assert_le, raises, requirement, succeeds
+from conformance.kvstore.cases import (
+    FILE,
+    Clock,
+    assert_contents,
+    contents,
+    filled,
+    fresh,
+    ids_of,
+    random_rows,
+    save,
+    store_of,
+)
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError
+
+
+@requirement("KV-220", "The seconds in a report MUST be those of the call: none negative, and together no more.")
+def test_seconds(kvstore: Any, tmp_path: Path) -> None:
+    store = filled(kvstore)
+    acts: dict[str, Callable[[], Any]] = {
+        "save": lambda: save(kvstore, store, tmp_path / "ck"),
+        "load": lambda: kvstore.load(fresh(kvstore), tmp_path / "ck"),
+    }
+    for name, act in acts.items():
+        began = time.perf_counter()
+        seconds = act().phase_seconds
+        elapsed = time.perf_counter() - began
+        for phase, value in seconds.items():
+            assert_le(0.0, value, where=f"{phase} of a {name}")
+        assert_le(sum(seconds.values()), elapsed, where=f"phases of a {name}")
+
+
+@requirement(
+    "KV-221", "Buckets MUST take counts from 1 to 2**31 - 1, and sizes from 1 to 2**63 - 1 of chunks alone; no others."
+)
+def test_limits_of_buckets(kvstore: Any) -> None:
+    for count in (1, 2, 2**31 - 1):
+        with succeeds("Buckets", where=f"{count} buckets"):
+            assert_equal(kvstore.Buckets(count).total_count, count, where="total_count")
+    for size in (1, 2**63 - 1):
+        with succeeds("Buckets", where=f"chunks of {size} ids"):
+            assert_equal(kvstore.Buckets(2, "chunk", size).bucket_size, size, where="bucket_size")
+    for wrong in (0, -1, 2**31, 1.0, True):
+        with raises(ConfigError, mentions=("total_count", repr(wrong)), where=f"{wrong} buckets"):
+            kvstore.Buckets(wrong)
+    for wrong in (0, -1, 2**63, 1.0, True):
+        with raises(ConfigError, mentions=("bucket_size", repr(wrong)), where=f"chunks of {wrong} ids"):
+            kvstore.Buckets(2, "chunk", wrong)
+    for mode, given in (("interleave", 1), ("chunk", None)):
+        with raises(ConfigError, mentions=("bucket_size",), where=f"{mode} with a size of {given}"):
+            kvstore.Buckets(2, mode, given)
+
+
+@requirement(
+    "KV-222",
+    "A state dict that lacks optimizer states MUST be refused with the names of exactly those, and load with "
+    "weights_only=True.",
+)
+@pytest.mark.parametrize("lacking", [("momentum1",), ("momentum2",), ("momentum1", "momentum2")])
+def test_absent_states(kvstore: Any, lacking: tuple[str, ...]) -> None:
+    source, store = store_of(kvstore), store_of(kvstore)
+    source.set_rows("t", random_rows(source, [1, 2, 3], 1))
+    store.set_rows("t", random_rows(store, [2, 9], 5))
+    state = {name: value.full_tensor() for name, value in source.state_dict().items()}
+    for name in lacking:
+        del state[f"t.{name}"]
+    before = contents(store)
+    with raises(MissingKeyError, mentions=(repr(list(lacking)), "weights_only=True"), where=f"without {lacking}"):
+        store.load_state_dict(state)
+    assert_contents(store, before, where="after the refusal")
+    store.load_state_dict(state, weights_only=True)
+    assert_equal(sorted(store.ids("t").tolist()), [1, 2, 3, 9], where="ids that were loaded")
+
+
+@requirement("KV-223", "A range that a view does not have MUST be refused with what was asked for and what is there.")
+def test_ranges(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    rows = random_rows(store, [3, 4, 5, 6], 1)
+    store.set_rows("t", rows)
+    wrapper = kvstore.KVTensorWrapper([4, rows.shape[1]], torch.uint8, 0, table="t")
+    store.set_return_whole_row(True)
+    wrapper.set_dram_db_wrapper(store)
+    for name, view in (("wrapper", wrapper), ("view", kvstore.KVTensor(store, ids_of([3, 4, 5, 6]), "row"))):
+        for start, length in ((-1, 2), (0, -1), (0, 5), (3, 2), (5, 0)):
+            said = (repr((start, length)), "within 4 rows")
+            with raises(ShapeError, mentions=said, where=f"{name} {start} {length}"):
+                view.narrow(0, start, length)
+        for dim in (1, -1):
+            with raises(ShapeError, mentions=("dim", f"got: {dim};", "expected: 0;"), where=f"{name} along {dim}"):
+                view.narrow(dim, 0, 1)
+        for start, length in ((0, 0), (4, 0), (3, 1), (0, 4)):
+            with succeeds("narrow", where=f"{name} {start} {length}"):
+                assert_equal(view.narrow(0, start, length).shape[0], length, where=f"{name} {start} {length}")
+
+
+def _names(path: Path) -> dict[str, str]:
+    """The names of contents in a saved file, by table."""
+    raw = (path / FILE).read_bytes()
+    metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    names: dict[str, str] = json.loads(metadata["kvstore.content"])["moments"]
+    return names
+
+
+def _mixed(words: list[int]) -> int:
+    """The digest of one row of 64-bit words, in plain integers."""
+    found = 0
+    for word in words:
+        found = (found ^ word) * 0x9E3779B97F4A7C15 % 2**64
+        # As signed numbers are shifted.
+        signed = found - 2**64 if found >= 2**63 else found
+        found = (signed ^ (signed >> 29)) % 2**64
+    return found * 0x9E3779B97F4A7C15 % 2**64
+
+
+@requirement("KV-224", "The name of contents MUST be one hash of their rows, the same in every release.")
+def test_names_are_documented(kvstore: Any, tmp_path: Path) -> None:
+    store = store_of(kvstore, track_changes=True)
+    rows = random_rows(store, [-5, 0, 3, 2**40], 1)
+    store.set_rows("t", rows)
+    save(kvstore, store, tmp_path / "ck")
+    width = min(64, rows.shape[1]) // 8
+    words = [
+        [int.from_bytes(bytes(row[8 * at : 8 * at + 8].tolist()), "little") for at in range(width)] for row in rows
+    ]
+    digest = sum(map(_mixed, words)) % 2**64
+    expected = hashlib.sha256(f"{digest} 0 {len(words)} ".encode()).hexdigest()[:32]
+    assert_equal(_names(tmp_path / "ck"), {"t": expected}, where="names in the file")
+
+
+@requirement("KV-226", "The name of contents MUST NOT depend on how many rows are read at once.")
+def test_names_by_chunks(kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (1, 6, 7):
+        store = store_of(kvstore, track_changes=True)
+        store.set_rows("t", random_rows(store, range(count), 1))
+        names = []
+        for at_once in (1000, 1, 2, 3, count - 1, count, count + 1):
+            monkeypatch.setattr("twinproof.kvstore.deltas.CHUNK_ROWS", max(1, at_once))
+            save(kvstore, store, tmp_path / "ck")
+            names.append(_names(tmp_path / "ck"))
+            assert_equal(names[-1], names[0], where=f"{count} rows, {at_once} at once")
+
+
+@requirement(
+    "KV-225",
+    "A load that makes room in a table without a policy MUST remove what was used longest ago, however often it was.",
+)
+def test_room_by_age(kvstore: Any, tmp_path: Path) -> None:
+    clock = Clock()
+    store, source = store_of(kvstore, clock=clock, capacity=4), store_of(kvstore)
+    for second, (key, count) in enumerate({1: 5, 2: 1, 3: 9, 4: 2}.items()):
+        clock.now = 10 + second
+        for _ in range(count):
+            store.apply_gradients("t", ids_of([key]), torch.ones(1, 6), 0.1)
+    source.set_rows("t", random_rows(source, [8, 9], 1))
+    save(kvstore, source, tmp_path / "ck")
+    kvstore.load(store, tmp_path / "ck")
+    assert_equal(sorted(store.ids("t").tolist()), [3, 4, 8, 9], where="ids after the load")
+
+
+@requirement(
+    "KV-227", "A view MUST stand anywhere among the rows of all ranks where it fits, and be told where it does not."
+)
+def test_places_of_views(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    view = kvstore.KVTensor(store, ids_of([3, 4, 5]))
+    for row_count, offset in ((3, 0), (4, 0), (4, 1), (9, 6)):
+        with succeeds("place", where=f"row {offset} of {row_count}"):
+            view.place(row_count, offset)
+        assert_equal((view.global_row_count, view.row_offset), (row_count, offset), where="place")
+    for row_count, offset in ((2, 0), (4, 2), (9, 7), (9, -1)):
+        with raises(ConfigError, mentions=(f"got: ({offset}, 3)", f"expected: {row_count}"), where=f"{offset}"):
+            view.place(row_count, offset)

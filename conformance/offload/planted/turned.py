@@ -1,0 +1,25 @@
+"""Faults that ``test_turned`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+stateless_for_ever = patched(
+    "What had no states when it was first planned for never has any.",
+    mutated(
+        "twinproof.offload.plan:MovePlan._adopt_listed", "not (tensors and param in self._stateless)", "param.is_leaf"
+    ),
+    kills="OPT-350",
+)
+
+places_after_the_step = patched(
+    "States that an option brings get no places beside masters.",
+    mutated("twinproof.offload.plan:MovePlan.refit", "not foreseen.keys() <= kept", "foreseen.keys() is kept"),
+    kills="OPT-351",
+)
+
+nothing_moves = patched(
+    "States without elements are taken for some that move.",
+    mutated("twinproof.offload.states:is_movable", "numel() > 0", "numel() >= 0"),
+    kills="OPT-352",
+)
