@@ -32,9 +32,20 @@ _NEED_TESTS = ("verify", "planted", "bench")
 _RAN = ("passed", "failed", "error", "xfailed")
 
 
+INTERRUPTED = 130  # What a shell reports of a process that an interrupt ended.
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it found nothing wrong, 1 when it did, 2 when it could not be carried out."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        print("twinproof: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     try:
         _check_packages()
         if words[:1] and words[0] in _NEED_TESTS and not {"-h", "--help"} & set(words):

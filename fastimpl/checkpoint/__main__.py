@@ -235,4 +235,8 @@ def _thread_count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written is visible", file=sys.stderr)
+        sys.exit(130)

@@ -7,6 +7,7 @@ Both exist once. Each implementation binds an engine that moves tensor data: a `
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +91,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         progress: called on each rank with the bytes that it has written, and all that it will; from any of its threads,
             one at a time. The totals of all ranks are the sizes of all files. What it raises ends the save.
         process_group: CPU-capable group of exactly the ranks that save. None: made here, collectively, when
-            torch.distributed is initialised with more than one rank and ``save_distributed`` is set.
+            torch.distributed is initialised with more than one rank and ``save_distributed`` is set. An asynchronous
+            save refuses the default group.
 
     Raises:
         ConfigError: an option, or a combination, that cannot be honoured.
@@ -153,6 +155,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         self.path = self.options.path
         self.group = process_group
         self._owns_group = False
+        self._made_by = os.getpid(), threading.get_ident()
         self.save_id = uuid.uuid4().hex
         self.is_coordinator, self.rank = True, 0
         self.arrangement: Arrangement | None = None
@@ -267,6 +270,14 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         """Note this rank's role; in the process of an async save, make the private group."""
         self.is_coordinator = is_coordinator
         self.rank = kwargs.get("rank") or 0
+        is_apart = self._made_by != (os.getpid(), threading.get_ident())
+        if is_apart and self.group is not None and not self._owns_group and self.group == dist.group.WORLD:
+            raise ConfigError(
+                "an asynchronous save exchanges bytes over the group that training uses: both would wait for ever",
+                got="the default group",
+                expected="none, or dist.new_group(backend='gloo')",
+                where="process_group",
+            )
         if kwargs.get("use_collectives") is False:
             raise ConfigError("HF files need a global plan", got=False, expected=True, where="use_collectives")
         self._make_group()

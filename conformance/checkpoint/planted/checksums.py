@@ -32,10 +32,11 @@ def exchanged_bytes_left_out(
     return [part._replace(crc=0) for part in found] if messages else found
 
 
-@fault(kills="CKPT-521", at="twinproof.checkpoint.checksums:combine")
-def lengths_not_combined(original: Any, first: int, second: int, second_bytes: int) -> int:
-    """Sums of neighbours are added as if they were of one length."""
-    return int(original(first, second, min(second_bytes, 64)))
+@fault(kills="CKPT-521", at="fastimpl.checkpoint.writer:joined")
+def first_neighbour_counts(original: Any, parts: Any) -> Any:
+    """Of pieces that lie one after the other, the first one's sum stands for all."""
+    firsts = {part[:3]: part.crc for part in parts}
+    return [part._replace(crc=firsts[part[:3]]) for part in original(parts)]
 
 
 @fault(kills="CKPT-522", at="twinproof.checkpoint.dcp:check_loaded")
