@@ -117,6 +117,7 @@ def messages() -> Iterator[str]:
 # the system bounds. Every other number of a fast path is a regime, which a build for tests lowers.
 FIXED_NUMBERS = {
     "fastimpl/offload/packing.py": {"_DEVICE_BATCH"},
+    "fastimpl/csrc/checkpoint/crc32.h": {"kCrcLaneBytes", "kCrcStrideBytes"},
     "fastimpl/csrc/checkpoint/dequantize.h": {"kGroupBytes"},
     "fastimpl/csrc/checkpoint/rectangle_copy.h": {"kDimMax"},
     "fastimpl/csrc/checkpoint/strided.h": {"kStridedDimMax"},

@@ -16,14 +16,14 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from twinproof.checkpoint import dcp, manager, quantized, shards
-from twinproof.checkpoint.catalog import LoadJob
+from twinproof.checkpoint import checksums, dcp, manager, quantized, shards
+from twinproof.checkpoint.catalog import LoadJob, Meter
 from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
 from twinproof.checkpoint.manager import StateDictAdapter
-from twinproof.checkpoint.native import CheckpointFormat, detect_format
+from twinproof.checkpoint.native import CheckpointFormat, detect_format, load_training, save_training
 from twinproof.checkpoint.plan import Arrangement, GlobalPlan, SaveJob, WriterOptions, exported_dtype
 from twinproof.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
-from twinproof.checkpoint.publish import StagedFolder
+from twinproof.checkpoint.publish import StagedFolder, gather_first
 from twinproof.errors import CorruptionError
 
 # What the suite may ask beyond the contract: the reference moves whole tensors through one rank and counts nothing.
@@ -42,7 +42,9 @@ __all__ = [
     "consolidate_safetensors_files_on_every_rank",
     "detect_format",
     "load_file",
+    "load_training",
     "save_file",
+    "save_training",
 ]
 
 # A rectangle of a tensor: the tensor's name, offsets in it, and values as integers of the same width.
@@ -109,7 +111,7 @@ class GatherAndSave:
         """The coordinator, rank 0, makes all files; the others only send."""
         return [plan.arrangement, *[None] * (plan.rank_count - 1)]
 
-    def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> None:
+    def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> list[checksums.Part]:
         """Gather, put together, save. A rank that fails sends None, and then no file is made."""
         mine: list[Part] | None = None
         failure: Exception | None = None
@@ -117,18 +119,23 @@ class GatherAndSave:
             mine = [_part(name, offsets, value, job.options) for name, offsets, value in job.chunks()]
         except Exception as error:
             failure = error
-        gathered = _gathered(mine, job)
+        gathered = gather_first(mine, job.group)
         if failure is not None:
             raise failure
         if instruction is None or any(parts is None for parts in gathered):
-            return
+            return []
         by_name: dict[str, list[Part]] = {}
         for part in (part for parts in gathered for part in parts or ()):
             by_name.setdefault(part[0], []).append(part)
+        meter = Meter(job.options.progress, sum(layout.file_bytes for layout in instruction.files.values()))
+        sums: list[checksums.Part] = []
         for file, layout in instruction.files.items():
             wanted = [tensor for tensor in instruction.tensors.values() if tensor.file == file]
             tensors = {t.name: assemble(t.shape, t.dtype, by_name.get(t.name, ())) for t in wanted}
             folder.put(file, file_bytes(tensors, layout))
+            sums += checksums.parts_of(file, layout.begins, tensors)
+            meter.add(layout.file_bytes)
+        return sums
 
     file_bytes = staticmethod(file_bytes)
 
@@ -137,17 +144,6 @@ def _part(name: str, offsets: tuple[int, ...], value: torch.Tensor, options: Wri
     check_storable(value, name)
     value = value.detach().to("cpu", exported_dtype(name, value.dtype, options))
     return name, offsets, as_bits(value).contiguous()
-
-
-def _gathered(mine: list[Part] | None, job: SaveJob) -> list[list[Part] | None]:
-    """What every rank sends, on rank 0; nothing on the others."""
-    if job.group is None:
-        return [mine]
-    everyone: list[Any] | None = None
-    if dist.get_rank(job.group) == 0:
-        everyone = [None] * dist.get_world_size(job.group)
-    dist.gather_object(mine, everyone, group=job.group, group_dst=0)
-    return everyone or []
 
 
 class ReadWholeFiles:
@@ -165,10 +161,12 @@ class ReadWholeFiles:
                     as_bits(target).copy_(as_bits(values))
                 else:
                     target.copy_(values)
+            job.meter.add(sum(wanted.size_bytes for wanted in ranges))
 
 
-def merge(job: shards.MergeJob, folder: StagedFolder) -> None:
+def merge(job: shards.MergeJob, folder: StagedFolder) -> list[checksums.Part]:
     """Put the tensors of shard files together, one output file after the other; rank 0 alone does it."""
+    sums: list[checksums.Part] = []
     for file, layout in job.layouts.items() if job.rank == 0 else ():
         records = {name: job.catalog.tensors[name] for name in layout.begins}
         chunks = [(name, chunk) for name, record in records.items() for chunk in record.chunks]
@@ -176,11 +174,15 @@ def merge(job: shards.MergeJob, folder: StagedFolder) -> None:
         for source in dict.fromkeys(chunk.file for _, chunk in chunks):
             here = [(name, chunk.offsets) for name, chunk in chunks if chunk.file == source]
             stored = read_tensors(source, [name for name, _ in here])
+            begins = {name: chunk.begin for name, chunk in chunks if chunk.file == source}
+            sums += checksums.parts_of(source, begins, stored)
             for name, offsets in here:
                 by_name.setdefault(name, []).append((name, offsets, as_bits(stored[name])))
         dtypes = {name: shards.record_dtype(job.catalog, name) for name in records}
         tensors = {n: assemble(record.shape, dtypes[n], by_name.get(n, ())) for n, record in records.items()}
         folder.put(file, file_bytes(tensors, layout))
+        sums += checksums.parts_of(file, layout.begins, tensors)
+    return sums
 
 
 class HuggingFaceStorageWriter(dcp.HuggingFaceStorageWriter, engine=GatherAndSave):
@@ -225,10 +227,14 @@ class CheckpointManager(
 
 
 def save_file(
-    tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, torch.Tensor],
+    filename: StrPath,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    checksums: bool = False,
 ) -> None:
     """Write the same bytes as ``safetensors.torch.save_file``; see ``twinproof.checkpoint.shards.save_file``."""
-    shards.save_file(tensors, filename, metadata, file_bytes)
+    shards.save_file(tensors, filename, metadata, file_bytes, checksums=checksums)
 
 
 def load_file(
@@ -239,10 +245,7 @@ def load_file(
 
 
 def consolidate_safetensors_files(
-    input_dir: StrPath,
-    output_dir: StrPath,
-    fqn_to_index_mapping: Mapping[str, int] | None = None,
-    num_threads: int = 1,
+    input_dir: StrPath, output_dir: StrPath, fqn_to_index_mapping: Mapping[str, int] | None = None, num_threads: int = 1
 ) -> None:
     """Merge shard files into final HF files and their index; see ``twinproof.checkpoint.shards.consolidate``."""
     shards.consolidate(merge, input_dir, output_dir, fqn_to_index_mapping, num_threads)
@@ -257,11 +260,5 @@ def consolidate_safetensors_files_on_every_rank(
 ) -> None:
     """As ``consolidate_safetensors_files``, called on every rank of ``process_group``. Here rank 0 does the work."""
     shards.consolidate(
-        merge,
-        input_dir,
-        output_dir,
-        fqn_to_index_mapping,
-        num_threads,
-        process_group=process_group,
-        on_every_rank=True,
+        merge, input_dir, output_dir, fqn_to_index_mapping, num_threads, process_group=process_group, on_every_rank=True
     )

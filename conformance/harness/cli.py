@@ -32,9 +32,20 @@ _NEED_TESTS = ("verify", "planted", "bench")
 _RAN = ("passed", "failed", "error", "xfailed")
 
 
+INTERRUPTED = 130  # What a shell reports of a process that an interrupt ended.
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it found nothing wrong, 1 when it did, 2 when it could not be carried out."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        print("twinproof: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     try:
         _check_packages()
         if words[:1] and words[0] in _NEED_TESTS and not {"-h", "--help"} & set(words):
@@ -46,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Measuring brings its own options and dependencies; nothing else should pay for importing them.
         bench: Callable[[list[str]], int] = importlib.import_module("perf.harness.cli").main
         return bench(words[1:])
+    if words[:1] == ["checkpoint"]:
+        checkpoint: Callable[[list[str]], int] = importlib.import_module("fastimpl.checkpoint.__main__").main
+        return checkpoint(words[1:])
     if words[:1] == ["race"]:
         race: Callable[[list[str]], int] = importlib.import_module("conformance.provers.race.cli").main
         return race(words[1:])
@@ -107,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true")
     # Listed for --help; dispatched before parsing.
     add("bench", _info, "measure, print tables and gates; see twinproof bench --help")
+    add("checkpoint", _info, "inspect, verify, diff, consolidate, clean; see twinproof checkpoint --help")
     add("race", _info, "find races of a script that uses torch's streams, without a GPU; see twinproof race --help")
     return parser
 

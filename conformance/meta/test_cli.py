@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,15 @@ def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "perf.harness.cli", Bench)
     assert cli.main(["bench", "checkpoint", "--short"]) == 7
     assert called == [["checkpoint", "--short"]]
+
+
+@pytest.mark.parametrize("words", [["verify"], ["bench"], ["checkpoint", "verify", "x"], ["info"]])
+def test_an_interrupt_ends_without_a_traceback(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli, "_check_packages", interrupted)
+    assert cli.main(words) == 130
+    assert capsys.readouterr().err == "twinproof: interrupted\n"

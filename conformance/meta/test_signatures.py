@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conformance.harness.requirements import STEMS
 
 _PACKAGES = ("twinproof", "refimpl", "fastimpl")
 # What somebody else's interface hands over, and an implementation may do without; each with the reason.
@@ -126,3 +131,81 @@ class Thing:
     function = next(f for _, f in _functions(ast.parse(source)))
     results = {name: _stored_in(function, name) for name in ("used", "stored", "dropped", "deleted", "kept")}
     assert results == {"used": None, "stored": {"_stored"}, "dropped": set(), "deleted": set(), "kept": {"kept"}}
+
+
+# What takes any arguments at the public surface, or has no signature; each with the reason.
+_OF_ANY_ARGUMENTS: dict[str, str] = {
+    "kvstore.save": "writer_options are those of HuggingFaceStorageWriter",
+    "pipeline.TableShard": "nobody calls it: TableShard.make does",
+    "checkpoint.StateDictAdapter": "a Protocol is not called",
+    "checkpoint.HuggingFaceStorageReader.read_metadata": "torch's API",
+    "checkpoint.HuggingFaceStorageReader.set_up_storage_reader": "torch's API",
+    "checkpoint.HuggingFaceStorageWriter.set_up_storage_writer": "torch's API",
+    "checkpoint.QuantizedHuggingFaceStorageReader.read_metadata": "torch's API",
+    "checkpoint.QuantizedHuggingFaceStorageReader.set_up_storage_reader": "torch's API",
+}
+_ANY: set[Any] = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def _public_callables(component: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Classes and functions of ``__all__``, and the methods that are ours."""
+    for name in vars(component)["__all__"]:
+        value = getattr(component, name)
+        if not callable(value):
+            continue
+        yield name, value
+        for attribute in dir(value) if inspect.isclass(value) else ():
+            found = inspect.getattr_static(value, attribute)
+            method = getattr(found, "__func__", found)
+            is_ours = inspect.isfunction(method) and method.__module__.partition(".")[0] in _PACKAGES
+            if is_ours and not attribute.startswith("_"):
+                yield f"{name}.{attribute}", method
+
+
+def shapeless(component: ModuleType, stem: str) -> list[str]:
+    """``stem.name`` of each public callable whose signature says nothing of its arguments."""
+    found = []
+    for name, value in _public_callables(component):
+        try:
+            kinds: set[Any] = {parameter.kind for parameter in inspect.signature(value).parameters.values()}
+        except ValueError:
+            kinds = _ANY
+        if kinds & _ANY:
+            found.append(f"{stem}.{name}")
+    return found
+
+
+def test_public_signatures_are_real() -> None:
+    for package in ("refimpl", "fastimpl"):
+        found = [line for stem in STEMS for line in shapeless(importlib.import_module(f"{package}.{stem}"), stem)]
+        assert [line for line in found if line not in _OF_ANY_ARGUMENTS] == [], package
+        assert [line for line in _OF_ANY_ARGUMENTS if line not in found] == [], package
+
+
+def test_both_implementations_take_the_same_arguments() -> None:
+    def shapes(package: str, stem: str) -> dict[str, list[str]]:
+        names = dict(_public_callables(importlib.import_module(f"{package}.{stem}")))
+        known = {name: value for name, value in names.items() if f"{stem}.{name}" not in _OF_ANY_ARGUMENTS}
+        return {name: [str(p.name) for p in inspect.signature(v).parameters.values()] for name, v in known.items()}
+
+    for stem in STEMS:
+        reference, fast = shapes("refimpl", stem), shapes("fastimpl", stem)
+        assert {name: fast.get(name) for name in reference} == reference, stem
+
+
+def test_a_shapeless_function_is_seen() -> None:
+    def passes_on(*args: Any, **options: Any) -> None:
+        """Says nothing of what it takes."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    class Made(metaclass=Meta):
+        def method(self, **options: Any) -> None:
+            """Neither does this."""
+
+    Made.method.__module__ = "refimpl.made"
+    component = ModuleType("component")
+    vars(component).update({"passes_on": passes_on, "Made": Made, "__all__": ["passes_on", "Made"]})
+    assert shapeless(component, "kvstore") == ["kvstore.passes_on", "kvstore.Made", "kvstore.Made.method"]

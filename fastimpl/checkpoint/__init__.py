@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fastimpl import ops
 from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.manager import StateDictAdapter
-from twinproof.checkpoint.native import CheckpointFormat, detect_format
+from twinproof.checkpoint.native import CheckpointFormat, detect_format, load_training, save_training
 
 if TYPE_CHECKING or ops.available():
     from fastimpl.checkpoint.consolidate import (
@@ -51,5 +51,7 @@ __all__ = [
     "consolidate_safetensors_files_on_every_rank",
     "detect_format",
     "load_file",
+    "load_training",
     "save_file",
+    "save_training",
 ]

@@ -1,7 +1,8 @@
-"""``python -m fastimpl.checkpoint inspect|verify|consolidate PATH``: look at, check and merge checkpoints from a shell.
+"""Look at, verify, compare, merge and clean up checkpoints from a shell.
 
+``python -m fastimpl.checkpoint inspect|verify|diff|consolidate|clean PATH``, or ``twinproof checkpoint ...``.
 Results go to standard output, progress and errors to standard error. Exit status 0 when all is well, 1 when the
-checkpoint is not, 2 for wrong arguments.
+checkpoint is not or two differ, 2 for wrong arguments, and where a comparison could not be made.
 """
 
 from __future__ import annotations
@@ -10,15 +11,30 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fastimpl import ops
 from fastimpl.checkpoint.consolidate import consolidate_with_progress
-from twinproof.checkpoint.catalog import Catalog, read_catalog, read_index
-from twinproof.checkpoint.format import DTYPES, UNPAIRED_F4
-from twinproof.checkpoint.plan import parse_size
-from twinproof.errors import TwinproofError
+from fastimpl.checkpoint.reader import ReadRanges
+from twinproof.checkpoint.catalog import (
+    Catalog,
+    LoadJob,
+    Meter,
+    cut_rectangle,
+    read_catalog,
+    read_index,
+    stored_ranges,
+)
+from twinproof.checkpoint.checksums import PIECE_BYTES, payload_bytes, verify
+from twinproof.checkpoint.format import as_bits, torch_dtype
+from twinproof.checkpoint.plan import check_count, parse_size
+from twinproof.checkpoint.publish import Leftover, find_leftovers, remove_leftover
+from twinproof.errors import MissingCheckpointError, TwinproofError, UnsupportedError
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -32,7 +48,7 @@ def _facts(path: Path) -> dict[str, Any]:
         }
         for name, record in sorted(catalog.tensors.items())
     }
-    payload = sum(math.prod(r.shape) * _bits(r.dtype) // 8 for r in catalog.tensors.values())
+    payload = sum(map(payload_bytes, catalog.tensors.values()))
     files = {Path(file).name: header.file_bytes for file, header in sorted(catalog.headers.items())}
     return {
         "path": str(path),
@@ -41,11 +57,6 @@ def _facts(path: Path) -> dict[str, Any]:
         "payload_bytes": payload,
         "tensors": tensors,
     }
-
-
-def _bits(dtype: str) -> int:
-    # A catalog counts torch elements: two F4 make one, and an odd one stands alone.
-    return {"F4": 8, UNPAIRED_F4: 4}.get(dtype) or DTYPES[dtype][0]
 
 
 def _file(catalog: Catalog, name: str) -> str:
@@ -62,15 +73,97 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _verify(options: argparse.Namespace) -> dict[str, Any]:
-    """Every header, the index, the tiling of shards, and the index's total."""
+    """Every header, the index, the tiling of shards, the index's total, and every byte that has a checksum."""
     facts = _facts(options.path)
     index = read_index(options.path) if options.path.is_dir() else None
-    declared = index[1] if index is not None else None
+    declared = index.total_size if index is not None else None
     warnings = [] if declared in (None, facts["payload_bytes"]) else [f"the index declares {declared} bytes"]
+    found = verify(options.path, crc=ops.crc32, thread_count=options.threads, progress=_progress(options.json))
     if not options.json:
         print(f"ok: {len(facts['tensors'])} tensors, {facts['payload_bytes']} bytes, {len(facts['files'])} files")
+        print(found)
         print("".join(f"warning: {text}\n" for text in warnings), end="")
-    return {"path": facts["path"], "ok": True, "warnings": warnings, "payload_bytes": facts["payload_bytes"]}
+    return {
+        "path": facts["path"],
+        "ok": True,
+        "warnings": warnings,
+        "payload_bytes": facts["payload_bytes"],
+        "verified": str(found),
+        "checked": list(found.checked),
+        "unchecked": list(found.unchecked),
+    }
+
+
+def _diff(options: argparse.Namespace) -> dict[str, Any]:
+    """Names, dtypes, shapes and every value, bit by bit, of two checkpoints of any layout."""
+    sides = [read_catalog(path) for path in (options.path, options.other)]
+    names = sorted(sides[0].tensors.keys() | sides[1].tensors.keys())
+    total_bytes = sum(payload_bytes(record) for record in sides[0].tensors.values())
+    meter = Meter(_progress(options.json), total_bytes)
+    differences = {}
+    for name in names:
+        difference = _difference(name, sides)
+        if difference is not None:
+            differences[name] = difference
+        if name in sides[0].tensors:
+            meter.add(payload_bytes(sides[0].tensors[name]))
+    for side in sides:
+        side.check_unchanged()
+    if not options.json:
+        for name, difference in differences.items():
+            print(f"{name}: {difference}")
+        print(f"{len(names) - len(differences)} tensors equal, {len(differences)} differ")
+    return {"path": str(options.path), "other": str(options.other), "ok": not differences, "differences": differences}
+
+
+def _difference(name: str, sides: Sequence[Catalog]) -> str | None:
+    missing = [which for which, side in zip(("first", "second"), sides, strict=True) if name not in side.tensors]
+    if missing:
+        return f"not in the {missing[0]}"
+    first, second = (side.tensors[name] for side in sides)
+    for what, mine, other in (("dtype", first.dtype, second.dtype), ("shape", first.shape, second.shape)):
+        if mine != other:
+            return f"{what} {mine} and {other}"
+    dtype = torch_dtype(first.dtype)
+    if dtype is None:
+        raise UnsupportedError("no torch dtype holds this tensor", got=first.dtype, where=sides[0].where(name))
+    count, place = 0, None
+    for offsets, sizes in cut_rectangle(first.shape, max(1, PIECE_BYTES // dtype.itemsize)):
+        values = []
+        for record in (first, second):
+            memory, ranges = stored_ranges(name, record, offsets, sizes)
+            ReadRanges().read(LoadJob(ranges, 1, time.perf_counter()))
+            values.append(as_bits(memory))
+        if not torch.equal(*values):
+            unequal = torch.nonzero(values[0] != values[1])
+            count += len(unequal)
+            inside = unequal[0].tolist() if len(sizes) else []
+            place = place or [a + b for a, b in zip(offsets, inside, strict=True)]
+    return f"{count} of {math.prod(first.shape)} values, the first at {place}" if count else None
+
+
+def _clean(options: argparse.Namespace) -> dict[str, Any]:
+    """Name what interrupted saves left in PATH and beside it; with --delete, remove what is old enough."""
+    if not options.path.is_dir():
+        raise MissingCheckpointError(
+            "not a folder", expected="one with checkpoints, or a checkpoint", where=options.path
+        )
+    path = options.path.resolve()
+    found = [*find_leftovers(path), *find_leftovers(path.parent, path.name)]
+    old = [each for each in found if each.age_s >= 3600 * options.older_than and not each.is_needed]
+    if not options.json:
+        for each in found:
+            why = "delete" if each in old else f"keep: {_why_kept(each)}"
+            print(f"{why:8} {each.path}  ({each.kind} of {each.target.name}, {each.age_s / 3600:.1f} hours old)")
+        print(f"{len(found)} leftovers, {len(old)} to delete" + ("" if options.delete else "; --delete deletes them"))
+    for each in old if options.delete else ():
+        remove_leftover(each)
+    deleted = [str(each.path) for each in old] if options.delete else []
+    return {"path": str(path), "ok": True, "leftovers": [str(each.path) for each in found], "deleted": deleted}
+
+
+def _why_kept(leftover: Leftover) -> str:
+    return f"the only copy of {leftover.target.name}, rename it back" if leftover.is_needed else "too young"
 
 
 def _progress(json_output: bool) -> Callable[[int, int], None]:
@@ -94,21 +187,29 @@ def _consolidate(options: argparse.Namespace) -> dict[str, Any]:
         max_shard_size=options.max_shard_size,
         progress=_progress(options.json),
     )
-    return _verify(argparse.Namespace(path=options.output, json=options.json))
+    return _verify(argparse.Namespace(path=options.output, json=options.json, threads=options.threads))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command."""
-    parser = argparse.ArgumentParser(prog="python -m fastimpl.checkpoint", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    for name, action in (("inspect", _inspect), ("verify", _verify), ("consolidate", _consolidate)):
+    parser = argparse.ArgumentParser(prog="twinproof checkpoint", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "consolidate": _consolidate, "clean": _clean}
+    for name, action in actions.items():
         command = commands.add_parser(name, help=(action.__doc__ or f"{name} a checkpoint"))
         command.add_argument("path", type=Path, metavar="PATH", help="folder or .safetensors file")
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(action=action)
+        if name in ("verify", "consolidate"):
+            command.add_argument("--threads", type=_thread_count, default=4)
+        if name == "diff":
+            command.add_argument("other", type=Path, metavar="OTHER", help="the checkpoint to compare with")
+        if name == "clean":
+            command.add_argument("--delete", action="store_true", help="delete, not only name")
+            text = "least age in hours of what is deleted (default: 24): a save that is running is younger"
+            command.add_argument("--older-than", type=float, default=24.0, metavar="HOURS", help=text)
         if name == "consolidate":
             command.add_argument("output", type=Path, metavar="OUTPUT", help="folder of the final files")
-            command.add_argument("--threads", type=int, default=4)
             command.add_argument("--mapping", type=Path, help="JSON: tensor name -> file index from 1")
             command.add_argument("--max-shard-size", type=parse_size, help="bytes, or such as 5GB")
     options = parser.parse_args(argv)
@@ -123,11 +224,19 @@ def main(argv: list[str] | None = None) -> int:
             )
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return 2 if options.command == "diff" else 1
     if options.json:
         print(json.dumps(result))
-    return 0
+    return 0 if result.get("ok", True) else 1
+
+
+def _thread_count(text: str) -> int:
+    return check_count(int(text), "--threads")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written is visible", file=sys.stderr)
+        sys.exit(130)

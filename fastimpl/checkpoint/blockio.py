@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -17,10 +19,11 @@ from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.checkpoint.source import LazySource, Source
 from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
 from fastimpl.regimes import regime
+from twinproof.checkpoint.checksums import Part
 from twinproof.checkpoint.format import buffer_of
 from twinproof.errors import CorruptionError, PlanError
 
-__all__ = ["LocalPart", "assemble", "write_at"]
+__all__ = ["LocalPart", "assemble", "block_sums", "piece_sums", "write_at"]
 
 _IOV_MAX = regime(512, 3)
 _ZERO_COPY_BYTES = regime(256 << 10, 48)  # Below this, copying a piece is cheaper than one more entry of a vector.
@@ -132,11 +135,66 @@ def _place_message(window: torch.Tensor, block: OwnBlock, message: torch.Tensor)
 
 
 def _moved_bytes(words: Sequence[int]) -> int:
-    at = total = 0
+    return sum(count for _, count in _moves(words))
+
+
+def _moves(words: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Of each descriptor: the file offset of its tensor, and the bytes that it moves."""
+    at = 0
     while at < len(words):
-        total += words[at + 3]
+        yield words[at + 1], words[at + 3]
         at += 4 + 3 * words[at]
-    return total
+
+
+def block_sums(
+    file: str,
+    block: OwnBlock,
+    header_bytes: int,
+    parts: Sequence[LocalPart],
+    messages: Sequence[torch.Tensor],
+    pieces: Sequence[torch.Tensor],
+) -> list[Part]:
+    """The sums of an assembled block, one or more for each tensor in it, while its bytes are in the core's cache.
+
+    Args:
+        file: name of the block's file.
+        header_bytes: length of the file's header, which is not summed; 0 where the block holds none of it.
+        block: the file range.
+        parts: local bytes in the block; they say which tensors lie in it.
+        messages: other ranks' bytes, likewise.
+        pieces: what ``assemble`` gave.
+    """
+    moves = [(part.base, part.count) for part in parts]
+    for message in messages:
+        word_count = int(message[: 8 * HEADER_WORDS].view(torch.int64)[1])
+        moves += _moves(message[8 * HEADER_WORDS : 8 * (HEADER_WORDS + word_count)].view(torch.int64).tolist())
+    return piece_sums(file, block.start, header_bytes, {base for base, count in moves if count}, pieces)
+
+
+def piece_sums(
+    file: str, start: int, header_bytes: int, bases: Iterable[int], pieces: Iterable[torch.Tensor]
+) -> list[Part]:
+    """The sums of bytes that lie one after the other in a file from ``start`` on, cut where a tensor begins.
+
+    Args:
+        file: its name.
+        start: file offset of the first byte.
+        header_bytes: bytes at the start of the file that are no tensor's.
+        bases: file offsets of the tensors that the bytes belong to.
+        pieces: uint8, CPU.
+    """
+    begins, found = sorted(bases), []
+    for piece in pieces:
+        end = start + piece.numel()
+        first = max(start, header_bytes)
+        if first < end:
+            cuts = [first, *begins[bisect_right(begins, first) : bisect_left(begins, end)], end]
+            sums = ops.crc32_between(piece, [cut - start for cut in cuts])
+            for (low, high), crc in zip(pairwise(cuts), sums, strict=True):
+                base = begins[bisect_right(begins, low) - 1]
+                found.append(Part(file, base, low - base, high - low, crc))
+        start = end
+    return found
 
 
 def write_at(descriptor: int, pieces: Sequence[torch.Tensor], offset: int | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from fastimpl import ops
+from fastimpl.checkpoint.blockio import piece_sums
 from fastimpl.checkpoint.geometry import Geometry, geometry
 from fastimpl.checkpoint.plan import Block, BlockRules, plan_blocks
 from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.checkpoint.run import FileSet
 from fastimpl.regimes import regime
 from twinproof.checkpoint import shards
-from twinproof.checkpoint.catalog import Box, Chunk
+from twinproof.checkpoint.catalog import Box, Chunk, Meter, Progress
+from twinproof.checkpoint.checksums import Part, joined
 from twinproof.checkpoint.format import StrPath, buffer_of
 from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 from twinproof.checkpoint.publish import StagedFolder, storage_error
@@ -35,13 +37,6 @@ __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_ev
 # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
 _OPEN_MAX = regime(32, 2)
 _RULES = BlockRules.of(1 << 20)  # Blocks of 2 MiB stay in a core's cache between reading and writing.
-
-
-Progress = Callable[[int, int], None]
-
-
-def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Say nothing."""
 
 
 class _Inputs:
@@ -85,19 +80,12 @@ class _MergePlan:
                         tensors[name].parts.append((0, len(self.sources), Box(chunk.offsets, chunk.sizes)))
                         self.sources.append((chunk, geometry(record.shape, chunk.offsets, chunk.sizes, dtype.itemsize)))
         self.headers = [layout.header for layout in job.layouts.values()]
-        self.total_bytes, self._done_bytes = sum(layout.file_bytes for layout in job.layouts.values()), 0
-        self._lock = threading.Lock()
+        self.checksums, self.sums = job.checksums, list[Part]()
         plan = plan_blocks(Arrangement(tensors, dict(job.layouts)), 1, _RULES, {})
         self.blocks = plan.blocks
         self.contents: list[list[tuple[int, int]]] = [[] for _ in plan.blocks]
         for source, begin, number in plan.pieces[0]:
             self.contents[number].append((source, begin))
-
-    def note_done(self, size_bytes: int) -> int:
-        """Count written bytes; returns all so far."""
-        with self._lock:
-            self._done_bytes += size_bytes
-            return self._done_bytes
 
     def share(self, first: int, last: int, ways: int) -> list[deque[int]]:
         """Blocks ``first`` to ``last`` in consecutive parts, so that writers mostly are in different files."""
@@ -124,6 +112,9 @@ class _MergePlan:
             is_run = skip // geo.run_bytes == (skip + count - 1) // geo.run_bytes
             target = window[first : first + count] if is_run else dense[:count]
             inputs.read(chunk.file, chunk.begin + skip, target)
+            if self.checksums:
+                # Appending to a list is atomic.
+                self.sums.append(Part(chunk.file, chunk.begin, skip, count, ops.crc32(target)))
             if not is_run:
                 ops.place_rectangles(window, block.start, target, torch.tensor(geo.descriptor(begin, skip, count)))
             filled += count
@@ -134,10 +125,14 @@ class _MergePlan:
                 expected=block.end - block.start,
                 where=self.names[block.file],
             )
+        if self.checksums:
+            bases = {begin for _, begin in content}
+            header_bytes = len(self.headers[block.file])
+            self.sums += piece_sums(self.names[block.file], block.start, header_bytes, bases, [window])
 
 
 def _drain(
-    plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[BaseException], progress: Progress
+    plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[BaseException], meter: Meter
 ) -> None:
     inputs = _Inputs()
     window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
@@ -148,7 +143,7 @@ def _drain(
             size_bytes = block.end - block.start
             plan.assemble(block, plan.contents[number], inputs, window[:size_bytes], dense)
             files.write(block.file, block.start, [window[:size_bytes]])
-            progress(plan.note_done(size_bytes), plan.total_bytes)
+            meter.add(size_bytes)
     except BaseException as error:
         # Of any class: what ends a helper's thread in silence leaves a block unwritten.
         failures.append(error)
@@ -167,20 +162,21 @@ def _taken(queues: Sequence[deque[int]], failures: Sequence[BaseException]) -> I
             yield number
 
 
-def merge(job: MergeJob, folder: StagedFolder, progress: Progress = _no_progress) -> None:
+def merge(job: MergeJob, folder: StagedFolder, progress: Progress | None = None) -> list[Part]:
     """Write this rank's share of the blocks of all files, with all threads in every file."""
     plan = _MergePlan(job)
     first, last = (len(plan.blocks) * rank // job.rank_count for rank in (job.rank, job.rank + 1))
     queues = plan.share(first, last, max(min(job.thread_count, last - first), 1))
     failures: list[BaseException] = []
+    meter = Meter(progress, sum(block.end - block.start for block in plan.blocks[first:last]))
     files = FileSet(folder.path, plan.names)
     threads = [
-        threading.Thread(target=_drain, args=(plan, queues[i:] + queues[:i], files, failures, progress))
+        threading.Thread(target=_drain, args=(plan, queues[i:] + queues[:i], files, failures, meter))
         for i in range(1, len(queues))
     ]
     for thread in threads:
         thread.start()
-    _drain(plan, queues, files, failures, progress)
+    _drain(plan, queues, files, failures, meter)
     for thread in threads:
         thread.join()
     try:
@@ -189,6 +185,7 @@ def merge(job: MergeJob, folder: StagedFolder, progress: Progress = _no_progress
         failures.append(error)
     if failures:
         raise failures[0]
+    return joined(plan.sums)
 
 
 def consolidate_safetensors_files(
@@ -198,7 +195,7 @@ def consolidate_safetensors_files(
     num_threads: int = 1,
 ) -> None:
     """See ``refimpl.checkpoint.consolidate_safetensors_files``. Threads share the work inside every file."""
-    shards.consolidate(merge, input_dir, output_dir, fqn_to_index_mapping, num_threads)
+    shards.consolidate(merge, input_dir, output_dir, fqn_to_index_mapping, num_threads, crc=ops.crc32)
 
 
 def consolidate_with_progress(
@@ -208,11 +205,17 @@ def consolidate_with_progress(
     *,
     num_threads: int,
     max_shard_size: int | None = None,
-    progress: Progress = _no_progress,
+    progress: Progress | None = None,
 ) -> None:
     """``consolidate_safetensors_files`` that also splits by size and calls ``progress(done_bytes, total_bytes)``."""
     shards.consolidate(
-        partial(merge, progress=progress), input_dir, output_dir, mapping, num_threads, max_shard_size=max_shard_size
+        partial(merge, progress=progress),
+        input_dir,
+        output_dir,
+        mapping,
+        num_threads,
+        max_shard_size=max_shard_size,
+        crc=ops.crc32,
     )
 
 
@@ -236,4 +239,5 @@ def consolidate_safetensors_files_on_every_rank(
         num_threads,
         process_group=process_group,
         on_every_rank=True,
+        crc=ops.crc32,
     )

@@ -67,6 +67,7 @@ class QuantizedHuggingFaceStorageReader(
     """
 
     _engine: _AddedRanges
+    _crc32 = staticmethod(ops.crc32)
 
     @property
     def stats(self) -> LoadStats:

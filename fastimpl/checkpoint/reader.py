@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fastimpl import ops
 from fastimpl.checkpoint.device_copies import ChooseCopies, copies_for_device
 from fastimpl.checkpoint.geometry import geometry
 from fastimpl.checkpoint.pause import collector_paused
@@ -48,7 +49,7 @@ class ReadRanges:
                 geo = geometry(wanted.chunk.sizes, wanted.offsets, wanted.sizes, wanted.dtype.itemsize)
                 jobs.append(ReadJob(wanted.chunk.file, wanted.chunk.begin, geo, memory, wanted.dtype))
         planned_s = time.perf_counter()
-        self.stats = run_jobs(jobs, job.thread_count, self.choose_copies)
+        self.stats = run_jobs(jobs, job.thread_count, self.choose_copies, job.meter)
         for target, memory in lazy:
             target.copy_(memory)
         self.stats.plan_s, self.stats.read_s = planned_s - job.begun_s, time.perf_counter() - planned_s
@@ -61,6 +62,7 @@ class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadRanges):
     """
 
     _engine: ReadRanges
+    _crc32 = staticmethod(ops.crc32)
 
     @property
     def choose_copies(self) -> ChooseCopies:

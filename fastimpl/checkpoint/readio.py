@@ -19,6 +19,7 @@ from fastimpl import ops
 from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBuffer, InlineCopies, copies_for_device
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.regimes import regime
+from twinproof.checkpoint.catalog import Meter
 from twinproof.checkpoint.format import as_bits, buffer_of
 from twinproof.checkpoint.publish import storage_error
 from twinproof.errors import CorruptionError
@@ -276,7 +277,9 @@ def _files(jobs: Sequence[ReadJob], thread_count: int, starts: CopyStarts) -> li
     return files
 
 
-def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = copies_for_device) -> LoadStats:
+def run_jobs(
+    jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = copies_for_device, meter: Meter | None = None
+) -> LoadStats:
     """Carry out read jobs, file by file in each file's order, with ``thread_count`` threads on one queue.
 
     No thread waits for the end of a file, so that many small files are read as fast as one large one. At most
@@ -299,6 +302,8 @@ def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = 
             try:
                 with file.opened() as descriptor:
                     reading.read(descriptor, bundle)
+                if meter is not None:
+                    meter.add(sum(part.count for part in bundle))
             except BaseException:
                 waiting.clear()
                 raise

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import torch
 
-from fastimpl.checkpoint.blockio import LocalPart, assemble, write_at
+from fastimpl.checkpoint.blockio import LocalPart, assemble, block_sums, write_at
 from fastimpl.checkpoint.device_copies import CopyStarts, DoubleBuffer, Stager
 from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
 from fastimpl.regimes import regime
+from twinproof.checkpoint.catalog import Meter, Progress
+from twinproof.checkpoint.checksums import Part
 from twinproof.checkpoint.publish import storage_error
 
 IN_FLIGHT_BYTES = regime(8 << 20, 256)  # Exchanged bytes that wait in memory before the next round is posted.
@@ -98,6 +100,11 @@ class Runner:
         thread_count: threads that write, the calling one included.
         failure: an error from before; the rank then only keeps the others going.
         starts: where copies from each device begin.
+        checksums: sum what is written.
+        progress: told of written bytes.
+
+    Attributes:
+        sums: of what this rank wrote, with ``checksums``.
     """
 
     def __init__(
@@ -112,10 +119,14 @@ class Runner:
         thread_count: int,
         failure: BaseException | None,
         starts: CopyStarts,
+        checksums: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self.plan, self.parts, self.files, self.exchange, self.failure = plan, parts, files, exchange, failure
         self.numbers = {id(block): number for number, block in enumerate(plan.blocks)}
         mine = [block for block in plan.blocks if block.owner == rank]
+        self.checksums, self.sums = checksums, list[Part]()
+        self.meter = Meter(progress, sum(block.end - block.start for block in mine))
         solo = [block for block in mine if block.turn < 0]
         if not files.sequential and solo:
             first = first_file(rank, rank_count, len(files.names))
@@ -206,8 +217,12 @@ class Runner:
             size_bytes = block.end - block.start
             thread.stager.finish(staged)
             header = self.plan.headers.get(block.file, b"")
-            pieces = assemble(block, header, self._parts_of(block), inbox, thread.take(size_bytes))
+            parts = self._parts_of(block)
+            pieces = assemble(block, header, parts, inbox, thread.take(size_bytes))
+            name = self.files.names[block.file]
+            sums = block_sums(name, block, len(header), parts, inbox, pieces) if self.checksums else ()
             calls = self.files.write(block.file, block.start, pieces)
+            self.meter.add(size_bytes)
         except BaseException as error:
             self._fail(error)
             return
@@ -215,6 +230,7 @@ class Runner:
             self.stats.write_s += time.perf_counter() - begun
             self.stats.written_bytes += size_bytes
             self.stats.write_count += calls
+            self.sums += sums
 
 
 class _Thread:

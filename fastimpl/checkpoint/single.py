@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from fastimpl import ops
 from fastimpl.checkpoint.reader import ReadRanges
 from twinproof.checkpoint import shards
 from twinproof.checkpoint.format import FileLayout, StrPath, as_bits, buffer_of
@@ -22,10 +23,14 @@ def file_bytes(tensors: Mapping[str, torch.Tensor], layout: FileLayout) -> Itera
 
 
 def save_file(
-    tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, torch.Tensor],
+    filename: StrPath,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    checksums: bool = False,
 ) -> None:
     """See ``refimpl.checkpoint.save_file``. No second copy of the file is made in memory."""
-    shards.save_file(tensors, filename, metadata, file_bytes)
+    shards.save_file(tensors, filename, metadata, file_bytes, checksums=checksums, crc=ops.crc32)
 
 
 def load_file(

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fastimpl import ops
 from fastimpl.checkpoint.blockio import LocalPart
 from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, copies_for_device
 from fastimpl.checkpoint.exchange import Exchange
@@ -32,6 +33,7 @@ from fastimpl.checkpoint.single import file_bytes
 from fastimpl.checkpoint.source import LazySource, RowReader, Source
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
 from twinproof.checkpoint import dcp
+from twinproof.checkpoint.checksums import Part, joined
 from twinproof.checkpoint.format import check_storable
 from twinproof.checkpoint.plan import GlobalPlan, SaveJob, exported_dtype
 from twinproof.checkpoint.publish import StagedFolder, rank_count_of
@@ -74,7 +76,7 @@ class PlannedWrites:
         names = list(plan.arrangement.files)
         return [(part, names, sequential) for part in packed]
 
-    def write(self, job: SaveJob, instruction: Instruction, folder: StagedFolder) -> None:
+    def write(self, job: SaveJob, instruction: Instruction, folder: StagedFolder) -> list[Part]:
         """Write this rank's blocks. A rank that failed goes on sending messages of the planned length."""
         packed, names, sequential = instruction
         failure: BaseException | None = None
@@ -99,6 +101,8 @@ class PlannedWrites:
             thread_count=job.options.thread_count,
             failure=failure,
             starts=starts,
+            checksums=job.options.checksums,
+            progress=job.options.progress,
         )
         plan_s = time.perf_counter() - job.begun_s
         try:
@@ -115,6 +119,7 @@ class PlannedWrites:
         self.stats.fsync_s = time.perf_counter() - begun_s
         if failure is not None:
             raise failure
+        return joined(runner.sums)
 
     file_bytes = staticmethod(file_bytes)
 
@@ -126,6 +131,7 @@ class HuggingFaceStorageWriter(dcp.HuggingFaceStorageWriter, engine=PlannedWrite
     """
 
     _engine: PlannedWrites
+    _crc32 = staticmethod(ops.crc32)
 
     @property
     def choose_copies(self) -> ChooseCopies:

@@ -8,6 +8,7 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("checkpoint_place(Tensor(a!) window, int window_start, Tensor dense, Tensor descriptors) -> ()");
   m.def("checkpoint_take(Tensor window, int window_start, Tensor(a!) dense, Tensor descriptors) -> ()");
   m.def("checkpoint_read(int file, Tensor(a!) dense, Tensor(b!) window, Tensor descriptor) -> Tensor");
+  m.def("checkpoint_crc32(Tensor data, Tensor cuts) -> Tensor");
   m.def(
       "checkpoint_dequantize_fp8(Tensor values, Tensor table, Tensor scales, int first_row, int first_column, int "
       "block, Tensor(a!) out) -> ()");

@@ -19,7 +19,8 @@ from fastimpl.kvstore.filling import WaitingRows, fill
 from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.checkpoint.format import buffer_of, torch_dtype
-from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles
+from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles, check_store
+from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.kvstore.store import KVStore
 from twinproof.kvstore.views import KVTensor, LazyRows, dense_rows
@@ -32,19 +33,48 @@ CHUNK_BYTES = regime(8 << 20, 512)
 FILL_ROWS = regime(1 << 20, 5)
 
 
-def save(store: KVStore, path: str | os.PathLike[str], **options: Any) -> SaveReport:
+def save(
+    store: KVStore,
+    path: str | os.PathLike[str],
+    *,
+    buckets: Buckets | None = None,
+    since: int | None = None,
+    form: str = "rows",
+    process_group: Any = None,
+    chunk_rows: int | None = None,
+    **writer_options: Any,
+) -> SaveReport:
     # One thread gathers rows while another writes; blocks bound what is in flight.
-    options.setdefault("block_bytes", BLOCK_BYTES)
-    options.setdefault("thread_count", min(2, torch.get_num_threads()))
-    return StoreFiles(StreamedFiles()).save(store, path, **options)
+    writer_options.setdefault("block_bytes", BLOCK_BYTES)
+    writer_options.setdefault("thread_count", min(2, torch.get_num_threads()))
+    own = {"buckets": buckets, "since": since, "form": form, "process_group": process_group, "chunk_rows": chunk_rows}
+    return StoreFiles(StreamedFiles()).save(store, path, **own, **writer_options)
 
 
-def load(store: KVStore, path: str | os.PathLike[str], **options: Any) -> LoadReport:
+def load(
+    store: KVStore,
+    path: str | os.PathLike[str],
+    *,
+    weights_only: bool = False,
+    tables: tuple[str, ...] | None = None,
+    process_group: Any = None,
+    owned: tuple[int, int] | None = None,
+    chunk_rows: int | None = None,
+) -> LoadReport:
+    check_store(store)
     # A chunk is small enough to be in a cache still when it is checked or written.
     widest = max(layout.row_bytes for layout in store.options.rows.values())
-    files = StreamedFiles(options.get("chunk_rows", FILL_ROWS))
-    options.setdefault("chunk_rows", max(1, min(LOAD_CHUNK_ROWS, CHUNK_BYTES // widest)))
-    return StoreFiles(files).load(store, path, **options)
+    files = StreamedFiles(FILL_ROWS if chunk_rows is None else chunk_rows)
+    rows = max(1, min(LOAD_CHUNK_ROWS, CHUNK_BYTES // widest)) if chunk_rows is None else chunk_rows
+    return StoreFiles(files).load(
+        store,
+        path,
+        weights_only=weights_only,
+        tables=tables,
+        process_group=process_group,
+        owned=owned,
+        chunk_rows=rows,
+    )
 
 
 save.__doc__, load.__doc__ = StoreFiles.save.__doc__, StoreFiles.load.__doc__

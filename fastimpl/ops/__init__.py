@@ -20,6 +20,8 @@ import torch
 
 from fastimpl.ops import checkpoint, kvstore, offload, pipeline
 from fastimpl.ops.checkpoint import (
+    crc32,
+    crc32_between,
     dequantize_fp8,
     dequantize_mxfp4,
     place_rectangles,
@@ -69,6 +71,8 @@ __all__ = [
     "check_bag_ids",
     "copy_all",
     "copy_count",
+    "crc32",
+    "crc32_between",
     "cuda_operators",
     "dequantize_fp8",
     "dequantize_mxfp4",

@@ -8,9 +8,13 @@ holds their bytes one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 __all__ = [
+    "crc32",
+    "crc32_between",
     "dequantize_fp8",
     "dequantize_mxfp4",
     "place_rectangles",
@@ -29,6 +33,7 @@ def register_fakes() -> None:
         # These return nothing: under fake tensors there is nothing to make.
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     torch.library.register_fake("twinproof::checkpoint_read", lambda file, dense, window, words: words.new_empty(3))
+    torch.library.register_fake("twinproof::checkpoint_crc32", lambda data, cuts: cuts.new_empty(cuts.numel() - 1))
 
 
 def place_rectangles(window: torch.Tensor, window_start: int, dense: torch.Tensor, descriptors: torch.Tensor) -> None:
@@ -70,6 +75,25 @@ def read_rectangle(
     status, calls, read_bytes = torch.ops.twinproof.checkpoint_read(file, dense, window, descriptor).tolist()
     torch.autograd.graph.increment_version([dense, window])
     return status, calls, read_bytes
+
+
+def crc32_between(data: torch.Tensor, cuts: Sequence[int]) -> list[int]:
+    """The CRC-32 of the bytes between each cut and the next, as ``zlib.crc32`` gives it.
+
+    Args:
+        data: uint8 [n], contiguous, CPU.
+        cuts: ascending offsets in ``data``, at least one.
+
+    Raises:
+        RuntimeError: cuts that do not ascend or lie outside.
+    """
+    sums: list[int] = torch.ops.twinproof.checkpoint_crc32(data, torch.tensor(cuts)).tolist()
+    return sums
+
+
+def crc32(data: torch.Tensor) -> int:
+    """``zlib.crc32`` of a contiguous uint8 CPU tensor [n]."""
+    return crc32_between(data, (0, data.numel()))[0]
 
 
 def strided_gather(source: torch.Tensor, start: int, dense: torch.Tensor) -> None:

@@ -11,7 +11,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
@@ -35,25 +36,31 @@ from twinproof.checkpoint.format import (
 from twinproof.errors import CorruptionError, FormatError, TwinproofError
 
 __all__ = [
+    "CHECKSUMS_KEY",
     "SHARDING_KEY",
     "Box",
     "Catalog",
     "Chunk",
     "LoadEngine",
     "LoadJob",
+    "Meter",
+    "Progress",
     "Sharding",
     "StoredChunk",
     "StoredRange",
     "TensorRecord",
     "check_tiling",
+    "cut_rectangle",
     "is_simple_tiling",
     "parse_sharding",
     "read_catalog",
     "read_chunk",
     "read_index",
+    "stored_ranges",
 ]
 
 INDEX_BYTES_MAX = 1 << 30
+CHECKSUMS_KEY = "twinproof.crc32"  # In the metadata of an index, and of a file; see ``checksums``.
 
 # Rectangles that tile a tensor: the one check that no byte is missing and none is written twice.
 
@@ -245,8 +252,16 @@ def _link_stays_near(folder: Path, name: str) -> bool:
     return target.parent == home or is_blob
 
 
-def read_index(folder: Path) -> tuple[dict[str, str], int | None] | None:
-    """(weight map, declared total size) of a folder, or None where it has no index.
+class Index(NamedTuple):
+    """An index: the file of each tensor, and what its metadata says of sizes and checksums, None where nothing."""
+
+    weight_map: dict[str, str]
+    total_size: int | None
+    checksums: Any = None
+
+
+def read_index(folder: Path) -> Index | None:
+    """The index of a folder, or None where it has none. Its checksums are looked at where they are needed.
 
     Raises:
         FormatError: malformed index, or a value that leads out of the folder.
@@ -270,9 +285,11 @@ def read_index(folder: Path) -> tuple[dict[str, str], int | None] | None:
     for name in sorted(set(weight_map.values())):
         _check_member(folder, name, where)
     declared = content.get("metadata")
-    total = declared.get("total_size") if isinstance(declared, dict) else None
+    metadata = declared if isinstance(declared, dict) else {}
+    total = metadata.get("total_size")
     # Some writers record the total as a float; a value of another kind says nothing.
-    return weight_map, int(total) if isinstance(total, (int, float)) and not isinstance(total, bool) else None
+    total = int(total) if isinstance(total, (int, float)) and not isinstance(total, bool) else None
+    return Index(weight_map, total, metadata.get(CHECKSUMS_KEY))
 
 
 # The catalog.
@@ -315,12 +332,15 @@ class StoredChunk:
 class Catalog(Mapping[MetadataIndex, StoredChunk]):
     """All tensors of a checkpoint folder or file, the user metadata, and the files in reading order.
 
+    ``checksums`` is what the index says of them, as it stands there; ``checksums.expected_sums`` checks it.
+
     As a mapping it is what DCP calls storage data: the chunks by tensor name and offsets.
     """
 
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     headers: dict[str, Header] = field(default_factory=dict)
+    checksums: Any = None
 
     def __getitem__(self, index: MetadataIndex) -> StoredChunk:
         record = self.tensors.get(index.fqn)
@@ -393,7 +413,7 @@ class _Builder:
         info = parse_sharding(header, file)
         self.catalog.headers[file] = header
         for key, value in header.metadata.items():
-            if key != SHARDING_KEY:
+            if key not in (SHARDING_KEY, CHECKSUMS_KEY):
                 self.catalog.metadata.setdefault(key, value)
         if info is not None:
             self.sharded.update(header.entries)
@@ -480,7 +500,8 @@ def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = No
         for file in _list_files(path) if files is None else files:
             builder.add_file(str(file), read_header(file, cache), None)
         return builder.finish()
-    weight_map, _ = index
+    weight_map = index.weight_map
+    builder.catalog.checksums = index.checksums
     headers = {member: read_header(os.path.join(path, member), cache) for member in sorted(set(weight_map.values()))}
     _check_members(weight_map, headers, path)
     wanted: dict[str, set[str]] = {member: set() for member in headers}
@@ -511,6 +532,34 @@ class StoredRange:
     sizes: tuple[int, ...]
     target: torch.Tensor
 
+    @property
+    def size_bytes(self) -> int:
+        """Stored bytes of the rectangle."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+Progress = Callable[[int, int], None]  # Called with the bytes that are done, and all that will be.
+
+
+class Meter:
+    """Counts this process's bytes while they are moved, from any thread, and tells how far it is.
+
+    Args:
+        progress: called after each piece, by one thread at a time; what it raises ends the work. None: nobody asks.
+        total_bytes: all that will be moved.
+    """
+
+    def __init__(self, progress: Progress | None = None, total_bytes: int = 0) -> None:
+        self._progress, self._total_bytes, self._done_bytes = progress, total_bytes, 0
+        self._lock = threading.Lock()
+
+    def add(self, size_bytes: int) -> None:
+        """Count a piece."""
+        if self._progress is not None:
+            with self._lock:
+                self._done_bytes += size_bytes
+                self._progress(self._done_bytes, self._total_bytes)
+
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -519,6 +568,7 @@ class LoadJob:
     ranges: Sequence[StoredRange]
     thread_count: int
     begun_s: float
+    meter: Meter = field(default_factory=Meter)
 
 
 class LoadEngine(Protocol):
@@ -531,6 +581,42 @@ class LoadEngine(Protocol):
     def read(self, job: LoadJob) -> None:
         """Fill every target in place. Raises StorageError, CorruptionError; targets may then hold anything."""
         ...
+
+
+def stored_ranges(
+    name: str, record: TensorRecord, offsets: Sequence[int], sizes: Sequence[int]
+) -> tuple[torch.Tensor, list[StoredRange]]:
+    """Memory on the CPU for a rectangle of a stored tensor, and what fills it, one range a chunk."""
+    dtype = torch_dtype(record.dtype)
+    assert dtype is not None  # Checked by the caller.
+    memory, ranges = torch.empty(tuple(sizes), dtype=dtype), []
+    for chunk in record.chunks:
+        begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+        ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
+        if any(b >= e for b, e in zip(begin, ends, strict=True)):
+            continue
+        index = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, offsets, strict=True))
+        inside = tuple(b - o for b, o in zip(begin, chunk.offsets, strict=True))
+        counts = tuple(e - b for b, e in zip(begin, ends, strict=True))
+        ranges.append(StoredRange(name, chunk, dtype, inside, counts, memory[index]))
+    return memory, ranges
+
+
+def cut_rectangle(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Rectangles of at most ``limit`` values, in row-major order; none if empty."""
+    if 0 in sizes:
+        return
+    inner = math.prod(sizes[1:])
+    if math.prod(sizes) <= limit:
+        yield (0,) * len(sizes), sizes
+    elif inner <= limit:
+        step = limit // inner
+        for begin in range(0, sizes[0], step):
+            yield (begin, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - begin), *sizes[1:])
+    else:
+        for begin in range(sizes[0]):
+            for rest, counts in cut_rectangle(sizes[1:], limit):
+                yield (begin, *rest), (1, *counts)
 
 
 def read_chunk(chunk: Chunk, dtype: torch.dtype, first: int = 0, count: int | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ Both exist once. Each implementation binds an engine that moves tensor data: a `
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from twinproof.checkpoint.catalog import Catalog, Chunk, LoadEngine, LoadJob, StoredRange, read_catalog
+from twinproof.checkpoint.catalog import Catalog, Chunk, LoadEngine, LoadJob, Meter, Progress, StoredRange, read_catalog
+from twinproof.checkpoint.checksums import Part, check_loaded, check_present, crc32, sums_of, to_text
 from twinproof.checkpoint.format import INDEX_NAME, local_path, torch_dtype
 from twinproof.checkpoint.plan import (
     Arrangement,
@@ -49,6 +51,7 @@ from twinproof.checkpoint.publish import (
     Staging,
     build_index,
     gather,
+    gather_first,
     raise_first,
     rank_count_of,
     scatter,
@@ -83,14 +86,20 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         write_mode: ``random`` writes at offsets from every rank; ``sequential`` lets one rank write each file front to
             back, for targets without random access; ``auto`` probes the target.
         block_bytes: unit of exchange and of writes, a power of two; bounds the memory of a save, never its result.
+        checksums: sum every tensor while it is written, and keep the sums in the metadata of the index, or of each
+            shard file. Without them the index is torch's, byte for byte.
+        progress: called on each rank with the bytes that it has written, and all that it will; from any of its threads,
+            one at a time. The totals of all ranks are the sizes of all files. What it raises ends the save.
         process_group: CPU-capable group of exactly the ranks that save. None: made here, collectively, when
-            torch.distributed is initialised with more than one rank and ``save_distributed`` is set.
+            torch.distributed is initialised with more than one rank and ``save_distributed`` is set. An asynchronous
+            save refuses the default group.
 
     Raises:
         ConfigError: an option, or a combination, that cannot be honoured.
     """
 
     _make_engine: ClassVar[Callable[[], SaveEngine]]
+    _crc32 = staticmethod(crc32)
 
     def __init_subclass__(cls, *, engine: Callable[[], SaveEngine] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -117,6 +126,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         check_replicas: bool = False,
         write_mode: str = "auto",
         block_bytes: int = 8 << 20,
+        checksums: bool = False,
+        progress: Progress | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -138,16 +149,20 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             check_replicas=check_replicas,
             write_mode=write_mode,
             block_bytes=block_bytes,
+            checksums=checksums,
+            progress=progress,
         )
         self.path = self.options.path
         self.group = process_group
         self._owns_group = False
+        self._made_by = os.getpid(), threading.get_ident()
         self.save_id = uuid.uuid4().hex
         self.is_coordinator, self.rank = True, 0
         self.arrangement: Arrangement | None = None
         self.staging: Staging | None = None
         self.local_items: list[WriteItem] = []
         self._announced: Sequence[bytes] = ()
+        self._parts: list[Part] = []
         self._engine = type(self)._make_engine()
         self._make_group()
 
@@ -255,6 +270,14 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         """Note this rank's role; in the process of an async save, make the private group."""
         self.is_coordinator = is_coordinator
         self.rank = kwargs.get("rank") or 0
+        is_apart = self._made_by != (os.getpid(), threading.get_ident())
+        if is_apart and self.group is not None and not self._owns_group and self.group == dist.group.WORLD:
+            raise ConfigError(
+                "an asynchronous save exchanges bytes over the group that training uses: both would wait for ever",
+                got="the default group",
+                expected="none, or dist.new_group(backend='gloo')",
+                where="process_group",
+            )
         if kwargs.get("use_collectives") is False:
             raise ConfigError("HF files need a global plan", got=False, expected=True, where="use_collectives")
         self._make_group()
@@ -307,15 +330,20 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         self._check_replicas(planner)
         instruction, folder = self._instructed(planner)
         failure: Exception | None = None
+        parts: Sequence[Part] = ()
         job = SaveJob(self.options, self.rank, self.group, plan.items, self.local_items, planner, begun_s)
         try:
             if self.options.writes_shards:
-                write_shards(folder, self._engine.file_bytes, self.rank, plan.items, planner, self.options)
+                write_shards(
+                    folder, self._engine.file_bytes, self.rank, plan.items, planner, self.options, type(self)._crc32
+                )
             else:
-                self._engine.write(job, instruction, folder)
+                parts = self._engine.write(job, instruction, folder)
         except Exception as error:
             failure = error
         self.settle(failure)
+        if self.options.checksums:
+            self._parts = [part for found in gather_first(parts, self.group) for part in found]
         future: Future[list[WriteResult]] = Future()
         future.set_result([self._result(item) for item in plan.items])
         return future
@@ -389,13 +417,20 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         if self.arrangement is None or self.staging is None:
             raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
         indexed = not self.options.single_file and not self.options.writes_shards
-        index = build_index(self.arrangement.weight_map, self.arrangement.total_size_bytes) if indexed else None
         try:
+            index = self._index(self.arrangement) if indexed else None
             self.staging.publish(index)
         except BaseException:
             self.staging.discard()
             raise
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+
+    def _index(self, arrangement: Arrangement) -> bytes:
+        sums = []
+        if self.options.checksums:
+            places = {t.name: (t.file, t.begin, t.size_bytes) for t in arrangement.tensors.values()}
+            sums.append(to_text(sums_of(places, self._parts)))
+        return build_index(arrangement.weight_map, arrangement.total_size_bytes, *sums)
 
 
 def _is_local(path: str | os.PathLike[str]) -> bool:
@@ -451,17 +486,34 @@ class HuggingFaceStorageReader(StorageReader):
         path: a folder (HF files with or without an index, or torch's shard folder), or one ``.safetensors`` file.
         thread_count: threads of this rank, also inside one file.
         cast: allow targets of another dtype, converted as ``Tensor.to`` does; else a mismatch raises.
+        verify_checksums: compare what is loaded with the checkpoint's checksums. A sum is of a whole stored chunk:
+            tensors that are read in part are not compared; they are listed in ``unverified``, and logged.
+        progress: called with this rank's bytes that were loaded, and all that will be.
+
+    Attributes:
+        unverified: names that the last load with ``verify_checksums`` could not compare.
     """
 
     _make_engine: ClassVar[Callable[[], LoadEngine]]
+    _crc32 = staticmethod(crc32)
 
     def __init_subclass__(cls, *, engine: Callable[[], LoadEngine] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         if engine is not None:
             cls._make_engine = staticmethod(engine)
 
-    def __init__(self, path: str | os.PathLike[str], thread_count: int = 1, *, cast: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int = 1,
+        *,
+        cast: bool = False,
+        verify_checksums: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
         super().__init__()
+        self.verify_checksums, self.progress = verify_checksums, progress
+        self.unverified: tuple[str, ...] = ()
         self.path = local_path(path)
         self.thread_count = check_count(thread_count, "thread_count")
         self.cast = cast
@@ -540,12 +592,18 @@ class HuggingFaceStorageReader(StorageReader):
         """Fill every target in place; nothing is written before all targets were checked.
 
         Raises:
-            StorageError. CorruptionError: a file was cut short or replaced meanwhile; targets may then hold anything.
+            StorageError. CorruptionError: a file was cut short or replaced meanwhile, or bytes do not agree with their
+                checksums; targets may then hold anything. ConfigError: ``verify_checksums``, and there are none.
         """
         begun_s = time.perf_counter()
+        if self.verify_checksums:
+            check_present(self.catalog, self.path)
         targets = self.targets(plan, planner)
         ranges = [self._range(item, target) for item, target in targets]
-        self._engine.read(LoadJob(ranges, self.thread_count, begun_s))
+        meter = Meter(self.progress, sum(wanted.size_bytes for wanted in ranges))
+        self._engine.read(LoadJob(ranges, self.thread_count, begun_s, meter))
+        if self.verify_checksums:
+            self.unverified = check_loaded(self.catalog, ranges, type(self)._crc32, self.path)
         self.catalog.check_unchanged(wanted.chunk.file for wanted in ranges)
         for item, target in targets:
             planner.commit_tensor(item, target)

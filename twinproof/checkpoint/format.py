@@ -272,9 +272,9 @@ def is_checkpoint_name(name: str) -> bool:
 
 def local_path(path: str | os.PathLike[str], where: str = "path") -> Path:
     """A local path; a URL is refused rather than made into a folder called ``s3:``. Raises ConfigError."""
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
-        raise ConfigError("not a path", got=path, where=where)
+        raise ConfigError("not a path", got=repr(path)[:200], expected="a str or a Path", where=where)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ConfigError(
             "only local paths are supported", got=text, expected="a folder of a mounted file system", where=where

@@ -25,17 +25,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from twinproof.checkpoint.format import StrPath, local_path
-from twinproof.checkpoint.native import CheckpointFormat, NativeStorageWriter, detect_format, formats_in
+from twinproof.checkpoint.native import (
+    CheckpointFormat,
+    NativeStorageWriter,
+    OptimizerStates,
+    State,
+    detect_format,
+    formats_in,
+    merged,
+)
 from twinproof.checkpoint.plan import Export, check_count, exported_dtype
 from twinproof.checkpoint.publish import rank_count_of, scatter
 from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError, PlanError
@@ -45,13 +47,11 @@ __all__ = ["ASYNC_MODES", "CheckpointManager", "CheckpointPolicy", "StateDictAda
 logger = logging.getLogger("twinproof.checkpoint")
 
 T = TypeVar("T")
-State = dict[str, Any]
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 _STEP = re.compile(r"step-(\d+)")
 _DELETED = re.compile(r"\.step-\d+\.deleting-[0-9a-f]{12}")
 _MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "lr_scheduler"
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @runtime_checkable
@@ -121,39 +121,6 @@ class CheckpointPolicy:
             )
 
 
-class _Optimizers(Stateful):
-    """Optimizers as one state whose names are those of the parameters, so that ranks may change between runs."""
-
-    def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if len(parts) > 1 and len(parts) != len(optimizers):
-            raise ConfigError(
-                "each part of the model has one optimizer", got=len(optimizers), expected=len(parts), where="optimizers"
-            )
-        self.pairs = (
-            [(parts[0], list(optimizers))]
-            if len(parts) == 1
-            else [(part, [optimizer]) for part, optimizer in zip(parts, optimizers, strict=True)]
-        )
-
-    def state_dict(self) -> State:
-        return _merged(get_optimizer_state_dict(part, mine, options=_FLAT) for part, mine in self.pairs)
-
-    def load_state_dict(self, state_dict: State) -> None:
-        for part, mine in self.pairs:
-            names = get_optimizer_state_dict(part, mine, options=_FLAT).keys()
-            set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in names}, options=_FLAT)
-
-
-def _merged(dicts: Any) -> State:
-    result: State = {}
-    for found in dicts:
-        twice = sorted(result.keys() & found.keys())
-        if twice:
-            raise PlanError("parts of the model have the same name", got=twice[:5], where="model")
-        result.update(found)
-    return result
-
-
 @dataclass
 class _Pending:
     """An asynchronous save on its way."""
@@ -196,6 +163,7 @@ class CheckpointManager:
         durable: fsync before a checkpoint becomes visible.
         stager: makes the copies of an asynchronous save, in place of the mode's own.
         thread_count: threads of an HF load, unless the adapter brings a reader of its own.
+        verify_checksums: compare what an HF load reads with its checksums, which ``checksums`` of ``hf_options`` saves.
         enable: False makes an object that neither loads nor saves.
         last_save_in_safetensors_format, last_save_model_weights_only: older names of ``last_save_in_hf`` and
             ``last_save_model_only``.
@@ -247,6 +215,7 @@ class CheckpointManager:
         durable: bool = True,
         stager: AsyncStager | None = None,
         thread_count: int = 1,
+        verify_checksums: bool = False,
         enable: bool = True,
         last_save_in_safetensors_format: bool | None = None,
         last_save_model_weights_only: bool | None = None,
@@ -279,7 +248,7 @@ class CheckpointManager:
             durable=durable,
         )
         self._adapter = state_dict_adapter
-        self._thread_count = check_count(thread_count, "thread_count")
+        self._thread_count, self._verifies = check_count(thread_count, "thread_count"), verify_checksums
         self._parts = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._states = _named_states(self._parts, optimizers, states or {})
         unknown = sorted(set(exclude_from_loading) - self._states.keys())
@@ -449,7 +418,7 @@ class CheckpointManager:
     # States.
 
     def _model_state(self) -> State:
-        return _merged(get_model_state_dict(part) for part in self._parts)
+        return merged(get_model_state_dict(part) for part in self._parts)
 
     def _full_state(self, without: Sequence[str]) -> State:
         # As torchtitan's: names of the model stand beside the other states.
@@ -552,8 +521,8 @@ class CheckpointManager:
         if make is not None:
             return make(os.fspath(path), quantized)
         if quantized:
-            return type(self)._quantized_reader(path, self._thread_count)
-        return type(self)._reader(path, self._thread_count, cast=True)
+            return type(self)._quantized_reader(path, self._thread_count, verify_checksums=self._verifies)
+        return type(self)._reader(path, self._thread_count, cast=True, verify_checksums=self._verifies)
 
     def _set_model(self, state: State) -> None:
         for part in self._parts:
@@ -565,7 +534,7 @@ def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Map
     if optimizers is not None:
         several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
         is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
-        result[_OPTIMIZER] = _Optimizers(parts, several) if is_list else optimizers
+        result[_OPTIMIZER] = OptimizerStates(parts, several) if is_list else optimizers
     taken = sorted(states.keys() & {_MODEL, *result})
     if taken:
         raise ConfigError("names that the manager uses itself", got=taken, where="states")

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from twinproof.checkpoint.catalog import Box, check_tiling
+from twinproof.checkpoint.catalog import Box, Progress, check_tiling
+from twinproof.checkpoint.checksums import Part, check_key
 from twinproof.checkpoint.format import (
     SINGLE_NAME,
     FileLayout,
@@ -103,6 +104,8 @@ class WriterOptions:
     check_replicas: bool
     write_mode: str
     block_bytes: int
+    checksums: bool = False
+    progress: Progress | None = None
 
     @property
     def writes_shards(self) -> bool:
@@ -124,6 +127,7 @@ class WriterOptions:
         single_file: bool,
         write_mode: str,
         block_bytes: int,
+        progress: Any = None,
         **flags: bool,
     ) -> WriterOptions:
         """Check every option and combination. Raises ConfigError."""
@@ -137,6 +141,14 @@ class WriterOptions:
             raise ConfigError(
                 "the format of these files is fixed", got=(metadata or {})["format"], expected="pt", where="metadata"
             )
+        if single_file and flags.get("checksums"):
+            raise ConfigError(
+                "single_file has no index that could hold checksums", expected="max_shard_size", where="checksums"
+            )
+        if progress is not None and not callable(progress):
+            expected = "a function of (done_bytes, total_bytes)"
+            raise ConfigError("not a function", got=type(progress).__name__, expected=expected, where="progress")
+        check_key(metadata)
         check_count(thread_count_consolidation, "thread_count_consolidation")
         if write_mode not in WRITE_MODES:
             raise ConfigError("not a write mode", got=write_mode, expected=WRITE_MODES, where="write_mode")
@@ -154,6 +166,7 @@ class WriterOptions:
             single_file=single_file,
             write_mode=write_mode,
             block_bytes=block_bytes,
+            progress=progress,
             **flags,
         )
 
@@ -440,8 +453,11 @@ class SaveEngine(Protocol):
         """For each rank, in rank order, an object that can be pickled and that ``write`` receives there."""
         ...
 
-    def write(self, job: SaveJob, instruction: Any, folder: StagedFolder) -> None:
-        """Bring this rank's bytes into the files of ``folder``. Raises StorageError, UnstorableError, PlanError."""
+    def write(self, job: SaveJob, instruction: Any, folder: StagedFolder) -> Sequence[Part]:
+        """Bring this rank's bytes into the files of ``folder``; with ``job.options.checksums``, say their sums.
+
+        The parts of all ranks hold every byte of every tensor once. Raises StorageError, UnstorableError, PlanError.
+        """
         ...
 
     def file_bytes(self, tensors: Mapping[str, torch.Tensor], layout: FileLayout) -> Iterable[bytes | memoryview]:

@@ -11,8 +11,10 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,21 +23,26 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from twinproof.checkpoint.catalog import read_index
+from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, is_checkpoint_name
-from twinproof.errors import CheckpointExistsError, DistributedError, StorageError, TwinproofError
+from twinproof.errors import CheckpointExistsError, ConfigError, DistributedError, StorageError, TwinproofError
 
 __all__ = [
+    "Leftover",
     "StagedFolder",
     "Staging",
     "build_index",
+    "find_leftovers",
     "fsync_path",
     "gather",
+    "gather_first",
     "raise_first",
     "rank_count_of",
+    "remove_leftover",
     "scatter",
     "storage_error",
     "together",
+    "warn_of_leftovers",
     "write_file",
 ]
 
@@ -43,6 +50,8 @@ logger = logging.getLogger("twinproof.checkpoint")
 
 T = TypeVar("T")
 
+# A save's hidden names; what is deleted in the background (``manager``) is renamed in the same way.
+_LEFTOVER = re.compile(r"\.(.*)\.(saving|previous|deleting)-[0-9a-f]{12}", re.DOTALL)
 _RENAME_EXCHANGE = 2
 # What says that a checkpoint is complete appears after everything else.
 _LAST_NAMES = (INDEX_NAME, NATIVE_METADATA_NAME)
@@ -91,7 +100,8 @@ def _create(path: StrPath, pieces: Iterable[bytes | memoryview], *, durable: boo
 
 def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool) -> None:
     """Write one file under a temporary name and rename it into place. Raises StorageError, ``path`` unchanged."""
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.saving-{uuid.uuid4().hex[:12]}")
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex[:12]}")
     try:
         _create(temporary, pieces, durable=durable)
         os.rename(temporary, path)
@@ -116,6 +126,75 @@ def _exchange(a: Path, b: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), os.fspath(b))
+
+
+# What interrupted saves leave beside their targets.
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A hidden file or folder that a save made and did not live to remove.
+
+    Attributes:
+        path: where it is.
+        target: what the save was to make, or replace.
+        kind: ``saving``, ``previous`` or ``deleting``.
+        age_s: seconds since something in it was last changed.
+        is_needed: it is the only copy of a checkpoint: its target is gone. Renaming it brings the checkpoint back.
+    """
+
+    path: Path
+    target: Path
+    kind: str
+    age_s: float
+    is_needed: bool
+
+
+def find_leftovers(folder: Path, name: str | None = None) -> list[Leftover]:
+    """What interrupted saves left in a folder; with ``name``, of saves of that name. Links are never ours."""
+    found = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        match = _LEFTOVER.fullmatch(entry.name)
+        if match is None or (name is not None and match[1] != name) or entry.is_symlink():
+            continue
+        if entry.is_file() and match[2] != "saving":
+            continue
+        path = Path(entry.path)
+        target = path.with_name(match[1]) if match[1] else path.parent
+        changed_s = max(map(_changed_s, (path, *path.rglob("*"))))
+        is_needed = match[2] == "previous" and not target.exists()
+        found.append(Leftover(path, target, match[2], time.time() - changed_s, is_needed))
+    return found
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return time.time()  # It vanished a moment ago: a save is still at work.
+
+
+def remove_leftover(leftover: Leftover) -> None:
+    """Delete it. Raises StorageError; ConfigError for the only copy of a checkpoint."""
+    if leftover.is_needed:
+        raise ConfigError(
+            "this is the only copy of a checkpoint: rename it back", expected=leftover.target, where=leftover.path
+        )
+    try:
+        shutil.rmtree(leftover.path) if leftover.path.is_dir() else leftover.path.unlink()
+    except OSError as error:
+        raise storage_error(error, "deleting", leftover.path) from error
+
+
+def warn_of_leftovers(folder: Path, name: str) -> None:
+    """Log what earlier saves of this name left."""
+    found = find_leftovers(folder, name)
+    spare = [str(each.path) for each in found if not each.is_needed]
+    if spare:
+        logger.warning("left over from interrupted saves, safe to delete where none is running: %s", ", ".join(spare))
+    for each in found:
+        if each.is_needed:
+            logger.warning("%s is the only copy of the checkpoint %s: rename it back", each.path, each.target)
 
 
 def _missing_parents(target: Path) -> list[Path]:
@@ -177,7 +256,7 @@ class Staging:
                     where=str(self.target),
                 )
             parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
-            self._warn_of_leftovers(parent, f".{name}.saving-")
+            warn_of_leftovers(parent, name)
             self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
             self.folder.mkdir()
         except OSError as error:
@@ -205,14 +284,6 @@ class Staging:
             return False
         parent = self.target.parent
         return os.path.ismount(self.target) or not os.access(parent, os.W_OK | os.X_OK)
-
-    @staticmethod
-    def _warn_of_leftovers(parent: Path, prefix: str) -> None:
-        leftovers = [name for name in os.listdir(parent) if name.startswith(prefix)]
-        if leftovers:
-            logger.warning(
-                "left over from interrupted saves, safe to delete: %s", ", ".join(str(parent / n) for n in leftovers)
-            )
 
     def publish(self, index: bytes | None) -> None:
         """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then intact."""
@@ -284,9 +355,17 @@ class StagedFolder:
         write_file(os.fspath(self.path / name), pieces, durable=self.durable)
 
 
-def build_index(weight_map: Mapping[str, str], total_size_bytes: int) -> bytes:
-    """``model.safetensors.index.json``: names sorted, two spaces of indentation, one newline at the end."""
-    content = {"metadata": {"total_size": total_size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+def build_index(
+    weight_map: Mapping[str, str], total_size_bytes: int, checksums: Mapping[str, str] | None = None
+) -> bytes:
+    """``model.safetensors.index.json``: names sorted, two spaces of indentation, one newline at the end.
+
+    Without checksums it is torch's index, byte for byte.
+    """
+    metadata: dict[str, Any] = {"total_size": total_size_bytes}
+    if checksums is not None:
+        metadata[CHECKSUMS_KEY] = dict(checksums)
+    content = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
@@ -305,6 +384,15 @@ def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def gather_first(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """On rank 0 every rank's object, in rank order; nothing on the others."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(mine, everyone, group=group, group_dst=0)
+    return everyone or []
 
 
 def scatter(messages: Sequence[Any], group: dist.ProcessGroup | None) -> Any:

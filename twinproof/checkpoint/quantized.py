@@ -9,7 +9,6 @@ gpt-oss); read as [..., 2 G B]. Names and layouts are those of torch's ``Quantiz
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from twinproof.checkpoint import dcp
-from twinproof.checkpoint.catalog import Catalog, Chunk, LoadJob, StoredRange, TensorRecord
+from twinproof.checkpoint.catalog import (
+    Catalog,
+    Chunk,
+    LoadJob,
+    StoredRange,
+    TensorRecord,
+    cut_rectangle,
+    stored_ranges,
+)
+from twinproof.checkpoint.checksums import check_loaded
 from twinproof.checkpoint.format import StrPath, torch_dtype
 from twinproof.checkpoint.plan import check_count
 from twinproof.engine import Engine, engine_for
@@ -142,6 +150,7 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         thread_count: threads of this rank.
         target_dtype: float32, bfloat16, float16 or float64.
         block_size: rows and columns of a block of 8-bit floats.
+        verify_checksums: as ``HuggingFaceStorageReader``; stored values and scales are read once more for it.
 
     Raises:
         ConfigError: another dtype or size. ``dcp.load`` raises UnsupportedError and CorruptionError of what it finds.
@@ -160,8 +169,10 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         thread_count: int = 1,
         target_dtype: torch.dtype = torch.float32,
         block_size: int = 128,
+        *,
+        verify_checksums: bool = False,
     ) -> None:
-        super().__init__(path, thread_count, cast=True)
+        super().__init__(path, thread_count, cast=True, verify_checksums=verify_checksums)
         if target_dtype not in _TARGETS:
             raise ConfigError("not a target dtype", got=target_dtype, expected=_TARGETS, where="target_dtype")
         self.target_dtype = target_dtype
@@ -195,6 +206,9 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="checkpoint-dequantize") as pool:
             for _ in pool.map(partial(self._load, streams), pieces):
                 pass
+        if self.verify_checksums and mine:
+            compared = check_loaded(self.catalog, list(self._stored_whole(mine)), type(self)._crc32, self.path)
+            self.unverified = tuple(sorted({*self.unverified, *compared}))
         read = {item.storage_index.fqn for item in mine}
         names = read | {self.quantized[name].scales for name in read}
         self.catalog.check_unchanged(chunk.file for name in names for chunk in self.catalog.tensors[name].chunks)
@@ -222,10 +236,27 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         chunk = self._seen_chunk(item.storage_index)
         offsets = tuple(a + b for a, b in zip(chunk.offsets, item.storage_offsets, strict=True))
         value_bytes = 1.0 if self.quantized[name].kind == FP8 else 0.5
-        for begin, sizes in _cut(tuple(item.lengths), max(1, int(PIECE_BYTES / value_bytes))):
+        for begin, sizes in cut_rectangle(tuple(item.lengths), max(1, int(PIECE_BYTES / value_bytes))):
             index = tuple(slice(first, first + size) for first, size in zip(begin, sizes, strict=True))
             at = tuple(a + b for a, b in zip(offsets, begin, strict=True))
             yield _Part(name, at, sizes, target[index])
+
+    def _stored_whole(self, items: Sequence[ReadItem]) -> Iterator[StoredRange]:
+        # What a checksum can be compared with: chunks that were read whole, and scales, which belong to all of them.
+        nowhere = torch.empty(0, device="meta")
+        parts = {
+            item.storage_index.fqn
+            for item in items
+            if self._seen_chunk(item.storage_index).sizes != tuple(item.lengths)
+        }
+        for name in dict.fromkeys(item.storage_index.fqn for item in items):
+            for stored in (name, self.quantized[name].scales):
+                record = self.catalog.tensors[stored]
+                dtype = torch_dtype(record.dtype)
+                assert dtype is not None
+                for chunk in record.chunks:
+                    sizes = () if name in parts else chunk.sizes
+                    yield StoredRange(stored, chunk, dtype, (0,) * len(sizes), sizes, nowhere)
 
     def _seen_chunk(self, index: MetadataIndex) -> Chunk:
         form, record = self.quantized[index.fqn], self.catalog.tensors[index.fqn]
@@ -252,8 +283,10 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
         of_scales = stored if form.kind == FP8 else (stored[0][:-1], stored[1][:-1])
         low = tuple(offset // divisor for offset in of_scales[0])
         high = tuple(-(-(o + s) // divisor) for o, s in zip(*of_scales, strict=True))
-        values, value_ranges = self._stored(part.name, *stored)
-        scales, scale_ranges = self._stored(form.scales, low, tuple(h - o for h, o in zip(high, low, strict=True)))
+        values, value_ranges = stored_ranges(part.name, self.catalog.tensors[part.name], *stored)
+        scales, scale_ranges = stored_ranges(
+            form.scales, self.catalog.tensors[form.scales], low, tuple(h - o for h, o in zip(high, low, strict=True))
+        )
         self._engine.read(LoadJob([*value_ranges, *scale_ranges], 1, time.perf_counter()))
         piece = Piece(form.kind, values, scales, (first[0], first[1]), block)
         # Rounded to the target dtype on the way, as a tensor of that dtype would be.
@@ -266,25 +299,6 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
             with engine.on(stream):
                 part.target.copy_(out)
 
-    def _stored(
-        self, name: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> tuple[torch.Tensor, list[StoredRange]]:
-        """Memory for a rectangle of a stored tensor, and what fills it, one range a chunk."""
-        record = self.catalog.tensors[name]
-        dtype = torch_dtype(record.dtype)
-        assert dtype is not None
-        memory, ranges = torch.empty(tuple(sizes), dtype=dtype), []
-        for chunk in record.chunks:
-            begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
-            if any(b >= e for b, e in zip(begin, ends, strict=True)):
-                continue
-            index = tuple(slice(b - o, e - o) for b, e, o in zip(begin, ends, offsets, strict=True))
-            inside = tuple(b - o for b, o in zip(begin, chunk.offsets, strict=True))
-            counts = tuple(e - b for b, e in zip(begin, ends, strict=True))
-            ranges.append(StoredRange(name, chunk, dtype, inside, counts, memory[index]))
-        return memory, ranges
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -294,20 +308,3 @@ class _Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     target: torch.Tensor
-
-
-def _cut(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Rectangles of at most ``limit`` values, or one run of the last dimension, in row-major order; none if empty."""
-    if 0 in sizes:
-        return
-    inner = math.prod(sizes[1:])
-    if len(sizes) <= 1 or math.prod(sizes) <= limit:
-        yield (0,) * len(sizes), sizes
-    elif inner <= limit:
-        step = limit // inner
-        for begin in range(0, sizes[0], step):
-            yield (begin, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - begin), *sizes[1:])
-    else:
-        for begin in range(sizes[0]):
-            for rest, counts in _cut(sizes[1:], limit):
-                yield (begin, *rest), (1, *counts)

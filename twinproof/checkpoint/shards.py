@@ -7,6 +7,7 @@ shard is an error and not a shorter tensor. How bytes are read and written is th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,8 +27,21 @@ from twinproof.checkpoint.catalog import (
     Chunk,
     LoadEngine,
     LoadJob,
+    Meter,
     StoredRange,
     read_catalog,
+)
+from twinproof.checkpoint.checksums import (
+    Crc32,
+    Part,
+    check_key,
+    check_parts,
+    crc32,
+    expected_sums,
+    metadata_of,
+    sums_of,
+    to_text,
+    verify_catalog,
 )
 from twinproof.checkpoint.format import (
     FileLayout,
@@ -52,9 +66,11 @@ from twinproof.checkpoint.publish import (
     StagedFolder,
     Staging,
     build_index,
+    gather_first,
     rank_count_of,
     scatter,
     together,
+    warn_of_leftovers,
     write_file,
 )
 from twinproof.errors import ConfigError, PlanError, UnsupportedError
@@ -70,15 +86,29 @@ FileBytes = Callable[[Mapping[str, torch.Tensor], FileLayout], Iterable[bytes | 
 
 
 def save_file(
-    tensors: Mapping[str, torch.Tensor], filename: StrPath, metadata: Mapping[str, str] | None, file_bytes: FileBytes
+    tensors: Mapping[str, torch.Tensor],
+    filename: StrPath,
+    metadata: Mapping[str, str] | None,
+    file_bytes: FileBytes,
+    *,
+    checksums: bool = False,
+    crc: Crc32 = crc32,
 ) -> None:
     """Check the tensors, then write them to one file that appears at one instant, durably.
+
+    With ``checksums`` the file's metadata holds the sum of each tensor; without, the bytes are the library's own.
 
     Raises:
         UnsupportedError, UnstorableError, ConfigError, StorageError.
     """
     path = os.fspath(local_path(filename, "filename"))
+    check_key(metadata)
     layout = layout_of(tensors, metadata)
+    if checksums:
+        layout = layout_of(tensors, {**(metadata or {}), **metadata_of(tensors, crc)})
+    parent, name = os.path.split(os.path.abspath(path))
+    with contextlib.suppress(OSError):  # A folder that cannot be listed may still be written to.
+        warn_of_leftovers(Path(parent), name)
     write_file(path, file_bytes(tensors, layout), durable=True)
 
 
@@ -145,6 +175,7 @@ def write_shards(
     items: Sequence[WriteItem],
     planner: SavePlanner,
     options: WriterOptions,
+    crc: Crc32 = crc32,
 ) -> None:
     """Write this rank's shard files. Raises PlanError for two chunks of one tensor on a rank, StorageError."""
     mapping = options.mapping
@@ -152,14 +183,20 @@ def write_shards(
     for shard in [_shard(item, planner, options) for item in items]:
         groups.setdefault(1 if mapping is None else mapping[shard.name], []).append(shard)
     count = 1 if mapping is None else max(mapping.values())
+    files = []
     for index, members in sorted(groups.items()):
         if len({s.name for s in members}) != len(members):
             raise PlanError(
                 "the shard layout holds one chunk of a tensor per rank", got="several", where=f"rank {rank}"
             )
         tensors = {s.name: s.data for s in members}
-        layout = layout_of(tensors, _metadata(members, options))
-        folder.put(file_name(index, count, rank + 1), file_bytes(tensors, layout))
+        metadata = _metadata(members, options)
+        layout = layout_of(tensors, {**metadata, **metadata_of(tensors, crc)} if options.checksums else metadata)
+        files.append((file_name(index, count, rank + 1), tensors, layout))
+    meter = Meter(options.progress, sum(layout.file_bytes for _, _, layout in files))
+    for file, tensors, layout in files:
+        folder.put(file, file_bytes(tensors, layout))
+        meter.add(layout.file_bytes)
 
 
 # Consolidation.
@@ -174,13 +211,18 @@ class MergeJob:
     rank: int
     rank_count: int
     thread_count: int
+    checksums: bool = False
 
 
 class Merge(Protocol):
     """Brings the tensors of shard files into final files that nobody sees yet; called on every rank."""
 
-    def __call__(self, job: MergeJob, folder: StagedFolder) -> None:
-        """Write this rank's part of every output file. Raises StorageError, CorruptionError."""
+    def __call__(self, job: MergeJob, folder: StagedFolder) -> Sequence[Part]:
+        """Write this rank's part of every output file; with ``job.checksums``, say the sums of what it moved.
+
+        The parts of all ranks hold every byte of every stored chunk once, under the path of its input file, and every
+        byte of every written tensor once, under the name of its output file. Raises StorageError, CorruptionError.
+        """
         ...
 
 
@@ -210,17 +252,32 @@ def _payload_bytes(catalog: Catalog, name: str) -> int:
     return math.prod(catalog.tensors[name].shape) * record_dtype(catalog, name).itemsize
 
 
-def _laid_out(
-    catalog: Catalog, mapping: Mapping[str, int] | None, max_shard_size: int | None
-) -> tuple[dict[str, FileLayout], bytes]:
-    """The layout of each output file, and the index. Raises PlanError for tensors that the mapping lacks."""
+def _laid_out(catalog: Catalog, mapping: Mapping[str, int] | None, max_shard_size: int | None) -> dict[str, FileLayout]:
+    """The layout of each output file. Raises PlanError for tensors that the mapping lacks."""
     sizes = {name: _payload_bytes(catalog, name) for name in sorted(catalog.tensors)}
     files = assign_files(sizes, check_mapping(mapping), max_shard_size)
     layouts = {}
     for file, names in files.items():
         members = [(name, record_dtype(catalog, name), catalog.tensors[name].shape) for name in names]
         layouts[file] = lay_out(members, output_metadata(catalog))
-    return layouts, build_index({name: file for file, names in files.items() for name in names}, sum(sizes.values()))
+    return layouts
+
+
+def _index_of(catalog: Catalog, layouts: Mapping[str, FileLayout], *sums: Mapping[str, str]) -> bytes:
+    """The index of the merged files, with checksums where given."""
+    total_bytes = sum(_payload_bytes(catalog, name) for name in catalog.tensors)
+    return build_index({name: file for file, layout in layouts.items() for name in layout.begins}, total_bytes, *sums)
+
+
+def _checked_index(job: MergeJob, parts: Sequence[Part], source: Path) -> bytes:
+    """The index with the sums of what was written, once what was read agrees. Raises CorruptionError, PlanError."""
+    check_parts(job.catalog, parts, source)
+    places = {
+        name: (file, begin, _payload_bytes(job.catalog, name))
+        for file, layout in job.layouts.items()
+        for name, begin in layout.begins.items()
+    }
+    return _index_of(job.catalog, job.layouts, to_text(sums_of(places, parts)))
 
 
 def consolidate(
@@ -233,8 +290,11 @@ def consolidate(
     max_shard_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     on_every_rank: bool = False,
+    crc: Crc32 = crc32,
 ) -> None:
     """Merge a shard folder into final files, which appear at one instant; a final folder is verified and left alone.
+
+    Where the shards have checksums, every byte is compared with them as it is read, and the result has checksums too.
 
     Args:
         merge: how the bytes are moved.
@@ -242,6 +302,7 @@ def consolidate(
         output_dir: folder of the result; may hold ``input_dir``.
         mapping: tensor name -> output file from 1; None makes one file.
         num_threads: threads of this process.
+        crc: sums a piece of a final folder that is verified.
         max_shard_size: bytes; split the output as ``HuggingFaceStorageWriter`` does.
         process_group: with ``on_every_rank``, the ranks that call this; None is the default group.
         on_every_rank: all ranks of the group call this and share the work; else this process does it alone.
@@ -261,13 +322,24 @@ def consolidate(
     try:
         catalog = together(lambda: read_catalog(source), together_with)
         if is_final(catalog, source, target):
+            together(lambda: verify_catalog(catalog, source, crc) if rank == 0 else None, together_with)
             return
-        layouts, index = together(lambda: _laid_out(catalog, mapping, max_shard_size), together_with)
+        layouts = together(lambda: _laid_out(catalog, mapping, max_shard_size), together_with)
+        is_summed = together(lambda: bool(expected_sums(catalog)), together_with)
         staging = together(lambda: Staging(target) if rank == 0 else None, together_with)
         folder = scatter([staging.folder] * rank_count if staging is not None else [], together_with)
-        job = MergeJob(catalog, layouts, rank, rank_count, num_threads)
-        together(lambda: merge(job, StagedFolder(folder, durable=True)), together_with)
+        job = MergeJob(catalog, layouts, rank, rank_count, num_threads, is_summed)
+        parts = together(lambda: merge(job, StagedFolder(folder, durable=True)), together_with)
         together(catalog.check_unchanged, together_with)
+        everyone = gather_first(parts, together_with) if is_summed else []
+        index = (
+            _index_of(catalog, layouts)
+            if not is_summed
+            else together(
+                lambda: _checked_index(job, [p for found in everyone for p in found], source) if rank == 0 else b"",
+                together_with,
+            )
+        )
         together(lambda: staging.publish(index) if staging is not None else None, together_with)
     except BaseException:
         if staging is not None:

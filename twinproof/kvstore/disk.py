@@ -393,6 +393,7 @@ class StoreFiles:
             ConfigError: an id outside this rank's buckets, changes that are not tracked; on every rank.
             CheckpointExistsError, StorageError, DistributedError.
         """
+        check_store(store)
         if form not in FORMS:
             raise ConfigError("not a form", got=form, expected=FORMS, where="form")
         if chunk_rows is not None:
@@ -454,6 +455,7 @@ class StoreFiles:
                 itself. MissingKeyError: a table that is not there. ConfigError: other layouts. CapacityError: more rows
                 than a table may hold. DeltaBaseError: a delta on another base. FileNotFoundError.
         """
+        check_store(store)
         _check_chunk(chunk_rows)
         started = time.perf_counter()
         saved = self._files.open(os.fspath(path))
@@ -488,6 +490,12 @@ class StoreFiles:
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
+
+
+def check_store(store: Any) -> None:
+    """Demand a store. Raises ConfigError."""
+    if not isinstance(store, KVStore):
+        raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
 
 
 def _check_chunk(chunk_rows: Any) -> None:

@@ -54,6 +54,8 @@ class _StoreRows(torch.nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
+        if not hasattr(store, "tables"):
+            raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
         if table is None and len(store.tables) > 1:
             raise ConfigError("the store has several tables", got=None, expected=store.tables, where="table")
         self.store, self.table = store, store.tables[0] if table is None else table
@@ -157,8 +159,29 @@ class KVEmbeddingBag(_StoreRows):
         ConfigError: a table without an optimizer in its row, or another mode.
     """
 
-    def __init__(self, store: KVStore, *, mode: str = "mean", **options: Any) -> None:
-        super().__init__(store, **options)
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        mode: str = "mean",
+        table: str | None = None,
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        buckets: Buckets | None = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(
+            store,
+            table=table,
+            lr=lr,
+            eps=eps,
+            beta1=beta1,
+            beta2=beta2,
+            buckets=buckets,
+            process_group=process_group,
+        )
         if mode not in MODES:
             raise ConfigError("not a mode", got=mode, expected=MODES, where="mode")
         self.mode = mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -11,6 +12,18 @@ from twinproof.errors import ConfigError, PlanError, StaleMasterError
 from twinproof.offload.states import local_of
 
 __all__ = ["MasterWeights"]
+
+
+def check_params(params: Any) -> list[torch.Tensor]:
+    """Demand tensors. Raises ConfigError."""
+    expected = "the parameters themselves: model.parameters()"
+    if isinstance(params, (str, torch.Tensor, torch.nn.Module)) or not isinstance(params, Iterable):
+        raise ConfigError("not parameters", got=type(params).__name__, expected=expected, where="params")
+    found = list(params)
+    wrong = sorted({type(each).__name__ for each in found if not isinstance(each, torch.Tensor)})
+    if wrong:
+        raise ConfigError("not parameters", got=wrong, expected=expected, where="params")
+    return found
 
 
 class MasterWeights:
@@ -36,6 +49,7 @@ class MasterWeights:
         self.pairs: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}
         seen: set[torch.Tensor] = set()
+        params = check_params(params)
         for param in params:
             if not param.is_floating_point() or param.dtype.itemsize > 4 or param in seen:
                 raise ConfigError(

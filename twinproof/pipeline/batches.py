@@ -231,6 +231,9 @@ def regroup_kts(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> 
 class ComputeKJTToJTDict(torch.nn.Module):
     """``KeyedJaggedTensor.to_dict`` as a module."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Feature name -> its bags."""
         return keyed_jagged_tensor.to_dict()
@@ -238,6 +241,9 @@ class ComputeKJTToJTDict(torch.nn.Module):
 
 class ComputeJTDictToKJT(torch.nn.Module):
     """``KeyedJaggedTensor.from_jt_dict`` as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         """The features as one batch."""

@@ -217,6 +217,9 @@ def own_config(kind: type[Config], table: Any) -> Config:
 
 def check_tables(tables: Sequence[Any], kind: type[Config]) -> tuple[Config, ...]:
     """The tables, whose names are distinct and whose features are distinct within a table. Raises ConfigError."""
+    if isinstance(tables, str) or not isinstance(tables, Sequence):
+        got, expected = type(tables).__name__, f"a list of {kind.__name__}"
+        raise ConfigError("tables come in a list", got=got, expected=expected, where="tables")
     found = tuple(own_config(kind, table) for table in tables)
     names = [table.name for table in found]
     if not tables or len(set(names)) != len(names) or not all(names):
@@ -352,3 +355,35 @@ def carry_over(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
     classes, options = getattr(source, "_optimizer_classes", []), getattr(source, "_optimizer_kwargs", [])
     for kind, given in zip(classes, options, strict=True):
         apply_optimizer_in_backward(kind, [target], given)
+
+
+# What a pipeline is given, and what its model answers.
+
+
+def check_parts(model: Any, optimizer: Any) -> None:
+    """Demand a module, and an optimizer unless it is None. Raises ConfigError."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError("not a model", got=type(model).__name__, expected="a torch.nn.Module", where="model")
+    lacks = [name for name in ("step", "zero_grad") if optimizer is not None and not hasattr(optimizer, name)]
+    if lacks:
+        got, expected = f"{type(optimizer).__name__} without {lacks}", "a torch.optim.Optimizer, or what steps as one"
+        raise ConfigError("not an optimizer", got=got, expected=expected, where="optimizer")
+
+
+def check_answer(answer: Any, model: torch.nn.Module) -> tuple[Any, Any]:
+    """What a forward returned, which is losses and an output. Raises ConfigError."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        size = f" of {len(answer)}" if isinstance(answer, (tuple, list, dict)) else ""
+        got = f"{type(answer).__name__}{size}"
+        expected = "a pair (losses, output); custom_model_fwd makes one of another answer"
+        raise ConfigError(
+            "the forward returns losses and an output", got=got, expected=expected, where=type(model).__name__
+        )
+    return answer[0], answer[1]
+
+
+def untraceable(model: torch.nn.Module, error: Exception) -> ConfigError:
+    """The error for a model that a pipeline cannot look into."""
+    expected = "a forward of torch.fx; functions that branch on the batch behind torch.fx.wrap"
+    where = type(model).__name__
+    return ConfigError("the model cannot be traced", got=repr(error)[:500], expected=expected, where=where)

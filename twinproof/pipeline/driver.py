@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from twinproof.errors import ConfigError, DistributedError, PipelineError
 from twinproof.kvstore.statedict import rank_and_world
+from twinproof.pipeline.config import check_answer, check_parts
 from twinproof.pipeline.stages import (
     Attachment,
     BatchContext,
@@ -116,6 +117,7 @@ class Pipeline(Generic[In, Out]):
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str, options: Options
     ) -> None:
         check_overrides(type(self))
+        check_parts(model, optimizer if self.trains else None)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self.options, self._group = options, options.process_group
         self._execute_all, self._forward = options.execute_all_batches, options.custom_model_fwd
@@ -411,8 +413,7 @@ class Pipeline(Generic[In, Out]):
 
         def work() -> tuple[torch.Tensor, Any]:
             with self._grad_mode():
-                losses, output = (self._forward or self._model)(batch.batch)
-            return losses, output
+                return check_answer((self._forward or self._model)(batch.batch), self._model)
 
         self._wait_for_batch()
         found: tuple[torch.Tensor, Any] = self._stages.forward(batch, work)
@@ -553,6 +554,10 @@ class Pipeline(Generic[In, Out]):
         """The backward of the sum of losses."""
         if losses is None:
             raise ConfigError("a model in training returns losses", got=None, where=type(self._model).__name__)
+        found: Any = losses
+        if not isinstance(found, torch.Tensor):
+            got, where = type(losses).__name__, type(self._model).__name__
+            raise ConfigError("losses are a tensor", got=got, expected="a torch.Tensor with a gradient", where=where)
         torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
 
     def _found(self, context: Any) -> BatchContext:

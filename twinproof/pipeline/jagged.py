@@ -5,6 +5,7 @@ Most of it is in TorchScript's part of Python, because user code scripts models 
 
 # TorchScript resolves annotations by value: they are no strings here.
 import abc
+import inspect
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -211,6 +212,12 @@ class JaggedMeta(abc.ABCMeta, ProxyableClassMeta):
                     if isinstance(value, (FunctionType, staticmethod)):
                         body.setdefault(attribute, value)
         return super().__new__(mcs, name, bases, body, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of ``__init__``: torch's class has a call that takes anything."""
+        make: Any = cls.__init__  # type: ignore[misc]
+        return inspect.Signature(list(inspect.signature(make).parameters.values())[1:])
 
 
 def check_integers(tensor: torch.Tensor | None, name: str, where: str) -> None:

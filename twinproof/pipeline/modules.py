@@ -393,6 +393,9 @@ def _weighted_batch(
 class FeatureProcessor(torch.nn.Module):
     """What makes the weights of one feature's bags."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """The bags with weights."""
         raise NotImplementedError("a feature processor says what it does")
@@ -400,6 +403,9 @@ class FeatureProcessor(torch.nn.Module):
 
 class FeatureProcessorsCollection(torch.nn.Module):
     """What makes the weights of several features' bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch with weights."""

@@ -363,9 +363,61 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
 
     trains = False
 
-    def __init__(self, *args: Any, enable_embedding_lookup_prefetch: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device = "cpu",
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: Forward | None = None,
+        strict: bool = False,
+        emb_lookup_stream: str = "data_dist",
+        embedding_lookup_after_data_dist: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        enqueue_batch_after_forward: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        enable_embedding_lookup_prefetch: bool = False,
+        embedding_lookup_before_optimizer: bool = False,
+        defer_dp_lookup: bool = False,
+        use_emb_lookup_stream: bool | None = None,
+        embedding_lookup_after_opt: bool | None = None,
+        emb_lookup_stream_priority: int = 0,
+        emb_lookup_max_blocks: int | None = None,
+        process_group: Any = None,
+        engine: Any = None,
+        reduce_dense_gradients: bool | None = None,
+    ) -> None:
         self.prefetches = enable_embedding_lookup_prefetch
-        for name in ("embedding_lookup_before_optimizer", "reduce_dense_gradients"):
-            if options.get(name):
-                raise ConfigError("an evaluation has no optimizer", got=options[name], where=name)
-        super().__init__(*args, **options)
+        if embedding_lookup_before_optimizer or reduce_dense_gradients:
+            where = (
+                "embedding_lookup_before_optimizer" if embedding_lookup_before_optimizer else "reduce_dense_gradients"
+            )
+            raise ConfigError("an evaluation has no optimizer", got=True, where=where)
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            execute_all_batches,
+            apply_jit,
+            pipeline_postproc,
+            custom_model_fwd,
+            strict,
+            emb_lookup_stream,
+            embedding_lookup_after_data_dist,
+            enable_inplace_copy_batch,
+            enqueue_batch_after_forward,
+            free_features_storage_early,
+            clear_data_dist_inputs,
+            defer_dp_lookup=defer_dp_lookup,
+            use_emb_lookup_stream=use_emb_lookup_stream,
+            embedding_lookup_after_opt=embedding_lookup_after_opt,
+            emb_lookup_stream_priority=emb_lookup_stream_priority,
+            emb_lookup_max_blocks=emb_lookup_max_blocks,
+            process_group=process_group,
+            engine=engine,
+            reduce_dense_gradients=reduce_dense_gradients,
+        )

@@ -224,13 +224,16 @@ class TableParts:
             copy_into(view, state[name], name)
         self._optimizer.step_count = int(state[STEP])
 
-    def key_value_state_dict(self, **options: Any) -> dict[str, Any]:
+    def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
         result: dict[str, Any] = {}
         for table, sharding in zip(self._layout.tables, self._layout.shardings, strict=True):
             if sharding.rule.is_stored:
                 found = sharding.store.state_dict(
-                    buckets=sharding.buckets, process_group=self._layout.process_group, **options
+                    buckets=sharding.buckets,
+                    process_group=self._layout.process_group,
+                    snapshot=snapshot,
+                    chunk_rows=chunk_rows,
                 )
                 result |= {
                     f"embedding_bags.{name}": value
@@ -633,9 +636,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """
         self._parts.load_optimizer_state_dict(state)
 
-    def key_value_state_dict(self, **options: Any) -> dict[str, Any]:
+    def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
-        return self._parts.key_value_state_dict(**options)
+        return self._parts.key_value_state_dict(snapshot=snapshot, chunk_rows=chunk_rows)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -279,6 +279,12 @@ def key_value(store: Any, buckets: Buckets) -> TableSharding:
 def check_plan(tables: Sequence[EmbeddingBagConfig], plan: Mapping[str, TableSharding], world_size: int) -> None:
     """Demand one sharding for each table and ranks of this world. Raises ConfigError."""
     names = [table.name for table in tables]
+    expected = "table name -> TableSharding, as table_wise(rank), row_wise(), column_wise(ranks) make them"
+    if not isinstance(plan, Mapping):
+        raise ConfigError("not a plan", got=repr(plan)[:200], expected=expected, where="plan")
+    for name, sharding in plan.items():
+        if not isinstance(sharding, TableSharding):
+            raise ConfigError("not a sharding", got=repr(sharding)[:200], expected=expected, where=f"plan[{name!r}]")
     if sorted(plan) != sorted(names):
         raise ConfigError("the plan does not name the tables", got=sorted(plan), expected=sorted(names), where="plan")
     for table in tables:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from twinproof.errors import ConfigError, PipelineError
 from twinproof.pipeline.batches import KeyedJaggedTensor
+from twinproof.pipeline.config import untraceable
 from twinproof.pipeline.sharding import Awaitable
 
 __all__ = [
@@ -173,7 +174,7 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False) -> li
     try:
         graph = _Tracer().trace(inner)
     except Exception as error:
-        raise ConfigError("the model cannot be traced", got=repr(error), where=type(inner).__name__) from error
+        raise untraceable(inner, error) from error
     modules, calls = dict(inner.named_modules()), dict[str, Call]()
     postprocs = _postprocs_of(graph, modules) if pipeline_postproc else {}
     for node in graph.nodes:

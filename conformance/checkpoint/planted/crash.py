@@ -59,10 +59,10 @@ staging_name_reused = patched(
 )
 
 
-@fault(kills=("CKPT-302", "CKPT-306"), at="twinproof.checkpoint.publish:Staging._warn_of_leftovers")
-def leftovers_refused(original: Any, parent: Any, prefix: str) -> None:
+@fault(kills=("CKPT-302", "CKPT-306"), at="twinproof.checkpoint.publish:warn_of_leftovers")
+def leftovers_refused(original: Any, parent: Any, name: str) -> None:
     """A save refuses to run beside what an interrupted one left."""
-    leftovers = [name for name in os.listdir(parent) if name.startswith(prefix)]
+    leftovers = [found for found in os.listdir(parent) if found.startswith(f".{name}.saving-")]
     if leftovers:
         raise CheckpointExistsError("an interrupted save left files", got=leftovers, where=str(parent))
 

@@ -123,8 +123,8 @@ def _existing_only(original: Any, folder: Any) -> Any:
     found = original(folder)
     if found is None:
         return None
-    names = {name: file for name, file in found[0].items() if (folder / file).exists()}
-    return names, found[1]
+    names = {name: file for name, file in found.weight_map.items() if (folder / file).exists()}
+    return found._replace(weight_map=names)
 
 
 @fault(kills="CKPT-045", at="twinproof.checkpoint.catalog:read_index")

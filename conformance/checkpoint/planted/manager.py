@@ -45,12 +45,12 @@ def last_save_stays_native(original: Any, manager: Any, folder: Any) -> Any:
 
 schedule_of_the_optimizer_lost = patched(
     "A resumed optimizer keeps the learning rate that it was made with.",
-    swap(f"{_MANAGER}:_Optimizers.load_state_dict", nothing),
+    swap(f"{_MANAGER}:OptimizerStates.load_state_dict", nothing),
     kills="CKPT-433",
 )
 
 
-@fault(kills="CKPT-434", at=f"{_MANAGER}:_Optimizers.state_dict")
+@fault(kills="CKPT-434", at=f"{_MANAGER}:OptimizerStates.state_dict")
 def moments_of_one_rank(original: Any, optimizers: Any) -> Any:
     """The optimizer's states are those of rank 0; what other ranks hold is saved as zeros."""
     state = original(optimizers)

@@ -41,10 +41,10 @@ def largest_scale_is_a_power(original: Any, piece: Any, out: Any) -> Any:
         out.masked_fill_(out.isnan(), torch.inf)
 
 
-@fault(kills="CKPT-452", at=f"{_READER}._stored")
-def scales_of_the_first_shard(original: Any, reader: Any, name: Any, offsets: Any, sizes: Any) -> Any:
+@fault(kills="CKPT-452", at="twinproof.checkpoint.quantized:stored_ranges")
+def scales_of_the_first_shard(original: Any, name: Any, record: Any, offsets: Any, sizes: Any) -> Any:
     """Of scales that are cut into shards only the first shard's are read; the others are ones."""
-    memory, ranges = original(reader, name, offsets, sizes)
+    memory, ranges = original(name, record, offsets, sizes)
     if "scale" in name:
         memory.fill_(1)
         ranges = ranges[:1]

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "checkpoint/args.h"
+#include "checkpoint/crc32.h"
 #include "checkpoint/dequantize.h"
 #include "checkpoint/rectangle_read.h"
 
@@ -113,6 +114,26 @@ Tensor checkpoint_read(int64_t file, Tensor dense, Tensor window, Tensor descrip
   return result;
 }
 
+// Returns int64 [cuts - 1]: the CRC-32 of the bytes between each cut and the next.
+Tensor checkpoint_crc32(Tensor data, Tensor cuts) {
+  check_bytes(data, "data");
+  STD_TORCH_CHECK(cuts.scalar_type() == torch::headeronly::ScalarType::Long && cuts.is_contiguous() && cuts.is_cpu() &&
+                      cuts.dim() == 1 && cuts.numel() >= 1,
+                  "cuts must be a contiguous int64 CPU tensor of at least one number");
+  const auto* at = static_cast<const int64_t*>(cuts.data_ptr());
+  const int64_t count = cuts.numel() - 1;
+  for (int64_t i = 0; i <= count; ++i) {
+    STD_TORCH_CHECK(at[i] >= (i == 0 ? 0 : at[i - 1]) && at[i] <= data.numel(), "cuts: got ", at[i], " at ", i,
+                    ", expected ascending offsets of ", data.numel(), " bytes");
+  }
+  const auto* bytes = static_cast<const uint8_t*>(data.data_ptr());
+  const bool products = has_carryless_product();
+  Tensor result = torch::stable::new_empty(cuts, {count});
+  auto* out = static_cast<int64_t*>(result.data_ptr());
+  for (int64_t i = 0; i < count; ++i) out[i] = crc32(bytes + at[i], at[i + 1] - at[i], products);
+  return result;
+}
+
 template <bool kGather>
 void strided_cpu(const Tensor& strided, int64_t start, const Tensor& dense) {
   check_bytes(dense, "dense");
@@ -194,6 +215,7 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("checkpoint_place", TORCH_BOX(&checkpoint_place));
   m.impl("checkpoint_take", TORCH_BOX(&checkpoint_take));
   m.impl("checkpoint_read", TORCH_BOX(&checkpoint_read));
+  m.impl("checkpoint_crc32", TORCH_BOX(&checkpoint_crc32));
   m.impl("checkpoint_dequantize_fp8", TORCH_BOX(&checkpoint_dequantize_fp8));
   m.impl("checkpoint_dequantize_mxfp4", TORCH_BOX(&checkpoint_dequantize_mxfp4));
   m.impl("checkpoint_gather", TORCH_BOX(&checkpoint_gather));

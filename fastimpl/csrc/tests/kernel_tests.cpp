@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/crc32.h"
 #include "checkpoint/dequantize.h"
 #include "checkpoint/rectangle_read.h"
 #include "checkpoint/strided.h"
@@ -280,9 +281,28 @@ void mxfp4_matches_its_definition() {
   }
 }
 
+void crc32_matches_its_definition() {
+  using fastimpl::checkpoint::crc32;
+  const uint8_t digits[] = {'1', '2', '3', '4', '5', '6', '7', '8', '9'};
+  require(crc32(digits, 9, false) == 0xCBF43926, "the check value of CRC-32");
+  std::vector<uint8_t> bytes(700);
+  for (auto& byte : bytes) byte = static_cast<uint8_t>(uniform(0, 255));
+  for (int64_t count = 0; count < 300; ++count) {
+    const uint8_t* from = bytes.data() + uniform(0, 400);
+    uint32_t expected = ~uint32_t{0};
+    for (int64_t i = 0; i < count; ++i) {
+      expected ^= from[i];
+      for (int bit = 0; bit < 8; ++bit) expected = (expected >> 1) ^ ((expected & 1) != 0 ? 0xEDB88320u : 0u);
+    }
+    require(crc32(from, count, false) == ~expected, "crc32 by tables");
+    require(crc32(from, count, fastimpl::checkpoint::has_carryless_product()) == ~expected, "crc32 by products");
+  }
+}
+
 }  // namespace
 
 int main() {
+  crc32_matches_its_definition();
   fp8_matches_its_definition();
   mxfp4_matches_its_definition();
   rect_copy_matches_its_definition();

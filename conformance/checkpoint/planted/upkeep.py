@@ -1,0 +1,56 @@
+"""Faults that ``test_upkeep`` must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from conformance.checkpoint.planted.planting import nothing
+from conformance.harness import fault, patched, swap
+from twinproof.checkpoint.checksums import Verified
+
+
+@fault(kills="CKPT-533", at="fastimpl.checkpoint.__main__:verify")
+def only_structure_verified(original: Any, path: Any, **options: Any) -> Verified:
+    """The command line looks at the structure alone, and says that it looked at the bytes."""
+    from twinproof.checkpoint.catalog import read_catalog
+
+    return Verified(tuple(sorted(read_catalog(path).tensors)), ())
+
+
+values_compared_as_numbers = patched(
+    "diff compares numbers: NaN differs from itself, and 0 equals -0.",
+    swap("fastimpl.checkpoint.__main__:as_bits", lambda tensor: tensor),
+    kills="CKPT-534",
+)
+
+
+@fault(kills="CKPT-534", at="fastimpl.checkpoint.__main__:cut_rectangle")
+def last_rows_not_compared(original: Any, sizes: Any, limit: int) -> Any:
+    """Diff leaves the last rows out."""
+    return list(original(sizes, 8))[:-1]
+
+
+@fault(kills="CKPT-535", at="fastimpl.checkpoint.__main__:cut_rectangle")
+def compared_whole(original: Any, sizes: Any, limit: int) -> Any:
+    """Diff reads tensors whole."""
+    return original(sizes, 1 << 62)
+
+
+@fault(kills=("CKPT-536", "CKPT-537"), at="twinproof.checkpoint.publish:Leftover.__init__")
+def only_copy_is_spare(original: Any, leftover: Any, *fields: Any) -> None:
+    """The only copy of a checkpoint passes for something to delete."""
+    original(leftover, *fields[:-1], False)
+
+
+@fault(kills="CKPT-536", at="fastimpl.checkpoint.__main__:find_leftovers")
+def age_not_looked_at(original: Any, *arguments: Any) -> Any:
+    """Clean deletes what a running save makes."""
+    return [dataclasses.replace(found, age_s=1e9) for found in original(*arguments)]
+
+
+leftovers_not_named = patched(
+    "A save says nothing of what earlier ones left.",
+    swap("twinproof.checkpoint.publish:warn_of_leftovers", nothing),
+    kills="CKPT-537",
+)

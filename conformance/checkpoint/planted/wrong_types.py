@@ -1,0 +1,26 @@
+"""Faults that ``test_wrong_types`` must notice."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from conformance.harness import fault
+from twinproof.errors import ConfigError
+
+
+@fault(kills="CKPT-542", at="twinproof.checkpoint.dcp:local_path")
+def paths_not_shown(original: Any, path: Any, *where: Any) -> Any:
+    """A path that is none is refused without what it was."""
+    try:
+        return original(path, *where)
+    except ConfigError as error:
+        raise ConfigError(error.message, where=error.where) from None
+
+
+@fault(kills="CKPT-543", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.set_up_storage_writer")
+def thread_not_looked_at(original: Any, writer: Any, *arguments: Any, **options: Any) -> None:
+    """A save in a thread of its own passes for one of the caller's."""
+    writer._made_by = os.getpid(), threading.get_ident()
+    original(writer, *arguments, **options)

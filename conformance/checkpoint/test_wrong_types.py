@@ -1,0 +1,62 @@
+"""Paths that are none, and an asynchronous save over the group that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from conformance.checkpoint.cases import assert_loads
+from conformance.harness import Rank, assert_equal, raises, requirement
+from twinproof.errors import ConfigError
+
+
+@requirement("CKPT-542", "What is no path MUST be refused with what it was, by writer, reader, manager, single files.")
+@pytest.mark.parametrize("path", [7, None, b"ck", ["ck"]])
+def test_paths(checkpoint: Any, path: Any) -> None:
+    mentions = ("not a path", repr(path), "a str or a Path")
+    model = torch.nn.Linear(2, 2)
+    makers: list[Callable[[], Any]] = [
+        lambda: checkpoint.HuggingFaceStorageWriter(path),
+        lambda: checkpoint.HuggingFaceStorageReader(path),
+        lambda: checkpoint.CheckpointManager(path, model=model, interval=1),
+        lambda: checkpoint.save_file({}, path),
+        lambda: checkpoint.load_file(path),
+        lambda: checkpoint.detect_format(path),
+    ]
+    for make in makers:
+        with raises(ConfigError, mentions=mentions):
+            make()
+
+
+def _save_on_default_group(rank: Rank, path: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    own = dist.new_group(backend="gloo")
+    state = {"w": torch.full((4,), 3.0)}
+    with checkpoint.HuggingFaceStorageWriter(f"{path}/async", process_group=dist.group.WORLD) as writer:
+        future: Any = dcp.async_save(dict(state), storage_writer=writer, process_group=own)
+        with raises(ConfigError, mentions=("process_group", "new_group"), where="asynchronous"):
+            getattr(future, "upload_completion", future).result()
+    assert_equal(Path(f"{path}/async").exists(), False, where="nothing is written")
+    with checkpoint.HuggingFaceStorageWriter(f"{path}/sync", process_group=dist.group.WORLD) as writer:
+        dcp.save(dict(state), storage_writer=writer)
+    with checkpoint.HuggingFaceStorageWriter(f"{path}/own", process_group=own) as writer:
+        future = dcp.async_save(dict(state), storage_writer=writer, process_group=own)
+        getattr(future, "upload_completion", future).result()
+    dist.destroy_process_group(own)
+
+
+@requirement(
+    "CKPT-543",
+    "An asynchronous save by a writer that was given the default group MUST be refused on every rank, before anything "
+    "is exchanged; a save that is not asynchronous may use it.",
+)
+def test_training_group(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_on_default_group, 2, str(tmp_path))
+    for name in ("sync", "own"):
+        assert_loads(checkpoint, tmp_path / name, {"w": torch.full((4,), 3.0)})

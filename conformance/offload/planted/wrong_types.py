@@ -1,0 +1,25 @@
+"""Faults that ``test_wrong_types`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+from twinproof.errors import UnsupportedError
+
+
+@fault(kills="OPT-360", at="twinproof.offload.masters:check_params")
+def anything_is_a_parameter(original: Any, params: Any) -> Any:
+    """What is no parameter is passed over."""
+    import torch
+
+    return [each for each in params if isinstance(each, torch.Tensor)] if isinstance(params, list) else []
+
+
+@fault(kills="OPT-361", at="twinproof.offload.offloader:unwrapped")
+def class_not_named(original: Any, optimizer: Any) -> Any:
+    """What is no optimizer is refused without what it was."""
+    try:
+        return original(optimizer)
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message) from None

@@ -1,0 +1,32 @@
+"""What cannot be offloaded is refused with what could be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import raises, requirement
+from twinproof.errors import ConfigError, UnsupportedError
+
+
+@requirement(
+    "OPT-360", "MasterWeights of a model, a tensor, a name or a list of names MUST be refused with what it takes."
+)
+@pytest.mark.parametrize("kind", ["model", "tensor", "name", "names", "number"])
+def test_masters(offload: Any, kind: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    wrong = {"model": model, "tensor": model.weight, "name": "weight", "names": ["weight"], "number": 7}
+    with raises(ConfigError, mentions=("where: params", "model.parameters()"), where=kind):
+        offload.MasterWeights(wrong[kind])
+
+
+@requirement("OPT-361", "An offloader of what is no optimizer MUST be refused with what it got and what it takes.")
+@pytest.mark.parametrize("kind", ["model", "params", "name"])
+def test_optimizers(offload: Any, kind: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    wrong = {"model": model, "params": list(model.parameters()), "name": "adam"}
+    given = type(wrong[kind]).__name__
+    with raises(UnsupportedError, mentions=(given, "torch.optim.Optimizer", "where: optimizer"), where=kind):
+        offload.OptimizerStateOffloader(wrong[kind])

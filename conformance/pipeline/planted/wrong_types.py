@@ -1,0 +1,43 @@
+"""Faults that ``test_wrong_types`` must notice: a check that is left out, so that a bare error of Python comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+from twinproof.errors import ConfigError
+
+
+@fault(kills="PIPE-380", at="twinproof.pipeline.modules:check_tables")
+def one_table_taken_apart(original: Any, tables: Any, kind: Any) -> Any:
+    """A single configuration passes for a list, and the message does not say what a list holds."""
+    try:
+        return original(tables, kind)
+    except ConfigError as error:
+        raise ConfigError(error.message, got=error.got, where=error.where) from None
+
+
+@fault(kills="PIPE-381", at="twinproof.pipeline.sharding:check_plan")
+def shardings_not_named(original: Any, tables: Any, plan: Any, world_size: int) -> Any:
+    """A plan of strings is refused without the table that it is for."""
+    try:
+        return original(tables, plan, world_size)
+    except ConfigError as error:
+        raise ConfigError(error.message, got=error.got, expected=error.expected) from None
+
+
+@fault(kills="PIPE-382", at="twinproof.pipeline.driver:check_answer")
+def any_answer_passes(original: Any, answer: Any, model: Any) -> Any:
+    """What the forward returned is taken for losses, whatever it is."""
+    return answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, answer)
+
+
+@fault(kills="PIPE-383", at="twinproof.pipeline.stages:untraceable")
+def reason_alone(original: Any, model: Any, error: Exception) -> ConfigError:
+    """A model that cannot be traced is refused without what can be done."""
+    return ConfigError("the model cannot be traced", got=repr(error))
+
+
+@fault(kills="PIPE-384", at="twinproof.pipeline.driver:check_parts")
+def parts_not_looked_at(original: Any, model: Any, optimizer: Any) -> None:
+    """Anything passes for a model and for an optimizer, until a step is made."""

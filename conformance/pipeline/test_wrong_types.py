@@ -1,0 +1,135 @@
+"""What a pipeline or a collection cannot take is refused with what it would have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import raises, requirement
+from twinproof.errors import ConfigError, UnsupportedError
+
+SCHEDULES = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
+
+
+def _collection(pipeline: Any) -> Any:
+    table = pipeline.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])
+    return pipeline.EmbeddingBagCollection(tables=[table])
+
+
+def _batch(pipeline: Any) -> Any:
+    ids, lengths = torch.tensor([1, 2, 3]), torch.tensor([1, 2])
+    return pipeline.KeyedJaggedTensor(keys=["f"], values=ids, lengths=lengths)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, pipeline: Any, answer: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        sharding = {"t": pipeline.table_wise(0)}
+        self.bags = pipeline.ShardedEmbeddingBagCollection(_collection(pipeline), sharding)
+        self.over, self.answer = torch.nn.Linear(4, 1), answer
+
+    def forward(self, batch: Any) -> Any:
+        return self.answer(self.over(self.bags(batch).values()))
+
+
+def _scaled(batch: Any, found: torch.Tensor) -> torch.Tensor:
+    return found if batch.values().sum() > 0 else 2 * found
+
+
+def _scaled_unseen(batch: Any, found: torch.Tensor) -> torch.Tensor:
+    return _scaled(batch, found)
+
+
+torch.fx.wrap("_scaled_unseen")
+
+
+class _Branching(_Model):
+    def forward(self, batch: Any) -> Any:
+        loss = self.over(_scaled(batch, self.bags(batch).values()))
+        return loss.sum(), loss
+
+
+class _Wrapped(_Model):
+    def forward(self, batch: Any) -> Any:
+        loss = self.over(_scaled_unseen(batch, self.bags(batch).values()))
+        return loss.sum(), loss
+
+
+def _progress(pipeline: Any, schedule: str, model: torch.nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = getattr(pipeline, schedule)(model, optimizer, torch.device("cpu"))
+    return made.progress(iter([_batch(pipeline) for _ in range(4)]))
+
+
+@requirement("PIPE-380", "Tables that come in no list MUST be refused with what a list of them holds.")
+@pytest.mark.parametrize("tables", ["t", 7, "config"])
+def test_tables(pipeline: Any, tables: Any) -> None:
+    if tables == "config":
+        tables = pipeline.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])
+    with raises(ConfigError, mentions=("tables", "a list of EmbeddingBagConfig")):
+        pipeline.EmbeddingBagCollection(tables=tables)
+
+
+@requirement(
+    "PIPE-381", "A plan of strings, functions or lists MUST be refused with the table and with what makes a sharding."
+)
+@pytest.mark.parametrize("kind", ["name", "function", "text", "list", "none"])
+def test_plans(pipeline: Any, kind: str) -> None:
+    plans = {
+        "name": {"t": "table_wise"},
+        "function": {"t": pipeline.table_wise},
+        "text": "table_wise",
+        "list": ["t"],
+        "none": None,
+    }
+    place = "plan['t']" if kind in ("name", "function") else "where: plan"
+    with raises(ConfigError, mentions=(place, "TableSharding", "table_wise(rank)"), where=kind):
+        pipeline.ShardedEmbeddingBagCollection(_collection(pipeline), plans[kind])
+
+
+ANSWERS: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
+    "a scalar": (lambda x: x.sum(), ("losses and an output", "got: Tensor", "_Model")),
+    "three": (lambda x: (x.sum(), x, x), ("losses and an output", "tuple of 3", "_Model")),
+    "nothing": (lambda x: None, ("losses and an output", "got: NoneType", "_Model")),
+    "a dictionary": (lambda x: {"loss": x.sum(), "output": x}, ("losses and an output", "dict of 2", "_Model")),
+    "a float": (lambda x: (1.0, x), ("losses are a tensor", "got: float", "_Model")),
+}
+
+
+@requirement(
+    "PIPE-382", "A forward that returns something else than losses, a tensor, and an output MUST be refused by name."
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("answer", sorted(ANSWERS))
+def test_answers(pipeline: Any, schedule: str, answer: str) -> None:
+    make, mentions = ANSWERS[answer]
+    with raises(ConfigError, mentions=mentions, where=f"{answer}, {schedule}"):
+        _progress(pipeline, schedule, _Model(pipeline, make))
+
+
+@requirement(
+    "PIPE-383",
+    "A model that cannot be traced MUST be refused with its class, the reason, and what to do instead.",
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_untraceable(pipeline: Any, schedule: str) -> None:
+    model = _Branching(pipeline, lambda x: x)
+    with raises(ConfigError, mentions=("_Branching", "control flow", "torch.fx.wrap"), where=schedule):
+        _progress(pipeline, schedule, model)
+    # What the message names instead works.
+    _progress(pipeline, schedule, _Wrapped(pipeline, lambda x: x))
+
+
+@requirement("PIPE-384", "What is no model, no optimizer or no batch MUST be refused with what was expected.")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parts(pipeline: Any, schedule: str) -> None:
+    make, model = getattr(pipeline, schedule), _Model(pipeline, lambda x: (x.sum(), x))
+    with raises(ConfigError, mentions=("str", "torch.nn.Module", "where: model")):
+        make("model", torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+    with raises(ConfigError, mentions=("str", "torch.optim.Optimizer", "where: optimizer")):
+        make(model, "sgd", torch.device("cpu"))
+    with raises(UnsupportedError, mentions=("KeyedJaggedTensor", "torchrec")):
+        model.bags(torch.tensor([1]))
