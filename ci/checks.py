@@ -134,6 +134,7 @@ FIXED_NUMBERS = {
     "fastimpl/csrc/pipeline/rows.h": {"kLineBytes"},
     "fastimpl/csrc/pipeline/step.h": {"kLineColumns"},
     "twinproof/checkpoint/catalog.py": {"INDEX_BYTES_MAX"},
+    "twinproof/checkpoint/checksums.py": {"_ONE"},
     "twinproof/checkpoint/format.py": {"HEADER_BYTES_MAX", "HEADER_BYTES_REMOTE", "PAGE_BYTES", "_DEPTH_MAX"},
     "twinproof/checkpoint/plan.py": {"BLOCK_BYTES_MIN", "FILE_COUNT_MAX"},
     "twinproof/kvstore/deltas.py": {"DIGEST_BYTES"},

@@ -35,6 +35,7 @@ from twinproof.checkpoint.catalog import (
 )
 from twinproof.checkpoint.format import DTYPES, UNPAIRED_F4, as_bits, buffer_of, parse_json_object
 from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError
+from twinproof.regimes import regime
 
 __all__ = [
     "Crc32",
@@ -59,7 +60,7 @@ __all__ = [
 
 logger = logging.getLogger("twinproof.checkpoint")
 
-PIECE_BYTES = 8 << 20  # What one thread holds while it verifies.
+PIECE_BYTES = regime(8 << 20, 96)  # What one thread holds while it verifies.
 _POLYNOMIAL = 0xEDB88320  # Bit-reversed: the highest bit is x to the power of 0.
 _ONE = 1 << 31
 _DIGITS = re.compile(r"[0-9a-f]{8}")
