@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -449,3 +450,21 @@ def test_orders_of_dimensions(offload: Any) -> None:
             param.grad = torch.empty_strided(param.shape, param.stride()).copy_(values(param.shape, 10))
         twins.optimizer.step()
         assert_equal("gaps" in twins.offloader.stats().updates[0], True, where="reason")
+
+
+@requirement(
+    "OPT-355",
+    "Unless it is asked for, the kernel MUST update on CUDA alone, and name any other kind of device.",
+    needs=FUSED,
+)
+def test_kinds_of_devices(offload: Any) -> None:
+    from fastimpl.offload.slot_step import SlotUpdates
+
+    for kind in ("cpu", "cuda", "meta", "mps", "xpu", "privateuseone"):
+        for wanted in (None, True):
+            plan: Any = SimpleNamespace(
+                options=SimpleNamespace(fused_update=wanted), engine=SimpleNamespace(device=torch.device(kind))
+            )
+            found = SlotUpdates(plan)._why_nowhere()
+            is_foreign = wanted is None and kind != "cuda"
+            assert_equal(f"otherwise on {kind}" in found, is_foreign, where=f"{kind}, fused_update={wanted}: {found!r}")

@@ -80,6 +80,37 @@ def test_momentum_beside_masters(offload: Any, release: str) -> None:
         offloader.close()
 
 
+@requirement("OPT-354", "States that are taken away MUST have no places any more: fewer bytes move, and masters alone.")
+def test_momentum_taken_away(offload: Any) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values(shape, i, torch.bfloat16)) for i, shape in enumerate(SHAPES)]
+        masters = offload.MasterWeights(params)
+        optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=device.engine, master_weights=masters, chunk_bytes=512
+        )
+
+        def step(number: int) -> None:
+            for i, param in enumerate(params):
+                param.grad = values(param.shape, 100 * number + i, torch.bfloat16)
+            optimizer.step()
+            offloader.settle()
+
+        step(0)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        step(1)
+        assert_equal(offloader.stats().payload_bytes, 2 * BYTES, where="bytes that move with momentum")
+        optimizer.param_groups[0]["momentum"] = 0.0
+        for state in optimizer.state.values():
+            del state["momentum_buffer"]
+        step(2)
+        assert_equal(offloader.stats().payload_bytes, BYTES, where="bytes that move without momentum")
+        residency = offloader.residency()
+        assert_equal(residency.device_bytes + residency.host_bytes, BYTES, where="bytes of states and masters")
+        assert_equal(offloader.stats().host_bytes, BYTES, where="bytes of host memory")
+        offloader.close()
+
+
 class _Windowed(torch.optim.Optimizer):
     """SGD that keeps its last gradients: of a window without length, a tensor without elements."""
 

@@ -126,3 +126,10 @@ gaps_taken_for_orders = patched(
     mutated("twinproof.offload.states:is_dense", "== tensor.stride()", "<= tensor.stride()"),
     kills="OPT-353",
 )
+
+
+devices_by_the_alphabet = patched(
+    "CUDA is taken for a device on which torch rounds otherwise.",
+    mutated("fastimpl.offload.slot_step:SlotUpdates._why_nowhere", 'device.type != "cuda"', 'device.type <= "cuda"'),
+    kills="OPT-355",
+)

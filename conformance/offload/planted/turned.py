@@ -23,3 +23,9 @@ nothing_moves = patched(
     mutated("twinproof.offload.states:is_movable", "numel() > 0", "numel() >= 0"),
     kills="OPT-352",
 )
+
+places_of_nothing = patched(
+    "Places stay when their states are taken away.",
+    mutated("twinproof.offload.plan:MovePlan.refit", "len(kept) < len", "len(kept) > len"),
+    kills="OPT-354",
+)
