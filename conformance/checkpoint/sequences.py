@@ -116,15 +116,23 @@ def _check(parts: dict[str, Any], state: dict[str, torch.Tensor], where: str) ->
 
 
 def files_of(state: dict[str, torch.Tensor], limit: int | None) -> dict[str, list[str]]:
-    """How a state is cut into files: the next one begins where a tensor would not fit; None: all in one."""
+    """How huggingface_hub cuts a state into files; None: all in one.
+
+    A tensor above the limit has a file of its own at once; the next file begins where another would not fit.
+    """
     groups: list[list[str]] = []
+    current: list[str] = []
     size = 0
     for name, value in state.items():
-        if not groups or (limit is not None and size + value.nbytes > limit):
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
+        if limit is not None and value.nbytes > limit:
+            groups.append([name])
+            continue
+        if current and limit is not None and size + value.nbytes > limit:
+            groups.append(current)
+            current, size = [], 0
+        current.append(name)
         size += value.nbytes
+    groups += [current] if current else []
     return {f"model-{k:05d}-of-{len(groups):05d}.safetensors": names for k, names in enumerate(groups, start=1)}
 
 

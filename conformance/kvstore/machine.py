@@ -1,7 +1,8 @@
 """The store's state machine: any program of verbs, beside a dictionary of plain Python values and the reference.
 
 The dictionary knows the rules in its own words: a row is a key, a timestamp, a count and byte strings for weight and
-states. After every step the implementation's rows must be those bytes, and the reference's too.
+states, and a step of an optimizer is a textbook loop over one row. After every rule the implementation's rows must be
+those bytes, and the reference's too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
-from conformance.kvstore.model import Row
+from conformance.kvstore.model import Row, stepped_body
 from conformance.kvstore.strategies import close_batches, close_ids
 
 COUNT_MAX = 2**31 - 1
@@ -48,7 +49,8 @@ class StoreMachine(RuleBasedStateMachine):
         """An empty store, an empty reference, an empty model."""
         type(self).counter += 1
         self.home = self.root / str(type(self).counter)
-        self.clock, self.options = Clock(), {"num_shards": shards, "seed": seed, "track_changes": True}
+        self.clock = Clock()
+        self.options: dict[str, Any] = {"num_shards": shards, "seed": seed, "track_changes": True}
         self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
         self.model: dict[str, dict[int, Row]] = {table: {} for table in TABLES}
         self.snapshots: list[tuple[Any, Any]] = []
@@ -126,7 +128,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(table=tables, keys=close_batches, seed=seeds, step=st.integers(1, 5))
     def apply_gradients(self, table: str, keys: list[int], seed: int, step: int) -> None:
-        """An optimizer step: the values are the reference's, headers and ids the model's."""
+        """An optimizer step: the values are those of textbook loops over a row, headers and ids the model's."""
         width = self.store.layout(table).embedding_dim
         drawn = torch.randn(len(keys), width, generator=torch.Generator().manual_seed(seed))
         gone = self.keys_made_nan(table, keys, drawn, step)
@@ -136,7 +138,9 @@ class StoreMachine(RuleBasedStateMachine):
         for key in keys:
             row = self.opened(table, key)
             row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
-            row.body[:] = self.twin.get_rows(table, ids_of([key]))[0].numpy().tobytes()[16:]
+        for key in set(keys):
+            row, own = self.model[table][key], [grads[place] for place, other in enumerate(keys) if other == key]
+            row.body[:] = stepped_body(self.store.layout(table), bytes(row.body), own, step, 0.5)
         self.wrote(table, keys)
 
     def keys_made_nan(self, table: str, keys: list[int], grads: torch.Tensor, step: int) -> list[int]:

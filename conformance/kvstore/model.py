@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from conformance.kvstore.cases import header
@@ -64,20 +66,38 @@ def lanes_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def one_step(
-    optimizer: str, w: torch.Tensor, g: torch.Tensor, m1: torch.Tensor, m2: torch.Tensor, step: int
+    optimizer: str, w: torch.Tensor, g: torch.Tensor, m1: torch.Tensor, m2: torch.Tensor, step: int, lr: float = LR
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One step of one row, one float32 operation after the other."""
-    mean = (lanes_sum(g * g) / f32(11)).reshape(1)
+    mean = (lanes_sum(g * g) / f32(g.numel())).reshape(1)
     if optimizer == "sgd":
-        return w - f32(LR) * g, m1, m2
+        return w - f32(lr) * g, m1, m2
     if "adagrad" in optimizer:
         m1 = m1 + (mean if "rowwise" in optimizer else g * g)
-        return w - (f32(LR) * g) / (root(m1) + f32(1e-8)), m1, m2
+        return w - (f32(lr) * g) / (root(m1) + f32(1e-8)), m1, m2
     m1 = f32(BETA1) * m1 + f32(1 - BETA1) * g
     m2 = f32(BETA2) * m2 + f32(1 - BETA2) * (mean if "rowwise" in optimizer else g * g)
     denominator = root(m2) / f32((1 - BETA2**step) ** 0.5) + f32(1e-8)
-    change = (f32(LR / (1 - BETA1**step)) * m1) / denominator
+    change = (f32(lr / (1 - BETA1**step)) * m1) / denominator
     if optimizer == "lamb":
         norm, length = root(lanes_sum(w * w)), root(lanes_sum(change * change))
-        change = ((f32(LR) * norm) / length if norm > 0 and length > 0 else f32(1.0)) * change
+        change = ((f32(lr) * norm) / length if norm > 0 and length > 0 else f32(1.0)) * change
     return w - change, m1, m2
+
+
+def stepped_body(layout: Any, body: bytes, grads: list[torch.Tensor], step: int, lr: float) -> bytes:
+    """The bytes of a row behind its header after one step; gradients of duplicates are summed in their order."""
+    total = grads[0].float()
+    for grad in grads[1:]:
+        total = total + grad.float()
+    raw = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    parts = [(0, layout.weight_bytes, layout.weight_dtype)]
+    # By name: the row-wise one of two may lie first.
+    slots = [layout.state_slots[name] for name in sorted(layout.state_slots)]
+    parts += [(slot.offset_bytes - 16, slot.end_bytes - 16, slot.dtype) for slot in slots]
+    values = [raw[begin:end].clone().view(dtype).float() for begin, end, dtype in parts]
+    values += [torch.zeros(1)] * (3 - len(values))
+    found = one_step(layout.optimizer, values[0], total, values[1], values[2], step, lr)
+    for (begin, end, dtype), value in zip(parts, found, strict=False):
+        raw[begin:end] = value.to(dtype).contiguous().view(torch.uint8)
+    return raw.numpy().tobytes()

@@ -305,7 +305,7 @@ class OrdersMachine(StoreMachine):
 
     def raw_rows(self, keys: list[int]) -> torch.Tensor:
         """Initial rows of any ids of table "b", in use."""
-        rows = self.store.get_rows("b", ids_of(keys))
+        rows: torch.Tensor = self.store.get_rows("b", ids_of(keys))
         rows[:, 15] |= 0x80
         return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from conformance.harness import fault
@@ -12,6 +13,15 @@ def saved_state_held(original: Any, writer: Any, plan: Any, planner: Any) -> Any
     """A writer holds the state that it saved, until the next save or its end."""
     writer._kept = planner
     return original(writer, plan, planner)
+
+
+@fault(kills="CKPT-501", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.reset")
+def only_the_first_save_synced(original: Any, writer: Any, checkpoint_id: Any = None) -> None:
+    """From its second save on a writer shows files that it has not synced."""
+    original(writer, checkpoint_id)
+    if getattr(writer, "_has_saved", False):
+        writer.options = dataclasses.replace(writer.options, durable=False)
+    writer._has_saved = True
 
 
 _WRITER = "twinproof.checkpoint.dcp:HuggingFaceStorageWriter"
