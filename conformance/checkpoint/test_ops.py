@@ -40,6 +40,7 @@ def test_opcheck(checkpoint: Any) -> None:
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (operators.checkpoint_place, (window, start, dense, words)),
         (operators.checkpoint_take, (window, start, dense, words)),
+        (operators.checkpoint_crc32, (window, torch.tensor([0, 5, 24]))),
         (operators.checkpoint_gather, (strided, 3, buffer)),
         (operators.checkpoint_scatter, (strided, 3, buffer)),
         (operators.checkpoint_dequantize_fp8, _fp8_arguments()),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from conformance.harness import new_impl
 from conformance.harness.environment import environment, implementation_facts
 from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown
 from conformance.harness.report_html import to_html
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("info", _info, "print what a bug report needs: versions, builds, hardware")
     command.add_argument("--impl", default="fastimpl")
     command.add_argument("--json", action="store_true")
+    new_impl.add_options(add("new-impl", new_impl.run, "write a package with one component of your own, ready to run"))
     # Listed for --help; dispatched before parsing.
     add("bench", _info, "measure, print tables and gates; see twinproof bench --help")
     add("checkpoint", _info, "inspect, verify, diff, consolidate, clean; see twinproof checkpoint --help")

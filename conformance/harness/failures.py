@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from conformance.harness.environment import environment_line
 from conformance.harness.outcomes import CaseResult
 from conformance.harness.suite import Suite
 
-__all__ = ["describe"]
+__all__ = ["describe", "first_difference"]
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+_NAMED = re.compile(r"[\w.]*(Error|Exception|Mismatch|Interrupt)\b.*:")
+_WORDS_MAX = 160
 
 
 def describe(suite: Suite, item: pytest.Item, case: CaseResult, error: BaseException | None) -> str:
@@ -35,6 +40,28 @@ def describe(suite: Suite, item: pytest.Item, case: CaseResult, error: BaseExcep
     facts = suite.facts
     lines.append(f"environment  {facts['name']} {facts['version']}; {environment_line(suite.environment)}")
     return "\n".join(lines)
+
+
+def first_difference(error: BaseException | None) -> str:
+    """What went wrong first, in a few words without numbers: failures of one cause have the same.
+
+    The first line of a comparison's message, or class and first line of another error; of an error that came from
+    another process, the line that names it.
+    """
+    if error is None:
+        return ""
+    mismatch = _mismatch(error)
+    if mismatch is not None:
+        # What stands in brackets is a dtype and a shape.
+        text = re.sub(r" \(.*\)", "", mismatch.message.strip().split("\n")[0])
+        return _NUMBERS.sub("#", text)[:_WORDS_MAX]
+    inner: Any = getattr(error, "exceptions", None)
+    if inner:
+        return first_difference(inner[0])
+    lines = [line.strip() for line in str(error).strip().split("\n") if line.strip()]
+    named = [line for line in lines if _NAMED.match(line)] if len(lines) > 1 else []
+    text = named[-1] if named else f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return _NUMBERS.sub("#", text)[:_WORDS_MAX]
 
 
 def _mismatch(error: BaseException | None) -> Mismatch | None:

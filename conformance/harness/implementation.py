@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["ENTRY_POINT_GROUP", "Component", "capabilities", "component", "resolve_name"]
+__all__ = ["ENTRY_POINT_GROUP", "Component", "capabilities", "component", "provided", "resolve_name"]
 
 ENTRY_POINT_GROUP = "twinproof.implementations"
 
@@ -101,3 +101,19 @@ def capabilities(implementation: str, stem: str) -> frozenset[str]:
         if declared is not None:
             return frozenset(declared)
     return frozenset()
+
+
+def provided(implementation: str, stems: Iterable[str]) -> list[str]:
+    """A line for each of these components that lacks names of the contract: how many it has, and which are missing.
+
+    A component that is absent is skipped by name, test by test.
+    """
+    lines = []
+    for stem in stems:
+        module = _import_component(implementation, stem)
+        names = sorted(_contract(stem)) if module is not None else []
+        missing = [name for name in names if not hasattr(module, name)]
+        if missing:
+            count = len(names) - len(missing)
+            lines.append(f"twinproof: {stem} provides {count} of {len(names)} names; missing: {', '.join(missing)}")
+    return lines

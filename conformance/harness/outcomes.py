@@ -24,7 +24,10 @@ _VERDICTS = ("no kill", "killed", "survived", "skipped")
 
 @dataclass
 class CaseResult:
-    """One test case: ``outcome``, seconds over all phases, the failure's text, and the verdict on a planted bug."""
+    """One test case: ``outcome``, seconds over all phases, the failure's text, and the verdict on a planted bug.
+
+    ``difference`` is the failure's first one in a few words, the same for failures of one cause.
+    """
 
     nodeid: str
     requirement: Requirement
@@ -33,6 +36,7 @@ class CaseResult:
     verdict: str = ""
     duration_s: float = 0.0
     message: str = ""
+    difference: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """For the list of tests of a requirement."""
@@ -85,6 +89,15 @@ class Recorder:
             "tests": [case.as_json() for case in plain],
             "planted": [_planted(bug_cases) for _, bug_cases in sorted(planted.items())],
         }
+
+    def clusters(self) -> list[tuple[str, list[str], int]]:
+        """Failures without a planted bug by their first difference: it, requirements, tests; the largest first."""
+        by_difference: dict[str, list[CaseResult]] = {}
+        for case in self.cases.values():
+            if case.bug is None and case.difference and case.outcome in ("failed", "error"):
+                by_difference.setdefault(case.difference, []).append(case)
+        found = [(text, sorted({c.requirement.id for c in cases}), len(cases)) for text, cases in by_difference.items()]
+        return sorted(found, key=lambda cluster: (-len(cluster[1]), cluster[0]))
 
     def verdicts(self) -> dict[str, int]:
         """How many (requirement, planted bug) pairs ended in which verdict."""

@@ -21,7 +21,7 @@ from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
 from conformance.harness.devices import absent_capabilities, prepare_device
 from conformance.harness.environment import environment_line
-from conformance.harness.failures import describe
+from conformance.harness.failures import describe, first_difference
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
 from conformance.harness.profiles import using_profile
 from conformance.harness.report import write_json
@@ -29,6 +29,7 @@ from conformance.harness.suite import OPTIONS, SUITE, Suite, requirement_of_item
 from conformance.provers.ranks.pool import RankPool
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+CLUSTERS_SHOWN = 12  # Of the differences at the end of a run; the report has every failure.
 _GROUPS = pytest.StashKey[dict[str, Group]]()
 
 
@@ -88,7 +89,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
         return []
     facts = suite.facts
     ledger = f"of {len(suite.deviations)} entries" if suite.deviations else "empty"
+    stems = dict.fromkeys(case.requirement.stem for case in suite.recorder.cases.values())
     return [
+        *implementations.provided(suite.implementation, stems),
         f"twinproof: {facts['name']} {facts['version']} from {facts['file']}",
         f"twinproof: profile {suite.profile}, seed {suite.seed}, planted {suite.planted_mode}, ledger {ledger}",
         f"twinproof: {environment_line(suite.environment)}",
@@ -148,6 +151,7 @@ def pytest_runtest_makereport(
         text = describe(suite, item, case, call.excinfo.value if call.excinfo is not None else None)
         report.sections.append(("twinproof", text))
         case.outcome, case.message = "failed" if call.when == "call" else "error", text
+        case.difference = first_difference(call.excinfo.value if call.excinfo is not None else None)
     elif report.skipped:
         case.outcome = "xfailed" if hasattr(report, "wasxfail") else "skipped"
         case.message = getattr(report, "wasxfail", "") or str(call.excinfo.value if call.excinfo is not None else "")
@@ -164,6 +168,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     suite = config.stash[SUITE]
+    clusters = suite.recorder.clusters()
+    if clusters:
+        terminalreporter.write_line("twinproof: failures by their first difference")
+    for text, requirements, count in clusters[:CLUSTERS_SHOWN]:
+        named = ", ".join(requirements[:3]) + (", ..." if len(requirements) > 3 else "")
+        terminalreporter.write_line(f"  requirements {len(requirements)}, tests {count}: {text}  [{named}]")
+    if len(clusters) > CLUSTERS_SHOWN:
+        terminalreporter.write_line(f"  and {len(clusters) - CLUSTERS_SHOWN} more differences")
     if any(case.bug is not None for case in suite.recorder.cases.values()):
         counts = ", ".join(f"{count} {verdict}" for verdict, count in suite.recorder.verdicts().items() if count)
         terminalreporter.write_line(f"twinproof: planted bugs, by requirement: {counts}")
