@@ -77,12 +77,14 @@ def written_on_the_threads_stream(original: Any, reader: Any, streams: Any, part
 
 last_row_of_pieces_left_out = patched(
     "A last row that would be a piece of its own is left out.",
-    mutated("twinproof.checkpoint.quantized:_cut", "range(0, sizes[0], step)", "range(0, sizes[0] - 1 or 1, step)"),
+    mutated(
+        "twinproof.checkpoint.catalog:cut_rectangle", "range(0, sizes[0], step)", "range(0, sizes[0] - 1 or 1, step)"
+    ),
     kills="CKPT-513",
 )
 
 last_row_beyond_pieces_left_out = patched(
     "Of rows that are larger than a piece the last is left out.",
-    mutated("twinproof.checkpoint.quantized:_cut", "in range(sizes[0])", "in range(sizes[0] - 1)"),
+    mutated("twinproof.checkpoint.catalog:cut_rectangle", "in range(sizes[0])", "in range(sizes[0] - 1)"),
     kills="CKPT-513",
 )
