@@ -284,9 +284,10 @@ _NUMBERED = [
 
 
 @needs_prover
+@pytest.mark.parametrize("seed_count", [2, pytest.param(10, marks=pytest.mark.night)])
 @pytest.mark.parametrize("program", _PROOFS)
-def test_ids_are_those_of_the_host(program: str) -> None:
-    verdicts = prove(build(_FOLDER / f"{program}.cpp"), case_count=50, seed_count=10)
+def test_ids_are_those_of_the_host(program: str, seed_count: int) -> None:
+    verdicts = prove(build(_FOLDER / f"{program}.cpp"), case_count=50, seed_count=seed_count)
     assert len(verdicts) == _PROOFS[program]
     for verdict in verdicts:
         assert verdict.faults == (), "\n".join(map(str, verdict.faults))
