@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, patched, wrap
+from twinproof.kvstore.rows import check_row_range
 
 
 @fault(kills="KV-087", at="twinproof.kvstore.views:KVTensor.__new__")
@@ -80,7 +81,7 @@ def read_only_lost_in_pickle(original: Any, view: Any, protocol: Any) -> Any:
 @fault(kills="KV-039", at="twinproof.kvstore.views:LazyRows.narrow")
 def narrow_one_row_on(original: Any, lazy: Any, dim: int, start: int, length: int) -> torch.Tensor:
     """A range of two rows begins one row late."""
-    lazy._check_range(dim, start, length)
+    check_row_range(dim, start, length, lazy.shape[0])
     rows: torch.Tensor = lazy.read_rows(min(start + (length == 2), max(0, lazy.shape[0] - length)), length)
     return rows
 
