@@ -198,14 +198,16 @@ def kernels(files: list[Path]) -> Iterator[str]:
     yield from done.stdout.splitlines()
 
 
+DOCUMENTED_PROGRAMS = {
+    "docs/pipeline.md": "conformance/pipeline/documented_program.txt",
+    "docs/pretend-device.md": "conformance/meta/pretend_program.txt",
+    "docs/race.md": "conformance/meta/race_fetch.txt",
+}
+
+
 def documented_programs() -> Iterator[str]:
     """What a page shows first is what the suite runs."""
-    programs = {
-        "docs/pipeline.md": "conformance/pipeline/documented_program.txt",
-        "docs/pretend-device.md": "conformance/meta/pretend_program.txt",
-        "docs/race.md": "conformance/meta/race_fetch.txt",
-    }
-    for name, program in programs.items():
+    for name, program in DOCUMENTED_PROGRAMS.items():
         page = (ROOT / name).read_text(encoding="utf-8")
         if page.split("```python\n", 1)[1].split("```", 1)[0] != (ROOT / program).read_text(encoding="utf-8"):
             yield f"{name}: its first program is not {program}"

@@ -67,6 +67,13 @@ def too_wide(page: Path) -> Iterator[str]:
             yield f"{page.name}:{number}"
 
 
+def dead_links(page: Path) -> Iterator[str]:
+    """Targets of a page's links that are no file; addresses of other places are not looked at."""
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists():
+            yield f"{page.name}: {target}"
+
+
 def filled(text: str) -> str:
     """A page whose prose is broken at 100 columns; headings, tables and blocks stay."""
     out: list[str] = []
@@ -231,14 +238,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--fill", action="store_true")
     arguments = parser.parse_args()
-    stale = []
-    for page, text in made().items():
+    stale, pages = [], made()
+    for page, text in pages.items():
         if not page.is_file() or page.read_text(encoding="utf-8") != text:
             stale.append(page)
             if not arguments.check:
                 page.write_text(text, encoding="utf-8")
     if arguments.fill:
-        for page in {ROOT / "README.md", *ROOT.glob("docs/**/*.md")} - OTHERS - set(made()):
+        for page in {ROOT / "README.md", *ROOT.glob("docs/**/*.md")} - OTHERS - pages.keys():
             page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     for page in stale:
         print(f"{page.relative_to(ROOT)}: {'is not current: python ci/documents.py' if arguments.check else 'written'}")

@@ -133,7 +133,7 @@ class GatherAndSave:
             wanted = [tensor for tensor in instruction.tensors.values() if tensor.file == file]
             tensors = {t.name: assemble(t.shape, t.dtype, by_name.get(t.name, ())) for t in wanted}
             folder.put(file, file_bytes(tensors, layout))
-            sums += checksums.parts_of(file, layout.begins, tensors)
+            sums += checksums.parts_of(file, layout.begins, tensors) if job.options.checksums else []
             meter.add(layout.file_bytes)
         return sums
 
@@ -175,13 +175,13 @@ def merge(job: shards.MergeJob, folder: StagedFolder) -> list[checksums.Part]:
             here = [(name, chunk.offsets) for name, chunk in chunks if chunk.file == source]
             stored = read_tensors(source, [name for name, _ in here])
             begins = {name: chunk.begin for name, chunk in chunks if chunk.file == source}
-            sums += checksums.parts_of(source, begins, stored)
+            sums += checksums.parts_of(source, begins, stored) if job.checksums else []
             for name, offsets in here:
                 by_name.setdefault(name, []).append((name, offsets, as_bits(stored[name])))
         dtypes = {name: shards.record_dtype(job.catalog, name) for name in records}
         tensors = {n: assemble(record.shape, dtypes[n], by_name.get(n, ())) for n, record in records.items()}
         folder.put(file, file_bytes(tensors, layout))
-        sums += checksums.parts_of(file, layout.begins, tensors)
+        sums += checksums.parts_of(file, layout.begins, tensors) if job.checksums else []
     return sums
 
 

@@ -14,16 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
-from documents import OTHERS, Block, blocks, too_wide  # noqa: E402
+from checks import DOCUMENTED_PROGRAMS  # noqa: E402
+from documents import OTHERS, Block, blocks, dead_links, too_wide  # noqa: E402
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 LANGUAGES = {"python", "cpp", "diff", "text", ""}
-# Programs that the suite runs, from files that ci/checks.py holds to be the same.
-SUITE = {
-    "pipeline.md": "conformance/pipeline/documented_program.txt",
-    "pretend-device.md": "conformance/meta/pretend_program.txt",
-    "race.md": "conformance/meta/race_fetch.txt",
-}
 _FORKED = """
 import os, sys, traceback, warnings
 import torch, torch.distributed.checkpoint
@@ -51,7 +46,7 @@ for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 def _programs() -> Iterator[tuple[Block, list[Block]]]:
     """Each program of a page that the suite does not run, and the page's blocks that are files."""
     for page in PAGES:
-        of_suite = SUITE.get(page.name) if page.parent == ROOT / "docs" else None
+        of_suite = DOCUMENTED_PROGRAMS.get(str(page.relative_to(ROOT)))
         said = (ROOT / of_suite).read_text(encoding="utf-8") if of_suite else None
         files = [block for block in blocks(page) if block.title]
         yield from ((block, files) for block in blocks(page) if block.language == "python" and block.text != said)
@@ -82,12 +77,6 @@ def test_a_program_that_fails_is_seen(tmp_path: Path) -> None:
     assert "NameError" in done.stderr
 
 
-def test_pages_that_the_suite_runs_are_there() -> None:
-    for page, program in SUITE.items():
-        texts = [block.text for block in blocks(ROOT / "docs" / page)]
-        assert (ROOT / program).read_text(encoding="utf-8") in texts, page
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_languages_are_known(page: Path) -> None:
     unknown = [block.place for block in blocks(page) if block.language not in LANGUAGES]
@@ -103,9 +92,12 @@ def test_scripts_exist() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        if not re.match(r"[a-z]+:", target):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+    assert list(dead_links(page)) == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    (page := tmp_path / "page.md").write_text("[a](page.md#x) [b](https://example.org) [c](gone.md)\n")
+    assert list(dead_links(page)) == ["page.md: gone.md"]
 
 
 def test_width() -> None:

@@ -359,7 +359,7 @@ def check_present(catalog: Catalog, path: str | os.PathLike[str]) -> None:
 
 
 def check_loaded(
-    catalog: Catalog, ranges: Sequence[StoredRange], crc: Crc32, path: str | os.PathLike[str]
+    catalog: Catalog, ranges: Sequence[StoredRange], crc: Crc32, path: str | os.PathLike[str], thread_count: int = 1
 ) -> tuple[str, ...]:
     """Compare the checksums of chunks that were loaded whole; returns the names of those that could not be compared.
 
@@ -370,7 +370,7 @@ def check_loaded(
         CorruptionError: names all tensors whose bytes do not agree.
     """
     expected = expected_sums(catalog)
-    found: dict[_Key, int] = {}
+    here: dict[_Key, torch.Tensor] = {}
     again: dict[_Key, Chunk] = {}
     unverified = set()
     for wanted in ranges:
@@ -378,11 +378,12 @@ def check_loaded(
         if wanted.sizes != wanted.chunk.sizes or key not in expected:
             unverified.add(wanted.name)
         elif target.dtype == wanted.dtype and target.is_cpu and target.is_contiguous():
-            found[key] = crc(_bytes(target))
+            here[key] = target
         else:
             again[key] = wanted.chunk
-    found.update(_summed(catalog, again, crc))
-    _compare(found, expected, path)
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-verify") as pool:
+        found = dict(zip(here, pool.map(lambda target: crc(_bytes(target)), here.values()), strict=True))
+    _compare(found | _summed(catalog, again, crc, thread_count), expected, path)
     names = tuple(sorted(unverified))
     if names:
         logger.warning(

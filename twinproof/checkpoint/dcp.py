@@ -603,7 +603,7 @@ class HuggingFaceStorageReader(StorageReader):
         meter = Meter(self.progress, sum(wanted.size_bytes for wanted in ranges))
         self._engine.read(LoadJob(ranges, self.thread_count, begun_s, meter))
         if self.verify_checksums:
-            self.unverified = check_loaded(self.catalog, ranges, type(self)._crc32, self.path)
+            self.unverified = check_loaded(self.catalog, ranges, type(self)._crc32, self.path, self.thread_count)
         self.catalog.check_unchanged(wanted.chunk.file for wanted in ranges)
         for item, target in targets:
             planner.commit_tensor(item, target)

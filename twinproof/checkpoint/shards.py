@@ -301,7 +301,7 @@ def consolidate(
         input_dir: folder of the shards.
         output_dir: folder of the result; may hold ``input_dir``.
         mapping: tensor name -> output file from 1; None makes one file.
-        num_threads: threads of this process.
+        num_threads: threads of this process, also of a verification.
         crc: sums a piece of a final folder that is verified.
         max_shard_size: bytes; split the output as ``HuggingFaceStorageWriter`` does.
         process_group: with ``on_every_rank``, the ranks that call this; None is the default group.
@@ -322,7 +322,7 @@ def consolidate(
     try:
         catalog = together(lambda: read_catalog(source), together_with)
         if is_final(catalog, source, target):
-            together(lambda: verify_catalog(catalog, source, crc) if rank == 0 else None, together_with)
+            together(lambda: verify_catalog(catalog, source, crc, num_threads) if rank == 0 else None, together_with)
             return
         layouts = together(lambda: _laid_out(catalog, mapping, max_shard_size), together_with)
         is_summed = together(lambda: bool(expected_sums(catalog)), together_with)
