@@ -207,7 +207,8 @@ class QuantizedHuggingFaceStorageReader(dcp.HuggingFaceStorageReader):
             for _ in pool.map(partial(self._load, streams), pieces):
                 pass
         if self.verify_checksums and mine:
-            compared = check_loaded(self.catalog, list(self._stored_whole(mine)), type(self)._crc32, self.path)
+            stored = list(self._stored_whole(mine))
+            compared = check_loaded(self.catalog, stored, type(self)._crc32, self.path, self.thread_count)
             self.unverified = tuple(sorted({*self.unverified, *compared}))
         read = {item.storage_index.fqn for item in mine}
         names = read | {self.quantized[name].scales for name in read}
