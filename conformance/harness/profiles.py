@@ -35,7 +35,9 @@ def _register() -> None:
 
     # Fixtures such as tmp_path are shared by the examples of a test on purpose: tests make their own sub-folders.
     suppressed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    common = settings(deadline=None, suppress_health_check=suppressed)
+    # Where CI is set in the environment, Hypothesis starts from other settings, derandomised ones among them. A profile
+    # is the same wherever it runs.
+    common = settings(settings.get_profile("default"), deadline=None, suppress_health_check=suppressed)
     for name, count in (("quick", _CI_EXAMPLES // 4), ("ci", _CI_EXAMPLES)):
         settings.register_profile(
             f"twinproof-{name}", parent=common, derandomize=True, database=None, max_examples=count, print_blob=False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, _settings, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -18,7 +21,7 @@ import refimpl.pipeline
 from conformance.checkpoint.machine import CheckpointMachine
 from conformance.checkpoint.sequences import SequenceMachine
 from conformance.harness import Mismatch, assert_equal, run_machine
-from conformance.harness.profiles import using_profile
+from conformance.harness.profiles import DERANDOMISED, PROFILES, using_profile
 from conformance.kvstore import machine as kvstore_machine
 from conformance.kvstore import orders as kvstore_orders
 from conformance.offload import machine as offload_machine
@@ -67,6 +70,26 @@ def test_the_command_to_repeat_names_the_time(toy: Callable[..., pytest.RunResul
     result.stdout.fnmatch_lines(["*--twinproof-profile thousand --twinproof-seconds 0.5*"])
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_is_the_same_where_ci_is_set(profile: str) -> None:
+    """Hypothesis begins with other settings where CI is set in the environment, as hosted runners do."""
+    names = ("derandomize", "print_blob", "max_examples", "deadline", "database", "phases", "stateful_step_count")
+    lines = [
+        "from hypothesis import settings",
+        "from conformance.harness.profiles import DERANDOMISED, PROFILES, using_profile",
+        f"with using_profile({profile!r}): print([getattr(settings.default, name) for name in {names}])",
+    ]
+    bare = {name: value for name, value in os.environ.items() if name not in _settings._CI_VARS}
+    said = [
+        subprocess.run(
+            [sys.executable, "-P", "-c", "\n".join(lines)], env=bare | more, capture_output=True, text=True, check=True
+        ).stdout
+        for more in ({}, {"CI": "true"})
+    ]
+    assert said[0] == said[1]
+    assert said[0].startswith(f"[{profile in DERANDOMISED}, ")
+
+
 def program_in(error: BaseException) -> str:
     """The program that Hypothesis prints beside a failure, as it stands in a report."""
     notes = "\n".join(getattr(error, "__notes__", ()))
@@ -79,9 +102,9 @@ def failing(machine: type[RuleBasedStateMachine]) -> BaseException:
     """What a machine raises that is known to fail."""
     try:
         chosen = settings(max_examples=100, stateful_step_count=8, database=None, deadline=None, derandomize=True)
-        run_machine(
-            machine, settings=settings(chosen, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
-        )
+        # Where CI is set in the environment, Hypothesis would add a line for itself after the program.
+        chosen = settings(chosen, phases=(Phase.generate,), print_blob=False)
+        run_machine(machine, settings=settings(chosen, suppress_health_check=list(HealthCheck)))
     except BaseException as error:
         return error
     pytest.fail("the machine found nothing")
