@@ -15,12 +15,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from conformance.harness import new_impl
 from conformance.harness.environment import environment, implementation_facts
-from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown
-from conformance.harness.report_html import to_html
+from conformance.harness.page import Sources, read_sources, to_html
+from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown, verdict
 from conformance.harness.requirements import STEMS
 
 __all__ = ["main"]
@@ -30,7 +29,6 @@ _PACKAGES = ("twinproof", "refimpl", "fastimpl", "conformance", "perf")
 # Our packages go before the current folder, so that a ./perf or ./conformance there cannot stand in for them.
 _LAUNCH = f"import sys; sys.path.insert(0, {str(_HOME)!r}); import pytest; sys.exit(pytest.main())"
 _NEED_TESTS = ("verify", "planted", "bench")
-_RAN = ("passed", "failed", "error", "xfailed")
 
 
 INTERRUPTED = 130  # What a shell reports of a process that an interrupt ended.
@@ -113,8 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     command = add("compare", _compare, "compare two reports; fails when something got worse")
     command.add_argument("before", type=Path)
     command.add_argument("after", type=Path)
-    command = add("report", _report, "turn a JSON report into other forms")
-    command.add_argument("source", type=Path)
+    command = add("report", _report, "turn JSON reports into other forms; as HTML also evidence of benches")
+    command.add_argument(
+        "sources",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="reports: several implementations stand side by side, several runs of one are its history; for --html "
+        "also the evidence of bench --json, and the mutation score of ci/mutate record",
+    )
+    command.add_argument("--history", type=Path, metavar="FOLDER", help="earlier reports, in any order; for --html")
     for name in _VIEWS:
         command.add_argument(f"--{name}", type=Path, metavar="OUT", help=f"write it as {name}")
     command = add("info", _info, "print what a bug report needs: versions, builds, hardware")
@@ -128,7 +134,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_VIEWS: dict[str, Callable[[dict[str, Any]], str]] = {"html": to_html, "junit": to_junit, "markdown": to_markdown}
+_VIEWS: dict[str, Callable[[Sources], str]] = {
+    "html": to_html,
+    "junit": lambda sources: to_junit(sources.reports),
+    "markdown": lambda sources: to_markdown(sources.reports),
+}
 
 
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -146,18 +156,13 @@ def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> 
         command = [sys.executable, "-c", _LAUNCH, "-p", "conformance.harness.plugin", "--pyargs", *_targets(rest)]
         command += ["--twinproof-impl", arguments.impl, "--twinproof-report", str(path), *more, *rest]
         code = subprocess.run(command, check=False).returncode
-        # 5 is pytest's "nothing was collected", which is for the report to judge.
-        if code not in (0, 5):
-            return 1 if code == 1 else 2
-        requirements = read_json(path)["requirements"]
-    if not any(found["outcome"] in _RAN or _judged(found) for found in requirements):
+        # What a green run did, if anything, the report knows; 5 is pytest's "nothing was collected".
+        if code not in (0, 1, 5):
+            return 2
+        found = verdict(read_json(path))
+    if found.word == "nothing ran":
         print(f"twinproof: no requirement was run on {arguments.impl}; that proves nothing", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _judged(found: dict[str, Any]) -> bool:
-    return any(bug["verdict"] != "skipped" for bug in found["planted"])
+    return found.exit_code
 
 
 def _targets(rest: list[str]) -> list[str]:
@@ -176,13 +181,15 @@ def _compare(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
-    document = read_json(arguments.source)
+    sources = read_sources(arguments.sources, history=arguments.history)
     chosen = {name: getattr(arguments, name) for name in _VIEWS if getattr(arguments, name) is not None}
+    if "html" not in chosen and (sources.bench or sources.mutants or arguments.history is not None):
+        raise ReportError("evidence of benches, a mutation score and --history are shown by --html alone")
     if not chosen:
-        print(to_markdown(document), end="")
+        print(to_markdown(sources.reports), end="")
     for name, path in chosen.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_VIEWS[name](document), encoding="utf-8")
+        path.write_text(_VIEWS[name](sources), encoding="utf-8")
     return 0
 
 

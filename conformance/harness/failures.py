@@ -12,7 +12,7 @@ from conformance.harness.environment import environment_line
 from conformance.harness.outcomes import CaseResult
 from conformance.harness.suite import Suite
 
-__all__ = ["describe", "first_difference"]
+__all__ = ["describe", "failure_of", "first_difference"]
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 _NAMED = re.compile(r"[\w.]*(Error|Exception|Mismatch|Interrupt)\b.*:")
@@ -21,25 +21,39 @@ _WORDS_MAX = 160
 
 def describe(suite: Suite, item: pytest.Item, case: CaseResult, error: BaseException | None) -> str:
     """The block that the plugin prints below the traceback of a failed requirement test."""
-    requirement = case.requirement
+    requirement, parts = case.requirement, failure_of(suite, item, error)
     lines = [f"requirement  {requirement.id}: {requirement.sentence}"]
     if case.bug is not None:
         lines.append(f"planted bug  {case.bug.id}: {case.bug.sentence}")
-    mismatch = _mismatch(error)
-    if mismatch is not None:
-        lines += [
-            f"difference   {mismatch.message}",
-            f"got          {mismatch.got}",
-            f"expected     {mismatch.expected}",
-        ]
-        lines += [f"where        {mismatch.where}"] if mismatch.where not in (None, "") else []
-    elif error is not None:
-        lines.append(f"error        {type(error).__name__}: {error}")
-    lines += _program(error)
-    lines.append(f"reproduce    {suite.command(item)}")
+    lines += [f"{title:12} {parts[name]}" for name, title in _TITLES.items() if name in parts]
+    if "program" in parts:
+        lines += ["program", *("  " + line for line in parts["program"].splitlines())]
+    lines.append(f"reproduce    {parts['command']}")
     facts = suite.facts
     lines.append(f"environment  {facts['name']} {facts['version']}; {environment_line(suite.environment)}")
     return "\n".join(lines)
+
+
+# What the block calls the parts of a failure, in its order.
+_TITLES = {"message": "difference", "got": "got", "expected": "expected", "where": "where", "error": "error"}
+
+
+def failure_of(suite: Suite, item: pytest.Item, error: BaseException | None) -> dict[str, str]:
+    """The parts of a failure as the report keeps them, each a text; what does not apply is absent.
+
+    ``message``, ``got``, ``expected`` and ``where`` are a comparison's, ``error`` is any other exception, ``program``
+    the minimal example of Hypothesis, ``command`` runs the test again. ``cause`` is its first difference.
+    """
+    parts: dict[str, str] = {}
+    mismatch = _mismatch(error)
+    if mismatch is not None:
+        parts = {"message": mismatch.message, "got": str(mismatch.got), "expected": str(mismatch.expected)}
+        parts |= {"where": str(mismatch.where)} if mismatch.where not in (None, "") else {}
+    elif error is not None:
+        parts["error"] = f"{type(error).__name__}: {error}"
+    program = _program(error)
+    parts |= {"program": program} if program else {}
+    return {**parts, "cause": first_difference(error), "command": suite.command(item)}
 
 
 def first_difference(error: BaseException | None) -> str:
@@ -71,7 +85,6 @@ def _mismatch(error: BaseException | None) -> Mismatch | None:
     return next((found for each in inner if (found := _mismatch(each)) is not None), None)
 
 
-def _program(error: BaseException | None) -> list[str]:
+def _program(error: BaseException | None) -> str:
     # Hypothesis leaves the minimal example, or the steps of a state machine, as notes on the exception.
-    notes = [note for note in getattr(error, "__notes__", ()) if note.strip()]
-    return ["program", *("  " + line for note in notes for line in note.splitlines())] if notes else []
+    return "\n".join(note for note in getattr(error, "__notes__", ()) if note.strip())

@@ -26,7 +26,7 @@ _VERDICTS = ("no kill", "killed", "survived", "skipped")
 class CaseResult:
     """One test case: ``outcome``, seconds over all phases, the failure's text, and the verdict on a planted bug.
 
-    ``difference`` is the failure's first one in a few words, the same for failures of one cause.
+    ``failure`` has the parts of the failure, as ``failure_of`` names them; failures of one cause share its ``cause``.
     """
 
     nodeid: str
@@ -36,7 +36,7 @@ class CaseResult:
     verdict: str = ""
     duration_s: float = 0.0
     message: str = ""
-    difference: str = ""
+    failure: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """For the list of tests of a requirement."""
@@ -45,6 +45,7 @@ class CaseResult:
             "outcome": self.outcome,
             "duration_s": round(self.duration_s, 4),
             "message": self.message,
+            **({"failure": self.failure} if self.failure else {}),
         }
 
 
@@ -94,8 +95,9 @@ class Recorder:
         """Failures without a planted bug by their first difference: it, requirements, tests; the largest first."""
         by_difference: dict[str, list[CaseResult]] = {}
         for case in self.cases.values():
-            if case.bug is None and case.difference and case.outcome in ("failed", "error"):
-                by_difference.setdefault(case.difference, []).append(case)
+            cause = case.failure.get("cause", "")
+            if case.bug is None and cause and case.outcome in ("failed", "error"):
+                by_difference.setdefault(cause, []).append(case)
         found = [(text, sorted({c.requirement.id for c in cases}), len(cases)) for text, cases in by_difference.items()]
         return sorted(found, key=lambda cluster: (-len(cluster[1]), cluster[0]))
 
@@ -118,4 +120,5 @@ def _planted(cases: list[CaseResult]) -> dict[str, Any]:
         "verdict": min(verdicts, key=_VERDICTS.index, default="skipped"),
         "duration_s": round(sum(case.duration_s for case in cases), 4),
         "message": "\n".join(case.message for case in cases if case.message),
+        "places": list(bug.paths),
     }

@@ -21,7 +21,7 @@ from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
 from conformance.harness.devices import absent_capabilities, prepare_device
 from conformance.harness.environment import environment_line
-from conformance.harness.failures import describe, first_difference
+from conformance.harness.failures import describe, failure_of
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
 from conformance.harness.profiles import using_profile
 from conformance.harness.report import write_json
@@ -148,10 +148,11 @@ def pytest_runtest_makereport(
         judge(group, case, call, report)
     case.duration_s += report.duration
     if report.failed:
-        text = describe(suite, item, case, call.excinfo.value if call.excinfo is not None else None)
+        error = call.excinfo.value if call.excinfo is not None else None
+        text = describe(suite, item, case, error)
         report.sections.append(("twinproof", text))
         case.outcome, case.message = "failed" if call.when == "call" else "error", text
-        case.difference = first_difference(call.excinfo.value if call.excinfo is not None else None)
+        case.failure = failure_of(suite, item, error)
     elif report.skipped:
         case.outcome = "xfailed" if hasattr(report, "wasxfail") else "skipped"
         case.message = getattr(report, "wasxfail", "") or str(call.excinfo.value if call.excinfo is not None else "")
@@ -160,10 +161,10 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     suite = session.config.stash[SUITE]
     if suite.option("report") is not None:
-        write_json(suite, Path(suite.option("report")))
+        write_json(suite, Path(suite.option("report")), exit_status=int(exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

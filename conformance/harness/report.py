@@ -1,14 +1,18 @@
 """Reports, all made from one JSON document, so that no two of them can disagree.
 
 The document holds the environment, the implementation, and every collected requirement with its sentence, outcome,
-duration, tests and planted bugs. JUnit XML, Markdown and HTML are views of it.
+duration, tests and planted bugs. JUnit XML, Markdown and HTML are views of it. What a run says as a whole is decided in
+:func:`verdict`, once, for the exit code and for every view.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +23,78 @@ from conformance.harness.outcomes import SCHEMA_VERSION
 if TYPE_CHECKING:
     from conformance.harness.suite import Suite
 
-__all__ = ["KIND", "ReportError", "document", "read_json", "regressions", "to_junit", "to_markdown", "write_json"]
+__all__ = [
+    "BAD",
+    "KIND",
+    "ReportError",
+    "Verdict",
+    "document",
+    "read_content",
+    "read_json",
+    "regressions",
+    "report_of",
+    "to_junit",
+    "to_markdown",
+    "verdict",
+    "write_json",
+]
 
 KIND = "twinproof-conformance"
-_BAD = ("failed", "error")
+BAD = ("failed", "error")
+_RAN = ("passed", "failed", "error", "xfailed")
+_NOT_KILLED = ("survived", "no kill")
+# Of pytest's exit codes, those of a run that came to its end: green, red, nothing collected.
+_ENDED = (0, 1, 5)
+_STOPPED = {2: "it was interrupted, or a test module could not be imported", 3: "an internal error", 4: "wrong usage"}
 
 
 class ReportError(ValueError):
     """A file that is no report of this suite, or one of a newer schema."""
 
 
-def document(suite: Suite) -> dict[str, Any]:
-    """The report of a finished run, ready for JSON."""
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says as a whole: the exit code of ``twinproof verify``, the word for it, and one sentence."""
+
+    exit_code: int
+    word: str
+    sentence: str
+
+
+def verdict(report: dict[str, Any]) -> Verdict:
+    """The verdict on a run: 0 when it found nothing wrong, 1 when it did or ran nothing, 2 when it did not end."""
+    requirements = report["requirements"]
+    counts = Counter(found["outcome"] for found in requirements)
+    bugs = Counter(bug["verdict"] for found in requirements for bug in found["planted"])
+    wrong = _wrong(counts, bugs, len(requirements))
+    # Reports before the status was kept say only what their requirements say.
+    status = report.get("exit_status", 1 if wrong else 0)
+    if status not in _ENDED:
+        why = _STOPPED.get(status, f"exit status {status}")
+        return Verdict(2, "not finished", "; ".join([f"the run did not end: {why}", *wrong]))
+    if status == 1 or wrong:
+        return Verdict(1, "failed", "; ".join(wrong) or "a test beside the requirements failed")
+    killed = f"{bugs['killed']} of {sum(bugs.values())} planted bugs killed"
+    if not any(counts[outcome] for outcome in _RAN):
+        if not bugs["killed"]:
+            return Verdict(1, "nothing ran", "no requirement was run; that proves nothing")
+        return Verdict(0, "passed", killed)
+    held = f"{counts['passed']} of {len(requirements)} requirements hold"
+    also = [f"{counts[name]} {text}" for name, text in _ASIDE.items() if counts[name]] + ([killed] if bugs else [])
+    return Verdict(0, "passed", ", ".join([held, *also]))
+
+
+_ASIDE = {"xfailed": "known deviations", "skipped": "skipped", "none": "not run"}
+
+
+def _wrong(counts: Counter[str], bugs: Counter[str], total: int) -> list[str]:
+    failed, alive = sum(counts[name] for name in BAD), sum(bugs[name] for name in _NOT_KILLED)
+    found = [f"{failed} of {total} requirements do not hold"] if failed else []
+    return found + ([f"{alive} of {sum(bugs.values())} planted bugs were not killed"] if alive else [])
+
+
+def document(suite: Suite, *, exit_status: int = 0) -> dict[str, Any]:
+    """The report of a finished run, ready for JSON; ``exit_status`` is pytest's."""
     requirements = suite.recorder.requirements()
     started = suite.recorder.started_at
     return {
@@ -38,6 +102,7 @@ def document(suite: Suite) -> dict[str, Any]:
         "schema": SCHEMA_VERSION,
         "started": datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
         "duration_s": round(time.time() - started, 3),
+        "exit_status": exit_status,
         "implementation": suite.facts,
         "profile": suite.profile,
         "seed": suite.seed,
@@ -51,14 +116,31 @@ def document(suite: Suite) -> dict[str, Any]:
             "outcomes": dict(sorted(Counter(found["outcome"] for found in requirements).items())),
             "planted": {verdict: count for verdict, count in suite.recorder.verdicts().items() if count},
         },
+        "areas": {
+            module: _about(module) for module in sorted({found["test"].split("::")[0] for found in requirements})
+        },
         "requirements": requirements,
     }
 
 
-def write_json(suite: Suite, path: Path) -> None:
+def _about(module: str) -> str:
+    """What a test module is about: the first line of its docstring."""
+    text = getattr(sys.modules.get(module), "__doc__", None) or ""
+    return text.strip().split("\n")[0]
+
+
+def write_json(suite: Suite, path: Path, *, exit_status: int) -> None:
     """Write the report of a run; missing parent folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document(suite), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document(suite, exit_status=exit_status), indent=1) + "\n", encoding="utf-8")
+
+
+def read_content(path: Path) -> Any:
+    """A file's JSON. Raises ReportError with its path."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReportError(f"{path}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -67,10 +149,11 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ReportError: not JSON, not a report, or of another schema version.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{path}: {error}") from error
+    return report_of(read_content(path), path)
+
+
+def report_of(content: Any, path: Path) -> dict[str, Any]:
+    """``content`` of the file ``path``, where it is a report. Raises ReportError where it is none."""
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise ReportError(f"{path}: is no report of kind {KIND!r}")
     if content.get("schema") != SCHEMA_VERSION:
@@ -91,7 +174,7 @@ def regressions(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
         was = old[identifier]["outcome"] if identifier in old else "absent"
         now = new[identifier]["outcome"] if identifier in new else "absent"
         if was != now:
-            (worse if was == "passed" or now in _BAD else other).append(f"{identifier}: {was} -> {now}")
+            (worse if was == "passed" or now in BAD else other).append(f"{identifier}: {was} -> {now}")
         killed = {bug["bug"]: bug["verdict"] for bug in old.get(identifier, {}).get("planted", [])}
         for bug in new.get(identifier, {}).get("planted", []):
             verdict = killed.get(bug["bug"], "absent")
@@ -101,8 +184,15 @@ def regressions(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
     return worse, other
 
 
-def to_junit(report: dict[str, Any]) -> str:
-    """JUnit XML: one suite, one case per test and one per requirement and planted bug."""
+def to_junit(reports: Sequence[dict[str, Any]]) -> str:
+    """JUnit XML: a suite for each report, a case for each test and for each requirement and planted bug."""
+    root = ElementTree.Element("testsuites")
+    root.extend(_junit_suite(report) for report in reports)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _junit_suite(report: dict[str, Any]) -> ElementTree.Element:
     cases: list[ElementTree.Element] = []
     for found in report["requirements"]:
         for test in found["tests"]:
@@ -123,10 +213,7 @@ def to_junit(report: dict[str, Any]) -> str:
         timestamp=report["started"],
     )
     suite.extend(cases)
-    root = ElementTree.Element("testsuites")
-    root.append(suite)
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return suite
 
 
 def _junit_case(found: dict[str, Any], name: str, duration_s: float, outcome: str, message: str) -> ElementTree.Element:
@@ -143,23 +230,29 @@ def _junit_case(found: dict[str, Any], name: str, duration_s: float, outcome: st
     return case
 
 
-def to_markdown(report: dict[str, Any]) -> str:
-    """The requirement matrix as a Markdown table, after the facts of the run."""
-    facts = report["implementation"]
+def to_markdown(reports: Sequence[dict[str, Any]]) -> str:
+    """Each report's verdict, the facts of its run, the requirement matrix as a Markdown table, and the failures."""
+    return "\n".join(map(_markdown, reports))
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    facts, found = report["implementation"], verdict(report)
     summary = ", ".join(f"{count} {outcome}" for outcome, count in report["summary"]["outcomes"].items())
     lines = [
         f"# Conformance of {facts['name']} {facts['version']}",
+        "",
+        f"**{found.word}**: {found.sentence}.",
         "",
         f"{report['started']}, profile {report['profile']}, seed {report['seed']}: {summary or 'nothing ran'}.",
         "",
         "| requirement | outcome | planted bugs | sentence |",
         "| --- | --- | --- | --- |",
     ]
-    for found in report["requirements"]:
-        bugs = ", ".join(f"{bug['bug']} ({bug['verdict']})" for bug in found["planted"]) or "-"
-        sentence = " ".join(found["sentence"].split()).replace("|", "\\|")
-        lines.append(f"| {found['id']} | {found['outcome']} | {bugs} | {sentence} |")
-    failures = [test for found in report["requirements"] for test in found["tests"] if test["outcome"] in _BAD]
+    for entry in report["requirements"]:
+        bugs = ", ".join(f"{bug['bug']} ({bug['verdict']})" for bug in entry["planted"]) or "-"
+        sentence = " ".join(entry["sentence"].split()).replace("|", "\\|")
+        lines.append(f"| {entry['id']} | {entry['outcome']} | {bugs} | {sentence} |")
+    failures = [test for entry in report["requirements"] for test in entry["tests"] if test["outcome"] in BAD]
     for test in failures:
         lines += ["", f"## {test['nodeid']}", "", "```", test["message"].replace("```", "'''"), "```"]
     return "\n".join(lines) + "\n"
