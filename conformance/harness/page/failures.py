@@ -50,6 +50,8 @@ def failures(sides: Sequence[Side]) -> Markup | None:
     total = sum(map(len, groups.values()))
     title = f"{total} failed requirement{'s' * (total != 1)}, by first difference"
     parts = [element("h2", title, id="failures")]
+    if any("#" in cause for cause in groups):
+        parts.append(element("p", "# stands for any number: failures of one cause are one group.", class_="aside"))
     if len(ordered) > 1:
         parts.append(_overview(ordered))
     parts += [_group(number, cause, found, len(sides) > 1) for number, (cause, found) in enumerate(ordered, 1)]
@@ -65,7 +67,13 @@ def _overview(ordered: list[tuple[str, list[_Failed]]]) -> Markup:
 
 
 def _group(number: int, cause: str, found: list[_Failed], several: bool) -> Markup:
-    title = element("h3", f"{number}. ", element("code", cause), f" in {len(found)}", id=f"cause-{number}")
+    title = element(
+        "h3",
+        f"{number}. ",
+        element("code", cause),
+        f" in {len(found)} requirement{'s' * (len(found) != 1)}",
+        id=f"cause-{number}",
+    )
     cards = (_card(one, several, is_open=place == 0) for place, one in enumerate(found))
     return element("section", title, *cards, class_="group")
 

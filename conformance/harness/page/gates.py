@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from conformance.harness.page.markup import Markup, badge, element, joined
+from conformance.harness.page.markup import Markup, badge, element, head_of, joined
 
 __all__ = ["gates", "gates_line"]
 
@@ -64,12 +64,11 @@ def _evidence(evidence: dict[str, Any]) -> Markup:
     words = [evidence.get("implementation"), evidence.get("form"), evidence.get("created"), cpu.get("model")]
     title = element("h3", badge("fail" if found[0] else "pass", found[1]))
     about = element("p", ", ".join(str(word) for word in words if word), class_="aside")
-    heads = ("gate", "result", "worse ← bound → better", "in numbers")
-    head = element("tr", *(element("th", text, scope="col") for text in heads))
+    columns = (("gate", "c-gate"), ("result", "c-narrow"), (_axis(), "c-plot"), ("in numbers", ""))
     ordered = sorted(evidence["outcomes"], key=lambda outcome: _ORDER.index(outcome["result"]))
     stems = {name: str(shape.get("component", "")) for name, shape in (evidence.get("workloads") or {}).items()}
     rows = (_row(outcome, stems.get(outcome["workload"], "")) for outcome in ordered)
-    table = element("table", element("thead", head), element("tbody", *rows), class_="gates")
+    table = element("table", head_of(*columns), element("tbody", *rows), class_="gates")
     return joined([title, about, table])
 
 
@@ -131,15 +130,18 @@ def _place(value: float | None, bound: float, is_paired: bool) -> float | None:
     """Where a value is drawn, from 0 to the width; None where a logarithm says nothing."""
     if value is None or not (math.isfinite(value) and value > 0 and bound > 0):
         return None
-    share = math.log10(value / bound) * (1 if is_paired else -1)
-    return _WIDTH * (0.5 + max(-_SPAN, min(_SPAN, share)) / (2 * _SPAN))
+    return _x(math.log10(value / bound) * (1 if is_paired else -1))
 
 
 def _plot(outcome: dict[str, Any], is_paired: bool) -> Markup:
     bound = outcome["bound"]
     parts = [
         element("rect", x=0, y=0, width=f"{_WIDTH / 2:.0f}", height=f"{_HEIGHT:.0f}", class_="refused"),
-        element("line", x1=f"{_WIDTH / 2:.0f}", x2=f"{_WIDTH / 2:.0f}", y1=0, y2=f"{_HEIGHT:.0f}", class_="bound"),
+        element("line", x1=f"{_x(0):.0f}", x2=f"{_x(0):.0f}", y1=0, y2=f"{_HEIGHT:.0f}", class_="bound"),
+        *(
+            element("line", x1=f"{_x(share):.1f}", x2=f"{_x(share):.1f}", y1=26, y2=f"{_HEIGHT:.0f}", class_="tick")
+            for share in (-_SPAN, -_SPAN / 2, _SPAN / 2, _SPAN)
+        ),
     ]
     for who, y in (("subject", 10.0), ("control", 22.0)):
         parts += _marks(outcome[who], bound, is_paired, who, y)
@@ -147,6 +149,23 @@ def _plot(outcome: dict[str, Any], is_paired: bool) -> Markup:
     label = f"{text}control {_figure(outcome['control'])}"
     box = f"-6 0 {_WIDTH + 12:.0f} {_HEIGHT:.0f}"
     return element("svg", *parts, viewBox=box, class_="gate", role="img", aria_label=label)
+
+
+def _axis() -> Markup:
+    """The scale over the plots: shares of the bound, in words that need no colour."""
+    ticks = {-_SPAN: "10 × worse", 0.0: "bound", _SPAN: "10 × better"}
+    anchors = {-_SPAN: "start", _SPAN: "end"}
+    texts = (
+        element("text", text, x=f"{_x(share):.1f}", y=12, text_anchor=anchors.get(share, "middle"))
+        for share, text in ticks.items()
+    )
+    box = f"-6 0 {_WIDTH + 12:.0f} 16"
+    return element("svg", *texts, viewBox=box, class_="gate", role="img", aria_label="worse, bound, better")
+
+
+def _x(share: float) -> float:
+    """Where a decimal logarithm of value / bound is drawn."""
+    return _WIDTH * (0.5 + max(-_SPAN, min(_SPAN, share)) / (2 * _SPAN))
 
 
 def _marks(ruling: dict[str, Any], bound: float, is_paired: bool, who: str, y: float) -> Iterator[Markup]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.harness.page.markup import SYMBOLS, Markup, badge, element
+from conformance.harness.page.markup import SYMBOLS, Markup, badge, element, head_of
 from conformance.harness.page.sides import Side, counts_of, outcomes_of, stems_of
 from conformance.harness.report import BAD, verdict
 
@@ -37,7 +37,6 @@ def history(sides: Sequence[Side]) -> Markup | None:
 
 def _side(side: Side) -> list[Markup]:
     stems = stems_of([entry for run in side.runs for entry in run["requirements"]])
-    heads = ["run", "verdict", *stems, "changed since the run before"]
     rows = []
     # What a run leaves out keeps the outcome that it had.
     known: dict[str, str] = {}
@@ -45,9 +44,11 @@ def _side(side: Side) -> list[Markup]:
         outcomes = outcomes_of(run)
         rows.append(_row(run, stems, _changes(known, outcomes)))
         known |= outcomes
-    head = element("tr", *(element("th", title, scope="col") for title in heads))
-    table = element("table", element("thead", head), element("tbody", *reversed(rows)), class_="runs")
-    return [element("h3", side.name), _plot(side), table]
+    columns = [("run", "c-time"), ("verdict", "c-narrow"), *((stem, "") for stem in stems)]
+    columns.append(("changed since the run before", "c-changed"))
+    table = element("table", head_of(*columns), element("tbody", *reversed(rows)), class_="runs")
+    text = "Requirements that hold (filled) and that fail (outlined), a column for each run, the oldest at the left."
+    return [element("h3", side.name), _plot(side), element("p", text, class_="aside"), table]
 
 
 def _row(run: dict[str, Any], stems: Sequence[str], changes: list[Markup]) -> Markup:
@@ -58,8 +59,8 @@ def _row(run: dict[str, Any], stems: Sequence[str], changes: list[Markup]) -> Ma
         entries = [entry for entry in run["requirements"] if entry["stem"] == stem]
         text = f"{counts_of(entries, ['passed'])} of {len(entries)}" if entries else "–"
         cells.append(element("td", text, data_head=stem))
-    version = run["implementation"]["version"]
-    title = element("th", element("time", run["started"]), " ", element("span", version, class_="aside"), scope="row")
+    version = element("span", run["implementation"]["version"], class_="aside")
+    title = element("th", element("time", run["started"]), " ", version, scope="row")
     last = element("td", *changes, data_head="changed")
     return element("tr", title, element("td", badge(word, found.word), data_head="verdict"), *cells, last)
 
@@ -98,7 +99,9 @@ def _plot(side: Side) -> Markup:
         entries, y = run["requirements"], height
         for name, among in (("passed", ["passed"]), ("failed", BAD)):
             count = counts_of(entries, among)
-            size = max(height * count / most, 3.0 if count else 0.0)
+            if not count:
+                continue
+            size = max(height * count / most, 3.0)
             y -= size
             place = {"x": f"{number * (width + gap):.0f}", "y": f"{y:.1f}", "width": f"{width:.0f}"}
             title = element("title", f"{run['started']}: {count} {name}")

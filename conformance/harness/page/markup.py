@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["BAD", "SYMBOLS", "Markup", "badge", "element", "joined", "plain", "quoted", "shortened"]
+__all__ = ["BAD", "SYMBOLS", "Markup", "badge", "element", "head_of", "joined", "plain", "quoted", "shortened"]
 
 TEXT_MAX = 6000
 BAD = ("failed", "error", "survived", "no kill")
@@ -33,7 +33,13 @@ SYMBOLS = {
     "not finished": "!",
     "no verdict": "·",
 }
-WORDS = {"xfailed": "known deviation", "none": "not run", "pass": "reached", "fail": "not reached"}
+WORDS = {
+    "absent": "not in it",
+    "xfailed": "known deviation",
+    "none": "not run",
+    "pass": "reached",
+    "fail": "not reached",
+}
 _NO_END = frozenset({"br", "input", "meta"})
 
 
@@ -75,6 +81,12 @@ def element(name: str, /, *children: str | None, **attributes: str | float | boo
         return Markup(f"<{' '.join(words)}>")
     inner = "".join(_escaped(child) for child in children if child is not None)
     return Markup(f"<{' '.join(words)}>{inner}</{name}>")
+
+
+def head_of(*columns: tuple[str, str]) -> Markup:
+    """The head of a table: titles, and classes that give the columns their widths."""
+    cells = (element("th", title, class_=class_ or None, scope="col") for title, class_ in columns)
+    return element("thead", element("tr", *cells))
 
 
 def joined(parts: Iterable[str], between: str = "") -> Markup:

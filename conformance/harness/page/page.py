@@ -164,7 +164,11 @@ def _environment(sides: Sequence[Side]) -> Markup:
         for run in side.current:
             facts = {**run["implementation"], **run["environment"]}
             rows = (
-                element("tr", element("th", name, scope="row"), element("td", element("code", _text(value))))
+                element(
+                    "tr",
+                    element("th", name, class_="c-fact", scope="row"),
+                    element("td", element("code", _text(value))),
+                )
                 for name, value in facts.items()
             )
             title = element("summary", f"{side.label}, run of {run['started']}")

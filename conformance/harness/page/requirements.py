@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from conformance.harness.page.history import glyphs
-from conformance.harness.page.markup import Markup, badge, element, joined
+from conformance.harness.page.markup import Markup, badge, element, head_of, joined
 from conformance.harness.page.sides import Side, counts_of, stems_of
 from conformance.harness.report import BAD
 
@@ -19,20 +19,19 @@ _ASIDE = {"skipped": "skipped", "xfailed": "known deviations", "none": "not run"
 
 def components(sides: Sequence[Side], mutants: Mutants) -> Markup:
     """A row for each component, with a cell of n of m for each side."""
-    every = {entry["id"]: entry for side in sides for entry in side.requirements.values()}
-    with_bugs = any(entry["planted"] for entry in every.values())
+    every = [entry for side in sides for entry in side.requirements.values()]
+    with_bugs = any(entry["planted"] for entry in every)
     heads = ["component", *(side.label if len(sides) > 1 else "requirements that hold" for side in sides)]
     heads += ["planted bugs killed"] * with_bugs + ["mutants killed"] * bool(mutants)
     rows = []
-    for stem in stems_of([*every.values()]):
+    for stem in stems_of(every):
         cells = [_cell(side, stem) for side in sides]
         if with_bugs:
             cells.append(_bugs_cell(sides, stem))
         if mutants:
             cells.append(element("td", _score_text(_score(mutants, _files_of(stem, mutants))), data_head=heads[-1]))
         rows.append(element("tr", element("th", stem, scope="row"), *cells))
-    head = element("tr", *(element("th", title, scope="col") for title in heads))
-    table = element("table", element("thead", head), element("tbody", *rows), class_="components")
+    table = element("table", head_of(*((title, "") for title in heads)), element("tbody", *rows), class_="components")
     return element("section", element("h2", "Components", id="components"), table, aria_labelledby="components")
 
 
@@ -44,8 +43,8 @@ def _cell(side: Side, stem: str) -> Markup:
     others = [f"{count} {text}" for name, text in _ASIDE.items() if (count := counts_of(entries, [name]))]
     notes = [badge("failed", f"{failed} failed")] if failed else []
     text = element("span", ", ".join(others), class_="aside") if others else None
-    share = element("strong", f"{held} of {len(entries)}")
-    return element("td", share, " ", _bar(entries), " ", *notes, " ", text, data_head=side.label)
+    share = element("span", element("strong", f"{held} of {len(entries)}"), " ", _bar(entries), class_="share")
+    return element("td", share, " ", *notes, " ", text, data_head=side.label)
 
 
 def _bar(entries: Sequence[dict[str, Any]]) -> Markup:
@@ -118,29 +117,33 @@ def _area(
     counts = []
     for side in sides:
         mine = [side.requirements[identifier] for identifier in identifiers if identifier in side.requirements]
-        counts.append(f"{counts_of(mine, ['passed'])} of {len(mine)}")
+        counts.append(f"{counts_of(mine, ['passed'])} of {len(mine)}" if mine else "–")
     name = module.rpartition(".")[2].removeprefix("test_").replace("_", " ")
     title = element("h4", element("b", name), f" {about} ", element("span", ", ".join(counts), class_="aside"))
-    heads = ["id", *(side.name for side in sides), "requirement", "planted bugs, mutants"]
-    head = element("tr", *(element("th", text, scope="col") for text in heads))
-    rows = (_row(every[identifier], sides, mutants) for identifier in identifiers)
-    table = element("table", element("thead", head), element("tbody", *rows), class_="all")
+    with_bugs = any(entry["planted"] for side in sides for entry in side.requirements.values())
+    columns = [("id", "c-id"), ("requirement", ""), *((side.name, "c-side") for side in sides)]
+    columns += [("planted bugs, mutants", "c-bugs")] * with_bugs
+    rows = (_row(every[identifier], sides, mutants, with_bugs=with_bugs) for identifier in identifiers)
+    table = element("table", head_of(*columns), element("tbody", *rows), class_="all")
     return element("section", title, table, class_="area", data_stem=every[identifiers[0]]["stem"])
 
 
-def _row(entry: dict[str, Any], sides: Sequence[Side], mutants: Mutants) -> Markup:
+def _row(entry: dict[str, Any], sides: Sequence[Side], mutants: Mutants, *, with_bugs: bool) -> Markup:
     identifier = entry["id"]
     found = [side.requirements.get(identifier) for side in sides]
     outcomes = [str(one["outcome"]) if one else "absent" for one in found]
     marks = [*outcomes, *(["differs"] if len(set(outcomes)) > 1 else [])]
     marks += ["survived"] if any(bug["verdict"] in ("survived", "no kill") for bug in _bugs(found)) else []
-    cells = [element("th", element("code", identifier), scope="row")]
-    for side, one, outcome in zip(sides, found, outcomes, strict=True):
-        cells.append(element("td", badge(outcome), *_beside(side, one), data_head=side.name))
     reasons = dict.fromkeys(reason for one in found if one for reason in _reasons(one))
     notes = [element("div", reason, class_="aside") for reason in reasons]
-    cells.append(element("td", element("span", entry["sentence"], class_="sentence"), *notes))
-    cells.append(element("td", joined(_bug_lines(found, mutants)), class_="bugs"))
+    cells = [
+        element("th", element("code", identifier), scope="row"),
+        element("td", element("span", entry["sentence"], class_="sentence"), *notes),
+    ]
+    for side, one, outcome in zip(sides, found, outcomes, strict=True):
+        cells.append(element("td", badge(outcome), *_beside(side, one), data_head=side.name))
+    if with_bugs:
+        cells.append(element("td", joined(_bug_lines(found, mutants))))
     return element("tr", *cells, id=identifier, data_outcomes=" ".join(marks), data_stem=entry["stem"])
 
 
@@ -149,8 +152,8 @@ def _beside(side: Side, one: dict[str, Any] | None) -> Iterator[Markup]:
     if one is None:
         return
     count, failed = len(one["tests"]), sum(test["outcome"] in BAD for test in one["tests"])
-    if count:
-        text = f"{failed} of {count} tests" if failed else f"{count} test{'s' * (count != 1)}"
+    if count > 1:
+        text = f"{failed} of {count} tests" if failed else f"{count} tests"
         yield element("div", text, class_="aside")
     earlier = glyphs(side, one["id"])
     if earlier is not None:

@@ -31,8 +31,9 @@ class Side:
 
     @property
     def label(self) -> str:
-        """Name and version."""
-        return f"{self.name} {self.runs[-1]['implementation']['version']}"
+        """Name, and version where it has one."""
+        version = self.runs[-1]["implementation"]["version"]
+        return self.name if version == "unversioned" else f"{self.name} {version}"
 
     @property
     def verdict(self) -> Verdict:
