@@ -84,7 +84,7 @@ def verdict(report: dict[str, Any]) -> Verdict:
     return Verdict(0, "passed", ", ".join([held, *also]))
 
 
-_ASIDE = {"xfailed": "known deviations", "skipped": "skipped", "none": "not run"}
+_ASIDE = {"xfailed": "known to deviate", "skipped": "skipped", "none": "not run"}
 
 
 def _wrong(counts: Counter[str], bugs: Counter[str], total: int) -> list[str]:

@@ -134,7 +134,7 @@ def test_components_add_up() -> None:
     assert [row.one("th").text for row in rows] == ["kvstore", "offload"]
     words = [[" ".join(cell.text.split()) for cell in row.every("td")] for row in rows]
     assert words == [
-        ["1 of 4 ✗ 1 failed 1 skipped, 1 known deviations", "none planted"],
+        ["1 of 4 ✗ 1 failed 1 skipped, 1 known to deviate", "none planted"],
         ["1 of 1", "1 of 2 ✗ 1 not killed"],
     ]
     # Each requirement has one row, and the numbers of a component are those of its rows.

@@ -14,7 +14,7 @@ from conformance.harness.report import BAD
 __all__ = ["Mutants", "components", "requirements"]
 
 Mutants = Mapping[str, tuple[int, int]]
-_ASIDE = {"skipped": "skipped", "xfailed": "known deviations", "none": "not run"}
+_ASIDE = {"skipped": "skipped", "xfailed": "known to deviate", "none": "not run"}
 
 
 def components(sides: Sequence[Side], mutants: Mutants) -> Markup:
