@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from fastimpl import ops, pipeline
 from fastimpl.pipeline.overlap import HostWait, Instruction, Record, Span, StepEnd, Work, overlap_report, replay
+from fastimpl.pipeline.overlap_views import to_svg
 from fastimpl.pipeline.recording import HostClock, Recorder
 from perf.harness.cli import main
 from perf.pipeline import overlap
@@ -38,6 +40,36 @@ def test_files_say_what_fused_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {event["ph"] for event in trace} == {"M", "X", "s", "f"}
     picture = ElementTree.parse(tmp_path / "new" / "figures.svg").getroot()
     assert len(picture.findall(".//{http://www.w3.org/2000/svg}title")) >= 3 * 4
+
+
+def test_the_picture_agrees_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [found for found in overlap._SCHEDULES if found[0] in ("Base", "Fused, after data dist")]
+    monkeypatch.setattr(overlap, "_SCHEDULES", tuple(chosen))
+    runs = overlap.measure_overlap(overlap.STAGE_MS)
+    for report, timeline in runs:
+        picture = ElementTree.fromstring(to_svg([(report, timeline)]))
+        titles = [found.text or "" for found in picture.iter("{http://www.w3.org/2000/svg}title")]
+        words = [found.text or "" for found in picture.iter("{http://www.w3.org/2000/svg}text")]
+        # Three steps are shown: what is drawn of each stage is what the report says of it, three times.
+        drawn: dict[str, float] = {}
+        for title in titles:
+            found = re.fullmatch(r"(\w+), step (\d+): (\S+) ms", title)
+            assert found is not None, title
+            if found[2] in ("2", "3", "4"):
+                drawn[found[1]] = drawn.get(found[1], 0.0) + float(found[3])
+        expected = {stage.stage: 3000 * stage.duration_s for stage in report.stages}
+        assert drawn == pytest.approx({**expected, "wait": 3000 * report.host_blocked_s})
+        assert set(expected) == set(overlap.STAGE_MS)
+        (headline,) = (word for word in words if word.startswith(f"{report.schedule}: "))
+        assert f"step {1000 * report.step_s:.4g} ms, one after the other {1000 * report.serial_s:.4g}" in headline
+        (stages,) = (word for word in words if "batch copy 3 (" in word)
+        for name, figure in overlap.STAGE_MS.items():
+            assert f"{name.replace('_', ' ')} {figure:.4g} (" in stages
+            assert any(word.endswith(f"  {name.replace('_', ' ')}") for word in words), "the legend names it"
+        # An axis in milliseconds, and a line where each step ends.
+        length_ms = round(1000 * (timeline.ends_s[4] - timeline.ends_s[1]))
+        assert [int(word) for word in words if word.isdigit()] == [*range(0, length_ms + 1, 50)]
+        assert [word for word in words if word.endswith("ends")] == [f"step {number} ends" for number in (2, 3, 4)]
 
 
 def test_wrong_durations_are_refused() -> None:
