@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import random
+import shlex
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -181,7 +182,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         counts = ", ".join(f"{count} {verdict}" for verdict, count in suite.recorder.verdicts().items() if count)
         terminalreporter.write_line(f"twinproof: planted bugs, by requirement: {counts}")
     if suite.option("report") is not None:
-        terminalreporter.write_line(f"twinproof: report written to {suite.option('report')}")
+        path = Path(suite.option("report"))
+        page = shlex.join(["twinproof", "report", str(path), "--html", str(path.with_suffix(".html"))])
+        terminalreporter.write_line(f"twinproof: report written to {path}; as a page: {page}")
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,8 @@ KIND = "twinproof-conformance"
 BAD = ("failed", "error")
 _RAN = ("passed", "failed", "error", "xfailed")
 _NOT_KILLED = ("survived", "no kill")
+_KEYS = {"started", "duration_s", "implementation", "profile", "seed", "planted_mode", "deviations", "environment"}
+_KEYS |= {"summary", "requirements"}
 # Of pytest's exit codes, those of a run that came to its end: green, red, nothing collected.
 _ENDED = (0, 1, 5)
 _STOPPED = {2: "it was interrupted, or a test module could not be imported", 3: "an internal error", 4: "wrong usage"}
@@ -158,6 +160,9 @@ def report_of(content: Any, path: Path) -> dict[str, Any]:
         raise ReportError(f"{path}: is no report of kind {KIND!r}")
     if content.get("schema") != SCHEMA_VERSION:
         raise ReportError(f"{path}: schema is {content.get('schema')!r}; this version reads {SCHEMA_VERSION}")
+    missing = sorted(_KEYS - content.keys())
+    if missing:
+        raise ReportError(f"{path}: got a report without {', '.join(missing)}")
     return content
 
 

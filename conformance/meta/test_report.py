@@ -109,10 +109,17 @@ def test_the_report_command(report: dict[str, Any], tmp_path: Path, capsys: pyte
     assert outputs["junit"].read_text(encoding="utf-8") == to_junit([report])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "twinproof-conformance", "schema": 99}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "\udc80" * 3, "[" * 100_000),
+        '{"kind": "twinproof-conformance", "schema": 99}',
+        '{"kind": "twinproof-conformance", "schema": 1}',
+    ],
+)
 def test_what_is_no_report(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ReportError, match=r"r\.json"):
         read_json(path)
     assert cli.main(["report", str(path)]) == 2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.harness.page.markup import SYMBOLS, Markup, badge, element, head_of
-from conformance.harness.page.sides import Side, counts_of, outcomes_of, stems_of
+from conformance.harness.page.sides import Side, counts_of, stems_of
 from conformance.harness.report import BAD, verdict
 
 __all__ = ["glyphs", "history"]
@@ -17,7 +17,7 @@ _RUNS_SHOWN = 12
 
 def glyphs(side: Side, identifier: str) -> Markup | None:
     """The outcomes of a requirement in the last runs, the newest at the right; None where one run is all there is."""
-    found = [outcomes_of(run).get(identifier) for run in side.runs]
+    found = [outcomes.get(identifier) for outcomes in side.outcomes]
     outcomes = [outcome for outcome in found if outcome is not None][-_RUNS_SHOWN:]
     if len(outcomes) < 2:
         return None
@@ -40,8 +40,7 @@ def _side(side: Side) -> list[Markup]:
     rows = []
     # What a run leaves out keeps the outcome that it had.
     known: dict[str, str] = {}
-    for run in side.runs:
-        outcomes = outcomes_of(run)
+    for run, outcomes in zip(side.runs, side.outcomes, strict=True):
         rows.append(_row(run, stems, _changes(known, outcomes)))
         known |= outcomes
     columns = [("run", "c-time"), ("verdict", "c-narrow"), *((stem, "") for stem in stems)]
@@ -93,7 +92,7 @@ def _rest(names: list[str]) -> str | None:
 def _plot(side: Side) -> Markup:
     """How many requirements hold and how many fail, a column for each run, the oldest first."""
     height, width, gap = 60.0, 22.0, 6.0
-    most = max((len(outcomes_of(run)) for run in side.runs), default=1) or 1
+    most = max(1, *map(len, side.outcomes))
     parts = []
     for number, run in enumerate(side.runs):
         entries, y = run["requirements"], height

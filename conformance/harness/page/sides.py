@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from conformance.harness.report import Verdict, verdict
 from conformance.harness.requirements import STEMS
 
-__all__ = ["Side", "counts_of", "outcomes_of", "sides_of", "stems_of"]
+__all__ = ["Side", "counts_of", "sides_of", "stems_of"]
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,21 @@ class Side:
     current: tuple[dict[str, Any], ...]
     requirements: dict[str, dict[str, Any]]
 
+    @cached_property
+    def outcomes(self) -> tuple[dict[str, str], ...]:
+        """Of each run, the outcomes of what it did run, by requirement."""
+        return tuple(
+            {entry["id"]: str(entry["outcome"]) for entry in run["requirements"] if entry["outcome"] != "none"}
+            for run in self.runs
+        )
+
     @property
     def label(self) -> str:
         """Name, and version where it has one."""
         version = self.runs[-1]["implementation"]["version"]
         return self.name if version == "unversioned" else f"{self.name} {version}"
 
-    @property
+    @cached_property
     def verdict(self) -> Verdict:
         """The verdict on the current runs together."""
         worst = max(self.current, key=lambda run: verdict(run).exit_code)
@@ -86,11 +95,6 @@ def _newest(runs: list[dict[str, Any]], stem: str, *, without: str) -> dict[str,
 
 def _of(run: dict[str, Any], stem: str) -> list[dict[str, Any]]:
     return [entry for entry in run["requirements"] if entry["stem"] == stem]
-
-
-def outcomes_of(run: dict[str, Any]) -> dict[str, str]:
-    """The outcomes of what a run did run, by requirement."""
-    return {entry["id"]: str(entry["outcome"]) for entry in run["requirements"] if entry["outcome"] != "none"}
 
 
 def counts_of(entries: Sequence[dict[str, Any]], among: Sequence[str]) -> int:
