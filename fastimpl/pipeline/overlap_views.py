@@ -38,7 +38,7 @@ _LETTERS = {
 _DARK = ("backward", "dense_optimizer", "lookup", "forward", "batch_copy")
 _GREY = "#9aa0a6"
 _WIDTH, _LABEL, _EARLIER, _LANE, _TITLE = 1060, 90, 110, 18, 26
-_TICKS_MAX = 10
+_TICKS_MAX = 9
 _STEPS_SHOWN = 3
 _FIRST_SHOWN = 2
 
