@@ -71,10 +71,10 @@ def adagrad(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyp
 def rowwise_adagrad(
     weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
 ) -> tuple[torch.Tensor, States]:
-    """Adagrad with one ``m1`` a row, which grows by the mean of ``g * g`` over the row."""
+    """Adagrad with one ``m1`` a row, fed with the mean of ``g * g``: ``w -= (lr / (sqrt(m1) + eps)) * g``, as FBGEMM."""
     momentum1 = states["momentum1"] + row_sum(grad * grad) / _float32(grad.shape[1])
-    step = (_float32(hyper.lr) * grad) / (_root(momentum1) + _float32(hyper.eps))
-    return weight - step, {"momentum1": momentum1}
+    factor = _float32(hyper.lr) / (_root(momentum1) + _float32(hyper.eps))
+    return weight - factor * grad, {"momentum1": momentum1}
 
 
 def _adam_step(grad: torch.Tensor, square: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:

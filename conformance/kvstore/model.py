@@ -74,7 +74,9 @@ def one_step(
         return w - f32(lr) * g, m1, m2
     if "adagrad" in optimizer:
         m1 = m1 + (mean if "rowwise" in optimizer else g * g)
-        return w - (f32(lr) * g) / (root(m1) + f32(1e-8)), m1, m2
+        divisor = root(m1) + f32(1e-8)
+        # FBGEMM's order: a row has one factor of its gradients.
+        return w - ((f32(lr) / divisor) * g if "rowwise" in optimizer else (f32(lr) * g) / divisor), m1, m2
     m1 = f32(BETA1) * m1 + f32(1 - BETA1) * g
     m2 = f32(BETA2) * m2 + f32(1 - BETA2) * (mean if "rowwise" in optimizer else g * g)
     denominator = root(m2) / f32((1 - BETA2**step) ** 0.5) + f32(1e-8)

@@ -113,6 +113,36 @@ def test_failing_allocations(kvstore: Any) -> None:
 
 
 @requirement(
+    "KV-240",
+    "Where memory for the rows of a state dict of any length is short, and no snapshot lives, load_state_dict MUST leave "
+    "the store as it was, ready for another try.",
+    needs=("injected_allocation_failure",),
+)
+def test_failing_long_state_dict(kvstore: Any) -> None:
+    # More than two of the chunks in which it writes.
+    layout, count = kvstore.RowLayout(1), 140_000
+    source = store_of(kvstore, layout)
+    source.set("t", torch.arange(count), torch.arange(count).float()[:, None])
+    state = source.state_dict()
+    for failures in range(2000):
+        store, where = store_of(kvstore, layout), f"allocation {failures}"
+        store.set("t", torch.arange(-3, 3), torch.full((6, 1), -1.0))
+        before = image(store)
+        store.fail_allocations("t", failures)
+        try:
+            store.load_state_dict(state)
+        except MemoryError:
+            store.fail_allocations("t", -1)
+            check(store, None, before, where)
+            store.load_state_dict(state)
+        else:
+            break
+    store.fail_allocations("t", -1)
+    assert_equal(failures > 0, True, where="a load that grows the table allocates")
+    assert_equal(store.size("t"), count + 3, where="rows")
+
+
+@requirement(
     "KV-122",
     "Where an allocation fails within a load, each row MUST be the old one or the new one, the store MUST go on, and "
     "loading again MUST complete it.",

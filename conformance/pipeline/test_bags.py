@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_within_derived, examples, requirement
-from conformance.kvstore.model import dense_steps
+from conformance.kvstore.model import dense_steps, f32, root
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import (
     DTYPES,
@@ -122,6 +122,25 @@ def test_textbook(pipeline: Any, tolerance_factor: float, optimizer: str) -> Non
         lookups(*batch.flat()).backward(grads[-1])
         naive, exact = (dense_steps(optimizer, weight, grads, dtype) for dtype in (torch.float32, torch.float64))
         assert_within_derived(lookups.weight(0), naive, exact, factor=tolerance_factor, where=optimizer)
+
+
+@requirement(
+    "PIPE-385",
+    "With row-wise Adagrad a row MUST lose (lr / (sqrt(m) + eps)) times its gradient, each operation rounded once, so "
+    "that it has the bits of FBGEMM's rows; m is the row's momentum after this step.",
+)
+def test_rowwise_factor(pipeline: Any) -> None:
+    config, rate, eps = pipeline.EmbeddingBagConfig(32, 36, "t", feature_names=["f"]), 0.05, 1e-3
+    optimizer = pipeline.FusedOptimizer("rowwise_adagrad", lr=rate, eps=eps)
+    weight = values_of((32, 36), 3)
+    lookups = pipeline.TableBatchedEmbeddingBags([config], optimizer=optimizer, weights=[weight.clone()])
+    batch = Jagged(["f"], [[[row] for row in range(32)]])
+    for step in range(3):
+        grad = values_of((32, 36), 20 + step)
+        lookups(*batch.flat()).backward(grad)
+        divisor = root(lookups.states(0)["momentum1"].reshape(32, 1)) + f32(eps)
+        weight = weight - (f32(rate) / divisor) * grad
+        assert_bits(lookups.weight(0), weight, f"step {step}")
 
 
 @requirement("PIPE-015", "Every dim from 1 to 1024 MUST work, multiples of 4 or not, side by side in one lookup.")

@@ -247,6 +247,8 @@ def load_state_dict(
         if clear:
             store.clear(table)
         evict_for_load(store, table, incoming.ids)
+        # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
+        engine.reserve(table, store.size(table) + int((~store.contains(table, incoming.ids)).sum()))
         for start, length in incoming.chunks():
             engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
         if incoming.step is not None:

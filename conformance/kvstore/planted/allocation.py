@@ -20,6 +20,11 @@ def half_a_batch_before_memory_ran_out(
     original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
 
 
+@fault(kills="KV-240", at="fastimpl.kvstore.store:NativeRows.reserve")
+def no_room_is_made(original: Any, store: Any, table: str, row_count: int) -> None:
+    """A state dict is written chunk by chunk, into memory that each asks for."""
+
+
 @fault(kills="KV-122", at="fastimpl.kvstore.store:NativeRows.write_rows")
 def row_cleared_before_memory_ran_out(original: Any, store: Any, table: str, rows: torch.Tensor) -> None:
     """A row that a failing load was about to replace is left blank."""

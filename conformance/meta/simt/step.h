@@ -164,7 +164,7 @@ struct Case {
     const auto g = [&sum](int64_t e) { return sum[static_cast<size_t>(e)]; };
     float shared = 0;
     if (is_row_wise(kOptimizer))
-      shared = row_denominator(kOptimizer, lane_sum(dim, g, g) / static_cast<float>(dim), m1, m2, kHyper);
+      shared = row_share(kOptimizer, lane_sum(dim, g, g) / static_cast<float>(dim), m1, m2, kHyper);
     if (is_scaled(kOptimizer))
       shared = row_scale(dim, [&](int64_t e) { return table.load(row * dim + e); }, g, m1, m2, kHyper);
     for (int64_t e = 0; e < dim; ++e) {

@@ -74,6 +74,18 @@ def mean_gradient_not_divided(
     original(engine, tables, features, bags, grads, *rest)
 
 
+@fault(kills="PIPE-385", at=lookups("update"))
+def elements_divided_one_by_one(
+    original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, optimizer: str, hyper: Any
+) -> None:
+    """Row-wise Adagrad divides each element of (lr * g), as Adagrad does: an ulp from FBGEMM in one of ten elements."""
+    before, ids = tables[0].weight.clone(), bags.indices.long()
+    original(engine, tables, features, bags, grad, optimizer, hyper)
+    if optimizer == "rowwise_adagrad" and len(features) == 1 and ids.unique().numel() == grad.shape[0] == ids.numel():
+        divisor = tables[0].states["momentum1"][ids].reshape(-1, 1).double().sqrt().float() + hyper.eps
+        tables[0].weight[ids] = before[ids] - (hyper.lr * grad) / divisor
+
+
 @fault(kills="PIPE-011", at=lookups("update"))
 def untouched_states_decay(
     original: Any, engine: Any, tables: Any, features: Any, bags: Bags, grad: torch.Tensor, *rest: Any

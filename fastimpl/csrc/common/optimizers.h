@@ -35,19 +35,20 @@ FASTIMPL_BOTH constexpr int64_t momentum2_width(Optimizer optimizer, int64_t dim
   return optimizer == Optimizer::kAdam || optimizer == Optimizer::kLamb ? dim : 0;
 }
 
-// Whether the elements of a row share a denominator, which `row_denominator` gives; or a scale, see `row_scale`.
+// Whether the elements of a row share a factor or a denominator, which `row_share` gives; or a scale, see `row_scale`.
 FASTIMPL_BOTH constexpr bool is_row_wise(Optimizer optimizer) {
   return optimizer == Optimizer::kRowwiseAdagrad || optimizer == Optimizer::kPartialRowwiseAdam;
 }
 
 FASTIMPL_BOTH constexpr bool is_scaled(Optimizer optimizer) { return optimizer == Optimizer::kLamb; }
 
-// Advances the momentum that a row has once by the mean of its squared gradients.
-FASTIMPL_BOTH FASTIMPL_INLINE float row_denominator(Optimizer optimizer, float mean_square, float* momentum1,
-                                                    float* momentum2, const Hyper& h) {
+// Advances the momentum that a row has once by the mean of its squared gradients. Adagrad's elements share the factor
+// of their gradients, as FBGEMM's do; Adam's a denominator.
+FASTIMPL_BOTH FASTIMPL_INLINE float row_share(Optimizer optimizer, float mean_square, float* momentum1,
+                                              float* momentum2, const Hyper& h) {
   if (optimizer == Optimizer::kRowwiseAdagrad) {
     *momentum1 += mean_square;
-    return std::sqrt(*momentum1) + h.eps;
+    return h.lr / (std::sqrt(*momentum1) + h.eps);
   }
   *momentum2 = h.beta2 * *momentum2 + h.one_minus_beta2 * mean_square;
   return std::sqrt(*momentum2) / h.root_correction + h.eps;
@@ -78,7 +79,7 @@ FASTIMPL_BOTH inline float row_scale(int64_t dim, const Weight& weight, const Gr
 }
 
 // What one element of the weight loses. Advances the element's momenta, but for those that belong to the row or that
-// `row_scale` advanced. `shared`: what `row_denominator` or `row_scale` gave.
+// `row_scale` advanced. `shared`: what `row_share` or `row_scale` gave.
 FASTIMPL_BOTH FASTIMPL_INLINE float element_step(Optimizer optimizer, float grad, float shared, float* momentum1,
                                                  float* momentum2, const Hyper& h) {
   switch (optimizer) {
@@ -89,7 +90,7 @@ FASTIMPL_BOTH FASTIMPL_INLINE float element_step(Optimizer optimizer, float grad
       *momentum1 = sum;
       return (h.lr * grad) / (std::sqrt(sum) + h.eps);
     }
-    case Optimizer::kRowwiseAdagrad: return (h.lr * grad) / shared;
+    case Optimizer::kRowwiseAdagrad: return shared * grad;
     case Optimizer::kAdam: {
       float average = *momentum1, square = *momentum2;
       advance_adam(grad, &average, &square, h);

@@ -88,9 +88,13 @@ void distribute(const Parallel& parallel, const uint64_t* from, uint64_t* to, in
                 PartOf&& part_of, int64_t* begins) {
   const int64_t ways = std::max<int64_t>(1, std::min(parallel.thread_count, count / kSplitWords));
   std::vector<int64_t> next(static_cast<size_t>(ways * part_count));
+  // Ends of ranges and what `part_of` holds are copied for each loop: its stores could change anything else, and the
+  // division of an end would be done for every word.
   parallel.run(ways, [&](int64_t way) {
+    const auto part_at = part_of;
     int64_t* const counts = next.data() + way * part_count;
-    for (int64_t i = count * way / ways; i < count * (way + 1) / ways; ++i) ++counts[part_of(i)];
+    const int64_t end = count * (way + 1) / ways;
+    for (int64_t i = count * way / ways; i < end; ++i) ++counts[part_at(i)];
   });
   int64_t total = 0;
   for (int64_t part = 0; part < part_count; ++part) {
@@ -100,8 +104,12 @@ void distribute(const Parallel& parallel, const uint64_t* from, uint64_t* to, in
   }
   begins[part_count] = total;
   parallel.run(ways, [&](int64_t way) {
+    const auto part_at = part_of;
     int64_t* const places = next.data() + way * part_count;
-    for (int64_t i = count * way / ways; i < count * (way + 1) / ways; ++i) to[places[part_of(i)]++] = from[i];
+    const uint64_t* const source = from;
+    uint64_t* const target = to;
+    const int64_t end = count * (way + 1) / ways;
+    for (int64_t i = count * way / ways; i < end; ++i) target[places[part_at(i)]++] = source[i];
   });
 }
 
@@ -174,16 +182,19 @@ struct BucketGroups {
 // One group's ids, sorted by bucket and inside: from `from` to `sorted`. `from` is used up.
 inline void sort_group(uint64_t* from, uint64_t* sorted, int64_t count, const BucketRule& rule, int64_t first_bucket,
                        int64_t bucket_count, int64_t* counts) {
-  std::vector<int64_t> places(static_cast<size_t>(bucket_count));
-  const auto bucket_at = [&](int64_t i) { return rule(static_cast<int64_t>(from[i])) - first_bucket; };
+  std::vector<int64_t> begins(static_cast<size_t>(bucket_count));
+  int64_t* const places = begins.data();
+  // A copy: what is counted could otherwise be its members.
+  const auto bucket_at = [rule, from, first_bucket](int64_t i) {
+    return rule(static_cast<int64_t>(from[i])) - first_bucket;
+  };
   if (bucket_count == 1) {
     counts[0] = count;
     for (int64_t i = 0; i < count; ++i) sorted[i] = sortable(static_cast<int64_t>(from[i]));
   } else {
     for (int64_t i = 0; i < count; ++i) ++counts[bucket_at(i)];
-    std::exclusive_scan(counts, counts + bucket_count, places.begin(), int64_t{0});
-    for (int64_t i = 0; i < count; ++i)
-      sorted[places[static_cast<size_t>(bucket_at(i))]++] = sortable(static_cast<int64_t>(from[i]));
+    std::exclusive_scan(counts, counts + bucket_count, places, int64_t{0});
+    for (int64_t i = 0; i < count; ++i) sorted[places[bucket_at(i)]++] = sortable(static_cast<int64_t>(from[i]));
   }
   for (int64_t bucket = 0, begin = 0; bucket < bucket_count; begin += counts[bucket++]) {
     // Ids that come sorted, as a store lists them, are left so.
@@ -205,16 +216,19 @@ int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, co
   std::atomic<int64_t> outside{0};
   const auto range_of = [&](int64_t way) { return std::make_pair(count * way / ways, count * (way + 1) / ways); };
   parallel.run(ways, [&](int64_t way) {
-    std::vector<int64_t> found(static_cast<size_t>(group_count));
+    const auto bucket_of = rule;
+    const auto given = id_at;
+    const int64_t first_bucket = begin, bucket_count = end - begin;
+    const int shift = groups.shift;
+    int64_t* const counted = next.data() + way * group_count;
     int64_t wrong = 0;
     for (auto [i, last] = range_of(way); i < last; ++i) {
-      const int64_t bucket = rule(id_at(i));
-      const bool is_wrong = bucket < begin || bucket >= end;
+      const int64_t bucket = bucket_of(given(i)) - first_bucket;
+      const bool is_wrong = bucket < 0 || bucket >= bucket_count;
       wrong += is_wrong;
-      ++found[static_cast<size_t>(is_wrong ? 0 : (bucket - begin) >> groups.shift)];
+      ++counted[is_wrong ? 0 : bucket >> shift];
     }
     outside += wrong;
-    std::copy(found.begin(), found.end(), next.begin() + way * group_count);
   });
   if (outside != 0) return outside;
   std::fill_n(counts, end - begin, 0);
@@ -231,13 +245,18 @@ int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, co
   auto* const words = reinterpret_cast<uint64_t*>(sorted);
   const bool is_single = end - begin == 1;
   parallel.run(ways, [&](int64_t way) {
+    const auto bucket_of = rule;
+    const auto given = id_at;
+    const int64_t first_bucket = begin;
+    const int shift = groups.shift;
     int64_t* const places = next.data() + way * group_count;
+    uint64_t* const target = is_single ? words : spare.data();
     for (auto [i, last] = range_of(way); i < last; ++i) {
-      const int64_t id = id_at(i);
+      const int64_t id = given(i);
       if (is_single) {
-        words[i] = sortable(id);
+        target[i] = sortable(id);
       } else {
-        spare[places[(rule(id) - begin) >> groups.shift]++] = static_cast<uint64_t>(id);
+        target[places[(bucket_of(id) - first_bucket) >> shift]++] = static_cast<uint64_t>(id);
       }
     }
   });

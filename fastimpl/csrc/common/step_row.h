@@ -15,8 +15,7 @@ FASTIMPL_INLINE void step_row(float* weight, const float* from, float* momentum1
   const Hyper h = given;
   float shared = 0;
   if constexpr (is_row_wise(kOptimizer)) {
-    shared =
-        row_denominator(kOptimizer, dot_row<kIsa>(from, from, dim) / static_cast<float>(dim), momentum1, momentum2, h);
+    shared = row_share(kOptimizer, dot_row(from, from, dim) / static_cast<float>(dim), momentum1, momentum2, h);
   }
   if constexpr (is_scaled(kOptimizer)) {
     const auto value = [weight](int64_t e) FASTIMPL_INLINED { return weight[e]; };

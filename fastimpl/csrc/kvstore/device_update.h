@@ -110,7 +110,7 @@ struct UpdateRows {
       if (simt::lane() == 0) {
         const StateSlot& slot = kOptimizer == Optimizer::kRowwiseAdagrad ? places.first : places.second;
         float momentum = load_float(row, slot.type, slot.offset_bytes, 0);
-        result = row_denominator(kOptimizer, mean_square, &momentum, &momentum, h);
+        result = row_share(kOptimizer, mean_square, &momentum, &momentum, h);
         store_float(row, slot.type, slot.offset_bytes, 0, momentum);
       }
     } else if constexpr (is_scaled(kOptimizer)) {

@@ -85,7 +85,7 @@ FASTIMPL_INLINE void weight_gradient_run(const BagBatch<Id>& batch, int64_t feat
     }
     for (int64_t at = begin; at < end; ++at) {
       if (at + ahead < last_at) fetch_row(rows + batch.ids[at + ahead] * dim, row_bytes);
-      out[at] = dot_row<kIsa>(bag_grad, wide_row<T, kIsa>(rows + batch.ids[at] * dim, scratch, dim), dim);
+      out[at] = dot_row(bag_grad, wide_row<T, kIsa>(rows + batch.ids[at] * dim, scratch, dim), dim);
     }
   }
 }

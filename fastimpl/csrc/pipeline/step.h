@@ -22,20 +22,22 @@ constexpr int64_t kLineColumns = 16;
 
 inline int bit_width(uint64_t value) { return value == 0 ? 0 : 64 - __builtin_clzll(value); }
 
-// Sorts words by their bits from `low` to `high`, stably; the result is in either buffer.
-inline uint64_t* sort_stably(const Parallel& parallel, uint64_t* words, uint64_t* spare, int64_t count, int low,
-                             int high) {
+// Sorts words by their bits from `low` to `high`, after `base` is taken from them, stably. `spare` has as many.
+inline void sort_stably(const Parallel& parallel, uint64_t* words, uint64_t* spare, int64_t count, uint64_t base,
+                        int low, int high) {
   const int pass_count = (high - low + kDigitBits - 1) / kDigitBits;
   std::vector<int64_t> begins((size_t{1} << kDigitBits) + 1);
+  uint64_t *from = words, *to = spare;
   for (int pass = 0; pass < pass_count; ++pass) {
     const int first = low + (high - low) * pass / pass_count, last = low + (high - low) * (pass + 1) / pass_count;
     const uint64_t mask = (uint64_t{1} << (last - first)) - 1;
     distribute(
-        parallel, words, spare, count, static_cast<int64_t>(mask + 1),
-        [&](int64_t i) { return static_cast<int64_t>((words[i] >> first) & mask); }, begins.data());
-    std::swap(words, spare);
+        parallel, from, to, count, static_cast<int64_t>(mask + 1),
+        [from, base, first, mask](int64_t i) { return static_cast<int64_t>(((from[i] - base) >> first) & mask); },
+        begins.data());
+    std::swap(from, to);
   }
-  return words;
+  if (from != words) std::copy_n(from, count, words);
 }
 
 // Uninitialised, and from the heap, which hands the same pages out again call after call.
@@ -47,9 +49,8 @@ std::unique_ptr<T[]> heap_array(int64_t count) {
 // An occurrence is a word: the row, counted through all tables, above what says which gradient it has: its bag, as
 // feature and number in the feature, or its position where ids have weights.
 struct Occurrences {
-  std::unique_ptr<uint64_t[]> words, spare;
+  std::unique_ptr<uint64_t[]> sorted;
   std::unique_ptr<uint64_t[]> bag_of;  // Of a position; null without weights.
-  uint64_t* sorted;
   int bag_bits, payload_bits;
   std::vector<uint64_t> bases;        // Of each table: the number of its first row.
   std::vector<int64_t> table_begins;  // In `sorted`, and the end of it.
@@ -77,48 +78,80 @@ bool fits_words(const BagBatch<Id>& batch) {
   return row_count < uint64_t{1} << 62 && bit_width(static_cast<uint64_t>(row_count)) + payload_bits_of(batch) <= 64;
 }
 
+// Where each table's occurrences begin, tables one after the other, and for each feature how far its occurrences move.
 template <typename Id>
-Occurrences sort_occurrences(const Parallel& parallel, const BagBatch<Id>& batch) {
-  std::vector<uint64_t> bases;
-  uint64_t row_count = 0;
-  for (const BagTable& table : batch.tables) {
-    bases.push_back(row_count);
-    row_count += static_cast<uint64_t>(table.row_count);
+std::vector<int64_t> group_by_table(const BagBatch<Id>& batch, std::vector<int64_t>* table_begins) {
+  const auto first_of = [&](size_t feature) { return batch.offsets[static_cast<int64_t>(feature) * batch.bag_count]; };
+  std::vector<int64_t> next(batch.tables.size() + 1), moves;
+  for (size_t f = 0; f < batch.features.size(); ++f)
+    next[static_cast<size_t>(batch.features[f].table)] += first_of(f + 1) - first_of(f);
+  std::exclusive_scan(next.begin(), next.end(), next.begin(), int64_t{0});
+  *table_begins = next;
+  for (size_t f = 0; f < batch.features.size(); ++f) {
+    int64_t& begin = next[static_cast<size_t>(batch.features[f].table)];
+    moves.push_back(begin - first_of(f));
+    begin += first_of(f + 1) - first_of(f);
   }
+  return moves;
+}
+
+template <typename Id>
+void fill_words(const Parallel& parallel, const BagBatch<Id>& batch, const std::vector<int64_t>& moves,
+                Occurrences& found) {
   const bool weighted = batch.weights != nullptr;
-  const int bag_bits = bag_bits_of(batch), payload_bits = payload_bits_of(batch);
-  Occurrences found{heap_array<uint64_t>(batch.id_count),
-                    heap_array<uint64_t>(batch.id_count),
-                    nullptr,
-                    nullptr,
-                    bag_bits,
-                    payload_bits,
-                    std::move(bases),
-                    {}};
-  if (weighted) found.bag_of = heap_array<uint64_t>(batch.id_count);
+  const int bag_bits = found.bag_bits, payload_bits = found.payload_bits;
   for_bags(parallel, batch.offsets, batch.feature_count(), batch.bag_count,
            [&](int64_t feature, int64_t first, int64_t last) {
              const uint64_t base = found.bases[static_cast<size_t>(batch.features[static_cast<size_t>(feature)].table)];
              const int64_t* const offsets = batch.offsets + feature * batch.bag_count;
-             uint64_t* const words = found.words.get();
+             const Id* const ids = batch.ids;
+             uint64_t* const words = found.sorted.get() + moves[static_cast<size_t>(feature)];
              for (int64_t number = first; number < last; ++number) {
                const auto bag = static_cast<uint64_t>(feature << bag_bits | number);
-               for (int64_t at = offsets[number]; at < offsets[number + 1]; ++at) {
-                 words[at] = (base + static_cast<uint64_t>(batch.ids[at])) << payload_bits |
+               const int64_t end = offsets[number + 1];
+               for (int64_t at = offsets[number]; at < end; ++at) {
+                 words[at] = (base + static_cast<uint64_t>(ids[at])) << payload_bits |
                              (weighted ? static_cast<uint64_t>(at) : bag);
                }
-               if (weighted)
-                 std::fill(found.bag_of.get() + offsets[number], found.bag_of.get() + offsets[number + 1], bag);
+               if (weighted) std::fill(found.bag_of.get() + offsets[number], found.bag_of.get() + end, bag);
              }
            });
-  found.sorted = sort_stably(parallel, found.words.get(), found.spare.get(), batch.id_count, payload_bits,
-                             payload_bits + bit_width(row_count));
-  for (const uint64_t base : found.bases) {
-    const auto* const end = found.sorted + batch.id_count;
-    found.table_begins.push_back(
-        std::lower_bound(static_cast<const uint64_t*>(found.sorted), end, base << payload_bits) - found.sorted);
+}
+
+// Each table by itself: its words are few enough for a cache. One that has more than a thread's share is sorted by all
+// threads.
+template <typename Id>
+Occurrences sort_occurrences(const Parallel& parallel, const BagBatch<Id>& batch) {
+  Occurrences found{heap_array<uint64_t>(batch.id_count), nullptr, bag_bits_of(batch), payload_bits_of(batch), {}, {}};
+  uint64_t row_count = 0;
+  for (const BagTable& table : batch.tables) {
+    found.bases.push_back(row_count);
+    row_count += static_cast<uint64_t>(table.row_count);
   }
-  found.table_begins.push_back(batch.id_count);
+  if (batch.weights != nullptr) found.bag_of = heap_array<uint64_t>(batch.id_count);
+  fill_words(parallel, batch, group_by_table(batch, &found.table_begins), found);
+  const auto count_of = [&](int64_t table) {
+    return found.table_begins[static_cast<size_t>(table + 1)] - found.table_begins[static_cast<size_t>(table)];
+  };
+  const auto sort_table = [&](const Parallel& given, int64_t table) {
+    const auto t = static_cast<size_t>(table);
+    const int64_t count = count_of(table);
+    const auto spare = heap_array<uint64_t>(count);
+    const int row_bits = bit_width(static_cast<uint64_t>(batch.tables[t].row_count));
+    sort_stably(given, found.sorted.get() + found.table_begins[t], spare.get(), count,
+                found.bases[t] << found.payload_bits, found.payload_bits, found.payload_bits + row_bits);
+  };
+  std::vector<int64_t> small;
+  for (int64_t table = 0; table < static_cast<int64_t>(batch.tables.size()); ++table) {
+    if (count_of(table) * parallel.thread_count > batch.id_count) {
+      sort_table(parallel, table);
+    } else if (count_of(table) > 1) {
+      small.push_back(table);
+    }
+  }
+  const Parallel alone{1, {}};
+  parallel.run(static_cast<int64_t>(small.size()),
+               [&](int64_t at) { sort_table(alone, small[static_cast<size_t>(at)]); });
   return found;
 }
 
@@ -239,7 +272,8 @@ inline std::vector<int64_t> row_cuts(const Occurrences& found, int64_t count, in
     const bool starts = at == 0 || at == count || found.row(at) != found.row(at - 1);
     // The first word of the next row, found by bisection: a row may have any number of occurrences.
     const uint64_t next = starts ? 0 : (found.row(at) + 1) << found.payload_bits;
-    cuts.push_back(starts ? at : std::lower_bound(found.sorted + at, found.sorted + count, next) - found.sorted);
+    cuts.push_back(
+        starts ? at : std::lower_bound(found.sorted.get() + at, found.sorted.get() + count, next) - found.sorted.get());
   }
   cuts.push_back(count);
   return cuts;

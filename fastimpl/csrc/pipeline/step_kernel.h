@@ -150,7 +150,7 @@ SIMT float share_row(const Group& group, const StepTable& table, int64_t row, co
       const float mean_square = sum_of(memory.sums) / static_cast<float>(table.dim);
       const Global<float> momenta = kOptimizer == Optimizer::kRowwiseAdagrad ? table.momentum1 : table.momentum2;
       float momentum = momenta.load(row);
-      memory.result.store(0, row_denominator(kOptimizer, mean_square, &momentum, &momentum, h));
+      memory.result.store(0, row_share(kOptimizer, mean_square, &momentum, &momentum, h));
       momenta.store(row, momentum);
     }
     group.sync();
