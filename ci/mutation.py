@@ -456,11 +456,10 @@ def _options() -> list[str]:
 
 
 def not_compiled(header: str, tree: Path) -> bool:
-    """Whether a header by itself is no C++: most mutants that are none end here, in a second."""
-    words = ["g++", "-std=c++17", "-fsyntax-only", "-w", "-I", "fastimpl/csrc", "-x", "c++", header]
-    if "#include <torch" in (tree / header).read_text(encoding="utf-8"):
-        return False
-    return run_in(tree, words, limit_s=300).returncode != 0
+    """Whether a header by itself is no C++, and was before: most mutants that are none end here, in a second."""
+    folders = ("fastimpl/csrc", "fastimpl/csrc/common", "conformance/provers/simt/include")
+    words = ["g++", "-std=c++20", "-fsyntax-only", "-w", *(f"-I{name}" for name in folders), "-x", "c++", header]
+    return run_in(tree, words, limit_s=300).returncode != 0 and run_in(ROOT, words, limit_s=300).returncode == 0
 
 
 def build_in(tree: Path, sources: str, folder: Path, *options: str) -> bool:

@@ -1,4 +1,4 @@
-// In a library that counts branches alone (-DCOVERAGE=ON): writes the counters of a process that will not end by exit().
+// Only in a library that counts branches (-DCOVERAGE=ON): writes the counters of a process that will not end by exit().
 extern "C" {
 void __gcov_dump();
 void __gcov_reset();
