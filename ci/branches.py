@@ -8,15 +8,17 @@ would take is left out. The committed list has two parts: ``unreachable``, with 
 ``not_crossed``, what no test takes yet, whose total may only fall. A way that stands in neither fails, and so does an
 entry of which less is left than it says. ``--record`` writes ``not_crossed`` anew, and refuses a total that rose.
 
-Templates and functions that several programs compile are one: a way is taken if any copy of the line with the same
-number of branches takes it. A function that is always inlined has its branches once for each call. Which branches a
-line has is the compiler's choice: the list names its release, and is compared under that one alone.
+A line counts if its own text decides something. Templates and functions that several programs compile are one: a way
+is taken if any copy of the line with the same number of branches takes it, and copies of a function that is always
+inlined are one, too. Which branches a line has is the compiler's choice: the list names its release, and is compared
+under that one alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,6 +31,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "fastimpl/csrc"
 LISTED = ROOT / "ci" / "coverage.json"
+_DECISIONS = re.compile(
+    r"\bif (?!constexpr)\(|\bfor \((?!.* : )|\bwhile \(|STD_TORCH_CHECK\(|&&(?! ?\w+[,)])|\|\|| \? "
+)
 _KINDS = ("allocation", "defence", "hardware", "device", "compiler")
 
 # File and text of a line, stripped.
@@ -86,7 +91,7 @@ def ways_of(branches: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def merged(documents: Iterable[Mapping[str, Any]], root: Path) -> dict[str, dict[Way, int]]:
     """By file of the sources: how often each way was taken, in all copies together."""
-    found: dict[str, dict[Way, int]] = defaultdict(lambda: defaultdict(int))
+    lines: dict[str, dict[int, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(dict))
     sources = (root / SOURCES).as_posix() + "/"
     for document in documents:
         for file in document["files"]:
@@ -94,11 +99,48 @@ def merged(documents: Iterable[Mapping[str, Any]], root: Path) -> dict[str, dict
             name = path.as_posix()
             if not name.startswith(sources) or name.startswith(sources + "tests/"):
                 continue
-            into = found[path.relative_to(root).as_posix()]
+            into = lines[path.relative_to(root).as_posix()]
             for line in file["lines"]:
                 counts = ways_of(line["branches"])
+                known = into[line["line_number"]].setdefault(len(counts), [0] * len(counts))
                 for index, count in enumerate(counts):
-                    into[Way(line["line_number"], len(counts), index)] += count
+                    known[index] += count
+    texts = {file: lines_of(root / file) for file in lines}
+    return {
+        file: {
+            Way(number, shape, index): count
+            for number, shapes in sorted(of_file.items())
+            if decides(texts[file][number - 1])
+            for shape, counts in folded(shapes, 2 * decisions_of(texts[file][number - 1])).items()
+            for index, count in enumerate(counts)
+        }
+        for file, of_file in lines.items()
+    }
+
+
+def decisions_of(text: str) -> int:
+    """How many two-way branches the text of a line has by itself."""
+    return len(_DECISIONS.findall(text))
+
+
+def decides(text: str) -> bool:
+    """Whether a line has a branch of the source: what gcov counts in others is the compiler's, or of what they call."""
+    return bool(decisions_of(text)) or "switch (" in text
+
+
+def folded(shapes: Mapping[int, Sequence[int]], wanted: int = 0) -> dict[int, list[int]]:
+    """The counts of a line by its number of ways, where a multiple of that number is so many copies in a row.
+
+    A function that is always inlined has its branches once for each call in the caller, one copy behind the other.
+    ``wanted``: the ways of one copy where they are known, else 0.
+    """
+    fits = wanted > 0 and any(shape > 0 and shape % wanted == 0 for shape in shapes)
+    found: dict[int, list[int]] = {wanted: [0] * wanted} if fits else {}
+    for shape, counts in sorted(shapes.items()):
+        base = next((known for known in found if known > 1 and shape % known == 0), shape)
+        into = found.setdefault(base, [0] * base)
+        for index, count in enumerate(counts):
+            into[index % base] += count
     return found
 
 

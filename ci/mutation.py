@@ -421,10 +421,8 @@ def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, s
 
     Whoever has the same code as without the mutant is not asked. A mutant that nobody has in the code is none.
     """
-    if not_compiled(mutant.file, tree):
-        return _INVALID, "does not compile"
     tests, library = STATE / "kernels", STATE / "library"
-    if not build_in(tree, "fastimpl/csrc/tests", tests):
+    if not_compiled(mutant.file, tree) or not build_in(tree, "fastimpl/csrc/tests", tests):
         return _INVALID, "does not compile"
     seen = has_changed(tests / "kernel_tests")
     if seen and (by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=300))):
@@ -437,9 +435,8 @@ def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, s
     if not build_in(tree, "fastimpl/csrc", library, *_options()):
         return _INVALID, "does not compile"
     if not has_changed(library / "libfastimpl_ops.so"):
-        if programs or seen:
-            return _SURVIVED, f"{len(programs)} files of proofs; not in the library"
-        return _INVALID, "the same code"
+        told = f"{len(programs)} files of proofs; not in the library"
+        return (_SURVIVED, told) if programs or seen else (_INVALID, "the same code")
     use_library(tree)
     every = sorted(coverage.seconds, key=lambda test: (coverage.seconds[test], test))
     chosen = within(every, coverage.seconds, 2 * _TESTS_S)
@@ -489,18 +486,21 @@ def build_plain(tree: Path) -> None:
 
 
 def copy_tree() -> Path:
-    """The files of this tree and the library that ci/setup has installed, in a folder where they may be changed."""
+    """The files of this tree and the library that ci/setup has installed, in a folder where they may be changed.
+
+    What is as it was keeps its time: builds go by it, and one that was ended with a mutant in it has to be done again.
+    """
     tree = STATE / "tree"
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).exists():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
-    code = "import fastimpl.ops as o; print(o.library_path() or '')"
-    words = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    names = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    wanted = {tree / name: ROOT / name for name in names if name and (ROOT / name).exists()}
+    for path in [path for path in tree.rglob("*") if path.is_file() and path not in wanted]:
+        path.unlink()
+    for path, source in wanted.items():
+        if not path.exists() or path.read_bytes() != source.read_bytes():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, path)
+    words = [sys.executable, "-P", "-W", "ignore", "-c", "import fastimpl.ops as o; print(o.library_path() or '')"]
     library = subprocess.run(words, cwd=STATE, env=_plain(), capture_output=True, text=True, check=True).stdout.split()
     if not library:
         raise SystemExit("mutate: ci/setup has installed no library")

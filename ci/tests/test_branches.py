@@ -81,6 +81,37 @@ def test_ways_of_calls_are_left_out(branches: Any) -> None:
     assert branches.ways_of([branch(0, throws=True), branch(5)]) == [5]
 
 
+def test_copies_that_are_inlined_are_one(branches: Any) -> None:
+    assert branches.folded({2: [1, 0], 6: [0, 0, 0, 4, 0, 0]}) == {2: [1, 4]}
+    assert branches.folded({2: [1, 0], 3: [5, 0, 0], 4: [0, 0, 0, 0]}) == {2: [1, 0], 3: [5, 0, 0]}
+    # Where the line says what one copy has, all copies are one.
+    assert branches.folded({4: [0, 0, 0, 7], 6: [1, 0, 0, 0, 0, 0]}, 2) == {2: [1, 7]}
+    assert branches.folded({3: [0, 0, 7]}, 2) == {3: [0, 0, 7]}
+    # One way alone is what is left of a branch beside an exception: nothing is its multiple.
+    assert branches.folded({0: [], 1: [0], 2: [3, 0]}) == {0: [], 1: [0], 2: [3, 0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("if (is_first) {", 1),
+        ("for (int64_t i = 0; i < count; ++i) {", 1),
+        ("if (a == b && (c || d)) return;", 3),
+        ("return a > b ? a : b;", 1),
+        ("add_row(sum, g, count, is_first);", 0),
+        ("if constexpr (kType == Float::kHalf) {", 0),
+        ("} while (!done);", 1),
+        ("void take(Body&& body) {", 0),
+        ('STD_TORCH_CHECK(a >= 0 && b >= 0, "a: got ", a);', 2),
+        ("for (const auto& table : store.tables) take(table);", 0),
+    ],
+)
+def test_decisions_of_a_line(branches: Any, text: str, count: int) -> None:
+    assert branches.decisions_of(text) == count
+    assert branches.decides(text) == (count > 0)
+    assert branches.decides("switch (kind) {")
+
+
 def _way(branches: Any, line: int, index: int) -> Any:
     return branches.Way(line, 2, index)
 

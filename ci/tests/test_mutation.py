@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -330,3 +331,33 @@ def test_the_committed_list_is_strict(mutation: Any, tmp_path: Path) -> None:
         mutation.read_listed(listed, tmp_path)
     # The list of this tree stands.
     mutation.read_listed()
+
+
+def test_a_copy_takes_out_what_an_ended_run_left_and_touches_nothing_else(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, state = tmp_path / "root", tmp_path / "state"
+    (root / "fastimpl").mkdir(parents=True)
+    state.mkdir()
+    for name, text in (("a.h", "1\n"), ("b.h", "2\n"), ("fastimpl/libfastimpl_ops.so", ""), ("build_info.json", "")):
+        (root / name).write_text(text)
+    (root / "fastimpl" / "build_info.json").write_text("")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    library = str(root / "fastimpl" / "libfastimpl_ops.so")
+    monkeypatch.setattr(mutation, "ROOT", root)
+    monkeypatch.setattr(mutation, "STATE", state)
+    monkeypatch.setattr(mutation.sys, "executable", "/bin/echo")
+    run = subprocess.run
+    plain = SimpleNamespace(stdout=library)
+    monkeypatch.setattr(
+        mutation.subprocess, "run", lambda words, **rest: run(words, **rest) if words[0] == "git" else plain
+    )
+    tree = mutation.copy_tree()
+    times = {name: (tree / name).stat().st_mtime_ns for name in ("a.h", "b.h")}
+    (tree / "a.h").write_text("a mutant\n")
+    (tree / "left.txt").write_text("of a test\n")
+    mutation.copy_tree()
+    assert (tree / "a.h").read_text() == "1\n"
+    assert (tree / "a.h").stat().st_mtime_ns > times["a.h"]
+    assert (tree / "b.h").stat().st_mtime_ns == times["b.h"]
+    assert not (tree / "left.txt").exists()

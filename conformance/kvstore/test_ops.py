@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def _formats(**changes: int) -> torch.Tensor:
     """A table of rows of 64 bytes, four numbers of float32 and two states of as many; some words of it changed."""
     from fastimpl.kvstore.native import TABLE_VERSION, TableMessage, messages
 
-    words = dict.fromkeys(TableMessage._fields, 0)
+    words: dict[str, Any] = dict.fromkeys(TableMessage._fields, 0)
     words |= {"version": TABLE_VERSION, "row_bytes": 64, "embedding_dim": 4, "optimizer": 4, "capacity": -1}
     words |= {"momentum1_offset_bytes": 32, "momentum1_count": 4, "momentum2_offset_bytes": 48, "momentum2_count": 4}
     return messages(TableMessage(**(words | changes)))
@@ -167,17 +168,16 @@ def _wrong_calls(ops: Any, store: Any, taken: Any) -> dict[str, Callable[[], obj
 
     ids, rows, hyper = ids_of([1, 2]), torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(8, dtype=torch.float64)
     out, grads, words = torch.zeros(2, 16), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
-    plan = messages(EvictionMessage(EVICTION_VERSION, *[0] * (len(EvictionMessage._fields) - 1)))
+    zeros: list[Any] = [0] * (len(EvictionMessage._fields) - 1)
+    plan = messages(EvictionMessage(EVICTION_VERSION, *zeros))
     filling, narrow = store.fill(0, 2, 0), rows[:, :8].contiguous()
     calls: dict[str, Callable[[], object]] = {}
     for table in (-1, 1, 2**63 - 1):
         calls |= {
-            f"read of table {table}": lambda table=table: store.read(table, ids, 0, 64, out),
-            f"write to table {table}": lambda table=table: store.write(
-                table, ids, rows[:, :8].contiguous(), 16, 0, True
-            ),
-            f"delete in table {table}": lambda table=table: store.delete(table, ids),
-            f"size of table {table}": lambda table=table: store.size(table),
+            f"read of table {table}": partial(store.read, table, ids, 0, 64, out),
+            f"write to table {table}": partial(store.write, table, ids, narrow, 16, 0, True),
+            f"delete in table {table}": partial(store.delete, table, ids),
+            f"size of table {table}": partial(store.size, table),
         }
     for name, wrong in {
         "ids of int32": ids.int(),
@@ -185,14 +185,14 @@ def _wrong_calls(ops: Any, store: Any, taken: Any) -> dict[str, Callable[[], obj
         "ids with gaps": torch.zeros(4, dtype=torch.int64)[::2],
     }.items():
         calls |= {
-            f"read of {name}": lambda wrong=wrong: store.read(0, wrong, 0, 64, out),
-            f"contains of {name}": lambda wrong=wrong: store.contains(0, wrong),
-            f"delete of {name}": lambda wrong=wrong: store.delete(0, wrong),
+            f"read of {name}": partial(store.read, 0, wrong, 0, 64, out),
+            f"contains of {name}": partial(store.contains, 0, wrong),
+            f"delete of {name}": partial(store.delete, 0, wrong),
         }
     for begin, end in ((-1, 63), (32, 16), (1, 65), (0, 2**62)):
-        calls[f"read of bytes {begin} to {end}"] = lambda begin=begin, end=end: store.read(0, ids, begin, end, out)
+        calls[f"read of bytes {begin} to {end}"] = partial(store.read, 0, ids, begin, end, out)
     for begin in (-1, 0, 15, 57, 64, 2**63 - 1, -(2**63)):
-        calls[f"write at byte {begin}"] = lambda begin=begin: store.write(0, ids, narrow, begin, 0, True)
+        calls[f"write at byte {begin}"] = partial(store.write, 0, ids, narrow, begin, 0, True)
     calls |= {
         "read into too little": lambda: store.read(0, ids, 0, 64, out[:1]),
         "read into gaps": lambda: store.read(0, ids, 0, 32, out[:, ::2]),
@@ -247,11 +247,11 @@ def _changed(words: torch.Tensor, index: int, value: int) -> torch.Tensor:
 def test_misuse_of_stores(kvstore: Any) -> None:
     from fastimpl import ops
 
-    store = ops.KVHandle.create(_formats(), 2)
+    store: Any = ops.KVHandle.create(_formats(), 2)
     ids = ids_of([1, 2, 3])
     rows = torch.frombuffer(bytearray(b"".join(header(key, 7, 1) + bytes(range(48)) for key in ids)), dtype=torch.uint8)
     assert_equal(store.write_rows(0, ids, rows.view(3, 64).clone()), 0, where="status")
-    taken = store.snapshot()
+    taken: Any = store.snapshot()
     before, found = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 64, dtype=torch.uint8)
     store.read(0, ids, 0, 64, before)
     mark = store.mark()
