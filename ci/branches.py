@@ -1,6 +1,6 @@
 """The judge of ``ci/coverage``: which branch of the C++ sources never goes one of its ways under the suite?
 
-    python ci/branches.py FOLDER [--list ci/coverage.json] [--record]
+    python ci/branches.py FOLDER [--list ci/coverage.json] [--record | --table]
 
 ``FOLDER`` has the builds with their counters (``*.gcda``); gcov says what each branch took. The ways of a branch that
 were never taken are counted by file and text of the line, so that an edit elsewhere moves nothing. What an exception
@@ -298,6 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--list", type=Path, default=LISTED, help="the committed list")
     parser.add_argument("--record", action="store_true", help="write what is not crossed yet into the list")
     parser.add_argument("--all", action="store_true", help="print each way that was never taken, listed or not")
+    parser.add_argument("--table", action="store_true", help="print how many ways were taken, and judge nothing")
     options = parser.parse_args(arguments)
     listed = read_list(options.list, ROOT)
     if listed.gcc and listed.gcc != gcc_release():
@@ -306,6 +307,8 @@ def main(arguments: Sequence[str]) -> int:
     found = merged(read_counters(options.folder), ROOT)
     never = never_taken(found, ROOT)
     print(table(found))
+    if options.table:
+        return 0
     if options.all:
         for (file, line), ways in sorted(never.items()):
             for way in ways:
