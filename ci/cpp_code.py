@@ -11,7 +11,7 @@ from pathlib import Path
 # Comments, directives, what only the compiler reads; thresholds and hints to the cache: results are the same without.
 _HINTS = r"= regime\(|\bfetch_(line|row|values|row_far)\(|__builtin_prefetch"
 NOT_MUTATED = (r"^\s*(//|#)", r"^\s*(static_assert|using|template|namespace|private:|public:)\b", _HINTS)
-_TYPES = re.compile(r"\bu?int\w*_t\b|\bsize_t\b|\b(?:static|reinterpret|const)_cast\b|<[\w:, ]+>[ &*(]")
+_TYPES = re.compile(r"\b[A-Za-z_]\w*\d\w*\b|\bsize_t\b|\b(?:static|reinterpret|const)_cast\b|<[\w:, ]+>[ &*(]")
 _NO_OPERATORS = ("+>", "->=", "><", "=>", "!= >", "+*", "*+", "/+", "+/", "%+", "*-", "/-", "|*", "*/*")
 
 
@@ -23,7 +23,7 @@ def tokens_of(line: str) -> tuple[str, ...]:
 def is_sensible(before: str, after: str) -> bool:
     """Whether a line of C++ may compile and mean something else.
 
-    The rules know no types: they change the numbers in the names of types, and the signs around arguments of templates.
+    The rules know no types: they change the numbers inside names, and the signs around arguments of templates.
     """
     if tokens_of(before) == tokens_of(after):
         return False

@@ -409,13 +409,6 @@ def _includes(path: Path) -> list[str]:
     return re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
 
 
-def configure(tree: Path, sources: str, folder: Path, *options: str) -> None:
-    """Prepare a build. What fails before a mutant is compiled says nothing about it, and ends the run."""
-    done = run_in(tree, ["cmake", "-S", sources, "-B", str(folder), "-G", "Ninja", *options], limit_s=300)
-    if done.returncode:
-        raise SystemExit(f"mutate: {sources} cannot be configured:\n{done.output[-4000:]}")
-
-
 def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, str]:
     """The verdict of the kernels' tests, of the proofs that include the header, then of the suite on a new library.
 
@@ -425,7 +418,8 @@ def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, s
     if not_compiled(mutant.file, tree) or not build_in(tree, "fastimpl/csrc/tests", tests):
         return _INVALID, "does not compile"
     seen = has_changed(tests / "kernel_tests")
-    if seen and (by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=300))):
+    limit_s = _STARTING_S + 4 * float((STATE / "kernel_tests.seconds").read_text())
+    if seen and (by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=limit_s))):
         return _KILLED, f"kernel_tests: {by}"
     programs = programs_of(mutant.file, tree)
     for name in programs:
@@ -460,9 +454,11 @@ def not_compiled(header: str, tree: Path) -> bool:
 
 
 def build_in(tree: Path, sources: str, folder: Path, *options: str) -> bool:
-    """Configure where that was never done, and build; whether it compiled."""
+    """Configure where that was never done, and build; whether it compiled. A build that cannot begin ends the run."""
     if not (folder / "build.ninja").exists():
-        configure(tree, sources, folder, *options)
+        done = run_in(tree, ["cmake", "-S", sources, "-B", str(folder), "-G", "Ninja", *options], limit_s=900)
+        if done.returncode:
+            raise SystemExit(f"mutate: {sources} cannot be configured:\n{done.output[-4000:]}")
     return run_in(tree, ["cmake", "--build", str(folder)], limit_s=1800).returncode == 0
 
 
@@ -483,6 +479,10 @@ def build_plain(tree: Path) -> None:
     for product in (STATE / "kernels" / "kernel_tests", STATE / "library" / "libfastimpl_ops.so"):
         product.with_suffix(".plain").write_text(code_digest(product))
     use_library(tree)
+    began = time.monotonic()
+    if by := killer(run_in(tree, [str(STATE / "kernels" / "kernel_tests")], limit_s=900)):
+        raise SystemExit(f"mutate: the kernels' tests fail without a mutant: {by}")
+    (STATE / "kernel_tests.seconds").write_text(str(time.monotonic() - began))
 
 
 def copy_tree() -> Path:

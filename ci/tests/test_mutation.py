@@ -236,6 +236,7 @@ def test_a_build_that_cannot_begin_is_no_verdict(
         ("int64_t n = 1;", "int64_t n = 0;", True),
         ("std::vector<int64_t> n(2);", "std::vector<=int64_t> n(2);", False),
         ("x = static_cast<int64_t>(y);", "x = static_cast<int64_t<=(y);", False),
+        ("x = _mm_or_si128(a, b);", "x = _mm_or_si(128+1)(a, b);", False),
         ("++n;", "+-n;", True),
         ("a += b;", "a +> b;", False),
     ],
