@@ -95,6 +95,14 @@ MISUSES: dict[str, Callable[[Any], object]] = {
     "fewer ids than rows": lambda ops: ops.saved_rows_fit(saved_rows()[0], ids_of([1]), ids_of([4]), 0, 0),
     "no bucket": lambda ops: ops.saved_rows_fit(*saved_rows()[:2], ids_of([]), 0, 0),
     "a negative start": lambda ops: ops.saved_rows_fit(*saved_rows(), -1, 0),
+    "rows without a header": lambda ops: ops.saved_rows_fit(
+        torch.zeros(1, 15, dtype=torch.uint8), ids_of([1]), ids_of([1]), 0, 0
+    ),
+    "a negative bucket size": lambda ops: ops.saved_rows_fit(*saved_rows(), 0, -1),
+    "no buckets": lambda ops: ops.sort_ids(ids_of(KEYS), 0, 0, 0, 0),
+    "buckets of -1 ids": lambda ops: ops.sort_ids(ids_of(KEYS), 2, -1, 0, 2),
+    "buckets before the first": lambda ops: ops.sort_ids(ids_of(KEYS), 2, 0, -1, 2),
+    "buckets that end before they begin": lambda ops: ops.sort_ids(ids_of(KEYS), 2, 0, 2, 1),
     "buckets that are not there": lambda ops: ops.sort_ids(ids_of(KEYS), 2, 0, 0, 3),
     "memory with gaps": lambda ops: ops.file_read(0, 0, torch.zeros(8, dtype=torch.uint8)[::2]),
 }
@@ -212,6 +220,7 @@ def _wrong_calls(ops: Any, store: Any, taken: Any) -> dict[str, Callable[[], obj
         "memory for -1 rows": lambda: store.reserve(0, -1),
         "a filling of -1 rows": lambda: store.fill(0, -1, 0),
         "a filling -1 changes ahead": lambda: store.fill(0, 1, -1),
+        "a filling of a filling": lambda: ops.KVHandle(filling.tensor).fill(0, 1, 0),
         "a filling of a snapshot": lambda: taken.fill(0, 1, 0),
         "a store that is filled": lambda: ops.KVFilling(store.tensor).add(0, 0, ids, ids, 0, 0),
         "a store that is published": lambda: ops.KVFilling(store.tensor).publish(),
