@@ -37,12 +37,19 @@ from pathlib import Path
 
 import tomllib
 
+# This folder is no package.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from cpp_code import NOT_MUTATED, code_digest, has_changed, is_sensible, tokens_of
+
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "build" / "mutate"
 LISTED = ROOT / "ci" / "mutants.toml"
 SCORES = ROOT / "ci" / "mutation.json"
 PAGE = ROOT / "docs" / "mutants.md"
 COMPONENTS = ("checkpoint", "kvstore", "offload", "pipeline")
+# Headers that all kernels share have no suite of their own: those that use them most decide.
+COMMON = "common"
+_ROOMS_OF_COMMON = ("kvstore", "pipeline")
 SCORE_MIN = 0.9
 # Tests of one mutant: no more than this is expected of them. A run that takes much longer hangs, and is a kill.
 _TESTS_S, _STARTING_S = 90.0, 60.0
@@ -50,6 +57,8 @@ _MEMORY_BYTES = 12 << 30
 _KILLED, _SURVIVED, _INVALID, _UNSEEN = "killed", "survived", "invalid", "not covered"
 # Tests that look at declarations run no line of a module that was imported before them.
 _OF_DECLARATIONS = "/test_declarations.py::"
+
+
 _RULES = ["universal.rules", "c_like.rules", "cpp.rules"]
 
 
@@ -138,15 +147,19 @@ def python_mutants(component: str, root: Path) -> Iterator[Mutant]:
 
 
 def native_mutants(component: str, root: Path) -> Iterator[Mutant]:
-    """The lines that universalmutator would write into a component's C++ and CUDA headers."""
+    """The lines that universalmutator would write into a component's C++ and CUDA headers, each once."""
     maker = importlib.import_module("universalmutator.mutator")
     for path in sorted((root / "fastimpl" / "csrc" / component).glob("*.h")):
         source = path.read_text(encoding="utf-8").splitlines(keepends=True)
         with contextlib.redirect_stdout(io.StringIO()):
-            made = maker.mutants_regexp(source, ruleFiles=_RULES, ignorePatterns=[r"^\s*(//|#)"])
-        file = path.relative_to(root).as_posix()
-        for occurrence, (line, after, *_) in enumerate(made):
-            yield Mutant(component, file, line, "line", occurrence, source[line - 1].strip(), after)
+            made = maker.mutants_regexp(source, ruleFiles=_RULES, ignorePatterns=[*NOT_MUTATED])
+        file, seen = path.relative_to(root).as_posix(), set()
+        for line, after, *_ in made:
+            before = source[line - 1]
+            if (line, tokens_of(after)) in seen or not is_sensible(before, after):
+                continue
+            seen.add((line, tokens_of(after)))
+            yield Mutant(component, file, line, "line", len(seen), before.strip(), after)
 
 
 def changed(mutant: Mutant, text: str) -> str | None:
@@ -231,13 +244,35 @@ def make_map(component: str, tree: Path) -> Coverage:
         for file in data.measured_files()
         if Path(file).is_relative_to(tree)
     }
-    seconds: dict[str, float] = defaultdict(float)
-    for case in ElementTree.parse(folder / "tests.xml").iter("testcase"):
-        module, name = case.attrib["classname"], case.attrib["name"].partition("[")[0]
-        seconds[f"{module.replace('.', '/')}.py::{name}"] += float(case.attrib["time"])
-    found = Coverage(lines, dict(seconds), users_of_ranks(tree, component))
+    found = Coverage(lines, _seconds(folder / "tests.xml"), users_of_ranks(tree, component))
     (STATE / f"map-{component}.json").write_text(json.dumps({"digest": sources_digest(tree), **asdict(found)}))
     return found
+
+
+def seconds_of(component: str, tree: Path) -> Coverage:
+    """What each test takes, of a component or of those that stand for the shared headers: C++ has no lines here."""
+    seconds: dict[str, float] = {}
+    for room in _ROOMS_OF_COMMON if component == COMMON else (component,):
+        path, digest = STATE / f"seconds-{room}.json", sources_digest(tree)
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        if kept.get("digest") != digest:
+            report = STATE / f"seconds-{room}.xml"
+            words = [sys.executable, "-m", "pytest", *_PYTEST, *_QUICK, f"conformance/{room}", f"--junitxml={report}"]
+            done = run_in(tree, words, limit_s=7200)
+            if done.returncode != 0:
+                raise SystemExit(f"mutate: the suite of {room} fails without a mutant:\n{done.output[-4000:]}")
+            kept = {"digest": digest, "seconds": _seconds(report)}
+            path.write_text(json.dumps(kept))
+        seconds |= kept["seconds"]
+    return Coverage({}, seconds, [])
+
+
+def _seconds(report: Path) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(report).iter("testcase"):
+        module, name = case.attrib["classname"], case.attrib["name"].partition("[")[0]
+        seconds[f"{module.replace('.', '/')}.py::{name}"] += float(case.attrib["time"])
+    return dict(seconds)
 
 
 def users_of_ranks(tree: Path, component: str) -> list[str]:
@@ -252,7 +287,8 @@ def users_of_ranks(tree: Path, component: str) -> list[str]:
 
 def suite_digest(component: str, tree: Path) -> str:
     """The digest of a component's tests and planted bugs, and of what all suites share."""
-    folders = (component, "harness", "provers")
+    rooms = _ROOMS_OF_COMMON if component == COMMON else (component,)
+    folders = (*rooms, "harness", "provers")
     paths = sorted(path for name in folders for path in (tree / "conformance" / name).rglob("*.py"))
     return hashlib.sha256("".join(map(digest_of, paths)).encode()).hexdigest()[:16]
 
@@ -279,6 +315,8 @@ _PYTEST = [
     *("-q", "--no-header", "-p", "conformance.harness.plugin", "-p", "no:cacheprovider", "--strict-markers"),
     *("-W", "error", "--twinproof-impl", "fastimpl"),
 ]
+# Of a C++ mutant no line says which tests may notice it: more tests, with fewer examples each.
+_QUICK = ["--twinproof-profile", "quick"]
 
 
 @dataclass(frozen=True)
@@ -371,56 +409,98 @@ def _includes(path: Path) -> list[str]:
     return re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
 
 
-def configure(tree: Path, sources: str, folder: Path, *options: str) -> None:
-    """Prepare a build. What fails before a mutant is compiled says nothing about it, and ends the run."""
-    done = run_in(tree, ["cmake", "-S", sources, "-B", str(folder), "-G", "Ninja", *options], limit_s=300)
-    if done.returncode:
-        raise SystemExit(f"mutate: {sources} cannot be configured:\n{done.output[-4000:]}")
-
-
 def judge_native(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, str]:
-    """The verdict of the kernels' tests, of the proofs that include the header, then of the suite on a new library."""
+    """The verdict of the kernels' tests, of the proofs that include the header, then of the suite on a new library.
+
+    Whoever has the same code as without the mutant is not asked. A mutant that nobody has in the code is none.
+    """
     tests, library = STATE / "kernels", STATE / "library"
-    configure(tree, "fastimpl/csrc/tests", tests)
-    if run_in(tree, ["cmake", "--build", str(tests)], limit_s=1200).returncode:
+    if not_compiled(mutant.file, tree) or not build_in(tree, "fastimpl/csrc/tests", tests):
         return _INVALID, "does not compile"
-    if by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=300)):
+    seen = has_changed(tests / "kernel_tests")
+    limit_s = _STARTING_S + 4 * float((STATE / "kernel_tests.seconds").read_text())
+    if seen and (by := killer(run_in(tree, [str(tests / "kernel_tests")], limit_s=limit_s))):
         return _KILLED, f"kernel_tests: {by}"
-    for name in programs_of(mutant.file, tree):
+    programs = programs_of(mutant.file, tree)
+    for name in programs:
         words = ["-m", "pytest", *_PYTEST, "-x", "-m", "not night", "-k", "not planted", f"conformance/meta/{name}"]
         if by := killer(run_in(tree, [sys.executable, *words], limit_s=900)):
             return _KILLED, by
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CUDA_COMPILER=", f"-DPython3_EXECUTABLE={sys.executable}"]
-    configure(tree, "fastimpl/csrc", library, *options)
-    if run_in(tree, ["cmake", "--build", str(library)], limit_s=1800).returncode:
+    if not build_in(tree, "fastimpl/csrc", library, *_options()):
         return _INVALID, "does not compile"
-    shutil.copy2(library / "libfastimpl_ops.so", tree / "fastimpl" / "libfastimpl_ops.so")
-    shutil.copy2(library / "build_info.out.json", tree / "fastimpl" / "build_info.json")
+    if not has_changed(library / "libfastimpl_ops.so"):
+        told = f"{len(programs)} files of proofs; not in the library"
+        return (_SURVIVED, told) if programs or seen else (_INVALID, "the same code")
+    use_library(tree)
     every = sorted(coverage.seconds, key=lambda test: (coverage.seconds[test], test))
     chosen = within(every, coverage.seconds, 2 * _TESTS_S)
-    done = run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *chosen], limit_s=_STARTING_S + 8 * _TESTS_S)
+    words = [sys.executable, "-m", "pytest", *_PYTEST, *_QUICK, "-x", *chosen]
+    done = run_in(tree, words, limit_s=_STARTING_S + 8 * _TESTS_S)
     by = killer(done)
     return (_KILLED, by) if by else (_SURVIVED, f"{len(chosen)} of {len(every)} tests")
 
 
+def _options() -> list[str]:
+    # Compiling takes longest of all.
+    options = "-DCMAKE_BUILD_TYPE=Release -DOPTIMIZE=-O1 -DSTRICT=OFF -DCMAKE_CUDA_COMPILER="
+    return [*options.split(), f"-DPython3_EXECUTABLE={sys.executable}"]
+
+
+def not_compiled(header: str, tree: Path) -> bool:
+    """Whether a header by itself is no C++, and was before: most mutants that are none end here, in a second."""
+    folders = ("fastimpl/csrc", "fastimpl/csrc/common", "conformance/provers/simt/include")
+    words = ["g++", "-std=c++20", "-fsyntax-only", "-w", *(f"-I{name}" for name in folders), "-x", "c++", header]
+    return run_in(tree, words, limit_s=300).returncode != 0 and run_in(ROOT, words, limit_s=300).returncode == 0
+
+
+def build_in(tree: Path, sources: str, folder: Path, *options: str) -> bool:
+    """Configure where that was never done, and build; whether it compiled. A build that cannot begin ends the run."""
+    if not (folder / "build.ninja").exists():
+        done = run_in(tree, ["cmake", "-S", sources, "-B", str(folder), "-G", "Ninja", *options], limit_s=900)
+        if done.returncode:
+            raise SystemExit(f"mutate: {sources} cannot be configured:\n{done.output[-4000:]}")
+    return run_in(tree, ["cmake", "--build", str(folder)], limit_s=1800).returncode == 0
+
+
+def use_library(tree: Path) -> None:
+    """Let the copy of the tree run on the library that was built of it."""
+    shutil.copy2(STATE / "library" / "libfastimpl_ops.so", tree / "fastimpl")
+    shutil.copy2(STATE / "library" / "build_info.out.json", tree / "fastimpl" / "build_info.json")
+
+
+def build_plain(tree: Path) -> None:
+    """Build what a mutant is judged with, and keep the digests of the code without one."""
+    for sources, folder, options in (
+        ("fastimpl/csrc/tests", STATE / "kernels", []),
+        ("fastimpl/csrc", STATE / "library", _options()),
+    ):
+        if not build_in(tree, sources, folder, *options):
+            raise SystemExit(f"mutate: {sources} does not compile without a mutant")
+    for product in (STATE / "kernels" / "kernel_tests", STATE / "library" / "libfastimpl_ops.so"):
+        product.with_suffix(".plain").write_text(code_digest(product))
+    use_library(tree)
+    began = time.monotonic()
+    if by := killer(run_in(tree, [str(STATE / "kernels" / "kernel_tests")], limit_s=900)):
+        raise SystemExit(f"mutate: the kernels' tests fail without a mutant: {by}")
+    (STATE / "kernel_tests.seconds").write_text(str(time.monotonic() - began))
+
+
 def copy_tree() -> Path:
-    """The files of this tree and the library that ci/setup has installed, in a folder where they may be changed."""
+    """The files of this tree and the library that ci/setup has installed, in a folder where they may be changed.
+
+    What is as it was keeps its time: builds go by it, and one that was ended with a mutant in it has to be done again.
+    """
     tree = STATE / "tree"
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        text=True,
-    ).stdout.split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).exists():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
-    code = "import fastimpl.ops as o; print(o.library_path() or '')"
-    words = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    wanted = {tree / name: ROOT / name for name in names if name and (ROOT / name).exists()}
+    for path in [path for path in tree.rglob("*") if path.is_file() and path not in wanted]:
+        path.unlink()
+    for path, source in wanted.items():
+        if not path.exists() or path.read_bytes() != source.read_bytes():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, path)
+    words = [sys.executable, "-P", "-W", "ignore", "-c", "import fastimpl.ops as o; print(o.library_path() or '')"]
     library = subprocess.run(words, cwd=STATE, env=_plain(), capture_output=True, text=True, check=True).stdout.split()
     if not library:
         raise SystemExit("mutate: ci/setup has installed no library")
@@ -563,8 +643,10 @@ def read_scores(path: Path = SCORES) -> dict[str, dict[str, Score]]:
 def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) -> None:
     """Judge mutants of each component for its share of the budget."""
     tree, listed = copy_tree(), read_listed()
+    if native:
+        build_plain(tree)
     for component in components:
-        coverage = read_map(component, tree) or make_map(component, tree)
+        coverage = seconds_of(component, tree) if native else read_map(component, tree) or make_map(component, tree)
         suite, known = suite_digest(component, tree), read_verdicts()
         final = {key for key, each in known.items() if each.verdict in (_KILLED, _INVALID) or each.suite == suite}
         final |= {key for key, each in known.items() if (each.file, each.before, each.after) in listed}
@@ -589,11 +671,15 @@ def main(arguments: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="ci/mutate", description=__doc__)
     parser.add_argument("what", nargs="?", default="all", choices=("all", "map", "run", "report", "record"))
-    parser.add_argument("--component", nargs="+", default=COMPONENTS, choices=COMPONENTS)
+    parser.add_argument("--component", nargs="+", default=None, choices=(*COMPONENTS, COMMON))
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all components together")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which mutants are drawn")
     parser.add_argument("--native", action="store_true", help="C++ and CUDA headers instead of Python")
     options = parser.parse_args(arguments)
+    if options.component is None:
+        options.component = [*COMPONENTS, *([COMMON] if options.native else [])]
+    if COMMON in options.component and not options.native:
+        raise SystemExit("mutate: common has headers alone: --native")
     STATE.mkdir(parents=True, exist_ok=True)
     if options.what == "map":
         for component in options.component:

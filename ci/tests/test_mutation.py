@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -216,7 +217,81 @@ def test_a_build_that_cannot_begin_is_no_verdict(
 ) -> None:
     monkeypatch.setattr(mutation, "run_in", lambda *_, **__: mutation.Done(1, "no cmake"))
     with pytest.raises(SystemExit, match="cannot be configured:\nno cmake"):
-        mutation.judge_native(_mutant(mutation), tmp_path, mutation.Coverage({}, {}, []))
+        mutation.build_in(tmp_path, "sources", tmp_path / "build")
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "build.ninja").touch()
+    assert not mutation.build_in(tmp_path, "sources", tmp_path / "build")
+    monkeypatch.setattr(mutation, "STATE", tmp_path)
+    monkeypatch.setattr(mutation, "build_in", lambda *_: False)
+    with pytest.raises(SystemExit, match="does not compile without a mutant"):
+        mutation.build_plain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sensible"),
+    [
+        ("if (a < b) return;", "if (a <= b) return;", True),
+        ("if (a < b) return;", "if ( a<b ) return;  // x", False),
+        ("int64_t n = 1;", "int63_t n = 1;", False),
+        ("int64_t n = 1;", "int64_t n = 0;", True),
+        ("std::vector<int64_t> n(2);", "std::vector<=int64_t> n(2);", False),
+        ("x = static_cast<int64_t>(y);", "x = static_cast<int64_t<=(y);", False),
+        ("x = _mm_or_si128(a, b);", "x = _mm_or_si(128+1)(a, b);", False),
+        ("++n;", "+-n;", True),
+        ("a += b;", "a +> b;", False),
+    ],
+)
+def test_lines_that_are_no_program_are_not_judged(before: str, after: str, sensible: bool) -> None:
+    cpp_code = sys.modules["cpp_code"]
+    assert cpp_code.is_sensible(before, after) is sensible
+
+
+_TOY = "inline int twice(int n) { return 2 * n; }\ninline int unused(int n) { return 3 * n; }\n"
+
+
+def test_a_mutant_of_c_is_asked_about_where_its_code_is(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A toy of two programs: kernels' tests that call one function, and a library that calls none."""
+    header = tmp_path / "fastimpl" / "csrc" / "kvstore" / "toy.h"
+    header.parent.mkdir(parents=True)
+    (tmp_path / "conformance" / "meta" / "simt").mkdir(parents=True)
+    header.write_text(_TOY)
+    main = '#include "kvstore/toy.h"\nint main(int count, char**) { return twice(2 * count) != 4; }\n'
+    (tmp_path / "main.cpp").write_text(main)
+    (tmp_path / "other.cpp").write_text("int main() { return 0; }\n")
+    products = {"kernels": ("main.cpp", "kernel_tests"), "library": ("other.cpp", "libfastimpl_ops.so")}
+
+    def build(tree: Path, _: str, folder: Path, *options: str) -> bool:
+        source, name = products[folder.name]
+        folder.mkdir(exist_ok=True)
+        words = ["g++", "-O1", "-I", "fastimpl/csrc", source, "-o", str(folder / name)]
+        return bool(mutation.run_in(tree, words, limit_s=60).returncode == 0)
+
+    monkeypatch.setattr(mutation, "STATE", tmp_path / "state")
+    monkeypatch.setattr(mutation, "build_in", build)
+    monkeypatch.setattr(mutation, "use_library", lambda _: None)
+    (tmp_path / "state").mkdir()
+    mutation.build_plain(tmp_path)
+    nothing = mutation.Coverage({}, {}, [])
+    verdicts = {}
+    for name, text in {
+        "wrong": _TOY.replace("2 * n", "3 * n"),
+        "unused": _TOY.replace("3 * n", "4 * n"),
+        "none": _TOY.replace("2 * n", "2 * * n"),
+        "same value": _TOY.replace("2 * n", "n * 2"),
+        "right": _TOY.replace("2 * n", "n == 8 ? 7 : 2 * n"),
+    }.items():
+        header.write_text(text)
+        mutant = _mutant(mutation, file="fastimpl/csrc/kvstore/toy.h")
+        verdicts[name] = mutation.judge_native(mutant, tmp_path, nothing)
+    assert verdicts == {
+        "wrong": ("killed", "kernel_tests: exit status 1"),
+        "unused": ("invalid", "the same code"),
+        "none": ("invalid", "does not compile"),
+        "same value": ("invalid", "the same code"),
+        "right": ("survived", "0 files of proofs; not in the library"),
+    }
 
 
 def test_verdicts_end_with_the_text_they_are_about(mutation: Any, tmp_path: Path) -> None:
@@ -257,3 +332,33 @@ def test_the_committed_list_is_strict(mutation: Any, tmp_path: Path) -> None:
         mutation.read_listed(listed, tmp_path)
     # The list of this tree stands.
     mutation.read_listed()
+
+
+def test_a_copy_takes_out_what_an_ended_run_left_and_touches_nothing_else(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, state = tmp_path / "root", tmp_path / "state"
+    (root / "fastimpl").mkdir(parents=True)
+    state.mkdir()
+    for name, text in (("a.h", "1\n"), ("b.h", "2\n"), ("fastimpl/libfastimpl_ops.so", ""), ("build_info.json", "")):
+        (root / name).write_text(text)
+    (root / "fastimpl" / "build_info.json").write_text("")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    library = str(root / "fastimpl" / "libfastimpl_ops.so")
+    monkeypatch.setattr(mutation, "ROOT", root)
+    monkeypatch.setattr(mutation, "STATE", state)
+    monkeypatch.setattr(mutation.sys, "executable", "/bin/echo")
+    run = subprocess.run
+    plain = SimpleNamespace(stdout=library)
+    monkeypatch.setattr(
+        mutation.subprocess, "run", lambda words, **rest: run(words, **rest) if words[0] == "git" else plain
+    )
+    tree = mutation.copy_tree()
+    times = {name: (tree / name).stat().st_mtime_ns for name in ("a.h", "b.h")}
+    (tree / "a.h").write_text("a mutant\n")
+    (tree / "left.txt").write_text("of a test\n")
+    mutation.copy_tree()
+    assert (tree / "a.h").read_text() == "1\n"
+    assert (tree / "a.h").stat().st_mtime_ns > times["a.h"]
+    assert (tree / "b.h").stat().st_mtime_ns == times["b.h"]
+    assert not (tree / "left.txt").exists()

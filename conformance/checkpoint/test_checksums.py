@@ -47,6 +47,7 @@ from conformance.harness import (
     examples,
     raises,
     requirement,
+    succeeds,
 )
 from twinproof.checkpoint.checksums import combine, verify
 from twinproof.errors import ConfigError, CorruptionError, FormatError
@@ -385,6 +386,30 @@ def test_bounded_memory(checkpoint: Any, tmp_path: Path) -> None:
     before = peak_from_here()
     assert_equal(verify(tmp_path / "ck", thread_count=2).checked, ("a",), where="verified")
     assert_le(own_count("status", "VmHWM") - before, 24 << 10, where="growth in KiB over 48 MiB of data")
+
+
+@requirement(
+    "CKPT-502",
+    "verify MUST sum a tensor alike, and notice a change of any byte, whatever it reads at once: a byte, all of it, "
+    "one less or more, parts that divide it and that do not, with 1, 2 and 3 threads.",
+)
+def test_pieces(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 12
+    save(checkpoint, {"a": random_bits(torch.int32, (3,), 1), "b": torch.ones(1)}, tmp_path / "ck", checksums=True)
+    (file,) = (tmp_path / "ck").glob("*.safetensors")
+    good = file.read_bytes()
+    begin = 8 + int.from_bytes(good[:8], "little")
+    for at_once in (1, 2, 3, 4, 5, size - 1, size, size + 1, 1000):
+        monkeypatch.setattr("twinproof.checkpoint.checksums.PIECE_BYTES", at_once)
+        for thread_count in (1, 2, 3):
+            where = f"{at_once} bytes at once, {thread_count} threads"
+            with succeeds("verify of what is right", where=where):
+                assert_equal(verify(tmp_path / "ck", thread_count=thread_count).checked, ("a", "b"), where=where)
+            for place in range(begin, len(good)):
+                file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+                with raises(CorruptionError, where=f"byte {place - begin} changed, {where}"):
+                    verify(tmp_path / "ck", thread_count=thread_count)
+            file.write_bytes(good)
 
 
 @requirement(

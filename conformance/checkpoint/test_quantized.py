@@ -253,7 +253,7 @@ def test_targets_are_written_on_the_callers_stream(
     monkeypatch.setattr(quantized, "PIECE_BYTES", 64)
     state = _matrix([20, 10], 8, torch.float8_e4m3fn, 1)
     _save(checkpoint, state, tmp_path)
-    for threads in (1, 3):
+    for threads in (1, 2, 3):
         engine = _NotedEngine()
         monkeypatch.setattr(quantized, "engine_for", lambda device, engine=engine: engine)
         # A target of another dtype is copied to, as one on a device is.

@@ -255,7 +255,7 @@ def test_windows_and_tasks(checkpoint: Any, tmp_path: Path) -> None:
     ]
     for name, offsets, sizes in boxes:
         expected = part_of(state[name], offsets, sizes).contiguous()
-        for thread_count in (1, 3):
+        for thread_count in (1, 2, 3):
             for turned in (False, True):
                 memory = torch.zeros(sizes[::-1] if turned else sizes, dtype=torch.uint8)
                 target = memory.permute(*range(len(sizes) - 1, -1, -1)) if turned else memory

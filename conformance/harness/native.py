@@ -19,7 +19,8 @@ from pathlib import Path
 __all__ = ["CompileError", "cache_folder", "compile_once"]
 
 _COMPILERS = {"c": ("cc", "gcc", "clang"), "cpp": ("c++", "g++", "clang++")}
-_TIMEOUT_S = 120
+# Only bounds a compiler that hangs: on a busy machine one works for minutes.
+_TIMEOUT_S = 900
 
 
 class CompileError(RuntimeError):

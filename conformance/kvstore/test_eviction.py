@@ -116,6 +116,27 @@ def test_scores(kvstore: Any, scores: list[float], keep: int) -> None:
 
 
 @requirement(
+    "KV-215",
+    "score MUST keep exactly the best rows, for every number of rows to keep next to how many there are, of equal "
+    "scores those of higher ids, in slices of any size; at 0 and from all on it MUST keep all.",
+)
+def test_best_rows(kvstore: Any) -> None:
+    scores = [0.5, 2.0, 0.5, 1e-45, 0.5, 0.0, 2.0]
+    ids, count = ids_of(range(len(scores))), len(scores)
+    ranked = sorted(range(count), key=lambda key: (scores[key], key))
+    for keep in range(count + 2):
+        for slice_rows in (1, 3, count):
+            store = store_of(kvstore, eviction=kvstore.EvictionPolicy.score(keep))
+            store.set("t", ids, weights_of(store, count, 1))
+            store.set_scores("t", ids, torch.tensor(scores))
+            stats = store.start_eviction("t", slice_rows=slice_rows).run()
+            kept = sorted(ranked[-keep:]) if keep else sorted(ranked)
+            where = f"{keep} of {count} kept, {slice_rows} rows a slice"
+            assert_equal(store.ids("t").tolist(), kept, where=where)
+            assert_equal((stats.processed_count, stats.evicted_count), (count, count - len(kept)), where=where)
+
+
+@requirement(
     "KV-057",
     "An evicted or deleted id MUST read as missing; written again its row MUST be fresh: state zero, its own count, "
     "no byte of the old row.",

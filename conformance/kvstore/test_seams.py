@@ -456,3 +456,60 @@ def test_refused_batches(kvstore: Any) -> None:
                 assert_contents(taken, before, where=f"{where}: the snapshot")
     store.set("t", ids_of([50, 51, 52, 53]), weights_of(store, 4, 4))
     assert_equal(store.ids("t").tolist(), [50, 51, 52, 53], where="a batch that fits")
+
+
+def _around(count: int) -> list[int]:
+    """Rows at once: few, as many as there are, one less and more, and all with room to spare."""
+    return sorted({1, 2, 3, max(1, count - 1), max(1, count), count + 1, 1000})
+
+
+@requirement(
+    "KV-211",
+    "A load MUST bring the same rows whatever number of them is read at once, as many as there are and one less or "
+    "more: in both forms, all buckets or some, into an empty table and beside other rows.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_loads_by_chunks(kvstore: Any, tmp_path: Path, form: str) -> None:
+    buckets = kvstore.Buckets(3)
+    for count in (1, 2, 7):
+        source = store_of(kvstore)
+        source.set_rows("t", random_rows(source, range(count), count))
+        save(kvstore, source, tmp_path / f"{count}", form=form, buckets=buckets)
+        for begin, end in ((0, 3), (1, 3)):
+            there = {key: row for key, row in contents(source)["t"].items() if begin <= key % 3 < end}
+            for at_once in _around(len(there)):
+                for kept in ([], [50, 0]):
+                    store = store_of(kvstore)
+                    store.set_rows("t", random_rows(store, kept, 3))
+                    expected = {"t": contents(store)["t"] | there}
+                    report = kvstore.load(store, tmp_path / f"{count}", chunk_rows=at_once, owned=(begin, end))
+                    where = f"buckets {begin} to {end} of {count} rows, {at_once} at once, beside {kept}"
+                    assert_equal(report.row_counts, {"t": len(there)}, where=where)
+                    assert_contents(store, expected, where=where)
+
+
+@requirement(
+    "KV-212",
+    "Chunks of rows that are handed to a checkpoint MUST be all rows in their order, none of them larger than the "
+    "bound of bytes, or than a row; a bound of rows less or more a byte included.",
+)
+def test_chunks_by_bytes(kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (1, 6, 7):
+        store = store_of(kvstore, return_whole_row=True)
+        store.set_rows("t", random_rows(store, range(count), 1))
+        for name in ("t.weight", "t.weight_id", "t.momentum1"):
+            monkeypatch.setattr("twinproof.kvstore.views.CHUNK_BYTES", 1 << 20)
+            whole = store.state_dict()[name].full_tensor()
+            row_bytes = whole.nbytes // count
+            for rows in (0, *_around(count)):
+                for more in (-1, 0, 1):
+                    bound = max(1, rows * row_bytes + more)
+                    monkeypatch.setattr("twinproof.kvstore.views.CHUNK_BYTES", bound)
+                    chunks = list(store.state_dict()[name].chunks())
+                    where = f"{name}, {count} rows of {row_bytes} bytes, {bound} bytes at once"
+                    assert_bits(torch.cat([chunk for _, chunk in chunks]), whole, where=where)
+                    # As many as fit, and the rest.
+                    fit = max(1, bound // row_bytes)
+                    sizes = [min(fit, count - start) for start in range(0, count, fit)]
+                    assert_equal([chunk.shape[0] for _, chunk in chunks], sizes, where=where)
+                    assert_equal([start for start, _ in chunks], list(range(0, count, fit)), where=where)

@@ -236,3 +236,55 @@ def test_pipe_009_weight_gradients(pipeline: Any, data: st.DataObject, isa: int,
         got = ops.bag_weight_gradients(a.tables, a.feature_tables, a.indices, a.offsets, a.means, a.grad, isa=isa)
     wanted = [row_sum((grad * a.tables[t][row].float())[None])[0] for t, row, grad, _ in a.occurrences()]
     assert_same_tensor(got, torch.cat([torch.empty(0), *wanted]), where="gradients of weights")
+
+
+@requirement(
+    "PIPE-361",
+    "Operators that gather blocks and that send ids to buckets MUST refuse tensors and numbers that do not fit each "
+    "other, and leave what they would write as it was.",
+    needs=KERNELS,
+)
+def test_misuse_of_buckets(pipeline: Any) -> None:
+    operators = torch.ops.twinproof
+    data, begins, sizes, out = torch.arange(10.0), torch.tensor([3, 0]), torch.tensor([4, 6]), torch.full((10,), 7.0)
+    gathers: dict[str, tuple[torch.Tensor, ...]] = {
+        "data in two dimensions": (data.view(2, 5), begins, sizes, out),
+        "data with gaps": (torch.arange(20.0)[::2], begins, sizes, out),
+        "begins of int32": (data, begins.int(), sizes, out),
+        "a size for two begins": (data, begins, sizes[:1], out),
+        "begins with gaps": (data, torch.tensor([3, 0, 0, 0])[::2], sizes, out),
+        "sizes in two dimensions": (data, begins, sizes.view(2, 1), out),
+        "another dtype to write": (data, begins, sizes, out.double()),
+        "sizes whose sum wraps": (data, begins, torch.tensor([2**63 - 1, 2]), out),
+    }
+    for what, arguments in gathers.items():
+        with raises(RuntimeError, where=what):
+            operators.pipeline_gather_blocks(*arguments)
+        assert_same_tensor(out, torch.full((10,), 7.0), where=f"written with {what}")
+    ids, offsets, blocks, to = (
+        torch.tensor([0, 5, 3]),
+        torch.tensor([0, 1, 3]),
+        torch.tensor([3]),
+        torch.tensor([0, 1, 1]),
+    )
+    good = (ids, offsets, None, blocks, None, 1, 2)
+    operators.pipeline_bucketize(*good)
+    changes: dict[str, dict[int, Any]] = {
+        "-1 features": {5: -1},
+        "no bucket": {6: 0},
+        "2**31 buckets": {6: 2**31},
+        "neither blocks nor destinations": {3: None},
+        "both blocks and destinations": {4: to},
+        "blocks of two features": {3: torch.tensor([3, 3])},
+        "blocks of int32": {3: blocks.int()},
+        "blocks of no ids": {3: torch.tensor([0])},
+        "two destinations of three": {3: None, 4: to[:2]},
+        "destinations of int32": {3: None, 4: to.int()},
+        "weights of two": {2: torch.ones(2)},
+        "ids of float32": {0: ids.float()},
+        "ids in two dimensions": {0: ids.view(3, 1)},
+        "ids with gaps": {0: torch.zeros(6, dtype=torch.int64)[::2]},
+    }
+    for what, change in changes.items():
+        with raises(RuntimeError, where=what):
+            operators.pipeline_bucketize(*(change.get(position, value) for position, value in enumerate(good)))

@@ -73,7 +73,7 @@ def test_quotients(pipeline: Any) -> None:
         wanted = blocks.repeat(3)
         local = indices - wanted * size
         order = wanted.argsort(stable=True)
-        for thread_count in (1, 2):
+        for thread_count in (1, 2, 3):
             with torch_threads(thread_count):
                 bags, given = one_id_a_bag(indices.numel()), torch.tensor([size])
                 lengths, ids, _, positions = ops.bucketize(indices, bags, None, given, bucket_count)

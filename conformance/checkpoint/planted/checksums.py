@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.checkpoint.checksums import Verified
 
 
@@ -144,3 +144,16 @@ def manager_compares_nothing(original: Any, manager: Any, path: Any) -> Any:
     """A manager that is to verify reads without comparing."""
     manager._verifies = False
     return original(manager, path)
+
+
+pieces_as_long_as_the_bound = patched(
+    "Sums are put together as if the last piece were as long as the others.",
+    mutated("twinproof.checkpoint.checksums:_summed", "found, min(PIECE_BYTES, sizes[key] - at)", "found, PIECE_BYTES"),
+    kills="CKPT-502",
+)
+
+last_byte_alone_not_read = patched(
+    "A last byte that would be a piece alone is not read.",
+    mutated("twinproof.checkpoint.checksums:_summed", "range(0, sizes[key],", "range(0, sizes[key] - 1 or 1,"),
+    kills="CKPT-502",
+)

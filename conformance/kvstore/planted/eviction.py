@@ -134,3 +134,21 @@ def capacity_evicts_the_newest(
 ) -> None:
     """A full table loses its newest rows."""
     original(store, table, ids, values, begin, 2**32 - 1 - now, visit=visit)
+
+
+@fault(kills="KV-215", at=engines("begin_round"))
+def last_of_the_best_goes(original: Any, store: Any, table: str, policy: Any, now: int) -> Any:
+    """The lowest row of those that are to stay goes as well."""
+    plan = original(store, table, policy, now)
+    if plan.cutoff is None:
+        return plan
+    return dataclasses.replace(plan, cutoff=(plan.cutoff[0], plan.cutoff[1] + 1))
+
+
+@fault(kills="KV-215", at=engines("begin_round"))
+def as_many_as_there_are_but_one(original: Any, store: Any, table: str, policy: Any, now: int) -> Any:
+    """Where all rows but one are to stay, that one stays too."""
+    plan = original(store, table, policy, now)
+    if plan.policy.kind == "score" and plan.policy.keep_count == plan.ids.numel() - 1:
+        return dataclasses.replace(plan, cutoff=None)
+    return plan

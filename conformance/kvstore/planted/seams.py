@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.kvstore.cases import CHECKED_ROWS, SERIAL_IDS, STREAMED_BYTES
 from conformance.kvstore.planted.planting import bytes_of, engines, keys_of
 
@@ -180,3 +180,32 @@ def refused_gradients_stamp(
     """A batch of gradients that is refused has stamped the rows that are there."""
     store.write_metadata(table, ids, torch.full_like(ids, now), 0xFFFFFFFF)
     original(store, table, ids, grads, hyper, now)
+
+
+@fault(kills="KV-211", at="fastimpl.kvstore.files:StreamedFiles.chunks")
+def last_row_alone_not_loaded(original: Any, *arguments: Any) -> Iterator[Any]:
+    """A last row that would be read alone is not loaded."""
+    chunks = list(original(*arguments))
+    return iter(chunks[:-1] if len(chunks) > 1 and chunks[-1][0].numel() == 1 else chunks)
+
+
+@fault(kills="KV-211", at="fastimpl.kvstore.files:StreamedFiles.chunks")
+def rows_of_the_first_buckets(
+    original: Any, files: Any, saved: Any, table: str, begin: int, end: int, chunk_rows: int
+) -> Iterator[Any]:
+    """Of some buckets as many are read, from the first on."""
+    found: Iterator[Any] = original(files, saved, table, 0, end - begin, chunk_rows)
+    return found
+
+
+chunks_beyond_the_bound = patched(
+    "A chunk has a row more than fits.",
+    mutated("twinproof.kvstore.views:LazyRows._make", "CHUNK_BYTES // row_bytes", "CHUNK_BYTES // row_bytes + 1"),
+    kills="KV-212",
+)
+
+last_row_alone_not_handed_over = patched(
+    "A last row that would be a chunk alone is not handed over.",
+    mutated("twinproof.kvstore.views:LazyRows.chunks", "range(0, self.shape[0],", "range(0, self.shape[0] - 1 or 1,"),
+    kills="KV-212",
+)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, swap
 
 Tensors = Sequence[torch.Tensor]
 
@@ -194,3 +194,17 @@ def weights_of_means_are_undivided(
 ) -> Any:
     """The gradient of weights forgets the mean."""
     return original(tables, used, ids, offsets, [False] * len(means), grad, **options)
+
+
+@fault(kills="PIPE-361", of="fastimpl")
+def sizes_beyond_the_begins() -> Iterator[None]:
+    """Where there are fewer sizes than begins, only so many blocks are gathered."""
+    gather = torch.ops.twinproof.pipeline_gather_blocks
+
+    def gathered(data: torch.Tensor, begins: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor) -> None:
+        if sizes.numel() < begins.numel():
+            begins, out = begins[: sizes.numel()], out[: int(sizes.sum())]
+        gather(data, begins, sizes, out)
+
+    with swap("torch:ops.twinproof.pipeline_gather_blocks", gathered):
+        yield

@@ -129,10 +129,10 @@ int64_t kvstore_write(Tensor handle, int64_t table_index, Tensor ids, Tensor val
   const int64_t* const keys = ids_of(ids);
   check(values, ScalarType::Byte, 2, "values");
   STD_TORCH_CHECK(values.size(0) == ids.numel(), "values: got ", values.size(0), " rows for ", ids.numel(), " ids");
-  const Range range{begin, begin + values.size(1)};
   const int64_t row_bytes = Handles::table().get(handle)->table(table_index).format.row_bytes;
-  STD_TORCH_CHECK(begin >= kHeaderBytes && range.end <= row_bytes, "values: got bytes ", begin, " to ", range.end,
-                  " of a row of ", row_bytes);
+  STD_TORCH_CHECK(begin >= kHeaderBytes && values.size(1) <= row_bytes - begin, "values: got ", values.size(1),
+                  " bytes from byte ", begin, " on of a row of ", row_bytes);
+  const Range range{begin, begin + values.size(1)};
   return change_table(handle, table_index, now, [&](Table& table, Change change) {
     write_values(table, parallel_of(), keys, ids.numel(), static_cast<const uint8_t*>(values.data_ptr()), range, visit,
                  change);

@@ -399,12 +399,12 @@ int64_t kvstore_write_cuda(Tensor handle, int64_t table_index, Tensor ids, Tenso
   const StoreCall call(handle);
   const auto keys = call.ids(ids);
   const auto bytes = call.bytes(values, "values");
-  const int64_t end = begin + values.size(1), row_bytes = call.table(table_index).format().row_bytes;
+  const int64_t row_bytes = call.table(table_index).format().row_bytes;
   STD_TORCH_CHECK(values.size(0) == keys.size(), "values: got ", values.size(0), " rows for ", keys.size(), " ids");
-  STD_TORCH_CHECK(begin >= kHeaderBytes && end <= row_bytes, "values: got bytes ", begin, " to ", end, " of a row of ",
-                  row_bytes);
+  STD_TORCH_CHECK(begin >= kHeaderBytes && values.size(1) <= row_bytes - begin, "values: got ", values.size(1),
+                  " bytes from byte ", begin, " on of a row of ", row_bytes);
   return call.change(table_index, [&](Store::Table& table, uint64_t version) {
-    table.write(keys, bytes, {begin, end}, visit, static_cast<uint64_t>(now), version);
+    table.write(keys, bytes, {begin, begin + values.size(1)}, visit, static_cast<uint64_t>(now), version);
   });
 }
 
