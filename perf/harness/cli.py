@@ -12,21 +12,22 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from perf.harness.bench import Bench
 from perf.harness.declarations import COMPONENTS
 from perf.harness.evidence_cli import COMMANDS
-from perf.harness.gates import read_gates
+from perf.harness.gates import Gate, Kind, read_gates
 from perf.harness.judge import Outcome, Result
 from perf.harness.left_out import left_out_lines
 from perf.harness.progress import Progress, expected_work
 from perf.harness.results import collect, facts_of, machine_of, write_evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.table import gate_lines, workload_lines
-from perf.harness.workloads import FORMS, read_workloads
-from twinproof.errors import TwinproofError
+from perf.harness.workloads import FORMS, Workload, read_workloads
+from twinproof.errors import ConfigError, TwinproofError
 
 __all__ = ["main"]
 
@@ -61,9 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "component", nargs="?", default=COMPONENTS[0], choices=COMPONENTS, help=f"default: {COMPONENTS[0]}"
-    )
+    parser.add_argument("component", nargs="?", choices=COMPONENTS, help=f"default: that of --only, or {COMPONENTS[0]}")
     parser.add_argument("--impl", default="fastimpl", help="module under test (default: fastimpl)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -108,17 +107,7 @@ def _bench(words: list[str]) -> int:
     if arguments.list_gates is not None:
         print(json.dumps([gate.id for gate in gates if arguments.list_gates in gate.hardware]))
         return 0
-    if arguments.gate is not None:
-        arguments.only = [arguments.gate]
-        of_gate = [
-            workloads[name].component for gate in gates if gate.id == arguments.gate for name in gate.workloads.values()
-        ]
-        arguments.component = next(iter(of_gate), arguments.component)
-    if arguments.only is not None:
-        unknown = sorted(set(arguments.only) - {gate.id for gate in gates})
-        if unknown:
-            parser.error(f"no gate of that name: {', '.join(unknown)}")
-        gates = [gate for gate in gates if gate.id in arguments.only]
+    gates = _chosen(arguments, gates, workloads)
     begun = time.monotonic()
     facts = facts_of(folder, arguments.impl)
     bench = Bench(
@@ -133,7 +122,8 @@ def _bench(words: list[str]) -> int:
         repeats=not arguments.no_repeat,
     )
     if not bench.chosen_gates():
-        parser.error(f"no gate is judged in the {arguments.form} form of {arguments.component}")
+        judged = sorted({form for gate in gates if gate.kind is not Kind.REGRESSION for form in gate.workloads})
+        raise ConfigError("none of the gates is judged in this form", got=arguments.form, expected=judged)
     print(
         f"{arguments.impl} on {', '.join(bench.machine.classes)}, {bench.machine.filesystem}, {facts['cpu']['model']}"
     )
@@ -169,6 +159,31 @@ def _bench(words: list[str]) -> int:
         write_evidence(evidence, arguments.json)
         print(f"evidence: {arguments.json}")
     return _verdict(outcomes) if arguments.gates else 0
+
+
+def _chosen(arguments: argparse.Namespace, gates: list[Gate], workloads: Mapping[str, Workload]) -> list[Gate]:
+    """The gates that ``--gate`` or ``--only`` name; their component becomes the one that is measured.
+
+    Raises:
+        ConfigError: no gate of that name, or gates of several components.
+    """
+    names = arguments.only if arguments.gate is None else [arguments.gate]
+    if names is None:
+        arguments.component = arguments.component or COMPONENTS[0]
+        return gates
+    by_id = {gate.id: gate for gate in gates}
+    for name in names:
+        if name not in by_id:
+            near = get_close_matches(name, by_id, n=3) or "bench --list-gates cpu prints them"
+            raise ConfigError("no gate of that name", got=name, expected=near)
+    chosen = [by_id[name] for name in names]
+    components = {workloads[shape].component for gate in chosen for shape in gate.workloads.values()}
+    if arguments.gate is None and arguments.component is not None:
+        components.add(arguments.component)
+    if len(components) > 1:
+        raise ConfigError("gates of several components", got=sorted(components), expected="one", where=names)
+    (arguments.component,) = components
+    return chosen
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> int:

@@ -16,8 +16,8 @@ __all__ = ["bench_plot"]
 _WIDTH = 960
 _LABEL, _PLOT, _MARGIN = 260, 380, 12
 _ROW, _HEAD = 24, 30
-_LEGEND = "filled circle: measured, with its interval   hollow diamond: the control, which must lie beyond the limit"
-_FOOT = "upright bar: the limit, and the arrow at its foot points to where a value must lie"
+_LEGEND = "filled circle: measured, with its interval; hollow diamond: the control, which must lie beyond the limit"
+_FOOT = "upright bar: the limit; its foot points to where a value must lie"
 # Shares of a limit above that are drawn at the border.
 _SHARE_MAX = 1.5
 Outcome = Mapping[str, Any]
@@ -93,7 +93,8 @@ def _words(outcome: Outcome, y: float, figure: str) -> Iterator[str]:
     yield text(_MARGIN, y + 4, outcome["gate"])
     result = str(getattr(outcome["result"], "value", outcome["result"]))
     word = result if result in ("pass", "undecided") else result.upper()
-    yield text(_LABEL + _PLOT + 14, y + 4, f"{word:9} {figure}", is_bold=word.isupper(), size=11)
+    yield text(_LABEL + _PLOT + 14, y + 4, word, is_bold=word.isupper(), size=11)
+    yield text(_LABEL + _PLOT + 92, y + 4, figure, size=11)
 
 
 def _shares(rows: Sequence[Outcome], top: float) -> Iterator[str]:

@@ -83,7 +83,10 @@ def title_of(evidence: Evidence) -> str:
 
 def commit_of(implementation: str) -> str | None:
     """The commit of the tree that the implementation lies in, ``+`` after it for changes; None outside of any."""
-    spec = importlib.util.find_spec(implementation)
+    try:
+        spec = importlib.util.find_spec(implementation)
+    except ModuleNotFoundError:  # Of a parent.
+        return None
     if spec is None or spec.origin is None:
         return None
     place = Path(spec.origin).parent

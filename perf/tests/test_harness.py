@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from perf.harness.gates import read_gates
 from perf.harness.judge import Machine, Outcome, Result, Ruling, judge
 from perf.harness.nvml import Gpu, GpuSample, Unavailable, counts_between, open_gpu, throttled, used_bytes
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
-from perf.harness.results import Evidence, write_evidence
+from perf.harness.results import Evidence, commit_of, write_evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.verdicts import Verdict, compare, interval_of
 from perf.harness.workloads import read_workloads
@@ -357,3 +358,26 @@ def test_one_run_shows_its_interval_and_a_count_its_limit() -> None:
     assert "| 2.5 Mi | at most 3 Mi | pass |" in _short_line("gate", [count])
     count["subject"] = {"value": None, "low": None, "high": None}
     assert "| not measured | at most 3 Mi |" in _short_line("gate", [count])
+
+
+def test_evidence_names_the_commit_of_the_implementation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        options = ["-c", "user.name=n", "-c", "user.email=e@x"]
+        found = subprocess.run(["git", *options, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return found.stdout.strip()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "an_implementation.py"
+    module.write_text("x = 1\n")
+    assert commit_of("an_implementation") is None
+    git("init", "-q")
+    # In a tree that does not hold it, as an environment in the project's folder: the tree's commit is not its own.
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    assert commit_of("an_implementation") is None
+    git("add", module.name)
+    git("commit", "-q", "-m", "second")
+    assert commit_of("an_implementation") == git("rev-parse", "--short=10", "HEAD")
+    module.write_text("x = 2\n")
+    assert commit_of("an_implementation") == git("rev-parse", "--short=10", "HEAD") + "+"
+    assert commit_of("no_such_implementation") is None
+    assert commit_of("no_such.implementation") is None

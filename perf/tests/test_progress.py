@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 
 import perf
+from conformance.harness import RankPool
 from perf.harness import cli
 from perf.harness.bench import Bench
 from perf.harness.gates import read_gates
 from perf.harness.judge import Machine
 from perf.harness.left_out import left_out_lines
+from perf.harness.paired import Round
 from perf.harness.progress import Progress, expected_work
 from perf.harness.roofline import measure_roofline
-from perf.harness.workloads import read_workloads
+from perf.harness.workloads import Workload, read_workloads
 from perf.peers.packages import PACKAGES, missing_packages
 
 WORKLOADS = read_workloads()
@@ -102,6 +104,38 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "kv-sort-torc"], ["no gate of that name", "kv-sort-torc;", "kv-sort-torch'"]),
+        (["--only", "xyz"], ["no gate of that name", "--list-gates"]),
+        (["checkpoint", "--only", "kv-sort-torch"], ["several components", "checkpoint", "kvstore"]),
+        (["--only", "kv-sort-torch", "open"], ["several components", "checkpoint", "kvstore"]),
+        (["--short", "--only", "kv-sort-torch"], ["this form", "got: short", "['full']"]),
+    ],
+)
+def test_gates_that_cannot_be_judged_are_named(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]
+) -> None:
+    assert cli.main(words) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in said), text
+
+
+def test_a_gate_brings_its_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(self: Bench, pool: RankPool, workload: Workload, seed: int) -> list[Round]:
+        measured.append(workload.name)
+        return []
+
+    monkeypatch.setattr(Bench, "_measure", measure)
+    monkeypatch.setattr(cli, "measure_roofline", partial(measure_roofline, size_bytes=1 << 20, round_count=1))
+    for words in (["--only", "kv-sort-torch"], ["--gate", "kv-sort-torch"], ["offload", "--gate", "kv-sort-torch"]):
+        assert cli.main([*words, "--quiet", "--fs", str(tmp_path)]) == 0
+    assert measured == ["kv-sort-1e7"] * 3
+
+
 def test_a_repeated_measurement_is_announced() -> None:
     workload, said = WORKLOADS["pretend-step-32"], io.StringIO()
     progress = Progress({workload.name: 1.0}, said)
@@ -180,7 +214,7 @@ from perf.harness.gates import read_gates
 from perf.harness.judge import Machine
 from perf.harness.left_out import left_out_lines
 from perf.harness.table import gate_lines
-from perf.harness.workloads import read_workloads
+from perf.harness.workloads import Workload, read_workloads
 
 if __name__ == "__main__":
     folder, shape = Path(sys.argv[1]), sys.argv[2]
