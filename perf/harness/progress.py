@@ -15,13 +15,14 @@ __all__ = ["Progress", "expected_work"]
 
 _CLEAR = "\r\x1b[K"
 _MINUTE_S = 60
+# What starting ranks, importing torch and making inputs takes, as bytes that a contender could pass over meanwhile.
+_START_BYTES = 4 << 30
 
 
 def expected_work(workload: Workload) -> float:
     """What a workload takes beside another, roughly: bytes of all contenders and rounds, the warm-up's too."""
     passes = len(workload.contenders) * (workload.round_count + 1)
-    # Even an empty round starts ranks, makes inputs and collects garbage.
-    return passes * (workload.payload_bytes + (8 << 20))
+    return _START_BYTES + passes * workload.payload_bytes
 
 
 class Progress:
