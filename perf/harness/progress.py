@@ -17,12 +17,14 @@ _CLEAR = "\r\x1b[K"
 _MINUTE_S = 60
 # What starting ranks, importing torch and making inputs takes, as bytes that a contender could pass over meanwhile.
 _START_BYTES = 4 << 30
+# Jobs whose shape is no tensor: plans for tensors that nobody makes, and ids into buckets.
+_NO_TENSORS = ("plan", "scale", "sort")
 
 
 def expected_work(workload: Workload) -> float:
     """What a workload takes beside another, roughly: bytes of all contenders and rounds, the warm-up's too."""
     passes = len(workload.contenders) * (workload.round_count + 1)
-    return _START_BYTES + passes * workload.payload_bytes
+    return _START_BYTES + (0 if workload.job in _NO_TENSORS else passes * workload.payload_bytes)
 
 
 class Progress:
