@@ -60,17 +60,28 @@ class Bench:
             and self.workloads[gate.workloads[self.form]].component == self.component
         ]
 
-    def run(self) -> Iterator[Workload]:
-        """Measure everything that the gates of this form need; yields each workload when it is done."""
+    def needed(self) -> list[str]:
+        """The workloads that the gates of this form need, in the order in which they are measured."""
         chosen = self.chosen_gates()
         named = [gate.workloads[self.form] for gate in chosen]
         named += [gate.against[self.form] for gate in chosen if gate.against is not None]
+        return list(dict.fromkeys(named))
+
+    def run(self, begins: Callable[[Workload, bool], None] | None = None) -> Iterator[Workload]:
+        """Measure everything that the gates of this form need; yields each workload when it is done.
+
+        Args:
+            begins: called before each measurement, with whether noise has made it the second one of the workload.
+        """
+        begins = begins or (lambda workload, is_repeated: None)
         with RankPool(self.implementation) as pool:
-            for name in dict.fromkeys(named):
+            for name in self.needed():
                 workload = self.workloads[name]
+                begins(workload, False)
                 self.rounds[name] = self._measure(pool, workload, self.seed)
                 if self.repeats and self._is_undecided(name):
                     # Once, and all samples count: repeating until the answer pleases is how a coin passes a gate.
+                    begins(workload, True)
                     self.rounds[name] += self._measure(pool, workload, self.seed + 1)
                     self.repeated.append(name)
                 yield workload

@@ -1,8 +1,6 @@
-"""``twinproof bench``: measure, print the table and the gates, keep the evidence; ``bench compare`` two of them.
+"""``twinproof bench``: measure, print the table and the gates, keep the evidence, say what was left out.
 
-``bench figures`` makes the page of figures from the evidence of all runs, or says that the page is not what they give.
-
-``compare`` ends with an error when something got worse: a comparison that always ends well decides nothing.
+What reads evidence (``bench compare``, ``history``, ``plot``, ``figures``) stands in ``evidence_cli``.
 """
 
 from __future__ import annotations
@@ -14,20 +12,22 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from perf.harness.bench import Bench
-from perf.harness.comparison import compare_evidence
 from perf.harness.declarations import COMPONENTS
-from perf.harness.figures import figure_lines, read_runs
-from perf.harness.gates import read_gates
+from perf.harness.evidence_cli import COMMANDS
+from perf.harness.gates import Gate, Kind, read_gates
 from perf.harness.judge import Outcome, Result
-from perf.harness.results import collect, facts_of, machine_of, read_evidence, write_evidence
+from perf.harness.left_out import left_out_lines
+from perf.harness.progress import Progress, expected_work
+from perf.harness.results import collect, facts_of, machine_of, write_evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.table import gate_lines, workload_lines
-from perf.harness.workloads import FORMS, read_workloads
-from twinproof.errors import TwinproofError
+from perf.harness.workloads import FORMS, Workload, read_workloads
+from twinproof.errors import ConfigError, TwinproofError
 
 __all__ = ["main"]
 
@@ -35,64 +35,42 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``bench`` or ``bench compare``; 0: nothing is wrong, 1: a gate failed, 2: it could not be carried out."""
+    """Run ``bench`` or one of its commands; 0: nothing is wrong, 1: a gate failed, 2: it could not be carried out."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        other = {"compare": _compare, "figures": _figures}.get(words[0]) if words else None
+        other = COMMANDS.get(words[0]) if words else None
         return _bench(words) if other is None else other(words[1:])
     except TwinproofError as error:
         print(f"twinproof bench: {error}", file=sys.stderr)
         return 2
 
 
-def _compare(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="twinproof bench compare", description="Compare the evidence of two runs.")
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
-    arguments = parser.parse_args(words)
-    gates = read_gates(read_workloads())
-    changes = compare_evidence(read_evidence(arguments.before), read_evidence(arguments.after), gates)
-    for change in changes:
-        print(change.text)
-    return 1 if any(change.failed for change in changes) else 0
+_EPILOG = """commands that read evidence (what --json wrote); each has its own --help:
+  twinproof bench compare BEFORE AFTER        what got slower between two runs, or two folders of runs
+  twinproof bench plot EVIDENCE --svg OUT     the gates of one run as a picture
+  twinproof bench history FOLDER...           ratios over many runs, and where they stepped
+  twinproof bench figures FOLDER              the page of figures of all runs
 
-
-_FIGURES = """# Figures
-
-Made by `twinproof bench figures` from the evidence under `perf/results`; edit nothing here. A figure is the median over
-the runs on one machine, with the least and the largest; a gate that fewer than three runs have judged claims
-nothing yet. Ratios say how many times as fast the subject is, unless the gate's sentence speaks of something else.
-
+exit codes: 0 nothing is wrong (without --gates: it was measured), 1 a gate failed, 2 it could not be carried out
 """
 
 
-def _figures(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="twinproof bench figures", description="Make the page of figures.")
-    parser.add_argument("results", type=Path, help="folder of evidence")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="write the page (default: print it)")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="end with 1 when this page says something else")
-    arguments = parser.parse_args(words)
-    page = _FIGURES + "\n".join(figure_lines(read_runs(arguments.results))) + "\n"
-    if arguments.check is not None:
-        is_same = arguments.check.exists() and arguments.check.read_text(encoding="utf-8") == page
-        print(f"{arguments.check}: {'as the evidence says' if is_same else 'not what the evidence says'}")
-        return 0 if is_same else 1
-    if arguments.into is None:
-        print(page, end="")
-    else:
-        arguments.into.write_text(page, encoding="utf-8")
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
-    text = "Measure a component against its peers and judge its gates. Or: bench compare BEFORE AFTER, figures FOLDER."
-    parser = argparse.ArgumentParser(prog="twinproof bench", description=text)
-    parser.add_argument("component", nargs="?", default=COMPONENTS[0], choices=COMPONENTS)
+    parser = argparse.ArgumentParser(
+        prog="twinproof bench",
+        description="Measure a component against its peers and judge its gates.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("component", nargs="?", choices=COMPONENTS, help=f"default: that of --only, or {COMPONENTS[0]}")
     parser.add_argument("--impl", default="fastimpl", help="module under test (default: fastimpl)")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--short", action="store_const", const="short", dest="form", help="small shapes, a minute")
+    form.add_argument(
+        "--short", action="store_const", const="short", dest="form", help="small shapes: a minute on 2 cores"
+    )
     form.add_argument("--form", choices=FORMS, help="which shapes (default: full)")
     parser.add_argument("--fs", type=Path, help="folder to write in (default: shared memory, else temporary files)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--json", type=Path, metavar="OUT", help="keep every sample as evidence")
     parser.add_argument("--gates", action="store_true", help="end with 1 when a gate failed, or when none was decided")
     parser.add_argument("--only", nargs="+", metavar="GATE", help="gates to judge; only their shapes are measured")
@@ -129,17 +107,7 @@ def _bench(words: list[str]) -> int:
     if arguments.list_gates is not None:
         print(json.dumps([gate.id for gate in gates if arguments.list_gates in gate.hardware]))
         return 0
-    if arguments.gate is not None:
-        arguments.only = [arguments.gate]
-        of_gate = [
-            workloads[name].component for gate in gates if gate.id == arguments.gate for name in gate.workloads.values()
-        ]
-        arguments.component = next(iter(of_gate), arguments.component)
-    if arguments.only is not None:
-        unknown = sorted(set(arguments.only) - {gate.id for gate in gates})
-        if unknown:
-            parser.error(f"no gate of that name: {', '.join(unknown)}")
-        gates = [gate for gate in gates if gate.id in arguments.only]
+    gates = _chosen(arguments, gates, workloads)
     begun = time.monotonic()
     facts = facts_of(folder, arguments.impl)
     bench = Bench(
@@ -154,20 +122,27 @@ def _bench(words: list[str]) -> int:
         repeats=not arguments.no_repeat,
     )
     if not bench.chosen_gates():
-        parser.error(f"no gate is judged in the {arguments.form} form of {arguments.component}")
+        judged = sorted({form for gate in gates if gate.kind is not Kind.REGRESSION for form in gate.workloads})
+        raise ConfigError("none of the gates is judged in this form", got=arguments.form, expected=judged)
     print(
         f"{arguments.impl} on {', '.join(bench.machine.classes)}, {bench.machine.filesystem}, {facts['cpu']['model']}"
     )
     roofline = measure_roofline(folder).as_dict()
     print(", ".join(f"{name.split('_')[0]} {rate / 1e9:.2f} GB/s" for name, rate in roofline.items()), flush=True)
     own_lines = getattr(importlib.import_module(f"perf.{bench.component}"), "LINES", {})
-    for workload in bench.run():
+    progress = None
+    if not arguments.quiet:
+        progress = Progress({name: expected_work(workloads[name]) for name in bench.needed()}, sys.stderr)
+    for workload in bench.run(None if progress is None else progress.begin_workload):
+        if progress is not None:
+            progress.end(workload.name)
         lines_of = own_lines.get(workload.job, workload_lines)
         print("\n".join(["", *lines_of(workload, bench.rounds[workload.name])]), flush=True)
     outcomes = bench.outcomes()
     failed = [outcome for outcome in outcomes if outcome.failed]
     duration_s = time.monotonic() - begun
-    print("\n".join(["", *gate_lines(outcomes), ""]))
+    absent = left_out_lines(bench.form, bench.chosen_gates(), workloads, bench.rounds, bench.machine)
+    print("\n".join(["", *gate_lines(outcomes), "", *absent]))
     undecided_count = sum(outcome.result is Result.UNDECIDED for outcome in outcomes)
     print(f"{len(outcomes)} gates, {len(failed)} failed, {undecided_count} undecided, {duration_s:.0f} s")
     if arguments.json is not None:
@@ -184,6 +159,31 @@ def _bench(words: list[str]) -> int:
         write_evidence(evidence, arguments.json)
         print(f"evidence: {arguments.json}")
     return _verdict(outcomes) if arguments.gates else 0
+
+
+def _chosen(arguments: argparse.Namespace, gates: list[Gate], workloads: Mapping[str, Workload]) -> list[Gate]:
+    """The gates that ``--gate`` or ``--only`` name; their component becomes the one that is measured.
+
+    Raises:
+        ConfigError: no gate of that name, or gates of several components.
+    """
+    names = arguments.only if arguments.gate is None else [arguments.gate]
+    if names is None:
+        arguments.component = arguments.component or COMPONENTS[0]
+        return gates
+    by_id = {gate.id: gate for gate in gates}
+    for name in names:
+        if name not in by_id:
+            near = get_close_matches(name, by_id, n=3) or "bench --list-gates cpu prints them"
+            raise ConfigError("no gate of that name", got=name, expected=near)
+    chosen = [by_id[name] for name in names]
+    components = {workloads[shape].component for gate in chosen for shape in gate.workloads.values()}
+    if arguments.gate is None and arguments.component is not None:
+        components.add(arguments.component)
+    if len(components) > 1:
+        raise ConfigError("gates of several components", got=sorted(components), expected="one", where=names)
+    (arguments.component,) = components
+    return chosen
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> int:

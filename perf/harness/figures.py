@@ -5,17 +5,19 @@ Prevents a figure of the best run: what one run said is marked as such, and a ve
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf.harness.gates import Kind
 from perf.harness.judge import Result
 from perf.harness.results import Evidence, read_evidence
 from twinproof.errors import ConfigError
 
-__all__ = ["RUNS_MIN", "figure_lines", "read_runs"]
+__all__ = ["RUNS_MIN", "changed_pages", "figure_lines", "read_runs"]
 
 RUNS_MIN = 3
 
@@ -68,3 +70,64 @@ def _gate_line(gate: str, outcomes: Sequence[dict[str, Any]]) -> str:
     marked = str(len(outcomes)) if len(values) >= RUNS_MIN else f"{len(outcomes)}, too few for a claim"
     sentence = outcomes[-1]["sentence"]
     return f"| `{gate}` | {sentence} | {figure} | {outcomes[-1]['bound']:.3g} | {marked} | {verdicts} |"
+
+
+_BLOCK = re.compile(r"(<!-- figures (?P<machine>\S+): (?P<gates>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def changed_pages(pages: Iterable[Path], runs: Sequence[tuple[str, Evidence]]) -> dict[Path, str]:
+    """Each page with its tables of figures made anew: every figure beside its limit and its verdicts.
+
+    Raises:
+        ConfigError: a page without a table, a machine without results, a gate that no full run there has judged.
+    """
+    return {page: _filled(page, runs) for page in pages}
+
+
+def _filled(page: Path, runs: Sequence[tuple[str, Evidence]]) -> str:
+    text = page.read_text(encoding="utf-8")
+    filled, count = _BLOCK.subn(lambda found: f"{found[1]}{_short_table(found, page, runs)}{found[4]}", text)
+    if not count:
+        raise ConfigError(
+            "a page without a table of figures", got=0, expected="<!-- figures MACHINE: ... -->", where=page
+        )
+    return filled
+
+
+def _short_table(found: re.Match[str], page: Path, runs: Sequence[tuple[str, Evidence]]) -> str:
+    machine = found["machine"]
+    here = [run for name, run in runs if name.split("/")[0] == machine and run.form == "full"]
+    if not here:
+        raise ConfigError("no full run of this machine", got=machine, where=page)
+    lines = ["| what must hold | measured | limit | verdicts |", "| --- | --- | --- | --- |"]
+    for gate in found["gates"].split():
+        outcomes = [outcome for run in here for outcome in run.outcomes if outcome["gate"] == gate]
+        if not outcomes:
+            raise ConfigError("no full run has judged this gate", got=gate, expected=machine, where=page)
+        lines.append(_short_line(gate, outcomes))
+    return "\n".join(["", *lines, "", ""])
+
+
+def _short_line(gate: str, outcomes: Sequence[dict[str, Any]]) -> str:
+    """One run shows its interval, several the least and the largest of their medians."""
+    subjects = [outcome["subject"] for outcome in outcomes if _value(outcome) is not None]
+    values = [subject["value"] for subject in subjects]
+    figure = "not measured"
+    if values:
+        bounds = (min(values), max(values)) if len(values) > 1 else (subjects[0]["low"], subjects[0]["high"])
+        around = "" if bounds[0] is None else f" [{_short(bounds[0])}, {_short(bounds[1])}]"
+        figure = f"{_short(statistics.median(values))}{around}"
+    last = outcomes[-1]
+    limit = f"{'at least' if Kind(last['kind']).is_paired else 'at most'} {_short(last['bound'])}"
+    counts = Counter(Result(outcome["result"]) for outcome in outcomes)
+    words = {Result.FAIL: "**not reached**", Result.IMPLAUSIBLE: "**implausible**"}
+    shown = [words.get(result, result.value) for result, _ in counts.items()]
+    if len(outcomes) > 1:
+        shown = [f"{count} {word}" for (_, count), word in zip(counts.items(), shown, strict=True)]
+    return f"| `{gate}`: {last['sentence']} | {figure} | {limit} | {', '.join(shown)} |"
+
+
+def _short(value: float) -> str:
+    if abs(value) >= 1 << 20:
+        return f"{value / 2**20:,.4g} Mi"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

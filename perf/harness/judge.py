@@ -17,7 +17,7 @@ from perf.harness.paired import Round, ratios
 from perf.harness.verdicts import Interval, interval_of
 from perf.harness.workloads import Workload
 
-__all__ = ["Machine", "Outcome", "Result", "Ruling", "judge", "judge_ratio", "needs_more_samples"]
+__all__ = ["Machine", "Outcome", "Result", "Ruling", "count_of", "judge", "judge_ratio", "needs_more_samples"]
 
 
 class Result(str, Enum):
@@ -153,6 +153,13 @@ def _judge_count(
     if floor is not None and least < floor:
         return Ruling(Result.IMPLAUSIBLE, f"less than {floor:.6g} is not plausible: was the work done?", least)
     return Ruling(Result.PASS, f"at most {ceiling:.6g}", worst)
+
+
+def count_of(gate: Gate, who: Control, rounds: Sequence[Round], subtracted: Sequence[Round] | None) -> float | None:
+    """What a gate on counts is judged by: the worst round, less the least of ``subtracted``; None: not measured."""
+    values = _counts(gate, who, rounds)
+    base = [0.0] if subtracted is None else _counts(gate, who, subtracted)
+    return max(values) - min(base) if values and base else None
 
 
 def _counts(gate: Gate, who: Control, rounds: Sequence[Round]) -> list[float]:

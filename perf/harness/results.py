@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,9 +16,20 @@ from perf.harness.judge import Machine, Outcome
 from perf.harness.nvml import GpuSample, Unavailable, open_gpu
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
-from twinproof.errors import FormatError
+from twinproof.errors import ConfigError, FormatError
 
-__all__ = ["Evidence", "collect", "facts_of", "machine_of", "read_evidence", "write_evidence"]
+__all__ = [
+    "Evidence",
+    "collect",
+    "commit_of",
+    "facts_of",
+    "hardware_of",
+    "machine_of",
+    "read_evidence",
+    "read_side",
+    "title_of",
+    "write_evidence",
+]
 
 _VERSION = 1
 # Two ranks on one processor take turns, and every ratio between paths changes.
@@ -49,12 +62,57 @@ def machine_of(facts: dict[str, Any]) -> Machine:
     return Machine(tuple(dict.fromkeys(classes)), facts["file_system"]["type"])
 
 
+def hardware_of(evidence: Evidence) -> str:
+    """What a ratio of two programs depends on, in words: processor, cores, torch's threads, GPUs, file system."""
+    facts = evidence.environment
+    cpu = facts.get("cpu", {})
+    words = [f"{cpu.get('count', '?')} x {cpu.get('model', 'unknown processor')}"]
+    threads = facts.get("torch", {}).get("threads")
+    if threads is not None and threads != cpu.get("count"):
+        words.append(f"{threads} threads")
+    words += [name for name in evidence.machine.classes if name != "cpu"]
+    return ", ".join([*words, evidence.machine.filesystem])
+
+
+def title_of(evidence: Evidence) -> str:
+    """A run in a line: implementation, commit, time, form, machine."""
+    commit = evidence.environment.get("commit") or "unknown commit"
+    made = evidence.created[:16] or "unknown time"
+    return f"{evidence.implementation} at {commit}, {made}, {evidence.form} form, {hardware_of(evidence)}"
+
+
+def commit_of(implementation: str) -> str | None:
+    """The commit of the tree that the implementation lies in, ``+`` after it for changes; None outside of any."""
+    try:
+        spec = importlib.util.find_spec(implementation)
+    except ModuleNotFoundError:  # Of a parent.
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    place = Path(spec.origin).parent
+
+    def git(*words: str) -> str | None:
+        command = ["git", "-C", str(place), *words]
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return found.stdout if found.returncode == 0 else None
+
+    # An installed package may lie inside some tree that does not hold it.
+    if not git("ls-files", "--", Path(spec.origin).name):
+        return None
+    commit = git("rev-parse", "--short=10", "HEAD")
+    return None if commit is None else commit.strip() + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
 def facts_of(folder: Path, implementation: str) -> dict[str, Any]:
     """Versions, hardware, the file system of ``folder``, the implementation's build, and the GPU's present state."""
     facts = environment(folder)
     # A folder's name is of one machine; its file system is what matters.
     facts["file_system"].pop("folder", None)
     facts["implementation"] = {**implementation_facts(implementation), "file": None}
+    facts["commit"] = commit_of(implementation)
     gpu = open_gpu()
     if isinstance(gpu, Unavailable):
         facts["gpu_state"] = f"unavailable: {gpu.reason}"
@@ -118,3 +176,18 @@ def read_evidence(path: Path) -> Evidence:
         if isinstance(error, FormatError):
             raise
         raise FormatError("not the evidence of a bench", got=error, where=path) from error
+
+
+def read_side(path: Path) -> list[Evidence]:
+    """The run of a file, or the runs below a folder, in the order in which they were made.
+
+    Raises:
+        FormatError: see :func:`read_evidence`.
+        ConfigError: a folder without any.
+    """
+    if not path.is_dir():
+        return [read_evidence(path)]
+    found = [read_evidence(each) for each in sorted(path.rglob("*.json"))]
+    if not found:
+        raise ConfigError("no evidence", got=0, expected="results of a bench, as JSON", where=path)
+    return sorted(found, key=lambda run: run.created)

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["SAME_WITHIN", "Comparison", "Interval", "Verdict", "compare", "interval_of"]
+__all__ = ["PAIRS_MIN", "SAME_WITHIN", "Comparison", "Interval", "Verdict", "compare", "interval_of"]
 
 # A difference that a whole interval does not exceed is not worth a word.
 SAME_WITHIN = 0.03
 _CONFIDENCE = 0.95
 # Two-sided 95 % points of Student's t for 2, 3 and 4 degrees of freedom.
 _STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
+# Fewer pairs than that have no interval.
+PAIRS_MIN = min(_STUDENT)
 
 
 class Verdict(str, Enum):
@@ -64,7 +66,7 @@ def interval_of(ratios: Sequence[float]) -> Interval | None:
         raise ValueError(f"ratios must be positive and finite, got {wrong}")
     logs = sorted(math.log(ratio) for ratio in ratios)
     count = len(logs)
-    if count < min(_STUDENT):
+    if count < PAIRS_MIN:
         return None
     centre = statistics.median(logs)
     if count in _STUDENT:
@@ -95,7 +97,7 @@ def compare(ratios: Sequence[float], *, same_within: float = SAME_WITHIN) -> Com
     """
     interval = interval_of(ratios)
     if interval is None:
-        return Comparison(Verdict.UNDECIDED, None, f"{len(ratios)} pairs are too few; at least {min(_STUDENT)}")
+        return Comparison(Verdict.UNDECIDED, None, f"{len(ratios)} pairs are too few; at least {PAIRS_MIN}")
     upper, lower = 1 + same_within, 1 / (1 + same_within)
     if interval.low >= upper:
         return Comparison(Verdict.FASTER, interval, f"the whole interval lies above {upper:.2f}")

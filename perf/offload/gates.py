@@ -44,7 +44,7 @@ GATES = (
         "offload-fraction-0",
         "A step with an offloader that moves nothing MUST NOT cost more than 1 % of the plain step.",
         full="offload-step-256mib",
-        short="offload-step-256mib",
+        short="offload-step-64mib",
         subject="attached",
         peer="plain",
         floor=0.99,

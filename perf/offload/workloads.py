@@ -16,6 +16,7 @@ _gpu_gib = partial(Workload, component="offload", round_count=9, shape=(2048, 20
 WORKLOADS = (
     # On the CPU: what attachment and snapshots cost beside the work itself.
     _256_mib("offload-step-256mib", job="step", contenders=("plain", "attached", "offloaded")),
+    _256_mib("offload-step-64mib", job="step", tensor_count=16, contenders=("plain", "attached", "offloaded")),
     _256_mib("offload-snapshot-256mib", job="snapshot", round_count=7, contenders=("ours", "copy", "pickled")),
     # Steps of AdamW on the CPU. A byte count first, at the bandwidth of memory; a write of a line that is not in a
     # cache costs a read of it as well. One pass with bfloat16: gradient 2, master and moments 12 are read, 12 + 2

@@ -49,6 +49,11 @@ def _evidence(gates: Sequence[Gate], *, slower: float = 1.0, noise: float = 0.00
     return Evidence("fastimpl", "full", 0, MACHINE, {}, shapes, rounds, outcomes)
 
 
+def _changes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of gates: the second paragraph."""
+    return capsys.readouterr().out.split("\n\n")[1].splitlines()
+
+
 def _pairs(gates: Sequence[Gate]) -> set[tuple[str, ...]]:
     return {(gate.workloads["full"], gate.subject, str(gate.peer), gate.metric) for gate in gates}
 
@@ -59,7 +64,7 @@ def test_evidence_is_the_same_as_itself(component: str, tmp_path: Path, capsys: 
     # Noise that decides nothing between two runs: that it is the same samples does.
     write_evidence(_evidence(_of(component), noise=0.3), path)
     assert main(["compare", str(path), str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = _changes(capsys)
     assert [line.split()[0] for line in lines] == ["same"] * len(_pairs(_of(component)))
 
 
@@ -87,9 +92,9 @@ def test_a_loss_ends_with_an_error(component: str, tmp_path: Path, capsys: pytes
     for path, slower in zip(paths, (1.0, 1.2), strict=True):
         write_evidence(_evidence([gate], slower=slower), path)
     assert main(["compare", *map(str, paths)]) == 1
-    assert capsys.readouterr().out.startswith("slower ")
+    assert [line.split()[0] for line in _changes(capsys)] == ["slower"]
     assert main(["compare", *map(str, reversed(paths))]) == 0
-    assert capsys.readouterr().out.startswith("faster ")
+    assert [line.split()[0] for line in _changes(capsys)] == ["faster"]
 
 
 def test_controls_are_refused_as_losses() -> None:

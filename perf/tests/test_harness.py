@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 
 from perf.harness import cli
 from perf.harness.counters import Counters, peak_is_resettable
-from perf.harness.figures import figure_lines
+from perf.harness.figures import _short_line, figure_lines
 from perf.harness.gates import read_gates
 from perf.harness.judge import Machine, Outcome, Result, Ruling, judge
 from perf.harness.nvml import Gpu, GpuSample, Unavailable, counts_between, open_gpu, throttled, used_bytes
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
-from perf.harness.results import Evidence
+from perf.harness.results import Evidence, commit_of, write_evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.verdicts import Verdict, compare, interval_of
 from perf.harness.workloads import read_workloads
@@ -289,3 +290,94 @@ def test_rooflines_are_rates(tmp_path: Path) -> None:
     found = measure_roofline(tmp_path, size_bytes=1 << 20, round_count=1)
     assert all(rate > 0 for rate in found.as_dict().values())
     assert list(tmp_path.iterdir()) == []
+
+
+_PAGE = """# Page
+
+Words before.
+
+<!-- figures here: gate -->
+what somebody wrote by hand: 99
+<!-- end of figures -->
+
+Words after.
+"""
+
+
+def test_tables_in_pages_are_made_from_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page, figures = tmp_path / "results", tmp_path / "page.md", tmp_path / "figures.md"
+    for number, (value, result) in enumerate(((2.0, Result.FAIL), (3.0, Result.PASS), (2.5, Result.PASS))):
+        write_evidence(_evidence(value, result), results / "here" / f"{number}.json")
+    write_evidence(_evidence(77.0, Result.PASS, "short"), results / "here" / "short.json")
+    write_evidence(_evidence(88.0, Result.PASS), results / "there" / "run.json")
+    page.write_text(_PAGE)
+    check = ["figures", str(results), "--check", str(figures), "--pages", str(page)]
+    assert cli.main(["figures", str(results), "--into", str(figures)]) == 0
+    assert cli.main(check) == 1
+    assert f"{page}: not what the evidence says" in capsys.readouterr().out
+    assert cli.main(["figures", str(results), "--into", str(figures), "--pages", str(page)]) == 0
+    lines = page.read_text().splitlines()
+    assert "| `gate`: is faster | 2.5 [2, 3] | at least 1.5 | 1 **not reached**, 2 pass |" in lines
+    assert [line for line in lines if line.startswith("Words")] == ["Words before.", "Words after."]
+    assert not any("99" in line for line in lines)
+    assert cli.main(check) == 0
+    # Somebody mends a figure by hand, in either page.
+    for path in (page, figures):
+        made = path.read_text()
+        path.write_text(made.replace("| 1.5 |", "| 1.4 |").replace("at least 1.5", "at least 1.4"))
+        assert cli.main(check) == 1
+        path.write_text(made)
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("no table", "without a table"),
+        (_PAGE.replace("here:", "nowhere:"), "no full run of this machine"),
+        (_PAGE.replace(": gate", ": gate other"), "no full run has judged"),
+        (_PAGE.replace("<!-- end of figures -->", ""), "without a table"),
+    ],
+)
+def test_a_page_that_cannot_be_filled_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], page: str, message: str
+) -> None:
+    write_evidence(_evidence(2.0, Result.PASS), tmp_path / "here" / "run.json")
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    assert cli.main(["figures", str(tmp_path), "--check", str(path), "--pages", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert path.read_text() == page
+
+
+def test_one_run_shows_its_interval_and_a_count_its_limit() -> None:
+    claim = _evidence(2.0, Result.PASS)
+    claim.outcomes[0]["subject"].update(low=1.9, high=2.1)
+    assert "| 2 [1.9, 2.1] | at least 1.5 | pass |" in _short_line("gate", claim.outcomes)
+    count = {**claim.outcomes[0], "kind": "memory", "bound": 3.0 * (1 << 20)}
+    count["subject"] = {"value": 2.5 * (1 << 20), "low": None, "high": None}
+    assert "| 2.5 Mi | at most 3 Mi | pass |" in _short_line("gate", [count])
+    count["subject"] = {"value": None, "low": None, "high": None}
+    assert "| not measured | at most 3 Mi |" in _short_line("gate", [count])
+
+
+def test_evidence_names_the_commit_of_the_implementation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        options = ["-c", "user.name=n", "-c", "user.email=e@x"]
+        found = subprocess.run(["git", *options, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return found.stdout.strip()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "an_implementation.py"
+    module.write_text("x = 1\n")
+    assert commit_of("an_implementation") is None
+    git("init", "-q")
+    # In a tree that does not hold it, as an environment in the project's folder: the tree's commit is not its own.
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    assert commit_of("an_implementation") is None
+    git("add", module.name)
+    git("commit", "-q", "-m", "second")
+    assert commit_of("an_implementation") == git("rev-parse", "--short=10", "HEAD")
+    module.write_text("x = 2\n")
+    assert commit_of("an_implementation") == git("rev-parse", "--short=10", "HEAD") + "+"
+    assert commit_of("no_such_implementation") is None
+    assert commit_of("no_such.implementation") is None
