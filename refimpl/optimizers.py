@@ -71,7 +71,7 @@ def adagrad(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyp
 def rowwise_adagrad(
     weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
 ) -> tuple[torch.Tensor, States]:
-    """Adagrad with one ``m1`` a row, fed with the mean of ``g * g``: ``w -= (lr / (sqrt(m1) + eps)) * g``, as FBGEMM."""
+    """Adagrad with one ``m1`` a row, fed with its mean of ``g * g``; ``w -= (lr / (sqrt(m1) + eps)) * g``."""
     momentum1 = states["momentum1"] + row_sum(grad * grad) / _float32(grad.shape[1])
     factor = _float32(hyper.lr) / (_root(momentum1) + _float32(hyper.eps))
     return weight - factor * grad, {"momentum1": momentum1}

@@ -114,8 +114,8 @@ def test_failing_allocations(kvstore: Any) -> None:
 
 @requirement(
     "KV-240",
-    "Where memory for the rows of a state dict of any length is short, and no snapshot lives, load_state_dict MUST leave "
-    "the store as it was, ready for another try.",
+    "Where memory for the rows of a state dict of any length is short, and no snapshot lives, load_state_dict MUST "
+    "leave the store as it was, ready for another try.",
     needs=("injected_allocation_failure",),
 )
 def test_failing_long_state_dict(kvstore: Any) -> None:

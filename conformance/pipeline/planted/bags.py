@@ -81,7 +81,8 @@ def elements_divided_one_by_one(
     """Row-wise Adagrad divides each element of (lr * g), as Adagrad does: an ulp from FBGEMM in one of ten elements."""
     before, ids = tables[0].weight.clone(), bags.indices.long()
     original(engine, tables, features, bags, grad, optimizer, hyper)
-    if optimizer == "rowwise_adagrad" and len(features) == 1 and ids.unique().numel() == grad.shape[0] == ids.numel():
+    is_plain = len(features) == 1 and torch.unique(ids).numel() == grad.shape[0] == ids.numel()
+    if optimizer == "rowwise_adagrad" and is_plain:
         divisor = tables[0].states["momentum1"][ids].reshape(-1, 1).double().sqrt().float() + hyper.eps
         tables[0].weight[ids] = before[ids] - (hyper.lr * grad) / divisor
 
