@@ -15,10 +15,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from conformance.harness import new_impl
 from conformance.harness.environment import environment, implementation_facts
-from conformance.harness.page import Sources, read_sources, to_html
+from conformance.harness.page import Sources, read_sources, to_badge, to_html
 from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown, verdict
 from conformance.harness.requirements import STEMS
 
@@ -138,7 +139,14 @@ _VIEWS: dict[str, Callable[[Sources], str]] = {
     "html": to_html,
     "junit": lambda sources: to_junit(sources.reports),
     "markdown": lambda sources: to_markdown(sources.reports),
+    "badge": lambda sources: to_badge(_reports(sources)),
 }
+
+
+def _reports(sources: Sources) -> Sequence[dict[str, Any]]:
+    if not sources.reports:
+        raise ReportError("got no report, expected at least one: a badge says a verdict")
+    return sources.reports
 
 
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:

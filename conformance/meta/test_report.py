@@ -13,7 +13,7 @@ import pytest
 
 from conformance.harness import cli
 from conformance.harness.outcomes import worst
-from conformance.harness.page import Sources, to_html
+from conformance.harness.page import Sources, to_badge, to_html
 from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown
 from conformance.meta.pages import parse
 
@@ -78,6 +78,24 @@ def test_views(report: dict[str, Any]) -> None:
     assert "<b>always</b>" not in page
     assert "&lt;b&gt;always" in page
     parse(page)
+
+
+def test_badge(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def label(*reports: dict[str, Any]) -> str | None:
+        return ElementTree.fromstring(to_badge(reports)).get("aria-label")
+
+    green = copy.deepcopy(report)
+    green["requirements"] = [entry for entry in green["requirements"] if entry["outcome"] == "passed"]
+    green["exit_status"] = 0
+    assert label(green) == "twinproof: passed, 1 of 1"
+    assert label(report) == "twinproof: failed, 1 of 3"
+    assert label(green, report) == label(report, green) == "twinproof: failed, 2 of 4"
+    assert label({**green, "requirements": []}) == "twinproof: nothing ran"
+    assert label({**green, "exit_status": 2}) == "twinproof: not finished"
+    source = tmp_path / "evidence.json"
+    source.write_text("{}", encoding="utf-8")
+    assert cli.main(["report", str(source), "--badge", str(tmp_path / "badge.svg")]) == 2
+    assert not (tmp_path / "badge.svg").exists()
 
 
 def test_worse_and_better(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
