@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -113,8 +114,8 @@ def test_a_package_that_holds(tmp_path: Path) -> None:
     assert badge.attrib["aria-label"].startswith("twinproof: passed, ")
     cache, keep = job.used
     assert cache.startswith("actions/cache@")
-    assert "torch==2.13.0" in cache
-    assert keep.endswith(f"{job.inputs['report']} {job.inputs['report']} ignore")
+    assert re.search(r" twinproof-Linux-3\.\d+\.\d+-[0-9a-f]{16}$", cache)
+    assert keep.endswith(f"{job.inputs['artifact']} {job.inputs['report']} ignore")
 
 
 def test_a_package_that_fails(tmp_path: Path) -> None:
@@ -138,6 +139,13 @@ def test_a_ledger_is_handed_on(tmp_path: Path) -> None:
     job = run(tmp_path, impl="refimpl", tests=FEW, profile="quick", ledger="none.toml")
     assert job.failed.startswith("verify: 2\n"), job.failed
     assert "none.toml" in job.failed
+
+
+def test_by_default_the_four_components_run(tmp_path: Path) -> None:
+    job = run(tmp_path, impl="refimpl", profile="quick", tests=ACTION["inputs"]["tests"]["default"] + "--collect-only")
+    found = json.loads((job.workspace / job.inputs["report"] / "report.json").read_text(encoding="utf-8"))
+    modules = {entry["test"].split(".")[1] for entry in found["requirements"]}
+    assert modules == {"checkpoint", "kvstore", "offload", "pipeline"}
 
 
 def test_installing_ends_the_job(tmp_path: Path) -> None:

@@ -163,14 +163,20 @@ def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> 
         path = arguments.report or Path(folder) / "report.json"
         command = [sys.executable, "-c", _LAUNCH, "-p", "conformance.harness.plugin", "--pyargs", *_targets(rest)]
         command += ["--twinproof-impl", arguments.impl, "--twinproof-report", str(path), *more, *rest]
+        # A run that dies early must not be judged by the report of an earlier one.
+        path.unlink(missing_ok=True)
         code = subprocess.run(command, check=False).returncode
         # What a green run did, if anything, the report knows; 5 is pytest's "nothing was collected".
         if code not in (0, 1, 5):
             return 2
+        if not path.exists():
+            print(f"twinproof: pytest ended with {code} and left no report", file=sys.stderr)
+            return 2
         found = verdict(read_json(path))
     if found.word == "nothing ran":
         print(f"twinproof: no requirement was run on {arguments.impl}; that proves nothing", file=sys.stderr)
-    return found.exit_code
+    # What went wrong after the report was written is pytest's code alone.
+    return max(found.exit_code, int(code == 1))
 
 
 def _targets(rest: list[str]) -> list[str]:

@@ -61,6 +61,7 @@ class Verdict:
     exit_code: int
     word: str
     sentence: str
+    is_of_requirements: bool = False
 
 
 def verdict(report: dict[str, Any]) -> Verdict:
@@ -75,7 +76,7 @@ def verdict(report: dict[str, Any]) -> Verdict:
         why = _STOPPED.get(status, f"exit status {status}")
         return Verdict(2, "not finished", "; ".join([f"the run did not end: {why}", *wrong]))
     if status == 1 or wrong:
-        return Verdict(1, "failed", "; ".join(wrong) or "a test beside the requirements failed")
+        return Verdict(1, "failed", "; ".join(wrong) or "a test beside the requirements failed", bool(wrong))
     killed = f"{bugs['killed']} of {sum(bugs.values())} planted bugs killed"
     if not any(counts[outcome] for outcome in _RAN):
         if not bugs["killed"]:

@@ -96,6 +96,16 @@ def test_without_pytest(tmp_path: Path, words: list[str], code: int) -> None:
     assert code == 0 or "pip install 'twinproof[test]'" in done.stderr
 
 
+def test_a_run_that_dies_is_not_judged_by_an_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "report.json"
+    words = ["verify", "conformance.offload.test_values", "-k", "odd_sizes", "-q", "-p", "no:cacheprovider"]
+    assert cli.main([*words, "--impl", "refimpl", "--report", str(kept)]) == 0
+    (tmp_path / "dying.py").write_text("import os\n\nos._exit(1)\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    assert cli.main([*words, "--impl", "dying", "--report", str(kept)]) == 2
+    assert not kept.exists()
+
+
 def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
 

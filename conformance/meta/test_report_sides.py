@@ -83,6 +83,12 @@ def test_of_each_component_the_newest_run_counts_and_planted_bugs_may_come_from_
     assert side.verdict.exit_code == 1
     (side,) = sides_of([older, report(requirement("KV-001", case()), started="2026-11-04")])
     assert side.verdict.exit_code == 0
+    both = report(requirement("KV-001", case("failed", **_BAD)), requirement("OPT-001", case()), exit_status=1)
+    (side,) = sides_of([both, report(requirement("KV-001", case()), started="2999-11-04")])
+    assert side.verdict.exit_code == 0
+    beside = report(requirement("OPT-001", case()), exit_status=1)
+    (side,) = sides_of([beside, report(requirement("KV-001", case()), started="2999-11-04")])
+    assert side.verdict.sentence == "a test beside the requirements failed"
     stopped = report(requirement("KV-001", case()), started="2026-11-05", exit_status=2)
     (side,) = sides_of([other, stopped])
     assert side.verdict.exit_code == 2

@@ -214,7 +214,7 @@ def _changed_count(gate: Gate, before: Side, after: Side) -> Change:
     machines = hardware_of(before[0]), hardware_of(after[0])
     if gate.kind is Kind.MEMORY and machines[0] != machines[1]:
         return line("undecided", f"other machines: {machines[0]} and {machines[1]}")
-    bound = next(found["bound"] for found in after[0].outcomes if found["gate"] == gate.id)
+    bound = next(found["bound"] for run in after for found in run.outcomes if found["gate"] == gate.id)
     allowed = (1 - KEPT_MIN) * bound
     if now - then > allowed:
         return line("more", f"more than {allowed:.4g} more, a tenth of what its gate allows", failed=True)

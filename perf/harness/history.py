@@ -57,6 +57,7 @@ class Series:
     """One gate on one machine, in one form and shape, in order of time."""
 
     machine: str
+    implementation: str
     component: str
     form: str
     gate: str
@@ -85,12 +86,12 @@ def series(runs: Iterable[Evidence]) -> list[Series]:
             gate, workload = outcome["gate"], outcome["workload"]
             shape = run.workloads.get(workload, {})
             size = "x".join(str(size) for size in (shape.get("tensor_count"), *shape.get("shape", ())))
-            key = (hardware_of(run), run.form, gate, workload, size)
+            key = (hardware_of(run), run.implementation, run.form, gate, workload, size)
             commit = run.environment.get("commit") or ""
             point = Point(run.created, commit, subject["value"], subject["low"], subject["high"])
             past = found[key].points if key in found else ()
             component = shape.get("component", "")
-            found[key] = Series(key[0], component, run.form, gate, workload, outcome["bound"], (*past, point))
+            found[key] = Series(key[0], key[1], component, run.form, gate, workload, outcome["bound"], (*past, point))
     return list(found.values())
 
 
@@ -156,17 +157,16 @@ def _verdict(each: Series, step: Step | None, needed: int) -> str:
 
 
 def history_lines(found: Sequence[Series]) -> Iterator[str]:
-    """A table for each machine and form: a row for a gate, its last runs, its bound, and its step."""
+    """A table for each implementation, machine and form: a row for a gate, its last runs, its bound, and its step."""
     steps = _steps(found)
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
     for number, each in enumerate(found):
-        groups.setdefault((each.component, each.machine, each.form), []).append(number)
-    for (component, machine, form), numbers in groups.items():
+        groups.setdefault((each.component, each.implementation, each.machine, each.form), []).append(number)
+    for (component, implementation, machine, form), numbers in groups.items():
         runs = sorted({(point.created, point.commit) for number in numbers for point in found[number].points})
         shown = runs[-_SHOWN_MAX:]
-        yield f"{component} on {machine}, {form} form: {_runs(len(runs))}" + (
-            f", the last {len(shown)}" if shown != runs else ""
-        )
+        last = f", the last {len(shown)}" if shown != runs else ""
+        yield f"{component} of {implementation} on {machine}, {form} form: {_runs(len(runs))}{last}"
         first = len(runs) - len(shown) + 1
         yield from (
             f"  run {number}: {when[:16]} {commit}".rstrip() for number, (when, commit) in enumerate(shown, first)
@@ -210,7 +210,7 @@ def _panel(each: Series, step: tuple[Step | None, int], top: float) -> Iterator[
     width = _WIDTH - _LEFT - _RIGHT
     places = [_LEFT + (number + 0.5) * width / len(each.points) for number in range(len(each.points))]
     yield text(12, top + 14, f"{each.gate}: {_verdict(each, *step)}", is_bold=step[0] is not None)
-    yield text(_WIDTH - 12, top + 14, f"{each.machine}, {each.form}", anchor="end", size=10)
+    yield text(_WIDTH - 12, top + 14, f"{each.implementation}, {each.machine}, {each.form}", anchor="end", size=10)
     yield line(_LEFT, base, _WIDTH - _RIGHT, base, width=0.5)
     for tick in axis.ticks(3):
         yield text(_LEFT - 8, height(tick) + 4, f"{tick:g}", anchor="end", size=10)

@@ -108,10 +108,15 @@ def test_series_are_in_order_of_time_and_never_mix_machines_forms_or_shapes() ->
     assert series([unmeasured]) == []
 
 
+def test_implementations_are_apart() -> None:
+    other = replace(_run(1, 3.0), implementation="theirs")
+    assert [each.implementation for each in series([_run(0, 2.0), other])] == ["fastimpl", "theirs"]
+
+
 def test_the_table_shows_the_last_runs_and_what_was_not_measured_in_one() -> None:
     runs = [_run(n, 2.0 + n / 100, gates=("kv-get", "kv-set") if n != 8 else ("kv-get",)) for n in range(10)]
     lines = list(history_lines(series(runs)))
-    assert lines[0] == "kvstore on 2 x Some, tmpfs, full form: 10 runs, the last 8"
+    assert lines[0] == "kvstore of fastimpl on 2 x Some, tmpfs, full form: 10 runs, the last 8"
     assert lines[1] == "  run 3: 2026-01-01T02:00 abc"
     assert lines[9].split() == ["gate", *(word for n in range(3, 11) for word in ("run", str(n))), "floor", "step"]
     assert lines[10].split()[:10] == ["kv-get", "2.02", "2.03", "2.04", "2.05", "2.06", "2.07", "2.08", "2.09", "1.5"]

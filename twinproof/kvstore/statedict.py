@@ -228,6 +228,12 @@ def _rows(store: RowStore, table: str, incoming: _Incoming, start: int, length: 
     return assemble_rows(target, ids, words, {"weight": _part(incoming.weight, start, length), **values})
 
 
+def _row_count_after(store: RowStore, table: str, ids: torch.Tensor) -> int:
+    row_count = store.size(table) + int((~store.contains(table, ids)).sum())
+    capacity = store.options.capacities[table]
+    return row_count if capacity is None else min(row_count, capacity)
+
+
 def load_state_dict(
     store: RowStore,
     engine: RowEngine,
@@ -243,12 +249,14 @@ def load_state_dict(
     for table, incoming in found.items():
         check_load_fits(store, table, incoming.ids.numel())
         _check(incoming, table)
+    if not clear:
+        # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
+        for table, incoming in found.items():
+            engine.reserve(table, _row_count_after(store, table, incoming.ids))
     for table, incoming in found.items():
         if clear:
             store.clear(table)
         evict_for_load(store, table, incoming.ids)
-        # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
-        engine.reserve(table, store.size(table) + int((~store.contains(table, incoming.ids)).sum()))
         for start, length in incoming.chunks():
             engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
         if incoming.step is not None:

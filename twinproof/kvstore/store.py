@@ -390,8 +390,8 @@ class KVStore(DeltaStore):
         Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
         weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
         nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
-        first row is written, and room is made for all. Memory that a live snapshot's copies lack may still end it
-        between chunks of 65,536 rows: each row is then the old one or the new one. ``clear`` comes first of all.
+        first row is written, and room is made in all tables. Memory that a live snapshot's copies lack may still end it
+        between chunks of 65,536 rows: each row is then the old one or the new one. With ``clear`` the rows go first.
 
         Args:
             state: as from ``state_dict``, lazy or plain tensors, on the CPU.
