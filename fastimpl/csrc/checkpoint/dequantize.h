@@ -13,6 +13,10 @@
 #include "common/regimes.h"
 #include "common/vectors.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace fastimpl::checkpoint {
 
 constexpr int64_t kRunMax =

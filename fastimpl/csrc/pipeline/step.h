@@ -105,13 +105,14 @@ void fill_words(const Parallel& parallel, const BagBatch<Id>& batch, const std::
              const uint64_t base = found.bases[static_cast<size_t>(batch.features[static_cast<size_t>(feature)].table)];
              const int64_t* const offsets = batch.offsets + feature * batch.bag_count;
              const Id* const ids = batch.ids;
-             uint64_t* const words = found.sorted.get() + moves[static_cast<size_t>(feature)];
+             uint64_t* const words = found.sorted.get();
+             const int64_t move = moves[static_cast<size_t>(feature)];
              for (int64_t number = first; number < last; ++number) {
                const auto bag = static_cast<uint64_t>(feature << bag_bits | number);
                const int64_t end = offsets[number + 1];
                for (int64_t at = offsets[number]; at < end; ++at) {
-                 words[at] = (base + static_cast<uint64_t>(ids[at])) << payload_bits |
-                             (weighted ? static_cast<uint64_t>(at) : bag);
+                 words[at + move] = (base + static_cast<uint64_t>(ids[at])) << payload_bits |
+                                    (weighted ? static_cast<uint64_t>(at) : bag);
                }
                if (weighted) std::fill(found.bag_of.get() + offsets[number], found.bag_of.get() + end, bag);
              }
