@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import tomllib
+
 ROOT = Path(__file__).parent.parent
 LINES_MAX = 700
 # What launchers share; every other header is an algorithm, on which sanitizers run without torch.
@@ -20,6 +22,12 @@ LAUNCHER_HEADERS = ("args.h", "handles.h")
 STEMS = ("kvstore", "pipeline", "offload", "checkpoint")
 # Each may import itself and those before it. Examples are programs: nothing imports them, and the wheel has none.
 LAYERS = ("twinproof", "refimpl", "fastimpl", "conformance", "perf", "examples")
+# What each distribution holds. The library needs nothing but these two; the suite may need what it likes.
+DISTRIBUTIONS = {
+    "pyproject.toml": {"twinproof", "refimpl", "fastimpl"},
+    "conformance/pyproject.toml": {"conformance", "perf"},
+}
+LIBRARY_NEEDS = {"torch", "safetensors"}
 REFERENCE_FILES = {"__init__.py", "checkpoint.py", "kvstore.py", "offload.py", "optimizers.py", "pipeline.py"}
 REFERENCE_LINES_MAX = 1500
 # The reference is formulas and plain loops: no threads, no JSON, no operating system, no distributed checkpoint.
@@ -245,6 +253,29 @@ def layers(files: list[Path]) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{number}: {package} imports {name}, which is built upon it"
 
 
+def distributions(files: list[Path]) -> Iterator[str]:
+    """Two of one release: the library, which needs torch and safetensors alone, and the suite, which asks for it."""
+    library, suite = (tomllib.loads((ROOT / name).read_text(encoding="utf-8")) for name in DISTRIBUTIONS)
+    for (name, expected), content in zip(DISTRIBUTIONS.items(), (library, suite), strict=True):
+        got = {place.split("/")[-1] for place in content["tool"]["scikit-build"]["wheel"]["packages"]}
+        if got != expected:
+            yield f"{name}: got packages {sorted(got)}, expected {sorted(expected)}"
+    needs = {re.split(r"\W", line)[0] for line in library["project"]["dependencies"]}
+    if needs != LIBRARY_NEEDS:
+        yield f"pyproject.toml: got dependencies {sorted(needs)}, expected {sorted(LIBRARY_NEEDS)}"
+    version = library["project"]["version"]
+    if suite["project"]["version"] != version or f"twinproof=={version}" not in suite["project"]["dependencies"]:
+        yield f"conformance/pyproject.toml: its version and the library that it asks for must be {version}"
+    allowed = DISTRIBUTIONS["pyproject.toml"] | LIBRARY_NEEDS | set(sys.stdlib_module_names)
+    for path in files:
+        place = path.relative_to(ROOT)
+        if path.suffix != ".py" or place.parts[0] not in DISTRIBUTIONS["pyproject.toml"]:
+            continue
+        for number, name in imported(path):
+            if name.split(".")[0] not in allowed:
+                yield f"{place}:{number}: the library does not depend on {name}"
+
+
 def tests_apart(files: list[Path]) -> Iterator[str]:
     """Nobody imports a test module, whose tests would be collected twice; planted bugs are not listed a second time."""
     for path in files:
@@ -310,6 +341,7 @@ def main(arguments: list[str]) -> int:
     """Check the tree, and the libraries given as arguments."""
     files = tracked()
     found = [*stable_includes(files), *layers(files), *tests_apart(files), *reference(files), *sizes(files), *rooms()]
+    found += distributions(files)
     found += [*messages(), *launch_sizes(), *regimes(files), *kernels(files), *documented_programs(), *machines(files)]
     for library in arguments:
         found += [*undefined_symbols(Path(library)), *unproven_operators(files, Path(library))]

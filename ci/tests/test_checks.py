@@ -46,3 +46,44 @@ def test_numbers_that_decide_a_way_are_regimes(
     path.parent.mkdir(parents=True)
     path.write_text(line)
     assert bool(list(checks.regimes([path]))) == is_found
+
+
+_LIBRARY = """[project]
+version = "1.0"
+dependencies = ["torch>=2.11", "safetensors>=0.8"]
+[tool.scikit-build]
+wheel.packages = ["twinproof", "refimpl", "fastimpl"]
+"""
+_SUITE = """[project]
+version = "1.0"
+dependencies = ["twinproof==1.0", "pytest>=9"]
+[tool.scikit-build]
+wheel.packages = { "conformance" = "../conformance", "perf" = "../perf" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("pyproject.toml", "", "", ""),
+        ("pyproject.toml", '"safetensors>=0.8"', '"safetensors>=0.8", "numpy"', "got dependencies ['numpy'"),
+        ("pyproject.toml", ', "fastimpl"', "", "got packages ['refimpl', 'twinproof']"),
+        ("pyproject.toml", '"1.0"', '"1.1"', "must be 1.1"),
+        ("conformance/pyproject.toml", "twinproof==1.0", "twinproof>=1.0", "must be 1.0"),
+        ("conformance/pyproject.toml", ', "perf" = "../perf"', "", "got packages ['conformance']"),
+        ("twinproof/toy.py", "", "import os\nfrom refimpl import pipeline\nimport torch.nn\n", ""),
+        ("twinproof/toy.py", "", "def f():\n    import numpy\n", "toy.py:2: the library does not depend on numpy"),
+        ("perf/toy.py", "", "import numpy\n", ""),
+    ],
+)
+def test_two_distributions(
+    checks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: str, after: str, said: str
+) -> None:
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    texts = {"pyproject.toml": _LIBRARY, "conformance/pyproject.toml": _SUITE}
+    texts[name] = texts.get(name, "").replace(before, after, 1) if before else texts.get(name, after)
+    for place, text in texts.items():
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(text, encoding="utf-8")
+    found = list(checks.distributions([tmp_path / place for place in texts]))
+    assert [said in line for line in found] == [True] * bool(said), found

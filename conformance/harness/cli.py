@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from conformance.harness.requirements import STEMS
 __all__ = ["main"]
 
 _HOME = Path(__file__).resolve().parents[2]
-_PACKAGES = ("twinproof", "refimpl", "fastimpl", "conformance", "perf")
+_SUITE = ("conformance", "perf")
+_LIBRARY = ("twinproof", "refimpl", "fastimpl")
 # Our packages go before the current folder, so that a ./perf or ./conformance there cannot stand in for them.
 _LAUNCH = f"import sys; sys.path.insert(0, {str(_HOME)!r}); import pytest; sys.exit(pytest.main())"
 _NEED_TESTS = ("verify", "planted", "bench")
@@ -76,21 +78,42 @@ def _run(words: list[str]) -> int:
 
 
 def _check_packages() -> None:
-    for name in _PACKAGES:
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            raise ImportError(f"package {name} is missing; expected it beside conformance in {_HOME}")
-        places = [Path(place).resolve() for place in spec.submodule_search_locations or [str(spec.origin)]]
-        # py.typed is in each of ours; a stray folder of the same name is importable, but has none.
-        if _HOME / name not in places[:1] or not (_HOME / name / "py.typed").is_file():
-            got = ", ".join(map(str, places[:1])) or "nothing"
-            raise ImportError(f"package {name} is shadowed: got {got}, expected {_HOME / name}; change the search path")
+    for name in _SUITE:
+        _check_place(name, _HOME)
+    spec = importlib.util.find_spec("twinproof")
+    if spec is None or spec.origin is None:
+        raise ImportError("package twinproof is missing, the library that this suite judges: pip install twinproof")
+    # A distribution of its own: it may lie in another folder than the suite, but there as a whole.
+    for name in _LIBRARY:
+        _check_place(name, Path(spec.origin).resolve().parents[1])
+    _check_releases()
+
+
+def _check_place(name: str, home: Path) -> None:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ImportError(f"package {name} is missing; expected it in {home}")
+    places = [Path(place).resolve() for place in spec.submodule_search_locations or [str(spec.origin)]]
+    # py.typed is in each of ours; a stray folder of the same name is importable, but has none.
+    if home / name not in places[:1] or not (home / name / "py.typed").is_file():
+        got = ", ".join(map(str, places[:1])) or "nothing"
+        raise ImportError(f"package {name} is shadowed: got {got}, expected {home / name}; change the search path")
+
+
+def _check_releases() -> None:
+    try:
+        suite, library = (metadata.distribution(name) for name in ("twinproof-conformance", "twinproof"))
+    except metadata.PackageNotFoundError:
+        return  # A tree: both are of one commit.
+    if Path(str(suite.locate_file(""))).resolve() == _HOME and suite.version != library.version:
+        expected = f"twinproof {suite.version}, which twinproof-conformance {suite.version} judges"
+        raise ImportError(f"the library is of another release: got twinproof {library.version}, expected {expected}")
 
 
 def _check_tests() -> None:
     absent = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if absent:
-        raise ImportError(f"this command needs {' and '.join(absent)}: pip install 'twinproof[test]'")
+        raise ImportError(f"this command needs {' and '.join(absent)}: pip install twinproof-conformance")
 
 
 def _parser() -> argparse.ArgumentParser:

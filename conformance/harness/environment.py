@@ -15,6 +15,7 @@ __all__ = ["environment", "environment_line", "implementation_facts"]
 
 _DISTRIBUTIONS = (
     "twinproof",
+    "twinproof-conformance",
     "torch",
     "safetensors",
     "pytest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,7 +94,44 @@ def test_without_pytest(tmp_path: Path, words: list[str], code: int) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    assert code == 0 or "pip install 'twinproof[test]'" in done.stderr
+    assert code == 0 or "pip install twinproof-conformance" in done.stderr
+
+
+@pytest.mark.parametrize(("versions", "said"), [(("1.0", "1.0"), ""), (("2.0", "1.0"), "got twinproof 1.0, expected")])
+def test_releases_that_differ_are_refused(tmp_path: Path, versions: tuple[str, str], said: str) -> None:
+    """An installed suite beside a library of another release."""
+    for name in ("conformance", "perf"):
+        shutil.copytree(_HOME / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("twinproof", "refimpl", "fastimpl"):
+        (tmp_path / name).symlink_to(_HOME / name)
+    for name, version in zip(("twinproof_conformance", "twinproof"), versions, strict=True):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "conformance.harness.cli", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr
+
+
+def test_a_library_elsewhere_is_ours(tmp_path: Path) -> None:
+    """The library is a distribution of its own: it may be installed in another folder than the suite."""
+    for name in ("twinproof", "refimpl", "fastimpl"):
+        shutil.copytree(_HOME / name, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__", "csrc"))
+    done = _twinproof(tmp_path, "--help", path=str(tmp_path / "site"))
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "site" / "refimpl")
+    (tmp_path / "bin" / "twinproof").unlink()
+    (tmp_path / "bin").rmdir()
+    done = _twinproof(tmp_path, "--help", path=str(tmp_path / "site"))
+    assert done.returncode == 2
+    assert f"package refimpl is shadowed: got {_HOME}/refimpl, expected {tmp_path}/site/refimpl" in done.stderr
 
 
 def test_a_run_that_dies_is_not_judged_by_an_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
