@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if suite.option("profile") == "nightly" and config.getoption("hypothesis_seed", None) is None:
         # A chosen seed is printed and reproduces; Hypothesis' own choice could not be repeated.
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
+    if config.getoption("log_level") is None and not config.getini("log_level"):
+        # torch's distributed checkpoint logs several lines of DEBUG a save: a failure would stand under thousands.
+        config.option.log_level = "WARNING"
 
 
 def _ours(path: Path, suite: Suite) -> bool:

@@ -99,6 +99,28 @@ def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
     result.stdout.fnmatch_lines(lines)
 
 
+@pytest.mark.parametrize(("options", "is_shown"), [((), False), (("--log-level=DEBUG",), True)])
+def test_a_failure_does_not_drown_in_logs(
+    toy: Callable[..., pytest.RunResult], options: tuple[str, ...], is_shown: bool
+) -> None:
+    """torch.distributed.checkpoint sets its logger to DEBUG, whatever the root's level is."""
+    tests = """
+    import logging
+
+    @requirement("CKPT-001", "MUST be right")
+    def test_wrong():
+        logger = logging.getLogger("torch.distributed.checkpoint.of_a_test")
+        logger.setLevel(logging.DEBUG)
+        logger.debug("noise of a save")
+        logger.warning("what matters")
+        assert_equal(1, 2, where="here")
+    """
+    result = toy(tests, *options)
+    result.assert_outcomes(failed=1)
+    assert any(line.startswith("DEBUG ") for line in result.outlines) == is_shown
+    result.stdout.fnmatch_lines(["*what matters*"])
+
+
 def test_the_header_says_what_runs(toy: Callable[..., pytest.RunResult]) -> None:
     result = toy("@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass")
     result.stdout.fnmatch_lines(["twinproof: toy.impl *", "twinproof: profile ci, seed derandomised, *ledger empty"])
