@@ -183,11 +183,15 @@ def _planted(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> int:
     """Run pytest apart: it must see our modules before anything has imported them, to show what asserts compared."""
     with tempfile.TemporaryDirectory(prefix="twinproof-") as folder:
-        path = arguments.report or Path(folder) / "report.json"
+        path = Path(folder) / "verdict.json"
         command = [sys.executable, "-c", _LAUNCH, "-p", "conformance.harness.plugin", "--pyargs", *_targets(rest)]
-        command += ["--twinproof-impl", arguments.impl, "--twinproof-report", str(path), *more, *rest]
-        # A run that dies early must not be judged by the report of an earlier one.
-        path.unlink(missing_ok=True)
+        command += ["--twinproof-impl", arguments.impl, "--twinproof-verdict", str(path), *more, *rest]
+        # Tests are named from where the suite lies, which may be no place to write a cache into.
+        command += ["--rootdir", str(_HOME), "-p", "no:cacheprovider"]
+        if arguments.report is not None:
+            # A run that dies early must leave no report of an earlier one.
+            arguments.report.unlink(missing_ok=True)
+            command += ["--twinproof-report", str(arguments.report)]
         code = subprocess.run(command, check=False).returncode
         # What a green run did, if anything, the report knows; 5 is pytest's "nothing was collected".
         if code not in (0, 1, 5):

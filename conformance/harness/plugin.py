@@ -167,8 +167,8 @@ def pytest_runtest_makereport(
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     suite = session.config.stash[SUITE]
-    if suite.option("report") is not None:
-        write_json(suite, Path(suite.option("report")), exit_status=int(exitstatus))
+    for path in filter(None, (suite.option("report"), suite.option("verdict"))):
+        write_json(suite, Path(path), exit_status=int(exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

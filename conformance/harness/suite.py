@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "ledger": {"action": "append", "metavar": "FILE", "help": "known deviations, strict TOML; may be repeated"},
     "report": {"metavar": "FILE", "help": "write the outcome of every requirement as JSON"},
+    "verdict": {"metavar": "FILE", "help": "the same for a caller that reads it at once; nothing is said of it"},
     "planted": {
         "choices": PLANTED_MODES,
         "help": "run requirements against planted bugs instead (only) or as well (all, or own: none of shared code)",

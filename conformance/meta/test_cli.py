@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -48,6 +49,18 @@ def test_verify_runs_elsewhere_and_keeps_the_report(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert content["implementation"]["name"] == "mine"
     assert content["requirements"] == []
+    assert "report written to r.json" in done.stdout
+
+
+def test_tests_are_named_and_no_lost_report_is_announced(tmp_path: Path) -> None:
+    """Without --report nothing is kept: the output must name no file that is gone."""
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    place = "conformance.offload.test_values"
+    done = _twinproof(tmp_path, "verify", "--impl", "mine", place, "-q", "-rs", "-k", "odd_sizes")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"conformance/offload/test_values\.py:\d+", done.stdout), done.stdout
+    assert "report written" not in done.stdout
+    assert not (tmp_path / ".pytest_cache").exists()
 
 
 @pytest.mark.parametrize("name", ["perf", "fastimpl"])
