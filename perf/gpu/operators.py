@@ -2,6 +2,7 @@
 
     python -m perf.gpu.operators --list                          # the registered ones, as JSON
     python -m perf.gpu.operators pipeline_pool --device cuda     # one of them
+    python -m perf.gpu.operators --every --counts 1000           # all in one process, for perf.gpu.sanitizer
 
 The list is the dispatcher's: an operator without calls in ``perf/<stem>/operators.py`` is a failure. Operators of a
 store take its handle, and no call stands by itself: the suite runs them, see ``perf.gpu.kvstore``. On a stream that
@@ -184,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="perf.gpu.operators", description="CUDA operators against the CPU's bytes.")
     parser.add_argument("operator", nargs="?")
     parser.add_argument("--list", action="store_true", help="print the operators with a CUDA kernel as JSON")
+    parser.add_argument("--every", action="store_true", help="all of them in this process, for a tool around it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep what was found, as evidence")
     parser.add_argument("--counts", type=int, nargs="+", default=_COUNTS, help="of ids or elements")
@@ -195,6 +197,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         print(json.dumps(listed()))
         return 0
+    if given.every:
+        words = ["--device", given.device, "--counts", *map(str, given.counts)]
+        codes = [main([name, *words]) for name in listed()]
+        print(f"{len(codes)} operators, {len(codes) - sum(codes)} with the CPU's bytes")
+        return 0 if codes and not any(codes) else 1
     if given.operator not in registered:
         parser.error(f"no CUDA operator of that name: {given.operator}; there are {', '.join(registered)}")
     compared, wrong = _judge(given.operator, torch.device(given.device), given.counts)

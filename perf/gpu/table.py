@@ -2,7 +2,8 @@
 
 Phase 1: facts, the library, one launch, every operator against the CPU's bytes, the suite's GPU tests, torch's stream
 sanitizer, and each kernel's bandwidth beside a copy. Phase 2: the gates, once without repetition and then in full.
-Phase 3: what schedules hide, and the tables of torchrec PR 2916, which take 82 GB.
+Phase 3: what schedules hide, and the tables of torchrec PR 2916, which take 82 GB. Phase 4: compute-sanitizer around
+all operators, which is slow.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from perf.gpu.sanitizer import TOOLS
 from perf.harness.steps import Step
 
 __all__ = ["PHASES", "STEMS", "all_steps", "python", "suite"]
 
-PHASES = (1, 2, 3)
+PHASES = (1, 2, 3, 4)
 STEMS = ("checkpoint", "kvstore", "offload", "pipeline")
 _LIBRARY = ("library",)
 
@@ -87,4 +89,9 @@ def all_steps(*, device: str = "cuda") -> list[Step]:
     operators, kernels = _operators(device)
     middle = [operators, *(step for step in of_stems if step.phase == 1), kernels]
     last = [step for step in of_stems if step.phase == 3]
-    return [*first, *middle, needed[1], *_gates(), *(s for s in of_stems if s.phase == 2), needed[2], *last]
+    checked = [
+        Step(f"sanitizer:{tool}", python("perf.gpu.sanitizer", tool, "--device", device), 170, 4, needs=_LIBRARY)
+        for tool in TOOLS
+    ]
+    second = [*_gates(), *(step for step in of_stems if step.phase == 2)]
+    return [*first, *middle, needed[1], *second, needed[2], *last, needed[3], *checked]

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Path(folder) / "report.json"
         # In this process: where it hangs, a signal to it finds the test.
         os.environ.update(_ENVIRONMENT)
-        options = ["--twinproof-impl", "fastimpl", "--twinproof-report", str(report)]
+        options = ["--twinproof-impl", "fastimpl", "--twinproof-verdict", str(report)]
         if given.device is not None:
             options += ["--twinproof-device", given.device]
         code = int(pytest.main([*_OPTIONS, "--pyargs", given.module, *options]))

@@ -12,7 +12,7 @@ import torch
 
 import fastimpl
 from fastimpl import ops
-from perf.gpu import bandwidth, facts, graph, launch, library, operators, run
+from perf.gpu import bandwidth, facts, graph, launch, library, operators, run, sanitizer
 from perf.harness.steps import PASSED, read_outcomes
 
 OPERATORS = operators.listed()
@@ -184,3 +184,56 @@ def test_a_carried_library_of_other_sources_is_refused(
         json.dumps({"sources": ops.sources_digest(tmp_path / "csrc"), "cuda": ""})
     )
     assert library.reason_against_carried() == "it was built without CUDA"
+
+
+_FAKE_SANITIZER = """#!/bin/sh
+echo "$@" >> {folder}/said
+echo "cache $PYTORCH_NO_CUDA_MEMORY_CACHING" >> {folder}/said
+{summary}
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "summary", "code", "is_green"),
+    [
+        ("memcheck", "ERROR SUMMARY: 0 errors", 0, True),
+        ("racecheck", "RACECHECK SUMMARY: 0 hazards displayed", 0, True),
+        ("synccheck", "ERROR SUMMARY: 0 errors", 0, True),
+        ("memcheck", "ERROR SUMMARY: 3 errors", 86, False),
+        ("memcheck", "", 0, False),
+        ("racecheck", "ERROR SUMMARY: 0 errors", 0, False),
+    ],
+)
+def test_the_sanitizer_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, summary: str, code: int, is_green: bool
+) -> None:
+    path = tmp_path / "compute-sanitizer"
+    said = f"echo '========= {summary}'" if summary else ":"
+    path.write_text(_FAKE_SANITIZER.format(folder=tmp_path, summary=said, code=code))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert sanitizer.main([tool]) == (0 if is_green else 1)
+    called, cache = (tmp_path / "said").read_text().splitlines()
+    assert f"--tool {tool} --error-exitcode 86" in called
+    assert "-m perf.gpu.operators --every --device cuda" in called
+    assert cache == "cache 1"
+
+
+def test_a_sanitizer_that_is_not_here_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: None)
+    assert sanitizer.main(["memcheck"]) == 1
+    assert "compute-sanitizer is not here" in capsys.readouterr().out
+
+
+@built
+def test_every_operator_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few = OPERATORS[:2]
+    monkeypatch.setattr(operators, "listed", lambda: few)
+    assert operators.main(["--every", "--device", "cpu", *COUNT]) == 0
+    assert "2 operators, 2 with the CPU's bytes" in capsys.readouterr().out
+    monkeypatch.setattr(operators, "calls_of", lambda name: None if name == few[1] else operators.calls_of(few[0]))
+    monkeypatch.setattr(operators, "listed", list)
+    assert operators.main(["--every", "--device", "cpu", *COUNT]) == 1
