@@ -17,6 +17,8 @@ from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
 
+# What an implementation must declare to be asked for updates by one kernel.
+FUSED = ("fused_updates",)
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 16), (64,), (4, 32), (16, 16))
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},

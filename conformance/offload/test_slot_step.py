@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, assert_same_numbers, in_host_memory, proven, values
+from conformance.offload.cases import FUSED, SHAPES, Twins, assert_same_numbers, in_host_memory, proven, values
 from conformance.offload.foreach import foreach_step
 from conformance.provers.virtual_device import VirtualDevice
 
-FUSED = ("fused_updates",)
 ODD = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42, -1e-40, 3.3e38, 1e-20)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ import torch
 from fastimpl import ops
 from fastimpl.offload.positions import Places
 from twinproof.offload.plan import MovePlan
-from twinproof.offload.states import is_dense
+from twinproof.offload.states import is_dense, local_of
 
 __all__ = ["FUSED", "KINDS", "SlotUpdates", "hyper_of", "kind_of"]
 
@@ -88,8 +88,22 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "is_plain_memory", False) is True
 
 
+def _shards_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Of a DTensor: how its shards lie, to be compared; None for any other tensor."""
+    if not hasattr(tensor, "_local_tensor"):
+        return None
+    return tensor.device_mesh, tensor.placements, tensor.shape
+
+
 def _why_not_param(param: torch.Tensor, grad: torch.Tensor, *, is_rounded: bool) -> str:
-    """Why torch's foreach path would not take a parameter; ``is_rounded``: its gradient gets its dtype first."""
+    """Why torch's foreach path would not take a parameter; ``is_rounded``: its gradient gets its dtype first.
+
+    Of a DTensor that path steps the shard, like a tensor of its own, as long as no shard has to be exchanged.
+    """
+    shards = _shards_of(param)
+    if shards != _shards_of(grad) or (shards and any(placement.is_partial() for placement in shards[1])):
+        return "a gradient that is sharded in another way than its parameter"
+    param, grad = local_of(param), local_of(grad)
     if not (_is_plain(param) and _is_plain(grad)):
         return f"a parameter of class {type(param).__name__}, a gradient of class {type(grad).__name__}"
     if param.dim() == 0 or param.dtype not in _DTYPES:
@@ -118,6 +132,8 @@ class _Call:
     )
     steps: list[torch.Tensor] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    wrappers: list[torch.Tensor] = field(default_factory=list)
+    """The DTensors among the parameters: of those, ``params`` has the shards."""
 
 
 class SlotUpdates:
@@ -180,6 +196,8 @@ class SlotUpdates:
             found = _why_not_param(param, model.grad, is_rounded=model is not param)
             if found:
                 break
+        if not found and len({_shards_of(param) is None for param in group["params"]}) > 1:
+            return "DTensors beside other tensors"
         return found
 
     def _plan_calls(self, places: Places) -> tuple[str, dict[tuple[str, torch.dtype], _Call] | None]:
@@ -225,21 +243,28 @@ class SlotUpdates:
                 hypers += map(float, hyper_of(kind, group, count, decoupled=decoupled))
             places.append(numbers[key])
         ops.slot_step(KINDS[kind][0], call.params, call.grads, call.states, places, hypers)
+        # A write to a shard is one to its DTensor, which autograd has to see.
+        torch.autograd.graph.increment_version(call.wrappers)
 
 
 def _add(call: _Call, number: int, param: torch.Tensor, states: Sequence[Any], step: Any, kind: str) -> str:
     """Take a parameter into a call; why not, if its states are not there or of another form."""
     if any(state is None for state in states):
         return "torch makes the states"
-    form = (True, param.dtype, param.shape, param.stride())
+    if any(_shards_of(state) != _shards_of(param) for state in states):
+        return "states that are sharded in another way than their parameter"
+    local, states = local_of(param), [local_of(state) for state in states]
+    form = (True, local.dtype, local.shape, local.stride())
     if any((_is_plain(state), state.dtype, state.shape, state.stride()) != form for state in states):
         return "states of another form than their parameter"
     if kind not in ("sgd", "momentum"):
         if not isinstance(step, torch.Tensor) or not step.is_cpu:
             return "a counter that is not on the host"
         call.steps.append(step)
-    call.params.append(param.detach())
-    call.grads.append(param.grad)  # type: ignore[arg-type]
+    if local is not param:
+        call.wrappers.append(param)
+    call.params.append(local.detach())
+    call.grads.append(local_of(param.grad))  # type: ignore[arg-type]
     for column, state in zip(call.states, states, strict=False):
         column.append(state)
     call.groups.append(number)

@@ -1,0 +1,27 @@
+"""Faults that ``test_slot_step_sharded`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault
+
+
+@fault(kills="OPT-343", at="fastimpl.offload.slot_step:_why_not_param")
+def slot_shards_left_to_torch(original: Any, param: Any, grad: Any, **options: Any) -> str:
+    """Each DTensor is left to torch."""
+    return "a DTensor" if hasattr(param, "_local_tensor") else str(original(param, grad, **options))
+
+
+@fault(kills="OPT-343", at="fastimpl.offload.slot_step:SlotUpdates._call")
+def slot_shards_without_versions(original: Any, updates: Any, kind: str, call: Any) -> None:
+    """Autograd does not see that the DTensor of a shard has changed."""
+    call.wrappers.clear()
+    original(updates, kind, call)
+
+
+@fault(kills="OPT-344", at="fastimpl.offload.slot_step:SlotUpdates._why_not")
+def slot_shards_beside_others(original: Any, updates: Any, group: Any) -> str:
+    """A group of DTensors and other tensors is updated by the kernel."""
+    found = str(original(updates, group))
+    return "" if found.startswith("DTensors beside") else found

@@ -1,0 +1,146 @@
+"""DTensor parameters that one kernel updates in their slots: each rank its own shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
+from conformance.offload.cases import FUSED, values
+from conformance.provers.virtual_device import VirtualDevice
+
+# Seven rows on two ranks are shards of different size, and one row leaves a rank without any.
+_FORMS: tuple[tuple[tuple[int, ...], Any], ...] = (
+    ((7, 6), Shard(0)),
+    ((7, 6), Shard(1)),
+    ((5, 3), Replicate()),
+    ((1, 4), Shard(0)),
+)
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 0.1, "weight_decay": 0.1}),
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": ("Adagrad", {"lr": 0.1}),
+}
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _local(value: Any) -> Any:
+    return value.to_local().detach() if isinstance(value, DTensor) else value
+
+
+class _Arms:
+    """The same numbers twice: as DTensors, and as plain tensors that are this rank's shards."""
+
+    def __init__(self, offload: Any, mesh: DeviceMesh, device: VirtualDevice, name: str, dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self.arms: list[tuple[list[torch.nn.Parameter], Any, Any]] = []
+        sharded = [self._spread(number, number) for number in range(len(_FORMS))]
+        for made in (sharded, [value.to_local() for value in sharded]):
+            params = [torch.nn.Parameter(value.detach().clone().to(dtype)) for value in made]
+            masters = offload.MasterWeights(params) if dtype is torch.bfloat16 else None
+            kind, options = _KINDS[name]
+            stepped = params if masters is None else list(masters.parameters())
+            optimizer = getattr(torch.optim, kind)(stepped, **options)
+            offloader = offload.OptimizerStateOffloader(
+                optimizer, engine=device.engine, chunk_bytes=256, fused_update=True, master_weights=masters
+            )
+            self.arms.append((params, optimizer, offloader))
+
+    def _spread(self, form: int, seed: int) -> DTensor:
+        shape, placement = _FORMS[form]
+        return distribute_tensor(values(shape, seed), self.mesh, [placement], src_data_rank=None)
+
+    def step(self, number: int) -> None:
+        """New gradients, then a step of both."""
+        grads = [self._spread(form, 100 * (number + 1) + form) for form in range(len(_FORMS))]
+        for arm, (params, optimizer, _) in enumerate(self.arms):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = (grad if arm == 0 else grad.to_local().clone()).to(param.dtype)
+            optimizer.step()
+
+    def check(self) -> None:
+        """Weights and states of the DTensors are those of the plain tensors, bit for bit."""
+        (sharded, _, mine), (plain, _, theirs) = self.arms
+        got, expected = mine.snapshot()["state"], theirs.snapshot()["state"]
+        with _disable_current_modes():
+            for number, (a, b) in enumerate(zip(sharded, plain, strict=True)):
+                assert_same_tensor(_local(a), b.detach(), where=f"shard of parameter {number}")
+            assert_equal(got.keys(), expected.keys(), where="states")
+            for number, state in expected.items():
+                for name, value in state.items():
+                    assert_same_tensor(_local(got[number][name]), value, where=f"{name} of parameter {number}")
+
+
+def _fused(rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    for name in _KINDS:
+        for dtype in _DTYPES:
+            with VirtualDevice() as device:
+                arms = _Arms(rank.component("offload"), mesh, device, name, dtype)
+                versions = [param._version for param in arms.arms[0][0]]
+                for number in range(3):
+                    arms.step(number)
+                for _, _, offloader in arms.arms:
+                    assert_equal(offloader.stats().updates, ("fused",), where=f"way of {name} in {dtype}")
+                arms.check()
+                # Autograd looks at the version of what it saved, which is the DTensor.
+                changed = [new._version > old for new, old in zip(arms.arms[0][0], versions, strict=True)]
+                assert_equal(changed, [True] * len(_FORMS), where="versions")
+            device.check()
+
+
+@requirement(
+    "OPT-343",
+    "The kernel that updates chunks MUST update DTensors by local shard, with the bits of plain tensors.",
+    needs=FUSED,
+)
+def test_shards(rank_pool: Any) -> None:
+    for ranks in (1, 2):
+        rank_pool.run(_fused, ranks)
+
+
+def _pair(mesh: DeviceMesh, *, mixed: bool) -> list[torch.nn.Parameter]:
+    made: list[torch.Tensor] = [distribute_tensor(values((6, 4), 1), mesh, [Shard(0)], src_data_rank=None)]
+    if mixed:
+        made.append(values((3, 4), 2))
+    return [torch.nn.Parameter(value) for value in made]
+
+
+def _left(rank: Rank) -> None:
+    offload = rank.component("offload")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    for mixed, reason in ((False, "sharded in another way"), (True, "DTensors beside")):
+        with VirtualDevice() as device:
+            arms: list[tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Any]] = []
+            for is_offloaded in (False, True):
+                params = _pair(mesh, mixed=mixed)
+                optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.1)
+                options = {"engine": device.engine, "fused_update": True}
+                made = offload.OptimizerStateOffloader(optimizer, **options) if is_offloaded else None
+                arms.append((params, optimizer, made))
+            for step in range(2):
+                for params, optimizer, _ in arms:
+                    placement = Shard(0) if mixed else Replicate()
+                    grad = values((6, 4), 100 + step)
+                    params[0].grad = distribute_tensor(grad, mesh, [placement], src_data_rank=None)
+                    if mixed:
+                        params[1].grad = values((3, 4), 200 + step)
+                    optimizer.step()
+            with _disable_current_modes():
+                for a, b in zip(arms[1][0], arms[0][0], strict=True):
+                    assert_same_tensor(_local(a), _local(b), where=f"{reason}: shard")
+            (update,) = arms[1][2].stats().updates
+            assert_equal((update.startswith("torch: "), reason in update), (True, True), where=update)
+
+
+@requirement(
+    "OPT-344",
+    "A gradient that is sharded otherwise than its parameter, and DTensors beside others, MUST be left to torch.",
+    needs=FUSED,
+)
+def test_left_to_torch(rank_pool: Any) -> None:
+    rank_pool.run(_left, 2)
