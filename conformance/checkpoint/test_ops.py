@@ -163,3 +163,111 @@ def test_versions(checkpoint: Any) -> None:
     ops.place_rectangles(window, start, dense, words)
     ops.take_rectangles(window, start, dense, words)
     assert_equal((window._version > before[0], dense._version > before[1]), (True, True), where="versions")
+
+
+def _changed(tensor: torch.Tensor, *at: tuple[int, int]) -> torch.Tensor:
+    """A copy with other numbers at some places."""
+    copy = tensor.clone()
+    for place, number in at:
+        copy[place] = number
+    return copy
+
+
+def _wrong_moves() -> dict[str, tuple[Any, ...]]:
+    """Calls that copy rectangles, whose arguments do not fit."""
+    operators, (window, start, dense, words) = torch.ops.twinproof, _place_arguments()
+    changes: dict[str, dict[int, Any]] = {
+        "a window of int8": {0: window.to(torch.int8)},
+        "a window in two dimensions": {0: window.view(2, 12)},
+        "a window with gaps": {0: torch.zeros(48, dtype=torch.uint8)[::2]},
+        "dense bytes in two dimensions": {2: dense.view(2, 6)},
+        "more dense bytes than are moved": {2: torch.zeros(13, dtype=torch.uint8)},
+        "words of int32": {3: words.int()},
+        "words with gaps": {3: words.repeat_interleave(2)[::2]},
+        "no word": {3: words[:0]},
+        "three words": {3: words[:3]},
+        "a word less": {3: words[:-1]},
+        "two descriptors for one": {3: torch.cat([words, words])},
+        "more bytes skipped than there are": {3: _changed(words, (2, 13), (3, 0)), 2: dense[:0]},
+        "bytes skipped beyond any": {3: _changed(words, (2, 2**62))},
+        "-1 bytes": {3: _changed(words, (3, -1))},
+        "a base at the end of its range": {3: _changed(words, (1, 2**63 - 1))},
+        "a base at the beginning of its range": {3: _changed(words, (1, -(2**63)))},
+        "a window far behind": {1: 2**63 - 1},
+        "a window far before": {1: -(2**63)},
+    }
+    calls: dict[str, tuple[Any, ...]] = {}
+    for name in ("place", "take"):
+        operator = getattr(operators, f"checkpoint_{name}")
+        for what, change in changes.items():
+            arguments = (change.get(i, value) for i, value in enumerate((window, start, dense, words)))
+            calls[f"{name}: {what}"] = (operator, *arguments)
+    with open(os.devnull, "rb") as file:
+        number = file.fileno()
+    for what, change in {
+        "more dense bytes than are read": {1: torch.zeros(13, dtype=torch.uint8)},
+        "no room to read into": {2: window[:0]},
+        "two descriptors": {3: torch.cat([words, words])},
+        "a base at the end of its range": {3: _changed(words, (1, 2**63 - 1))},
+    }.items():
+        arguments = (change.get(i, value) for i, value in enumerate((number, dense, window, words)))
+        calls[f"read: {what}"] = (operators.checkpoint_read, *arguments)
+    return calls
+
+
+def _wrong_numbers() -> dict[str, tuple[Any, ...]]:
+    """Calls of the other operators, whose arguments do not fit."""
+    operators, data, strided = torch.ops.twinproof, torch.arange(24, dtype=torch.uint8), torch.arange(24.0).view(4, 6)
+    calls: dict[str, tuple[Any, ...]] = {}
+    for what, cuts in {
+        "cuts of int32": torch.tensor([0, 5], dtype=torch.int32),
+        "cuts with gaps": torch.tensor([0, 1, 5, 6])[::2],
+        "cuts in two dimensions": torch.tensor([[0, 5]]),
+        "no cut": torch.tensor([], dtype=torch.int64),
+        "a cut before the first byte": torch.tensor([-1, 5]),
+        "cuts that descend": torch.tensor([5, 3]),
+        "a cut behind the last byte": torch.tensor([0, 25]),
+    }.items():
+        calls[f"crc32: {what}"] = (operators.checkpoint_crc32, data, cuts)
+    for name in ("gather", "scatter"):
+        operator = getattr(operators, f"checkpoint_{name}")
+        calls |= {
+            f"{name}: a part of an element": (operator, strided, 0, data[:5]),
+            f"{name}: an element before the first": (operator, strided, -1, data[:4]),
+            f"{name}: a start behind the last": (operator, strided, 25, data[:0]),
+            f"{name}: elements behind the last": (operator, strided, 23, data[:8]),
+            f"{name}: elements of 16 bytes": (operator, torch.zeros(2, dtype=torch.complex128), 0, data[:16]),
+        }
+    for what, out in {
+        "one dimension": torch.zeros(15),
+        "rows with gaps": torch.zeros(3, 10)[:, ::2],
+        "rows that are the same": torch.zeros(1, 5, dtype=torch.float64).expand(3, 5),
+    }.items():
+        calls[f"fp8: {what} to write"] = (operators.checkpoint_dequantize_fp8, *_fp8_arguments()[:-1], out)
+        calls[f"mxfp4: {what} to write"] = (operators.checkpoint_dequantize_mxfp4, *_mxfp4_arguments()[:-1], out)
+    return calls
+
+
+@requirement(
+    "CKPT-503",
+    "Every operator of checkpoints MUST refuse tensors and numbers that do not fit each other, near the ends of their "
+    "range too, and then change nothing; nothing to do is no misfit.",
+    needs=NEEDS,
+)
+def test_misfits(checkpoint: Any) -> None:
+    for what, (operator, *arguments) in {**_wrong_moves(), **_wrong_numbers()}.items():
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        before = [tensor.clone() for tensor in tensors]
+        with raises(RuntimeError, where=what):
+            operator(*arguments)
+        for number, (tensor, old) in enumerate(zip(tensors, before, strict=True)):
+            assert_same_tensor(tensor, old, where=f"tensor {number} after {what}")
+    operators, nothing = torch.ops.twinproof, torch.zeros(0, dtype=torch.uint8)
+    operators.checkpoint_place(nothing, 0, nothing, torch.tensor([], dtype=torch.int64))
+    operators.checkpoint_gather(torch.arange(3.0), 3, nothing)
+    assert_equal(operators.checkpoint_crc32(nothing, torch.tensor([0])).tolist(), [], where="sums of nothing")
+    values, table, scales, *more, _ = _fp8_arguments()
+    for rows, columns in ((0, 5), (3, 0)):
+        operators.checkpoint_dequantize_fp8(values[:rows, :columns], table, scales, *more, torch.zeros(rows, columns))
+        values4, scales4, skip, _ = _mxfp4_arguments()
+        operators.checkpoint_dequantize_mxfp4(values4[:rows], scales4[:rows], skip, torch.zeros(min(rows, 2), columns))

@@ -71,3 +71,14 @@ def misused_conversion_ignored() -> Iterator[None]:
     # The operator is not there before the library is loaded.
     with wrap("torch:ops.twinproof.checkpoint_dequantize_fp8", around):
         yield
+
+
+@fault(kills="CKPT-503", of="fastimpl")
+def cuts_that_descend_are_sorted() -> Iterator[None]:
+    """Cuts in any order give sums of what lies between them."""
+
+    def around(original: Any, data: torch.Tensor, cuts: torch.Tensor) -> Any:
+        return original(data, cuts.sort().values if cuts.dim() == 1 else cuts)
+
+    with wrap("torch:ops.twinproof.checkpoint_crc32", around):
+        yield

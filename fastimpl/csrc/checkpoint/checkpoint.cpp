@@ -51,10 +51,13 @@ int64_t read_move(const int64_t* words, int64_t left, int64_t window_start, int6
   STD_TORCH_CHECK(move->skip >= 0 && move->count >= 0 && move->skip <= total && move->count <= total - move->skip,
                   "descriptor: bytes ", move->skip, " + ", move->count, " of a rectangle of ", total);
   if (move->count > 0) {
-    const int64_t first = move->base + locate(move->rect, move->skip) - window_start;
-    const int64_t last = move->base + locate(move->rect, move->skip + move->count - 1) - window_start;
-    STD_TORCH_CHECK(first >= 0 && last < window_bytes, "descriptor: bytes ", first, "..", last, " of a window of ",
-                    window_bytes);
+    // Of the tensor's first byte within the window; a base near the end of its range must not wrap around.
+    int64_t from = 0, first = 0, last = 0;
+    const bool fits = !__builtin_sub_overflow(move->base, window_start, &from) &&
+                      !__builtin_add_overflow(from, locate(move->rect, move->skip), &first) &&
+                      !__builtin_add_overflow(from, locate(move->rect, move->skip + move->count - 1), &last);
+    STD_TORCH_CHECK(fits && first >= 0 && last < window_bytes, "descriptor: bytes ", first, "..", last,
+                    " of a window of ", window_bytes);
   }
   return kFixedWords + 3 * ndim;
 }
