@@ -37,7 +37,7 @@ def _adam() -> dict[str, Call]:
         "a gradient of another shape": {0: [torch.ones(5)]},
         "a gradient of float64": {0: [torch.ones(6, dtype=torch.float64)]},
         "masters of bfloat16": {1: [torch.ones(6, dtype=torch.bfloat16)]},
-        "masters with gaps": {number: gaps for number in range(4)},
+        "masters with gaps": dict.fromkeys(range(4), gaps),
         "averages of float64": {2: [torch.ones(6, dtype=torch.float64)]},
         "no squares": {3: []},
         "two maxima": {4: ones * 2},

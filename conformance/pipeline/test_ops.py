@@ -288,3 +288,134 @@ def test_misuse_of_buckets(pipeline: Any) -> None:
     for what, change in changes.items():
         with raises(RuntimeError, where=what):
             operators.pipeline_bucketize(*(change.get(position, value) for position, value in enumerate(good)))
+
+
+def _bag_calls() -> dict[str, tuple[Any, list[Any]]]:
+    """Calls of the operators of bags whose arguments do not fit: two tables, a feature of each, two bags."""
+    operators, numbers = torch.ops.twinproof, [0.1, 1e-8, 0.9, 0.1, 0.999, 0.001, 1.0, 0.03]
+    tables = [torch.ones(6, 4), torch.ones(5, 3, dtype=torch.float16)]
+    momenta = [torch.ones(6, 4), torch.ones(5, 3)]
+    ids, offsets, weights, grad = (
+        torch.tensor([0, 5, 3, 4]),
+        torch.tensor([0, 1, 2, 3, 4]),
+        torch.ones(4),
+        torch.ones(2, 7),
+    )
+    gaps = torch.zeros(8, dtype=torch.int64)[::2]
+    batch: dict[str, dict[str, Any]] = {
+        "no mean": {"means": []},
+        "three means": {"means": [0, 0, 0]},
+        "a table in one dimension": {"tables": [tables[0], torch.ones(15)]},
+        "a table with gaps": {"tables": [tables[0], torch.ones(5, 6)[:, ::2]]},
+        "a table without columns": {"tables": [tables[0], torch.ones(5, 0)]},
+        "a table of float64": {"tables": [tables[0].double(), tables[1]]},
+        "table -1": {"used": [0, -1]},
+        "table 2": {"used": [0, 2]},
+        "ids of float32": {"ids": ids.float()},
+        "ids in two dimensions": {"ids": ids.view(2, 2)},
+        "ids with gaps": {"ids": gaps},
+        "an id less": {"ids": ids[:3]},
+        "offsets of int32": {"offsets": offsets.int()},
+        "offsets in two dimensions": {"offsets": offsets.view(1, 5)},
+        "offsets with gaps": {"offsets": torch.zeros(10, dtype=torch.int64)[::2]},
+        "no offset": {"offsets": offsets[:0]},
+        "bags of half a feature": {"offsets": offsets[:4]},
+        "no feature for four bags": {"used": []},
+        "an instruction set that nobody has": {"isa": 99},
+        "an instruction set of -2": {"isa": -2},
+    }
+    weighted = {
+        "a weight less": {"weights": weights[:3]},
+        "weights of float64": {"weights": weights.double()},
+        "weights in two dimensions": {"weights": weights.view(2, 2)},
+    }
+    pooled = {
+        "a column less": {"grad": grad[:, :6].contiguous()},
+        "a bag more": {"grad": torch.ones(3, 7)},
+        "pooled in one dimension": {"grad": torch.ones(14)},
+        "pooled of float64": {"grad": grad.double()},
+        "pooled with gaps": {"grad": torch.ones(7, 2).t()},
+    }
+    stepped: dict[str, dict[str, Any]] = {
+        "optimizer 0": {"optimizer": 0},
+        "an optimizer that is none": {"optimizer": 99},
+        "seven numbers": {"numbers": numbers[:7]},
+        "a first momentum": {"first": momenta[:1]},
+        "no second momentum": {"second": []},
+        "a momentum of fewer rows": {"first": [torch.ones(5, 4), momenta[1]]},
+        "a momentum of fewer columns": {"first": [torch.ones(6, 3), momenta[1]]},
+        "a momentum of float16": {"first": [momenta[0].half(), momenta[1]]},
+        "a momentum in one dimension": {"second": [momenta[0].view(-1), momenta[1]]},
+        "a momentum of SGD": {"optimizer": 1},
+    }
+    good = {"tables": tables, "used": [0, 1], "ids": ids, "offsets": offsets, "weights": weights, "means": [0, 1],
+            "grad": grad, "isa": -1, "first": momenta, "second": momenta, "optimizer": 4, "numbers": numbers,
+            "blocks": 0}  # fmt: skip
+    orders = {
+        "pipeline_pool": ("tables", "used", "ids", "offsets", "weights", "means", "grad", "isa", "blocks"),
+        "pipeline_step": ("tables", "first", "second", "used", "ids", "offsets", "weights", "means", "grad",
+                          "optimizer", "numbers", "isa"),
+        "pipeline_weight_gradients": ("tables", "used", "ids", "offsets", "means", "grad", "isa"),
+    }  # fmt: skip
+    changes = {
+        "pipeline_pool": {**batch, **weighted, **pooled, "-1 blocks": {"blocks": -1}},
+        "pipeline_step": {**batch, **weighted, **pooled, **stepped},
+        "pipeline_weight_gradients": {**batch, **pooled},
+    }
+    return {
+        f"{name}: {what}": (getattr(operators, name), [{**good, **change}[key] for key in orders[name]])
+        for name, of_it in changes.items()
+        for what, change in of_it.items()
+    }
+
+
+def _id_calls() -> dict[str, tuple[Any, list[Any]]]:
+    operators, ids, offsets = torch.ops.twinproof, torch.tensor([0, 5, 3, 4]), torch.tensor([0, 1, 2, 3, 4])
+    calls: dict[str, tuple[Any, list[Any]]] = {}
+    for name in ("check", "mend", "settle"):
+        operator = getattr(operators, f"pipeline_{name}_ids")
+        calls |= {
+            f"{name}: a table of -1 rows": (operator, [ids, offsets, [6, -1]]),
+            f"{name}: ids of float32": (operator, [ids.float(), offsets, [6, 5]]),
+            f"{name}: ids with gaps": (operator, [torch.zeros(8, dtype=torch.int64)[::2], offsets, [6, 5]]),
+            f"{name}: bags of half a feature": (operator, [ids, offsets[:4], [6, 5]]),
+            f"{name}: no offset": (operator, [ids, offsets[:0], [6, 5]]),
+            f"{name}: no feature for four bags": (operator, [ids, offsets, []]),
+            f"{name}: offsets of int32": (operator, [ids, offsets.int(), [6, 5]]),
+        }
+    calls["memory with gaps"] = (operators.pipeline_advise_huge_pages, [torch.ones(8)[::2]])
+    return calls
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, list):
+        return [tensor for item in value for tensor in _tensors_of(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@requirement(
+    "PIPE-362",
+    "Every operator of bags and ids MUST refuse tensors and numbers that do not fit each other, and then change "
+    "nothing; batches without features, bags or ids are no misfit.",
+    needs=KERNELS,
+)
+def test_misfits(pipeline: Any) -> None:
+    for what, (operator, arguments) in {**_bag_calls(), **_id_calls()}.items():
+        tensors = _tensors_of(arguments)
+        before = [tensor.clone() for tensor in tensors]
+        with raises(RuntimeError, where=what):
+            operator(*arguments)
+        for number, (tensor, old) in enumerate(zip(tensors, before, strict=True)):
+            assert_same_tensor(tensor, old, where=f"tensor {number} after {what}")
+    operators, none, table = torch.ops.twinproof, torch.tensor([], dtype=torch.int64), [torch.ones(3, 2)]
+    start, out = torch.tensor([0]), torch.full((0, 2), 7.0)
+    operators.pipeline_pool(table, [0], none, start, None, [0], out, -1)
+    operators.pipeline_pool(table, [], none, start, None, [0], torch.full((4, 0), 7.0), -1)
+    assert_equal(operators.pipeline_check_ids(none, start, []).tolist()[0], 0, where="ids of no feature")
+    assert_equal(operators.pipeline_mend_ids(none, start, [3]).numel(), 0, where="ids of no bag")
+    operators.pipeline_step(
+        table, [torch.empty(0)], [torch.empty(0)], [0], none, start, None, [0], out, 1, [0.1] * 8, -1
+    )
+    operators.pipeline_advise_huge_pages(torch.zeros(3))
+    operators.pipeline_advise_huge_pages(torch.zeros(8 << 20, dtype=torch.uint8))
+    assert_same_tensor(table[0], torch.ones(3, 2), where="table after steps of nothing")

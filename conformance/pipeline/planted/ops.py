@@ -208,3 +208,20 @@ def sizes_beyond_the_begins() -> Iterator[None]:
 
     with swap("torch:ops.twinproof.pipeline_gather_blocks", gathered):
         yield
+
+
+@fault(kills="PIPE-362", of="fastimpl")
+def columns_beyond_the_gradient_are_left_out() -> Iterator[None]:
+    """Where the pooled gradient lacks columns, it is filled up with zeros."""
+    step = torch.ops.twinproof.pipeline_step
+
+    def stepped(tables: Any, first: Any, second: Any, used: Any, *more: Any) -> None:
+        ids, offsets, weights, means, grad, *rest = more
+        in_range = grad.dim() == 2 and all(0 <= table < len(tables) for table in used)
+        width = sum(tables[table].shape[-1] for table in used) if in_range else 0
+        if in_range and grad.shape[1] < width:
+            grad = torch.nn.functional.pad(grad, (0, width - grad.shape[1]))
+        step(tables, first, second, used, ids, offsets, weights, means, grad, *rest)
+
+    with swap("torch:ops.twinproof.pipeline_step", stepped):
+        yield
