@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).parents[1] / "branches.py"
 _TOY = """#include <stdexcept>
 namespace {
 int twice(int n) {
@@ -35,14 +32,8 @@ _FILE = "fastimpl/csrc/toy/toy.cpp"
 
 
 @pytest.fixture(name="branches", scope="module")
-def _branches() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ci_branches", _PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _branches(program: Callable[[str], Any]) -> Any:
+    return program("branches")
 
 
 @pytest.fixture(name="root", scope="module")

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).parents[1] / "checks.py"
-
 
 @pytest.fixture(name="checks", scope="module")
-def _checks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ci_checks", _PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _checks(program: Callable[[str], Any]) -> Any:
+    return program("checks")
 
 
 @pytest.mark.parametrize(

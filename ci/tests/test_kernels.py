@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).parents[1] / "kernels.py"
 _NAMES = {
     "PoolQuad": "_ZN8fastimpl6device14for_each_indexINS_8pipeline8PoolQuadIiEEEEvT_l",
     "ShareStep": (
@@ -24,18 +21,9 @@ _NAMES = {
 }
 
 
-def _module() -> Any:
-    spec = importlib.util.spec_from_file_location("ci_kernels", _PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks itself up by the name of its module.
-    sys.modules["ci_kernels"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernels = _module()
+@pytest.fixture(name="kernels", scope="module")
+def _kernels(program: Callable[[str], Any]) -> Any:
+    return program("kernels")
 
 
 def _entry(
@@ -50,19 +38,19 @@ def _entry(
     ]
 
 
-def _judged(*entries: list[str], architectures: Sequence[str] = ("90",), **bounds: int) -> list[str]:
+def _judged(kernels: Any, *entries: list[str], architectures: Sequence[str] = ("90",), **bounds: int) -> list[str]:
     table = kernels.worst(kernels.read_report(line for entry in entries for line in entry))
     limits = {name: {"registers": registers, "stack_bytes": 0, "spill_bytes": 0} for name, registers in bounds.items()}
     return list(kernels.violations(table, limits, architectures))
 
 
-def test_names_are_short() -> None:
+def test_names_are_short(kernels: Any) -> None:
     entries = [line for name in _NAMES for line in _entry(name, 90, 30)]
     assert set(kernels.worst(kernels.read_report(entries))) == set(_NAMES)
 
 
-def test_within_bounds() -> None:
-    assert _judged(_entry("PoolQuad", 90, 40), _entry("ShareStep", 90, 8), PoolQuad=40, ShareStep=8) == []
+def test_within_bounds(kernels: Any) -> None:
+    assert _judged(kernels, _entry("PoolQuad", 90, 40), _entry("ShareStep", 90, 8), PoolQuad=40, ShareStep=8) == []
 
 
 @pytest.mark.parametrize(
@@ -77,17 +65,17 @@ def test_within_bounds() -> None:
         ([_entry("PoolQuad", 90, 32), _entry("PoolQuad", 90, 64)], {"PoolQuad": 40}, "registers got 64"),
     ],
 )
-def test_violations(entries: list[list[str]], bounds: dict[str, int], said: str) -> None:
-    found = _judged(*entries, **bounds)
+def test_violations(kernels: Any, entries: list[list[str]], bounds: dict[str, int], said: str) -> None:
+    found = _judged(kernels, *entries, **bounds)
     assert any(said in line for line in found), found
 
 
-def test_a_spill_cannot_be_written_off() -> None:
+def test_a_spill_cannot_be_written_off(kernels: Any) -> None:
     table = kernels.worst(kernels.read_report(_entry("PoolQuad", 90, 40, stack=8, spills=(4, 4))))
     assert any("ours spill none" in line for line in kernels.violations(table, kernels.bounds_of(table), ()))
 
 
-def test_a_log_without_kernels_is_no_pass(tmp_path: Path) -> None:
+def test_a_log_without_kernels_is_no_pass(kernels: Any, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("[1/2] Building CXX object\n")
     assert kernels.main([str(tmp_path / "log")]) == 1
     assert kernels.main([str(tmp_path / "no-such-log")]) == 1

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).parents[1] / "mutation.py"
-
 
 @pytest.fixture(name="mutation", scope="module")
-def _mutation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ci_mutation", _PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _mutation(program: Callable[[str], Any]) -> Any:
+    return program("mutation")
 
 
 def _mutant(mutation: Any, **changes: Any) -> Any:
@@ -70,12 +62,10 @@ def test_the_tests_that_run_the_line_are_asked_the_fastest_first(mutation: Any) 
     assert mutation.within(["slow"], coverage.seconds, 6.0) == ["slow"]
 
 
-def test_contexts_are_the_tests_whoever_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("ci_contexts", _PATH.with_name("contexts.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    contexts: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(contexts)
+def test_contexts_are_the_tests_whoever_calls_them(
+    program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = program("contexts")
     said: list[str] = []
     running = SimpleNamespace(switch_context=said.append)
     for current, expected in ((running, ["a/test_b.py::test_c", "test", ""]), (None, ["test"])):
