@@ -15,7 +15,7 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=str(why_no_nvc
 _FOLDER = Path(__file__).parent / "simt"
 _CHECK, _PLACE, _MOVE, _BAG = (f"pipeline/{name}_kernel.h" for name in ("check", "place", "move", "bag"))
 _WORDS, _WORDS_PLAN, _SORT = "common/words_kernel.h", "common/words_plan.h", "pipeline/step_plan.h"
-_PROOFS = {"checks": 3, "places": 5, "moves": 5}
+_PROOF_COUNT = 13
 
 _MEMORY = {"out-of-bounds", "misaligned", "wrong-result"}
 _RACE = {"race", "schedule-dependence", "wrong-result", "mixed-atomics"}
@@ -243,17 +243,8 @@ _FAULTS = {
         ),
     ],
 }
-_PLANTED_PROOFS = {
-    "checks": ("checks", "words of a launch"),
-    "places": ("places", "gradients of weights", "four bytes where they fit"),
-    "moves": ("blocks", "buckets"),
-}
-_PROGRAMS = {
-    name: PlantedTogether(
-        _FOLDER / f"{name}.cpp", _PLANTED_PROOFS[name], [planted for planted, _ in faults], case_count=50, seed_count=2
-    )
-    for name, faults in _FAULTS.items()
-}
+# A proof that reaches the faults of each group; what another proof of it sees is beside.
+_REACHES = {"checks": "checks", "places": "places", "moves": "blocks"}
 _SEEN_BY = {
     "words of a launch": {"words of the first launch", "a word too many", "words that nobody stores"},
     "gradients of weights": {
@@ -270,40 +261,41 @@ _SEEN_BY = {
         "a weight for each id or none",
     },
 }
+_PROGRAM = PlantedTogether(
+    _FOLDER / "ids.cpp",
+    (*_REACHES.values(), *_SEEN_BY),
+    [planted for faults in _FAULTS.values() for planted, _ in faults],
+    case_count=50,
+    seed_count=2,
+)
+_EACH = [(group, planted.name, kinds) for group, faults in _FAULTS.items() for planted, kinds in faults]
 _NUMBERED = [
     pytest.param(
-        name,
-        number,
-        next((proof for proof, seen in _SEEN_BY.items() if planted.name in seen), _PLANTED_PROOFS[name][0]),
-        kinds,
-        id=planted.name,
+        number, next((proof for proof, seen in _SEEN_BY.items() if name in seen), _REACHES[group]), kinds, id=name
     )
-    for name, faults in _FAULTS.items()
-    for number, (planted, kinds) in enumerate(faults, start=1)
+    for number, (group, name, kinds) in enumerate(_EACH, start=1)
 ]
 
 
 @needs_prover
 @pytest.mark.parametrize("seed_count", [2, pytest.param(10, marks=pytest.mark.night)])
-@pytest.mark.parametrize("program", _PROOFS)
-def test_ids_are_those_of_the_host(program: str, seed_count: int) -> None:
-    verdicts = prove(build(_FOLDER / f"{program}.cpp"), case_count=50, seed_count=seed_count)
-    assert len(verdicts) == _PROOFS[program]
+def test_ids_are_those_of_the_host(seed_count: int) -> None:
+    verdicts = prove(build(_FOLDER / "ids.cpp"), case_count=50, seed_count=seed_count)
+    assert len(verdicts) == _PROOF_COUNT
     for verdict in verdicts:
         assert verdict.faults == (), "\n".join(map(str, verdict.faults))
         assert verdict.runs == 2 * 50 * seed_count
 
 
 @needs_prover
-@pytest.mark.parametrize("program", _PROGRAMS)
-def test_without_a_fault_nothing_is_found(program: str) -> None:
-    assert _PROGRAMS[program].found_without() == []
+def test_without_a_fault_nothing_is_found() -> None:
+    assert _PROGRAM.found_without() == []
 
 
 @needs_prover
-@pytest.mark.parametrize(("program", "number", "proof", "kinds"), _NUMBERED)
-def test_a_planted_fault_is_seen(program: str, number: int, proof: str, kinds: set[str]) -> None:
-    found = _PROGRAMS[program].found(number, proof)
+@pytest.mark.parametrize(("number", "proof", "kinds"), _NUMBERED)
+def test_a_planted_fault_is_seen(number: int, proof: str, kinds: set[str]) -> None:
+    found = _PROGRAM.found(number, proof)
     assert found
     assert {each.kind for each in found} <= kinds, "\n".join(map(str, found))
 
