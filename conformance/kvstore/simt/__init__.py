@@ -49,7 +49,7 @@ LACKS = frozenset({"injected_allocation_failure", "large_batches", "operators", 
 _NAMESPACE = "twinproof_simt"
 _TORCH = Path(torch.__file__).parent
 _FLAGS = (
-    "-std=c++20", "-O2", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing",
+    "-std=c++20", "-Og", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing",
     "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-isystem", str(_TORCH / "include"),
 )  # fmt: skip
 _LIBRARIES = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu")
