@@ -26,6 +26,7 @@ def test_updates_have_the_bits_of_the_book(seed_count: int) -> None:
 
 
 @pytest.mark.skipif(why_no_nvcc() is not None, reason=str(why_no_nvcc()))
+@pytest.mark.night  # ci/kernels.py judges the kernels as ci/setup has built them.
 def test_the_table_stays_in_the_arguments() -> None:
     # A table that is indexed by a number of the block may be copied to the stack of every thread.
     found = device_usage(_SOURCES / "slot.cu", architectures=["90"])
