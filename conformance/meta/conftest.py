@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from textwrap import dedent
 
 import pytest
@@ -11,8 +12,15 @@ import torch.distributed.checkpoint
 from conformance import harness
 from conformance.provers import pretend_device
 
-# A pytest inside of this one forgets what it imported; what was imported before it stays, and torch has to.
-_IMPORTED_FIRST = (torch, pretend_device, *(getattr(harness, name) for name in harness.__all__))
+# A pytest inside of this one forgets what it imported; what was imported before it stays, and torch has to. So has the
+# server that ranks are forked from: each run would start its own, which imports torch again.
+_IMPORTED_FIRST = (
+    torch,
+    forkserver,
+    resource_tracker,
+    pretend_device,
+    *(getattr(harness, name) for name in harness.__all__),
+)
 
 _IMPLEMENTATION = '''
 class checkpoint:
