@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -254,15 +255,27 @@ def operands_of(
     """(read, written) tensors of a call, from the op's schema."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        # Schemas of collectives do not say what they write.
-        is_written |= func.namespace == "c10d" and argument.name in _COLLECTIVE_OUTPUTS
+    for position, (name, is_written) in enumerate(_arguments(func)):
+        value = args[position] if position < len(args) else kwargs.get(name)
         (writes if is_written else reads).extend(tensors_in(value))
     return reads, writes
 
 
+# A schema is made of new objects each time it is read, and is read at each op.
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    """Of each argument its name, and whether the op writes it."""
+    return tuple((argument.name, _is_written(func, argument)) for argument in func._schema.arguments)
+
+
+def _is_written(func: Any, argument: Any) -> bool:
+    if argument.alias_info is not None and argument.alias_info.is_write:
+        return True
+    # Schemas of collectives do not say what they write.
+    return func.namespace == "c10d" and argument.name in _COLLECTIVE_OUTPUTS
+
+
+@cache
 def is_view(func: Any) -> bool:
     """Whether an op returns memory of its operands without touching it."""
     infos = [returned.alias_info for returned in func._schema.returns]

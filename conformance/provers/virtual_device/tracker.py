@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ def here() -> str:
         if not name.startswith((_OWN, _TORCH)) and "contextlib" not in name:
             break
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,9 @@ class Tracker:
 
     def sweep(self) -> None:
         """Look for storages that were released since the last op, and for work that still needs them."""
-        for key in [key for key, memory in self._memory.items() if memory.weak.expired()]:
+        # What StorageWeakRef.expired comes down to, without two calls of Python: all memory is asked at each op.
+        expired = torch.UntypedStorage._expired
+        for key in [key for key, memory in self._memory.items() if expired(memory.weak.cdata)]:
             self._forget(key)
 
     def _forget(self, key: int) -> None:
