@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ from twinproof.checkpoint.shards import write_shards
 from twinproof.errors import ConfigError, MissingKeyError, PlanError, UnsupportedError
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter", "UnreadMetadata"]
+
+_Self = TypeVar("_Self", bound="HuggingFaceStorageWriter")
 
 
 class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
@@ -177,7 +179,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             dist.destroy_process_group(self.group)
         self.group, self._owns_group = None, False
 
-    def __enter__(self) -> HuggingFaceStorageWriter:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(

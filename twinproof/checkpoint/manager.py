@@ -47,6 +47,7 @@ __all__ = ["ASYNC_MODES", "CheckpointManager", "CheckpointPolicy", "StateDictAda
 logger = logging.getLogger("twinproof.checkpoint")
 
 T = TypeVar("T")
+_Self = TypeVar("_Self", bound="CheckpointManager")
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 _STEP = re.compile(r"step-(\d+)")
@@ -284,7 +285,7 @@ class CheckpointManager:
     def _rank(self) -> int:
         return 0 if self._group is None else dist.get_rank(self._group)
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(

@@ -42,6 +42,7 @@ from twinproof.optimizers import Hyper
 __all__ = ["BucketSort", "KVStore", "LockedRows", "wall_clock"]
 
 
+_Self = TypeVar("_Self", bound="KVStore")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -414,7 +415,7 @@ class KVStore(DeltaStore):
             "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()"
         )
 
-    def __enter__(self) -> KVStore:
+    def __enter__(self: _Self) -> _Self:
         return self
 
 
