@@ -99,6 +99,11 @@ def test_refusals(pipeline: Any) -> None:
     for tables in ([], [good, good], [make(4, 4)], [make(4, 4, "t", feature_names=["f", "f"])]):
         with raises(ConfigError):
             pipeline.EmbeddingBagCollection(tables)
+    for name in ("items", "training", "a.b"):
+        with raises(ConfigError, mentions=(name, "ModuleDict"), where=name):
+            pipeline.EmbeddingBagCollection([good, make(4, 4, name, feature_names=["f"])])
+        with raises(ConfigError, mentions=(name, "ModuleDict"), where=name):
+            pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(4, 4, name, feature_names=["f"])])
     collection = pipeline.EmbeddingBagCollection([good])
     with raises(MissingKeyError, mentions=("f",)):
         collection(Jagged(["g"], [[[1]]]).kjt(pipeline))

@@ -60,6 +60,17 @@ class Pooled(torch.autograd.Function):
         return None, None, None, weights, *dense
 
 
+def check_names(tables: Sequence[EmbeddingConfig]) -> None:
+    """Demand names that parameters can have: a path of attributes leads to each. Raises ConfigError."""
+    attributes = torch.nn.ModuleDict()
+    for table in tables:
+        if "." in table.name or hasattr(attributes, table.name):
+            expected = "a name without a point that is no attribute of torch.nn.ModuleDict"
+            raise ConfigError(
+                "torch cannot hold a table of this name", got=table.name, expected=expected, where="tables"
+            )
+
+
 def table_module(table: EmbeddingBagConfig, device: Any) -> torch.nn.EmbeddingBag:
     """The table as torch's module, which torch's compilers know."""
     rows, columns = table.num_embeddings, table.embedding_dim
@@ -94,6 +105,7 @@ class EmbeddingBagCollection(BoundToLookup):
         self._engine = type(self)._make_engine()
         self._configs, self._is_weighted = check_tables(tables, EmbeddingBagConfig), is_weighted
         self.bounds_check = bounds_check
+        check_names(self._configs)
         self.embedding_bags = torch.nn.ModuleDict({table.name: table_module(table, device) for table in self._configs})
         self.feature_names = [feature for table in self._configs for feature in table.feature_names]
         self._feature_tables = [table for table in self._configs for _ in table.feature_names]
@@ -231,6 +243,7 @@ class EmbeddingCollection(BoundToLookup):
         if len(widths) > 1:
             raise ConfigError("tables of one collection have one embedding_dim", got=widths, where="tables")
         self._embedding_dim = widths[0]
+        check_names(self._configs)
         self.embeddings = torch.nn.ModuleDict({table.name: _rows_module(table, device) for table in self._configs})
         self.feature_names = [feature for table in self._configs for feature in table.feature_names]
         names = iter(embedding_names(self._configs))

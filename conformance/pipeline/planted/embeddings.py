@@ -35,6 +35,12 @@ plans_not_checked = patched(
     "Plans that do not fit are taken.", swap("twinproof.pipeline.sharding:check_plan", accepted), kills="PIPE-105"
 )
 
+names_not_checked = patched(
+    "Tables with names of torch's own are taken.",
+    swap("twinproof.pipeline.modules:check_names", accepted),
+    kills="PIPE-105",
+)
+
 
 @fault(kills="PIPE-110", at=lookups("update"))
 def shared_feature_gradient_lost(
