@@ -89,7 +89,14 @@ def test_badge(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
     green["exit_status"] = 0
     assert label(green) == "twinproof: passed, 1 of 1"
     assert label(report) == "twinproof: failed, 1 of 3"
-    assert label(green, report) == label(report, green) == "twinproof: failed, 2 of 4"
+    # Of one implementation the newest run of a component counts, and its requirements once.
+    early, late = ({**green, "started": f"2026-01-0{day}"} for day in (1, 3))
+    between = {**report, "started": "2026-01-02"}
+    assert label(early, between) == label(between, early) == "twinproof: failed, 1 of 3"
+    assert label(early, between, late) == "twinproof: passed, 1 of 2"
+    # Of two implementations the worse decides.
+    other = {**between, "implementation": {**report["implementation"], "name": "other"}}
+    assert label(late, other) == label(other, late) == "twinproof: failed, 2 of 4"
     assert label({**green, "requirements": []}) == "twinproof: nothing ran"
     assert label({**green, "exit_status": 2}) == "twinproof: not finished"
     source = tmp_path / "evidence.json"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.harness.page.markup import Markup, element
-from conformance.harness.report import verdict
+from conformance.harness.page.sides import sides_of
 
 __all__ = ["to_badge"]
 
@@ -17,9 +17,14 @@ _COLOURS = {"passed": "#1a7f37", "failed": "#b3261e"}
 
 
 def to_badge(reports: Sequence[dict[str, Any]]) -> str:
-    """An SVG that says the verdict and how many requirements hold; of several reports the worst decides."""
-    found = max((verdict(report) for report in reports), key=lambda each: each.exit_code)
-    entries = [entry for report in reports for entry in report["requirements"]]
+    """An SVG that says the verdict and how many requirements hold.
+
+    Of several runs of one implementation the newest of each component counts; of several implementations the worst
+    decides.
+    """
+    sides = sides_of(reports)
+    found = max((side.verdict for side in sides), key=lambda each: each.exit_code)
+    entries = [entry for side in sides for entry in side.requirements.values()]
     held = sum(entry["outcome"] == "passed" for entry in entries)
     counts = found.word in _COLOURS and bool(entries)
     words = f"{found.word}, {held} of {len(entries)}" if counts else found.word
