@@ -113,8 +113,9 @@ _FIGURES_HELP = """Make the page of all figures; and, in pages that people write
 def _figures(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="twinproof bench figures", description=_FIGURES_HELP)
     parser.add_argument("results", type=Path, help="folder of evidence")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="write the page (default: print it)")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="end with 1 when this page says something else")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--into", type=Path, metavar="FILE", help="write the page (default: print it)")
+    either.add_argument("--check", type=Path, metavar="FILE", help="end with 1 when this page says something else")
     parser.add_argument("--pages", type=Path, nargs="+", default=[], metavar="PAGE", help="pages with tables to fill")
     arguments = parser.parse_args(words)
     runs = read_runs(arguments.results)

@@ -73,25 +73,44 @@ def _gate_line(gate: str, outcomes: Sequence[dict[str, Any]]) -> str:
 
 
 _BLOCK = re.compile(r"(<!-- figures (?P<machine>\S+): (?P<gates>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_MARK = re.compile(r"<!-- (?P<end>end of )?figures\b")
 
 
 def changed_pages(pages: Iterable[Path], runs: Sequence[tuple[str, Evidence]]) -> dict[Path, str]:
     """Each page with its tables of figures made anew: every figure beside its limit and its verdicts.
 
     Raises:
-        ConfigError: a page without a table, a machine without results, a gate that no full run there has judged.
+        ConfigError: a page without a table or with half of one, a machine without results, a gate that no full run
+            there has judged.
     """
     return {page: _filled(page, runs) for page in pages}
 
 
 def _filled(page: Path, runs: Sequence[tuple[str, Evidence]]) -> str:
     text = page.read_text(encoding="utf-8")
+    _check_marks(text, page)
     filled, count = _BLOCK.subn(lambda found: f"{found[1]}{_short_table(found, page, runs)}{found[4]}", text)
     if not count:
         raise ConfigError(
             "a page without a table of figures", got=0, expected="<!-- figures MACHINE: ... -->", where=page
         )
     return filled
+
+
+def _check_marks(text: str, page: Path) -> None:
+    """Begin and end take turns: a table without its end would swallow the words behind it, up to the next one's."""
+    open_at = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        for mark in _MARK.finditer(line):
+            if bool(mark["end"]) == (open_at is None):
+                what = "an end of figures without a table" if mark["end"] else "a table of figures without its end"
+                raise ConfigError(what, got=line, where=f"{page}:{open_at or number}")
+            open_at = None if mark["end"] else number
+    if open_at is not None:
+        expected = "<!-- end of figures -->"
+        raise ConfigError(
+            "a table of figures without its end", got="end of page", expected=expected, where=f"{page}:{open_at}"
+        )
 
 
 def _short_table(found: re.Match[str], page: Path, runs: Sequence[tuple[str, Evidence]]) -> str:

@@ -32,6 +32,13 @@ __all__ = [
 ]
 
 _VERSION = 1
+# What each field is in a file, for whoever wrote one by hand.
+_KINDS = {
+    **dict.fromkeys(("environment", "workloads", "rounds"), dict),
+    **dict.fromkeys(("implementation", "form", "created"), str),
+    "outcomes": list,
+    "details": (dict, type(None)),
+}
 # Two ranks on one processor take turns, and every ratio between paths changes.
 _CPU_COUNT_MIN = 2
 
@@ -171,6 +178,10 @@ def read_evidence(path: Path) -> Evidence:
         if version != _VERSION:
             raise FormatError("unknown version of evidence", got=version, expected=_VERSION, where=path)
         machine = document.pop("machine")
+        for name, kind in _KINDS.items():
+            if name in document and not isinstance(document[name], kind):
+                got = type(document[name]).__name__
+                raise FormatError(f"{name} of evidence is of another type", got=got, expected=kind, where=path)
         return Evidence(**document, machine=Machine(tuple(machine["classes"]), machine["filesystem"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, FormatError):

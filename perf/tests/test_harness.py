@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 from pathlib import Path
@@ -335,7 +336,10 @@ def test_tables_in_pages_are_made_from_evidence(tmp_path: Path, capsys: pytest.C
         ("no table", "without a table"),
         (_PAGE.replace("here:", "nowhere:"), "no full run of this machine"),
         (_PAGE.replace(": gate", ": gate other"), "no full run has judged"),
-        (_PAGE.replace("<!-- end of figures -->", ""), "without a table"),
+        (_PAGE.replace("<!-- end of figures -->", ""), "without its end"),
+        (_PAGE.replace("<!-- end of figures -->", "") + _PAGE, "without its end"),
+        (_PAGE + "<!-- end of figures -->\n", "without a table"),
+        (_PAGE.replace("here: gate", "here gate"), "without a table"),
     ],
 )
 def test_a_page_that_cannot_be_filled_is_refused(
@@ -347,6 +351,33 @@ def test_a_page_that_cannot_be_filled_is_refused(
     assert cli.main(["figures", str(tmp_path), "--check", str(path), "--pages", str(path)]) == 2
     assert message in capsys.readouterr().err
     assert path.read_text() == page
+
+
+def test_checking_and_writing_figures_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_evidence(_evidence(2.0, Result.PASS), tmp_path / "here" / "run.json")
+    page = tmp_path / "page.md"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["figures", str(tmp_path), "--check", str(page), "--into", str(page)])
+    assert ended.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+    assert not page.exists()
+
+
+@pytest.mark.parametrize("field", ["environment", "workloads", "rounds", "outcomes", "details", "created", "form"])
+def test_evidence_of_other_types_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str) -> None:
+    write_evidence(_evidence(2.0, Result.PASS), right := tmp_path / "right.json")
+    (folder := tmp_path / "wrong").mkdir()
+    (wrong := folder / "run.json").write_text(json.dumps({**json.loads(right.read_text()), field: 7}))
+    for words in (
+        ["compare", str(right), str(wrong)],
+        ["history", str(folder)],
+        ["plot", str(wrong), "--svg", str(tmp_path / "plot.svg")],
+        ["figures", str(folder)],
+    ):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert field in said
+        assert str(wrong) in said
 
 
 def test_one_run_shows_its_interval_and_a_count_its_limit() -> None:
