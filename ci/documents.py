@@ -4,7 +4,7 @@
     python ci/documents.py --check    exits with 1, and names them, where they are not what it would write
     python ci/documents.py --fill     also breaks lines of prose in README and docs at 100 columns
 
-The library and the suite have to be importable, as `ci/setup` installs them, or by PYTHONPATH.
+The library and the suite have to be those of this tree, by PYTHONPATH; or, as `ci/setup` installs them, the same files.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STEMS = ("checkpoint", "kvstore", "offload", "pipeline")
+PACKAGES = ("twinproof", "refimpl", "fastimpl", "conformance")
 WIDTH = 100
 OTHERS = {ROOT / "docs/figures.md"}  # Made by `twinproof bench figures`, which has its own check.
 _MADE = "<!-- Made by ci/documents.py: change the docstrings instead. -->\n\n"
@@ -232,13 +233,30 @@ def made() -> dict[Path, str]:
     return {**pages, ROOT / "docs/requirements.md": requirements()}
 
 
+def foreign(root: Path = ROOT) -> list[str]:
+    """Modules of ours that were imported and are not what the tree says: an older wheel's pages are not the tree's."""
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in PACKAGES or not (file := getattr(module, "__file__", None)):
+            continue
+        place = root.joinpath(*name.split("."))
+        source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if not source.is_file() or source.read_bytes() != Path(file).read_bytes():
+            found.append(f"{name} from {file}")
+    return found
+
+
 def main() -> int:
-    """1 where a page is not what it has to be, and --check was given."""
+    """1 where a page is not what it has to be, and --check was given; 2 where the packages are not the tree's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--fill", action="store_true")
     arguments = parser.parse_args()
     stale, pages = [], made()
+    if wrong := foreign():
+        print(f"documents: {len(wrong)} modules are not this tree's, first {wrong[0]}", file=sys.stderr)
+        print(f"expected those of {ROOT.name}: PYTHONPATH=. python ci/documents.py, or ci/setup", file=sys.stderr)
+        return 2
     for page, text in pages.items():
         if not page.is_file() or page.read_text(encoding="utf-8") != text:
             stale.append(page)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
 from checks import DOCUMENTED_PROGRAMS  # noqa: E402
-from documents import OTHERS, Block, blocks, dead_links, too_wide  # noqa: E402
+from documents import OTHERS, Block, blocks, dead_links, foreign, too_wide  # noqa: E402
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 LANGUAGES = {"python", "cpp", "diff", "text", ""}
@@ -119,3 +119,15 @@ def test_generated_pages_are_current() -> None:
     environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pages_of_another_tree_are_not_made(tmp_path: Path) -> None:
+    assert foreign() == []
+    # A tree in which a file has another text, and one that has none of them.
+    (package := tmp_path / "twinproof").mkdir()
+    (package / "__init__.py").write_text("# Another one.\n", encoding="utf-8")
+    import twinproof
+
+    found = foreign(tmp_path)
+    assert f"twinproof from {twinproof.__file__}" in found
+    assert any(name.startswith("twinproof.errors from ") for name in found)
