@@ -48,10 +48,8 @@ WORKLOADS = (
     _save("save-rows-256mib", tensor_count=16, contenders=(*_FOUR, "plain")),
     # Runs of 2 KiB.
     _save("save-columns-2gib", tensor_count=128, shard_dim=1, contenders=_FOUR),
-    _save("save-columns-256mib", tensor_count=16, shard_dim=1, contenders=_FOUR),
     # Runs of 4 bytes. Torch needs three quarters of a minute for each save.
     _save("save-4-byte-runs-64mib", shape=(8_388_608, 2), file_count=1, shard_dim=1, contenders=_TWO),
-    _save("save-4-byte-runs-2mib", shape=(262_144, 2), file_count=1, shard_dim=1, contenders=_TWO),
     # The second is four times the first.
     _save_memory("save-columns-64mib-1-file", tensor_count=16, shard_dim=1),
     _save_memory("save-columns-256mib-1-file", tensor_count=64, shard_dim=1),
@@ -73,7 +71,6 @@ WORKLOADS = (
     _load_fresh("load-1-file-512mib", shape=_16_MIB, tensor_count=32, round_count=11),
     _load_fresh("load-1-file-64mib", shape=_4_MIB, tensor_count=16, round_count=11),
     _load_fresh("load-32-files-512mib", shape=_4_MIB, tensor_count=128, file_count=32, round_count=11),
-    _load_fresh("load-32-files-64mib", shape=(512, 1024), tensor_count=32, file_count=32, round_count=11),
     # The matrices of DeepSeek-V3's experts; the short forms are an eighth of them.
     _load_fp8("load-fp8-112mib", shape=(7168, 2048), round_count=7),
     _load_fp8("load-fp8-14mib", shape=(896, 2048), round_count=9),
@@ -82,7 +79,6 @@ WORKLOADS = (
     _consolidate("consolidate-rows-2gib", tensor_count=128, round_count=5, contenders=(*_FOUR, "plain", "by-page")),
     _consolidate("consolidate-rows-256mib", tensor_count=16, contenders=_FOUR),
     _consolidate("consolidate-columns-2gib", tensor_count=128, shard_dim=1, contenders=_FOUR),
-    _consolidate("consolidate-columns-256mib", tensor_count=16, shard_dim=1, contenders=_FOUR),
     # A folder that 64 ranks wrote: every tensor has a row in each of the 64 files.
     _open("open-2000x64", shape=(64, 2), tensor_count=2000, file_count=64, round_count=5),
     _open("open-500x16", shape=(16, 2), tensor_count=500, file_count=16, round_count=6),

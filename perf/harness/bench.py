@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,9 @@ class Bench:
         folder: where the jobs write.
         seed: of the order of contenders.
         repeats: whether what noise left undecided is measured once more.
+        repeats_until_s: seconds from the beginning by which a repetition has to be over, as the first one's time
+            foretells it; None: whenever.
+        clock: seconds from any moment on.
         rounds: what was measured so far, by workload.
         repeated: workloads that were measured again because a gate was undecided.
     """
@@ -47,6 +51,8 @@ class Bench:
     folder: Path
     seed: int = 0
     repeats: bool = True
+    repeats_until_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
 
@@ -74,17 +80,24 @@ class Bench:
             begins: called before each measurement, with whether noise has made it the second one of the workload.
         """
         begins = begins or (lambda workload, is_repeated: None)
+        begun = self.clock()
         with RankPool(self.implementation) as pool:
             for name in self.needed():
-                workload = self.workloads[name]
+                workload, began = self.workloads[name], self.clock()
                 begins(workload, False)
                 self.rounds[name] = self._measure(pool, workload, self.seed)
-                if self.repeats and self._is_undecided(name):
+                if self.may_repeat(begun, began, self.clock()) and self._is_undecided(name):
                     # Once, and all samples count: repeating until the answer pleases is how a coin passes a gate.
                     begins(workload, True)
                     self.rounds[name] += self._measure(pool, workload, self.seed + 1)
                     self.repeated.append(name)
                 yield workload
+
+    def may_repeat(self, begun: float, began: float, now: float) -> bool:
+        """Whether what has taken from ``began`` until now may be measured again, in a run that begun at ``begun``."""
+        if not self.repeats or self.repeats_until_s is None:
+            return self.repeats
+        return now - begun + (now - began) <= self.repeats_until_s
 
     def outcomes(self) -> list[Outcome]:
         """Every gate of this form, judged on what was measured."""

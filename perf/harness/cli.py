@@ -32,6 +32,8 @@ from twinproof.errors import ConfigError, TwinproofError
 __all__ = ["main"]
 
 _SHARED_MEMORY = Path("/dev/shm")
+# A short run repeats what noise left undecided while its minute lasts.
+_SHORT_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,6 +122,7 @@ def _bench(words: list[str]) -> int:
         folder=folder,
         seed=arguments.seed,
         repeats=not arguments.no_repeat,
+        repeats_until_s=_SHORT_S if arguments.form == "short" else None,
     )
     if not bench.chosen_gates():
         judged = sorted({form for gate in gates if gate.kind is not Kind.REGRESSION for form in gate.workloads})

@@ -151,7 +151,7 @@ GATES = (
     _get_torch(1056, 3.0),
     _get_torch(1552, 3.0),
     # Setting rows.
-    _set_copy("kv-set-288-copy", full="kv-set-288-1e6"),
+    _set_copy("kv-set-288-copy", full="kv-set-288-1e6", short="kv-set-288-1e5"),
     _set_copy("kv-set-1056-copy", full="kv-set-1056-262144"),
     _memory(
         "kv-set-reserved-copy",
@@ -197,6 +197,7 @@ GATES = (
         "kv-save-plain",
         "A whole-row save MUST reach 0.5 of a plain write of the same bytes.",
         full="kv-save-288-2e6",
+        short="kv-save-288-4e5",
         peer="plain",
         floor=0.5,
         control="separate",
@@ -214,6 +215,7 @@ GATES = (
         "kv-load-fresh",
         "A whole-row load into an empty store MUST reach 0.4 of a copy into memory that is as fresh.",
         full="kv-load-288-2e6",
+        short="kv-load-288-4e5",
         peer="fresh",
         floor=0.4,
         control="applied",

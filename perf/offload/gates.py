@@ -56,7 +56,7 @@ GATES = (
         "offload-snapshot",
         "A snapshot MUST NOT take longer than 1.3 copies of the state's bytes.",
         full="offload-snapshot-256mib",
-        short="offload-snapshot-256mib",
+        short="offload-snapshot-64mib",
         peer="copy",
         floor=0.77,
         ceiling=2.0,

@@ -18,6 +18,9 @@ WORKLOADS = (
     _256_mib("offload-step-256mib", job="step", contenders=("plain", "attached", "offloaded")),
     _256_mib("offload-step-64mib", job="step", tensor_count=16, contenders=("plain", "attached", "offloaded")),
     _256_mib("offload-snapshot-256mib", job="snapshot", round_count=7, contenders=("ours", "copy", "pickled")),
+    _256_mib(
+        "offload-snapshot-64mib", job="snapshot", tensor_count=16, round_count=7, contenders=("ours", "copy", "pickled")
+    ),
     # Steps of AdamW on the CPU. A byte count first, at the bandwidth of memory; a write of a line that is not in a
     # cache costs a read of it as well. One pass with bfloat16: gradient 2, master and moments 12 are read, 12 + 2
     # written, 2 read for the weight's lines: 30 bytes a parameter. The sequence: gradient 2 + 4 + 4, update 16 + 12,

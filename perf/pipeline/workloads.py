@@ -49,7 +49,7 @@ WORKLOADS = (
     _train("train-rowwise-16", job="train-rowwise", shape=(1_000_000, 16), round_count=21, contenders=_KERNELS),
     _train("train-rowwise-512", job="train-rowwise", shape=(250_000, 512), contenders=(*_KERNELS, "read")),
     _train_torch("train-adagrad-128-torch", shape=(250_000, 128), round_count=9),
-    _train_torch("train-adagrad-128-small", shape=(50_000, 128), round_count=7),
+    _train_torch("train-adagrad-128-small", shape=(50_000, 128), tensor_count=2, round_count=7),
     _train("train-rowwise-128-small", job="train-rowwise", shape=(100_000, 128), contenders=_READ),
     # SparseNN on 2 ranks: 20 tables, 1024 samples a rank, 10 ids a bag on average, table-wise, Adagrad in the tables
     # and SGD beside them as in the benchmark of torchrec PR 2916; the same with row-wise Adagrad; and 4 samples of 2

@@ -21,6 +21,7 @@ from perf.harness.formulas import evaluate_bound, names_used
 from perf.harness.gates import Control, Gate, Kind, read_gates
 from perf.harness.judge import Machine, Outcome, Result, judge, needs_more_samples
 from perf.harness.paired import Round
+from perf.harness.progress import expected_work
 from perf.harness.results import Evidence, read_evidence, write_evidence
 from perf.harness.table import workload_lines
 from perf.harness.workloads import Workload, read_workloads
@@ -361,6 +362,46 @@ def test_every_component_has_a_short_form(component: str) -> None:
     alone = [gate for gate in gates if gate.peer not in others]
     assert len(alone) >= 3
     assert all(workloads[gate.workloads["short"]].payload_bytes <= 512 << 20 for gate in gates if "plan" not in gate.id)
+
+
+# Jobs of each component that its short form has: the verbs that people look for a slowdown in.
+MAIN_JOBS = {
+    "checkpoint": {"save", "load", "load-fresh", "consolidate", "count"},
+    "kvstore": {"get", "set", "save", "load"},
+    "offload": {"step", "snapshot", "adam_bf16", "adam_fp32", "pretend_step"},
+    "pipeline": {"train-rowwise", "train-adagrad", "seed-table", "pretend-step"},
+}
+# Two cores of the published machines pass over a GiB of work a second, as the bench foretells work.
+SHORT_WORK_BYTES = 64 << 30
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_short_form_has_the_main_verbs_and_takes_a_minute(component: str) -> None:
+    workloads = read_workloads()
+    machine = Machine(("cpu",), "tmpfs")
+    bench = Bench("fastimpl", component, "short", workloads, read_gates(workloads), machine, Path())
+    needed = [workloads[name] for name in bench.needed()]
+    assert MAIN_JOBS[component] <= {workload.job for workload in needed}
+    assert sum(map(expected_work, needed)) <= SHORT_WORK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("repeats", "until_s", "may"), [(True, None, True), (False, None, False), (True, 60.0, True), (True, 59.9, False)]
+)
+def test_a_short_run_repeats_while_its_minute_lasts(repeats: bool, until_s: float | None, may: bool) -> None:
+    bench = Bench(
+        "fastimpl",
+        "kvstore",
+        "short",
+        {},
+        [],
+        Machine(("cpu",), "any"),
+        Path(),
+        repeats=repeats,
+        repeats_until_s=until_s,
+    )
+    # 40 seconds are gone, of which this workload took 20.
+    assert bench.may_repeat(100.0, 120.0, 140.0) is may
 
 
 @pytest.mark.parametrize(("component", "gate"), [("kvstore", "kv-map-bytes"), ("pipeline", "pipe-table-allocated")])
