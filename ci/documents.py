@@ -1,6 +1,6 @@
-"""Writes the pages of docs/ that are made, not written: names by component, and requirements.
+"""Writes the pages of docs/ that are made, not written: names by component, requirements, and errors.
 
-    python ci/documents.py            writes docs/<stem>-reference.md and docs/requirements.md
+    python ci/documents.py            writes docs/<stem>-reference.md, docs/requirements.md and docs/errors.md
     python ci/documents.py --check    exits with 1, and names them, where they are not what it would write
     python ci/documents.py --fill     also breaks lines of prose in README and docs at 100 columns
 
@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STEMS = ("checkpoint", "kvstore", "offload", "pipeline")
+# What docstrings of a component speak of and what is not among its names: what its classes have in common.
+SHARED_NAMES = {"pipeline": {"Pipeline": "twinproof.pipeline.driver.Pipeline"}}
 PACKAGES = ("twinproof", "refimpl", "fastimpl", "conformance")
 WIDTH = 100
 OTHERS = {ROOT / "docs/figures.md"}  # Made by `twinproof bench figures`, which has its own check.
@@ -73,6 +75,26 @@ def dead_links(page: Path) -> Iterator[str]:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists():
             yield f"{page.name}: {target}"
+
+
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\"(*])")
+_WORD = re.compile(r"[\w'%/.-]*\w[\w'%/.-]*")
+
+
+def sentences(page: Path) -> list[list[str]]:
+    """The words of each sentence of a page's prose; a piece of code is one word, blocks and tables have none."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "\n\n", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    paragraphs, lines = [], list[str]()
+    for line in [*text.splitlines(), ""]:
+        ends = not line.strip() or line.startswith(("#", "|", "!["))
+        if ends or re.match(r"\s*(?:[-*]|\d+\.) ", line):
+            paragraphs.append(" ".join(lines))
+            lines = []
+        if not ends:
+            lines.append(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", line).strip())
+    plain = [_LINK.sub(r"\1", re.sub(r"`[^`]*`", "Code", paragraph)) for paragraph in paragraphs]
+    return [words for paragraph in plain for one in _END.split(paragraph) if (words := _WORD.findall(one))]
 
 
 def filled(text: str) -> str:
@@ -167,8 +189,20 @@ def _arguments(text: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
+# What a class of an implementation says of one that both share.
+_SHARED = re.compile(
+    r"^(?:Takes the arguments of|.*; see) ``(twinproof\.[\w.]+)``(?: for the arguments)?\.$", re.MULTILINE
+)
+
+
 def _said(value: Any) -> str:
     text = inspect.getdoc(value) or ""
+    if found := _SHARED.search(text):
+        # A reader of the page has to find the arguments there.
+        module, _, name = found[1].rpartition(".")
+        shared = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+        more = shared.partition("\n\n")[2]
+        text = text[: found.start()] + more + text[found.end() :] if found[0].startswith("Takes") else shared
     return text.replace("``", "`").strip()
 
 
@@ -202,6 +236,9 @@ def reference(stem: str) -> str:
                 first = _said(member).partition("\n\n")[0].replace("\n", " ")
                 out.append(f"- `{method}`: {first}\n" if first else f"- `{method}`\n")
             out.append("\n")
+    for name, path in SHARED_NAMES.get(stem, {}).items():
+        place, _, attribute = path.rpartition(".")
+        out.append(f"## {name}\n\n{_block(_said(getattr(importlib.import_module(place), attribute)))}\n")
     return re.sub(r"\n{3,}", "\n\n", "".join(out)).rstrip() + "\n"
 
 
@@ -227,10 +264,29 @@ def requirements() -> str:
     return "".join(out).rstrip() + "\n"
 
 
+_ERRORS = """All derive from `twinproof.TwinproofError` (`twinproof.errors`), and carry `got`, `expected` and `where`.
+Each is an error of Python's own kinds too, so that code that catches those goes on to work. DCP wraps what a rank
+raises in its `CheckpointException`: there, in `failures`, they keep their class and what they carry.
+"""
+
+
+def errors() -> str:
+    """The page of all errors, from their docstrings."""
+    module = importlib.import_module("twinproof.errors")
+    lines = ["| error | when | also a |", "| --- | --- | --- |"]
+    for name in sorted(set(module.__all__) - {"TwinproofError"}):
+        error = getattr(module, name)
+        when = _said(error).partition("\n\n")[0].replace("\n", " ")
+        parents = [base for base in error.__mro__[1:] if base.__module__ in ("builtins", module.__name__)]
+        kind = next(base for base in parents if base is not module.TwinproofError)
+        lines.append(f"| `{name}` | {when} | `{kind.__name__}` |")
+    return f"# Errors\n\n{_MADE}{_ERRORS}\n" + "\n".join(lines) + "\n"
+
+
 def made() -> dict[Path, str]:
     """Every page that this program writes, with its text."""
     pages = {ROOT / f"docs/{stem}-reference.md": filled(reference(stem)) for stem in STEMS}
-    return {**pages, ROOT / "docs/requirements.md": requirements()}
+    return {**pages, ROOT / "docs/requirements.md": requirements(), ROOT / "docs/errors.md": filled(errors())}
 
 
 def foreign(root: Path = ROOT) -> list[str]:

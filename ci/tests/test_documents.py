@@ -15,9 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
 from checks import DOCUMENTED_PROGRAMS  # noqa: E402
-from documents import OTHERS, Block, blocks, dead_links, foreign, too_wide  # noqa: E402
+from documents import OTHERS, STEMS, Block, blocks, dead_links, foreign, sentences, too_wide  # noqa: E402
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+MADE = {ROOT / f"docs/{stem}-reference.md" for stem in STEMS} | {ROOT / "docs/requirements.md"}
+WRITTEN = [page for page in PAGES if page not in MADE | OTHERS]
 LANGUAGES = {"python", "cpp", "diff", "text", ""}
 _FORKED = """
 import os, sys, traceback, warnings
@@ -108,6 +110,25 @@ def test_what_is_too_wide(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{'a ' * 60}\n| {'a ' * 60}\n```\n{'a ' * 60}\n```\n- b\n{'c' * 120}\n")
     assert [place.rpartition(":")[2] for place in too_wide(page)] == ["1"]
+
+
+# A sentence has about 25 words at most; a list of cases, held together by colons and semicolons, may have more.
+WORDS_MAX, WORDS_MEAN = 40, 25
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    found = sentences(page)
+    assert [" ".join(words) for words in found if len(words) > WORDS_MAX] == []
+    assert sum(map(len, found)) <= WORDS_MEAN * len(found)
+
+
+def test_what_a_sentence_is(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "# Head\n\nOne `a b c` two.\nThree [four](page.md): Five\n- six\n- seven\n\n| a | b |\n```\nno. No\n```\n"
+    page.write_text(text)
+    found = [["One", "Code", "two."], ["Three", "four"], ["Five"], ["six"], ["seven"]]
+    assert sentences(page) == found
 
 
 def test_readme_is_short() -> None:
