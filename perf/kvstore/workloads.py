@@ -20,7 +20,7 @@ _kvstore = partial(Workload, component="kvstore", round_count=7)
 _get = partial(Workload, component="kvstore", job="get", round_count=7)
 # Two million rows of 288 bytes.
 _288 = partial(Workload, component="kvstore", round_count=7, shape=(1_000_000, 72), tensor_count=2)
-_400k = partial(Workload, component="kvstore", round_count=7, shape=(100_000, 72), tensor_count=4)
+_short = partial(Workload, component="kvstore", round_count=6, shape=(100_000, 72), tensor_count=8)
 _databases = partial(
     Workload, component="kvstore", shape=(262_144, 72), tensor_count=8, round_count=5, contenders=_DATABASES
 )
@@ -50,10 +50,10 @@ WORKLOADS = (
     _kvstore("kv-readers-288-2e6", job="read-together", shape=(100_000, 72), tensor_count=20, contenders=_READERS),
     _288("kv-save-288-2e6", job="save", round_count=5, contenders=("ours", "separate", "gathered", "plain")),
     _288("kv-load-288-2e6", job="load", round_count=5, contenders=("ours", "applied", "fresh")),
-    # The short form's: 115 MB of rows, beyond every cache.
-    _400k("kv-set-288-1e5", job="set", round_count=9, contenders=_SETS),
-    _400k("kv-save-288-4e5", job="save", contenders=("ours", "separate", "plain")),
-    _400k("kv-load-288-4e5", job="load", contenders=("ours", "applied", "fresh")),
+    # The short form's: 115 MB of rows or 230, beyond every cache.
+    _short("kv-set-288-1e5", job="set", tensor_count=4, contenders=("ours", "copy", "by-ten")),
+    _short("kv-save-288-8e5", job="save", contenders=("ours", "gathered", "plain")),
+    _short("kv-load-288-8e5", job="load", contenders=("ours", "applied", "fresh")),
     # [ids, buckets].
     _kvstore("kv-sort-1e7", job="sort", shape=(10_000_000, 100), round_count=5, contenders=_SORTS),
     _kvstore("kv-sort-1e7-10000", job="sort", shape=(10_000_000, 10_000), round_count=5, contenders=_SORTS),

@@ -271,7 +271,7 @@ class FusedOptimizer:
     """The optimizer that the backward runs; the formulas are the implementations'.
 
     Args:
-        kind: "sgd", "adagrad", "rowwise_adagrad", "adam" or "partial_rowwise_adam".
+        kind: "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam" or "lamb".
         lr, eps, beta1, beta2: see ``Hyper``.
 
     Raises:
