@@ -33,7 +33,7 @@ __all__ = [
 
 _VERSION = 1
 # What each field is in a file, for whoever wrote one by hand.
-_KINDS = {
+_KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("environment", "workloads", "rounds"), dict),
     **dict.fromkeys(("implementation", "form", "created"), str),
     "outcomes": list,
