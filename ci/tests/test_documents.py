@@ -152,3 +152,27 @@ def test_pages_of_another_tree_are_not_made(tmp_path: Path) -> None:
     found = foreign(tmp_path)
     assert f"twinproof from {twinproof.__file__}" in found
     assert any(name.startswith("twinproof.errors from ") for name in found)
+
+
+def _help(words: tuple[str, ...]) -> str:
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "conformance.harness.cli", *words, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_commands_have_their_options() -> None:
+    # Of each line of a block, the options that it gives are ones that its command's help names.
+    wanted: dict[tuple[str, ...], set[str]] = {}
+    for page in PAGES:
+        for block in blocks(page):
+            for line in block.text.splitlines() if block.language == "" else ():
+                words = line.partition("#")[0].split()
+                if words[:1] == ["twinproof"] and len(words) > 1:
+                    deeper = words[1] == "bench" and words[2] in ("compare", "history", "plot", "figures")
+                    command = tuple(words[1 : 2 + deeper])
+                    wanted.setdefault(command, set()).update(word for word in words if word.startswith("--"))
+    assert {("verify",), ("bench",), ("bench", "compare"), ("new-impl",)} <= wanted.keys()
+    for command, options in wanted.items():
+        text = _help(command)
+        assert [option for option in sorted(options) if option.partition("=")[0] not in text] == [], command
