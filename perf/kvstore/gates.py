@@ -154,10 +154,10 @@ GATES = (
     _set_copy("kv-set-288-copy", full="kv-set-288-1e6"),
     limit(
         "kv-set-small-copy",
-        "Setting a small batch of rows that are there MUST reach 0.08 of a copy of the same bytes.",
+        "Setting a small batch of rows that are there MUST reach 0.1 of a copy of the same bytes.",
         short="kv-set-288-1e5",
         peer="copy",
-        floor=0.08,
+        floor=0.1,
         ceiling=1.5,
         control="by-ten",
         evidence="0.14 to 0.37 on 2 cores that others used as well; the control makes a call for every ten rows",
