@@ -32,8 +32,8 @@ from twinproof.errors import ConfigError, TwinproofError
 __all__ = ["main"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-# A short run repeats what noise left undecided while its minute lasts.
-_SHORT_S = 60.0
+# Until then a short run repeats what noise left undecided; the rest of its minute is for the workloads behind it.
+_SHORT_S = 40.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
