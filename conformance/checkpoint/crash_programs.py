@@ -22,6 +22,7 @@ __all__ = [
     "FILES",
     "MAPPING",
     "consolidate",
+    "consolidate_large",
     "consolidate_together",
     "load_letting_go",
     "make_state",
@@ -157,6 +158,11 @@ def save_natively(implementation: str, path: str, seed: int) -> None:
 def consolidate(implementation: str, source: str, target: str) -> None:
     """Merge shard files."""
     component(implementation, "checkpoint").consolidate_safetensors_files(source, target, MAPPING, 2)
+
+
+def consolidate_large(implementation: str, source: str, target: str) -> None:
+    """Merge shard files, with one thread, into one file."""
+    component(implementation, "checkpoint").consolidate_safetensors_files(source, target)
 
 
 def consolidate_together(rank: Rank, source: str, target: str) -> None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.cases import State, random_bits, save
 from conformance.checkpoint.crash_driver import Crashes, Struck, sampled
 from conformance.checkpoint.crash_folders import (
     NEW,
@@ -31,7 +34,7 @@ from conformance.checkpoint.crash_folders import (
     state_in,
     state_in_file,
 )
-from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.harness import Mismatch, assert_equal, assert_same_tensors, requirement
 from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer, Outcome
 
 # What can fail before the new checkpoint is in force. Clearing away the old one afterwards is another matter.
@@ -219,3 +222,69 @@ def test_slow_rank(checkpoint: Any, server: FaultServer, tmp_path: Path) -> None
     struck = next(iter(crashes.struck([slow])))
     assert_returned(_outcomes(struck), struck.where)
     assert_state(checkpoint, struck.root / "ck", NEW, where=struck.where)
+
+
+# What kernels and file systems say that do not copy ranges between these files, where reads and writes still work.
+REFUSALS = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def _large_state() -> State:
+    """A tensor longer than any block, one that is shorter and not long, and a scalar between two of them."""
+    return {
+        "a": random_bits(torch.float32, (701, 1000), 1),
+        "b": random_bits(torch.float64, (), 2),
+        "c": random_bits(torch.uint8, (90_001,), 3),
+        "d": random_bits(torch.float16, (77, 1), 4),
+    }
+
+
+def _copy_faults(count: int) -> Iterator[Fault]:
+    """Ways of the system's own copy that are no errors, at each of its calls."""
+    for number in range(1, count + 1):
+        yield Fault("copy_file_range", number, "short")
+        yield Fault("copy_file_range", number, "eintr")
+        yield Fault("copy_file_range", number, "errno", errno=REFUSALS[number % len(REFUSALS)])
+    for code in REFUSALS:
+        yield Fault("copy_file_range", 1, "errno", errno=code, times=0)
+    yield Fault("copy_file_range", 1, "short", times=0)
+
+
+@requirement(
+    "CKPT-544",
+    "Consolidation MUST give the same files where the system's own copy of a range is refused, cut short or copies "
+    "nothing, and MUST raise where it fails.",
+)
+def test_copies_of_ranges(
+    checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, shards = _large_state(), tmp_path / "shards"
+    save(checkpoint, state, shards, enable_consolidation=False)
+    args = (impl.__name__, str(shards), "{root}/ck")
+    crashes = Crashes(server, tmp_path, nothing, programs.consolidate_large, *args)
+    count = crashes.record().count("copy_file_range")
+    for struck in crashes.struck(_copy_faults(count) if count else ()):
+        assert_returned(_outcomes(struck), struck.where)
+        assert_same_tensors(_only_file(struck.root / "ck"), state)
+    for number in range(1, count + 1):
+        short, refused = (
+            Fault("copy_file_range", number, "short"),
+            Fault("copy_file_range", number + 1, "errno", errno.EXDEV),
+        )
+        struck = crashes.run(short, refused, where=f"cut short at copy {number}, then refused")
+        assert_returned(_outcomes(struck), struck.where)
+        assert_same_tensors(_only_file(struck.root / "ck"), state)
+    for struck in crashes.struck(Fault("copy_file_range", n, "errno", errno=errno.EIO) for n in range(1, count + 1)):
+        _assert_raised(struck, errno.EIO)
+        assert_equal(leftovers(struck.root), [], where=struck.where)
+    monkeypatch.setattr(os, "copy_file_range", lambda *arguments, **options: 0, raising=False)
+    programs.consolidate_large(impl.__name__, str(shards), str(tmp_path / "nothing"))
+    assert_same_tensors(_only_file(tmp_path / "nothing"), state)
+    monkeypatch.delattr(os, "copy_file_range")
+    programs.consolidate_large(impl.__name__, str(shards), str(tmp_path / "absent"))
+    assert_same_tensors(_only_file(tmp_path / "absent"), state)
+
+
+def _only_file(folder: Path) -> State:
+    (path,) = folder.glob("*.safetensors")
+    found: State = load_file(path)
+    return found

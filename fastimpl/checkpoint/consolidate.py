@@ -1,7 +1,8 @@
 """Shard folders that torch already wrote, turned into final HF files in large blocks, read and written once.
 
 The blocks are those of a save (``plan``); the sources are ranges of the shard files instead of tensors. A block's
-part of a chunk is one contiguous range of its shard file. Nothing is read twice, and no tensor is held whole.
+part of a chunk is one contiguous range of its shard file. Nothing is read twice, and no tensor is held whole. Where no
+sums are wanted the system itself copies long runs, from page cache to page cache or on the disk.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -37,6 +39,7 @@ __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_ev
 # Input files that one thread keeps open: many shards must not exhaust the process's descriptors.
 _OPEN_MAX = regime(32, 2)
 _RULES = BlockRules.of(1 << 20)  # Blocks of 2 MiB stay in a core's cache between reading and writing.
+_COPIED_BYTES = regime(64 << 10, 16)  # Shorter runs are written together with what is beside them.
 
 
 class _Inputs:
@@ -47,6 +50,10 @@ class _Inputs:
 
     def read(self, file: str, offset: int, target: torch.Tensor) -> None:
         """Fill ``target``, uint8, from a file offset. Raises StorageError, CorruptionError."""
+        read_exactly(self.descriptor(file), [buffer_of(target)], offset, file)
+
+    def descriptor(self, file: str) -> int:
+        """Of an input, until the next one is asked for. Raises StorageError."""
         if file in self._open:
             self._open.move_to_end(file)
         else:
@@ -56,12 +63,39 @@ class _Inputs:
                 self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise storage_error(error, "opening", file) from error
-        read_exactly(self._open[file], [buffer_of(target)], offset, file)
+        return self._open[file]
 
     def close(self) -> None:
         """Close all."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes ``skip`` to ``skip + count`` of a stored chunk whose tensor begins at ``begin`` of the output file."""
+
+    chunk: Chunk
+    geometry: Geometry
+    begin: int
+    skip: int
+    count: int
+
+    @property
+    def is_run(self) -> bool:
+        """Whether they are contiguous in the output file, too."""
+        run = self.geometry.run_bytes
+        return self.skip // run == (self.skip + self.count - 1) // run
+
+    @property
+    def offset(self) -> int:
+        """Of the first byte in the input."""
+        return self.chunk.begin + self.skip
+
+    @property
+    def start(self) -> int:
+        """Of the first byte in the output file."""
+        return self.begin + self.geometry.locate(self.skip)
 
 
 class _MergePlan:
@@ -83,41 +117,23 @@ class _MergePlan:
         self.checksums, self.sums = job.checksums, list[Part]()
         plan = plan_blocks(Arrangement(tensors, dict(job.layouts)), 1, _RULES, {})
         self.blocks = plan.blocks
-        self.contents: list[list[tuple[int, int]]] = [[] for _ in plan.blocks]
+        self._contents: list[list[tuple[int, int]]] = [[] for _ in plan.blocks]
         for source, begin, number in plan.pieces[0]:
-            self.contents[number].append((source, begin))
+            self._contents[number].append((source, begin))
 
     def share(self, first: int, last: int, ways: int) -> list[deque[int]]:
         """Blocks ``first`` to ``last`` in consecutive parts, so that writers mostly are in different files."""
         cuts = [first + (last - first) * i // ways for i in range(ways + 1)]
         return [deque(range(a, b)) for a, b in pairwise(cuts)]
 
-    def assemble(
-        self,
-        block: Block,
-        content: Sequence[tuple[int, int]],
-        inputs: _Inputs,
-        window: torch.Tensor,
-        dense: torch.Tensor,
-    ) -> None:
-        """Fill ``window`` with the block's bytes. Raises CorruptionError rather than leave a gap."""
-        head = self.headers[block.file][block.start : block.end]
-        buffer_of(window)[: len(head)] = head
-        filled = len(head)
-        for source, begin in content:
+    def pieces(self, number: int) -> list[_Piece]:
+        """What a block holds beside a header. Raises CorruptionError rather than leave a gap."""
+        block, pieces = self.blocks[number], []
+        for source, begin in self._contents[number]:
             chunk, geo = self.sources[source]
             skip = geo.held_before(block.start - begin)
-            count = geo.held_before(block.end - begin) - skip
-            first = begin + geo.locate(skip) - block.start
-            is_run = skip // geo.run_bytes == (skip + count - 1) // geo.run_bytes
-            target = window[first : first + count] if is_run else dense[:count]
-            inputs.read(chunk.file, chunk.begin + skip, target)
-            if self.checksums:
-                # Appending to a list is atomic.
-                self.sums.append(Part(chunk.file, chunk.begin, skip, count, ops.crc32(target)))
-            if not is_run:
-                ops.place_rectangles(window, block.start, target, torch.tensor(geo.descriptor(begin, skip, count)))
-            filled += count
+            pieces.append(_Piece(chunk, geo, begin, skip, geo.held_before(block.end - begin) - skip))
+        filled = sum(piece.count for piece in pieces) + len(self.headers[block.file][block.start : block.end])
         if filled != block.end - block.start:
             raise CorruptionError(
                 "a block would be written with missing bytes",
@@ -125,30 +141,82 @@ class _MergePlan:
                 expected=block.end - block.start,
                 where=self.names[block.file],
             )
+        return pieces
+
+    def assemble(
+        self, block: Block, pieces: Sequence[_Piece], inputs: _Inputs, window: torch.Tensor, dense: torch.Tensor
+    ) -> None:
+        """Fill ``window`` with the block's header and these pieces."""
+        head = self.headers[block.file][block.start : block.end]
+        buffer_of(window)[: len(head)] = head
+        for piece in pieces:
+            first = piece.start - block.start
+            target = window[first : first + piece.count] if piece.is_run else dense[: piece.count]
+            inputs.read(piece.chunk.file, piece.offset, target)
+            if self.checksums:
+                # Appending to a list is atomic.
+                self.sums.append(Part(piece.chunk.file, piece.chunk.begin, piece.skip, piece.count, ops.crc32(target)))
+            if not piece.is_run:
+                words = piece.geometry.descriptor(piece.begin, piece.skip, piece.count)
+                ops.place_rectangles(window, block.start, target, torch.tensor(words))
         if self.checksums:
-            bases = {begin for _, begin in content}
+            bases = {piece.begin for piece in pieces}
             header_bytes = len(self.headers[block.file])
             self.sums += piece_sums(self.names[block.file], block.start, header_bytes, bases, [window])
+
+
+class _Carrier:
+    """One thread's way of bringing blocks into their files."""
+
+    def __init__(self, plan: _MergePlan, files: FileSet) -> None:
+        self.plan, self.files, self.inputs = plan, files, _Inputs()
+        self._window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
+        self._dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
+        # Bytes that the system copies are seen by nobody who could sum them.
+        self._copies = not plan.checksums
+
+    def carry(self, number: int) -> int:
+        """Write one block; returns its size. Raises CorruptionError, StorageError."""
+        block = self.plan.blocks[number]
+        window = self._window[: block.end - block.start]
+        copied, rest = self._copy(block, self.plan.pieces(number))
+        position = block.start
+        if sum(end - start for start, end in copied) < len(window):
+            self.plan.assemble(block, rest, self.inputs, window, self._dense)
+        for start, end in [*sorted(copied), (block.end, block.end)]:
+            if start > position:
+                self.files.write(block.file, position, [window[position - block.start : start - block.start]])
+            position = end
+        return len(window)
+
+    def _copy(self, block: Block, pieces: Sequence[_Piece]) -> tuple[list[tuple[int, int]], list[_Piece]]:
+        """Ranges of the output file that the system copied, and the pieces that it did not."""
+        copied, rest = [], []
+        for piece in pieces:
+            done = 0
+            if self._copies and piece.is_run and piece.count >= _COPIED_BYTES:
+                source = self.inputs.descriptor(piece.chunk.file)
+                done = self.files.copy(block.file, piece.start, source, piece.offset, piece.count)
+                copied.append((piece.start, piece.start + done))
+                # Where it cannot, it is not asked again.
+                self._copies = done == piece.count
+            if done < piece.count:
+                rest.append(replace(piece, skip=piece.skip + done, count=piece.count - done))
+        return copied, rest
 
 
 def _drain(
     plan: _MergePlan, queues: Sequence[deque[int]], files: FileSet, failures: list[BaseException], meter: Meter
 ) -> None:
-    inputs = _Inputs()
-    window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
-    dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
+    carrier = _Carrier(plan, files)
     try:
         for number in _taken(queues, failures):
-            block = plan.blocks[number]
-            size_bytes = block.end - block.start
-            plan.assemble(block, plan.contents[number], inputs, window[:size_bytes], dense)
-            files.write(block.file, block.start, [window[:size_bytes]])
-            meter.add(size_bytes)
+            meter.add(carrier.carry(number))
     except BaseException as error:
         # Of any class: what ends a helper's thread in silence leaves a block unwritten.
         failures.append(error)
     finally:
-        inputs.close()
+        carrier.inputs.close()
 
 
 def _taken(queues: Sequence[deque[int]], failures: Sequence[BaseException]) -> Iterator[int]:

@@ -6,6 +6,7 @@ stops, and it is raised, whatever its class.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -27,6 +28,8 @@ from twinproof.checkpoint.checksums import Part
 from twinproof.checkpoint.publish import storage_error
 
 IN_FLIGHT_BYTES = regime(8 << 20, 256)  # Exchanged bytes that wait in memory before the next round is posted.
+# What systems say that do not copy between these files, or not at all, where others still could read and write.
+_CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 Staged = Sequence[tuple[DoubleBuffer, object]]
 
@@ -65,12 +68,34 @@ class FileSet:
     def write(self, file: int, start: int, pieces: Sequence[torch.Tensor]) -> int:
         """Write pieces one after the other; returns the number of write calls. Raises StorageError."""
         try:
-            with self._lock:
-                if file not in self._open:
-                    self._open[file] = os.open(self.path(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            return write_at(self._open[file], pieces, None if self.sequential else start)
+            return write_at(self._descriptor(file), pieces, None if self.sequential else start)
         except OSError as error:
             raise storage_error(error, "writing", self.path(file)) from error
+
+    def copy(self, file: int, start: int, source: int, offset: int, count: int) -> int:
+        """Have the system copy bytes of another file, which then pass through no memory of this process.
+
+        Returns how many it copied: fewer than ``count`` where it cannot. Raises StorageError.
+        """
+        done = 0
+        # Not every Python offers the call, and some file systems copy nothing where there is something.
+        while done < count and hasattr(os, "copy_file_range"):
+            try:
+                got = os.copy_file_range(source, self._descriptor(file), count - done, offset + done, start + done)
+            except OSError as error:
+                if error.errno not in _CANNOT_COPY:
+                    raise storage_error(error, "copying to", self.path(file)) from error
+                got = 0
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def _descriptor(self, file: int) -> int:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = os.open(self.path(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return self._open[file]
 
     def close(self, *, durable: bool) -> None:
         """Sync and close every file that was opened; all are closed, then the first error is raised."""

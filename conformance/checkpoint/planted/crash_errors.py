@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,28 @@ worker_error_swallowed = patched(
     swap("fastimpl.checkpoint.run:Runner._fail", nothing),
     kills=("CKPT-310", "CKPT-313"),
 )
+
+
+@fault(kills="CKPT-544", at="fastimpl.checkpoint.run:FileSet.copy")
+def short_copy_taken_as_whole(original: Any, files: Any, file: int, start: int, *source: int) -> int:
+    """What the system's own copy left over is not written."""
+    descriptor, offset, count = source
+    os.copy_file_range(descriptor, files._descriptor(file), count, offset, start)
+    return count
+
+
+@fault(kills="CKPT-544", at="fastimpl.checkpoint.consolidate:_Carrier._copy")
+def refused_copy_begins_again(original: Any, carrier: Any, block: Any, pieces: Any) -> Any:
+    """A run that the system copies in part is read from where the copy began."""
+    copied, rest = original(carrier, block, pieces)
+    skips = {piece.begin: piece.skip for piece in pieces}
+    return copied, [replace(piece, skip=skips[piece.begin]) for piece in rest]
+
+
+@fault(kills="CKPT-544", at="fastimpl.checkpoint.run:FileSet.copy")
+def failed_copy_is_a_refusal(original: Any, files: Any, *range_: int) -> int:
+    """An error of the disk during a copy is taken for a system that does not copy."""
+    try:
+        return int(original(files, *range_))
+    except StorageError:
+        return 0
