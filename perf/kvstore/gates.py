@@ -223,12 +223,13 @@ GATES = (
     ),
     _files(
         "kv-load-fresh",
-        "A whole-row load into an empty store MUST reach 0.4 of a copy into memory that is as fresh.",
+        "A whole-row load into an empty store MUST reach 0.5 of a copy into memory that is as fresh.",
         full="kv-load-288-2e6",
         peer="fresh",
-        floor=0.4,
+        floor=0.5,
         control="applied",
-        evidence="the rate of a gather in the same run; the control applies the separate form",
+        evidence="each byte is copied twice, from the page cache and into blocks a ninth longer than rows, and ids come "
+        "into the map; the control applies the separate form",
     ),
     _rss(
         "kv-load-memory",
@@ -241,7 +242,7 @@ GATES = (
     ),
     # Ids into bucket order.
     _sort(100, 4.0, full="kv-sort-1e7"),
-    _sort(10000, 10.0, full="kv-sort-1e7-10000"),
+    _sort(10000, 6.0, full="kv-sort-1e7-10000"),
     _sort_torch(
         "kv-sort-torch",
         "Ids MUST come into bucket order, sorted inside, twice as fast as torch sorts them.",

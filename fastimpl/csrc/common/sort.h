@@ -19,6 +19,9 @@ constexpr int64_t kInsertionWords = regime(24, 3);
 constexpr int64_t kSortedInParts = regime(65536, 12);
 // So many words are worth another thread.
 constexpr int64_t kSplitWords = regime(65536, 3);
+// Values of a group's digit: two for each id, which then is nearly in its place, and few enough for a core's second
+// cache.
+constexpr int kGroupDigitBits = regime(17, 5);
 
 // Order of signed keys as unsigned words.
 inline uint64_t sortable(int64_t key) { return static_cast<uint64_t>(key) ^ (uint64_t{1} << 63); }
@@ -149,16 +152,29 @@ class BucketRule {
   // May lie outside 0 to total_count - 1 where there is a bucket size; -1 for every negative id then.
   int64_t operator()(int64_t id) const {
     if (divides_) return id < 0 ? -1 : static_cast<int64_t>(quotient(static_cast<uint64_t>(id)));
-    // A negative id is as far from the last multiple as -1 - id, which is none, but counted down.
-    const uint64_t distance = static_cast<uint64_t>(id < 0 ? -1 - id : id),
-                   rest = distance - quotient(distance) * divisor_;
-    return static_cast<int64_t>(id < 0 ? divisor_ - 1 - rest : rest);
+    // A negative id is as far from the last multiple as -1 - id, which is none, but counted down. Signs of ids are
+    // not to be foreseen: what follows takes no branch.
+    const auto sign = static_cast<uint64_t>(id >> 63);
+    const uint64_t distance = static_cast<uint64_t>(id) ^ sign, near = distance - near_quotient(distance) * divisor_,
+                   rest = near - (near >= divisor_ ? divisor_ : 0);
+    return static_cast<int64_t>((rest ^ sign) + (divisor_ & sign));
+  }
+
+  // Whether of two ids the lesser has never the greater bucket.
+  bool keeps_order() const { return divides_; }
+  // The least id of a bucket, where order is kept; for a bucket behind the last that has ids, the largest there is.
+  int64_t first_id(int64_t bucket) const {
+    const auto first = static_cast<unsigned __int128>(bucket) * divisor_;
+    return first > INT64_MAX ? INT64_MAX : static_cast<int64_t>(first);
   }
 
  private:
   // Divisions are dear. The product is the quotient or one less: the factor is less than 1 below 2**64 / divisor.
+  uint64_t near_quotient(uint64_t value) const {
+    return static_cast<uint64_t>(static_cast<unsigned __int128>(value) * factor_ >> 64);
+  }
   uint64_t quotient(uint64_t value) const {
-    const auto near = static_cast<uint64_t>(static_cast<unsigned __int128>(value) * factor_ >> 64);
+    const uint64_t near = near_quotient(value);
     return near + (value - near * divisor_ >= divisor_);
   }
 
@@ -179,29 +195,129 @@ struct BucketGroups {
   int shift = 0;
 };
 
-// One group's ids, sorted by bucket and inside: from `from` to `sorted`. `from` is used up.
-inline void sort_group(uint64_t* from, uint64_t* sorted, int64_t count, const BucketRule& rule, int64_t first_bucket,
-                       int64_t bucket_count, int64_t* counts) {
-  std::vector<int64_t> begins(static_cast<size_t>(bucket_count));
-  int64_t* const places = begins.data();
-  // A copy: what is counted could otherwise be its members.
-  const auto bucket_at = [rule, from, first_bucket](int64_t i) {
-    return rule(static_cast<int64_t>(from[i])) - first_bucket;
+// Brings ids that are nearly in order from `from` to `to`, in order.
+inline void insert_ids(const uint64_t* from, uint64_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto id = static_cast<int64_t>(from[i]);
+    int64_t at = i;
+    for (; at > 0 && static_cast<int64_t>(to[at - 1]) > id; --at) to[at] = to[at - 1];
+    to[at] = static_cast<uint64_t>(id);
+  }
+}
+
+// Sorts ids of `from` into `to`; `from` is used up.
+inline void sort_ids_to(uint64_t* from, uint64_t* to, int64_t count) {
+  if (count <= kInsertionWords) return insert_ids(from, to, count);
+  for (int64_t i = 0; i < count; ++i) from[i] = sortable(static_cast<int64_t>(from[i]));
+  sort_large(from, to, count);
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i] ^ (uint64_t{1} << 63);
+}
+
+// What one thread needs to sort groups, as much as the largest that it meets.
+struct GroupMemory {
+  uint64_t* spare(int64_t count) {
+    if (!words || words->size() < count) words = std::make_unique<Scratch<uint64_t>>(count);
+    return words->data();
+  }
+  std::unique_ptr<Scratch<uint64_t>> words;
+  std::vector<uint32_t> ends;
+};
+
+// What ids of a group are brought in order by: bucket, and below it their highest differing bits. Of one run, where by
+// bucket and inside is by id, those bits alone.
+class GroupDigit {
+ public:
+  GroupDigit(const uint64_t* words, int64_t count, const BucketRule& rule, int64_t first_bucket, int64_t run_count)
+      : rule_(rule), first_bucket_(first_bucket), is_one_run_(run_count == 1) {
+    const int top_bits = differing_bits(words, count),
+              wanted = std::min(65 - __builtin_clzll(static_cast<uint64_t>(count)), kGroupDigitBits),
+              run_bits = is_one_run_ ? 0 : 64 - __builtin_clzll(static_cast<uint64_t>(run_count - 1));
+    bits_ = std::min(top_bits, std::max(0, wanted - run_bits));
+    shift_ = std::min(63, top_bits - bits_);
+  }
+  int bits() const { return bits_; }
+  // Whether ids of one value are equal.
+  bool is_whole() const { return shift_ == 0; }
+
+  uint64_t operator()(uint64_t word) const {
+    const auto id = static_cast<int64_t>(word);
+    const uint64_t high = (sortable(id) >> shift_) & ((uint64_t{1} << bits_) - 1);
+    return is_one_run_ ? high : static_cast<uint64_t>(rule_(id) - first_bucket_) << bits_ | high;
+  }
+
+ private:
+  BucketRule rule_;
+  int64_t first_bucket_;
+  bool is_one_run_;
+  int bits_, shift_;
+};
+
+// Sorts a group in place, and counts its runs. One pass by a digit that leaves hardly more than one id for each of its
+// values; where ids are not spread, what has one value is sorted by itself.
+inline void sort_by_digit(uint64_t* words, int64_t count, const GroupDigit& digit, int64_t run_count,
+                          GroupMemory& memory, int64_t* counts) {
+  const int bits = digit.bits();
+  const int64_t value_count = run_count << bits;
+  memory.ends.assign(static_cast<size_t>(value_count), 0);
+  uint32_t* const ends = memory.ends.data();
+  uint64_t* const spare = memory.spare(count);
+  // Copies: what is counted could otherwise be their members.
+  const auto count_all = [=](GroupDigit of) {
+    for (int64_t i = 0; i < count; ++i) ++ends[of(words[i])];
   };
-  if (bucket_count == 1) {
-    counts[0] = count;
-    for (int64_t i = 0; i < count; ++i) sorted[i] = sortable(static_cast<int64_t>(from[i]));
-  } else {
-    for (int64_t i = 0; i < count; ++i) ++counts[bucket_at(i)];
-    std::exclusive_scan(counts, counts + bucket_count, places, int64_t{0});
-    for (int64_t i = 0; i < count; ++i) sorted[places[bucket_at(i)]++] = sortable(static_cast<int64_t>(from[i]));
+  const auto place_all = [=](GroupDigit of) {
+    for (int64_t i = 0; i < count; ++i) spare[ends[of(words[i])]++] = words[i];
+  };
+  count_all(digit);
+  uint32_t total = 0, largest = 0;
+  for (int64_t value = 0; value < value_count; ++value) {
+    largest = std::max(largest, ends[value]);
+    total += std::exchange(ends[value], total);
   }
-  for (int64_t bucket = 0, begin = 0; bucket < bucket_count; begin += counts[bucket++]) {
-    // Ids that come sorted, as a store lists them, are left so.
-    if (!std::is_sorted(sorted + begin, sorted + begin + counts[bucket]))
-      sort_large(sorted + begin, from + begin, counts[bucket]);
+  place_all(digit);
+  const bool is_spread = largest <= kInsertionWords || digit.is_whole();
+  for (int64_t run = 0, begin = 0; run < run_count; ++run) {
+    const int64_t first = begin;
+    // All of a run at once, or each value's by itself.
+    for (int64_t value = is_spread ? ((run + 1) << bits) - 1 : run << bits; value < (run + 1) << bits; ++value) {
+      const int64_t size = ends[value] - begin;
+      if (is_spread) {
+        insert_ids(spare + begin, words + begin, size);
+      } else {
+        sort_ids_to(spare + begin, words + begin, size);
+      }
+      begin = ends[value];
+    }
+    counts[run] = begin - first;
   }
-  for (int64_t i = 0; i < count; ++i) sorted[i] ^= uint64_t{1} << 63;
+}
+
+// One group's ids, sorted in place by bucket and inside.
+inline void sort_group(uint64_t* words, int64_t count, const BucketRule& rule, int64_t first_bucket,
+                       int64_t bucket_count, GroupMemory& memory, int64_t* counts) {
+  const auto* const ids = reinterpret_cast<int64_t*>(words);
+  const bool is_one_run = bucket_count == 1 || rule.keeps_order();
+  if (count > int64_t{0xFFFFFFFF}) {
+    // More ids than 32 bits count are left to the library.
+    std::sort(words, words + count, [&rule](uint64_t a, uint64_t b) {
+      const auto id = static_cast<int64_t>(a), other = static_cast<int64_t>(b);
+      return std::make_pair(rule(id), id) < std::make_pair(rule(other), other);
+    });
+    for (int64_t i = 0; i < count; ++i) ++counts[rule(ids[i]) - first_bucket];
+    return;
+  }
+  const int64_t run_count = is_one_run ? 1 : bucket_count;
+  // Ids that come sorted, as a store lists them, are left so.
+  if (count > 0 && !(is_one_run && std::is_sorted(ids, ids + count)))
+    sort_by_digit(words, count, {words, count, rule, first_bucket, run_count}, run_count, memory, counts);
+  const int64_t* begin = ids;
+  for (int64_t bucket = 0; is_one_run && bucket < bucket_count; ++bucket) {
+    const int64_t* const end = bucket + 1 == bucket_count
+                                   ? ids + count
+                                   : std::lower_bound(begin, ids + count, rule.first_id(first_bucket + bucket + 1));
+    counts[bucket] = end - begin;
+    begin = end;
+  }
 }
 
 // Ids by bucket, ascending inside, duplicates kept; the count of each bucket in [begin, end). `id_at` gives the ids of
@@ -241,35 +357,33 @@ int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, co
       total += std::exchange(next[static_cast<size_t>(way * group_count + group)], total);
   }
   begins.back() = total;
-  Scratch<uint64_t> spare(count);
   auto* const words = reinterpret_cast<uint64_t*>(sorted);
-  const bool is_single = end - begin == 1;
+  if (end - begin == 1) {
+    counts[0] = count;
+    for (int64_t i = 0; i < count; ++i) sorted[i] = id_at(i);
+    if (!std::is_sorted(sorted, sorted + count)) sort_keys(parallel, sorted, count);
+    return 0;
+  }
   parallel.run(ways, [&](int64_t way) {
     const auto bucket_of = rule;
     const auto given = id_at;
     const int64_t first_bucket = begin;
     const int shift = groups.shift;
     int64_t* const places = next.data() + way * group_count;
-    uint64_t* const target = is_single ? words : spare.data();
+    uint64_t* const target = words;
     for (auto [i, last] = range_of(way); i < last; ++i) {
       const int64_t id = given(i);
-      if (is_single) {
-        target[i] = sortable(id);
-      } else {
-        target[places[(bucket_of(id) - first_bucket) >> shift]++] = static_cast<uint64_t>(id);
-      }
+      target[places[(bucket_of(id) - first_bucket) >> shift]++] = static_cast<uint64_t>(id);
     }
   });
-  if (is_single) {
-    counts[0] = count;
-    if (!std::is_sorted(words, words + count)) sort_all(parallel, words, spare.data(), count);
-    for (int64_t i = 0; i < count; ++i) words[i] ^= uint64_t{1} << 63;
-    return 0;
-  }
-  parallel.run(group_count, [&](int64_t group) {
-    const int64_t first = begins[static_cast<size_t>(group)], first_bucket = groups.first_bucket(group);
-    sort_group(spare.data() + first, words + first, begins[static_cast<size_t>(group + 1)] - first, rule,
-               begin + first_bucket, groups.end_bucket(group) - first_bucket, counts + first_bucket);
+  std::atomic<int64_t> next_group{0};
+  parallel.run(std::min(std::max<int64_t>(1, parallel.thread_count), group_count), [&](int64_t) {
+    GroupMemory memory;
+    for (int64_t group = next_group++; group < group_count; group = next_group++) {
+      const int64_t first = begins[static_cast<size_t>(group)], first_bucket = groups.first_bucket(group);
+      sort_group(words + first, begins[static_cast<size_t>(group + 1)] - first, rule, begin + first_bucket,
+                 groups.end_bucket(group) - first_bucket, memory, counts + first_bucket);
+    }
   });
   return 0;
 }

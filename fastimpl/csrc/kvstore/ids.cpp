@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "checkpoint/rectangle_read.h"
+#include "common/huge_pages.h"
 #include "common/regimes.h"
 #include "kvstore/args.h"
 #include "kvstore/saved.h"
@@ -23,6 +24,8 @@ std::tuple<Tensor, Tensor, int64_t> kvstore_sort_ids(Tensor ids, int64_t total_c
   Tensor sorted = torch::stable::new_empty(ids, {ids.numel(), 1}),
          counts = torch::stable::new_empty(ids, {end - begin, 1});
   const auto* const keys = static_cast<const int64_t*>(ids.data_ptr());
+  // Ids go to places all over it.
+  advise_huge_pages(sorted.data_ptr(), static_cast<size_t>(ids.numel()) * sizeof(int64_t));
   const int64_t outside = sort_by_bucket(
       parallel_of(), [keys](int64_t i) { return keys[i]; }, ids.numel(), {total_count, bucket_size}, begin, end,
       static_cast<int64_t*>(sorted.data_ptr()), static_cast<int64_t*>(counts.data_ptr()));

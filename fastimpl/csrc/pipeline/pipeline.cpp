@@ -1,7 +1,7 @@
 // CPU launchers of the pipeline's operators: everything is checked before anything is written.
-#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 
+#include "common/huge_pages.h"
 #include "pipeline/args.h"
 #include "pipeline/ids.h"
 #include "pipeline/step.h"
@@ -208,15 +208,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_cpu(Tensor indices, Tensor 
   return {lengths, out_ids, out_weights, positions};
 }
 
-// Random rows of large tables miss the translation of small pages at every access. What the system declines changes
-// nothing.
+// Random rows of large tables miss the translation of small pages at every access.
 void advise_huge_pages_cpu(Tensor memory) {
   STD_TORCH_CHECK(memory.is_cpu() && memory.is_contiguous(), "memory: not a contiguous CPU tensor");
-  const size_t begin = round_up(reinterpret_cast<size_t>(memory.data_ptr()), kHugePageBytes);
-  const size_t end =
-      (reinterpret_cast<size_t>(memory.data_ptr()) + static_cast<size_t>(memory.numel()) * memory.element_size()) /
-      kHugePageBytes * kHugePageBytes;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  advise_huge_pages(memory.data_ptr(), static_cast<size_t>(memory.numel()) * memory.element_size());
 }
 
 }  // namespace

@@ -7,6 +7,42 @@ namespace {
 
 using namespace kvstore_tests;
 
+// Sorted by bucket and inside, and counted, as the library does it.
+void require_in_bucket_order(const std::vector<int64_t>& ids, const BucketRule& rule, int64_t bucket_count) {
+  const auto count = static_cast<int64_t>(ids.size());
+  std::vector<int64_t> sorted(ids.size()), expected = ids, counts(static_cast<size_t>(bucket_count)),
+                                           expected_counts(counts.size());
+  const auto id_at = [&](int64_t i) { return ids[static_cast<size_t>(i)]; };
+  require(sort_by_bucket(threads(3), id_at, count, rule, 0, bucket_count, sorted.data(), counts.data()) == 0,
+          "ids outside all buckets");
+  std::sort(expected.begin(), expected.end(),
+            [&](int64_t a, int64_t b) { return std::pair(rule(a), a) < std::pair(rule(b), b); });
+  for (const int64_t id : ids) ++expected_counts[static_cast<size_t>(rule(id))];
+  require(sorted == expected && counts == expected_counts, "sort_by_bucket");
+}
+
+// A bucket that holds all ids whose high bits are these, so that they differ in few bits or in many.
+void buckets_of_a_size_match_the_library() {
+  for (const int64_t count : {0, 1, 2, 600, 40000, 300000}) {
+    for (const int bits : {1, 9, 33, 62}) {
+      for (const int64_t bucket_count : {1, 2, 255, 256, 257, 3000}) {
+        const uint64_t values = uint64_t{1} << bits;
+        const auto size = static_cast<int64_t>((values - 1) / static_cast<uint64_t>(bucket_count)) + 1;
+        std::vector<int64_t> ids(static_cast<size_t>(count));
+        for (auto& id : ids) id = static_cast<int64_t>(random_bits() % values);
+        require_in_bucket_order(ids, {bucket_count, size}, bucket_count);
+        // Ids as a store lists them.
+        std::sort(ids.begin(), ids.end());
+        require_in_bucket_order(ids, {bucket_count, size}, bucket_count);
+        require_in_bucket_order(ids, {bucket_count, 0}, bucket_count);
+        // Most of them one id, so that one value of a digit has nearly all.
+        for (size_t i = 0; i < ids.size(); ++i) ids[i] = i % 3 == 0 ? ids[i] : 1 - static_cast<int64_t>(i % 2);
+        require_in_bucket_order(ids, {bucket_count, 0}, bucket_count);
+      }
+    }
+  }
+}
+
 void sorting_matches_the_library() {
   for (const int64_t count : {0, 1, 2, 511, 513, 70000, 300000}) {
     for (const int bits : {1, 9, 33, 64}) {
@@ -20,14 +56,7 @@ void sorting_matches_the_library() {
       const BucketRule rule{bucket_count, 0};
       for (const int64_t id : ids)
         require(rule(id) == (id % bucket_count + bucket_count) % bucket_count, "the bucket is the remainder");
-      std::vector<int64_t> counts(static_cast<size_t>(bucket_count)), expected_counts(counts.size());
-      const auto id_at = [&](int64_t i) { return ids[static_cast<size_t>(i)]; };
-      require(sort_by_bucket(threads(3), id_at, count, rule, 0, bucket_count, sorted.data(), counts.data()) == 0,
-              "ids outside all buckets");
-      std::sort(expected.begin(), expected.end(),
-                [&](int64_t a, int64_t b) { return std::pair(rule(a), a) < std::pair(rule(b), b); });
-      for (const int64_t id : ids) ++expected_counts[static_cast<size_t>(rule(id))];
-      require(sorted == expected && counts == expected_counts, "sort_by_bucket");
+      require_in_bucket_order(ids, rule, bucket_count);
     }
   }
   const BucketRule chunks{4, 10};
@@ -202,6 +231,7 @@ void kvstore_algorithm_tests() {
   tables_fill_in_one_step_or_not_at_all();
   halves_round_to_nearest_even();
   sorting_matches_the_library();
+  buckets_of_a_size_match_the_library();
   steps_do_not_depend_on_threads();
   evictions_remove_what_the_policy_condemns();
   capacity_is_kept();
