@@ -228,8 +228,8 @@ GATES = (
         peer="fresh",
         floor=0.5,
         control="applied",
-        evidence="each byte is copied twice, from the page cache and into blocks a ninth longer than rows, and ids come "
-        "into the map; the control applies the separate form",
+        evidence="each byte is copied twice, from the page cache and into blocks a ninth longer than rows, and ids "
+        "come into the map; the control applies the separate form",
     ),
     _rss(
         "kv-load-memory",

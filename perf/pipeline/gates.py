@@ -13,6 +13,12 @@ _UNJUDGED = "no GPU has judged it"
 _QUIET = "bench, 2 EPYC cores, one quiet run"
 
 _KERNELS = "2 cores, interleaved, with and without huge pages"
+# What is plausible of short rows, where FBGEMM's fixed work for a row weighs most.
+_SHORT_ROWS = 30.0
+_MIXED = (
+    "its generated code takes turns between AVX and SSE in each row, which costs some processors 400 ns: 8 to 9 times "
+    "as fast was measured there"
+)
 _fbgemm = partial(claim, peer="fbgemm", control="fbgemm", evidence=_KERNELS)
 _read = partial(
     limit,
@@ -84,7 +90,16 @@ _TRAINING = (
     _forward(
         "pipe-one-forward", "Pooling bags of one id", "1/1.15", full="train-rowwise-one-128", floor=1.15, ceiling=20.0
     ),
-    _step("pipe-16-step", "on rows of 16", "1/1.2", full="train-rowwise-16", floor=1.2),
+    _fbgemm(
+        "pipe-8-step",
+        "A step on rows of 8 MUST NOT take longer than FBGEMM's.",
+        full="train-rowwise-8",
+        floor=1.0,
+        ceiling=_SHORT_ROWS,
+        control_peer="ours",
+        evidence=f"both touch a line of each row and of its state; the control asks the same of FBGEMM; {_MIXED}",
+    ),
+    _step("pipe-16-step", "on rows of 16", "1/1.2", full="train-rowwise-16", floor=1.2, ceiling=_SHORT_ROWS),
     _forward("pipe-16-forward", "Pooling rows of 16", "1/1.3", full="train-rowwise-16", floor=1.3),
     _step("pipe-512-step", "on rows of 512", "1/1.6", full="train-rowwise-512", floor=1.6),
     _forward("pipe-512-forward", "Pooling rows of 512", "1/1.4", full="train-rowwise-512", floor=1.4),
@@ -122,17 +137,29 @@ _SCHEDULES = (
         control="torchrec",
         evidence=_QUIET,
     ),
-    limit(
+    claim(
         "pipe-fused-rowwise",
-        "With row-wise Adagrad, where the kernels of both are near the memory's limit and the rest is gloo, "
-        "a step of our Fused MUST reach 0.75 of the speed of torchrec's SparseDist.",
+        "With row-wise Adagrad a step of our Fused MUST take at most 1/1.3 of that of torchrec's SparseDist, 2 ranks, "
+        "the same plan.",
         full="sparse-nn-20x50k-rowwise",
         subject="fused",
         peer="torchrec-sparse-dist",
-        floor=0.75,
+        floor=1.3,
         ceiling=10.0,
         control="reference",
-        evidence="bench: 0.84 to 1.02",
+        evidence=f"FBGEMM's kernels: {_MIXED}; the step was 2.5 times as fast there, 0.96 where they cost nothing",
+    ),
+    limit(
+        "pipe-fused-rowwise-free",
+        "With row-wise Adagrad a step of our Fused MUST reach 0.4 of the speed of one whose tables cost nothing.",
+        full="sparse-nn-20x50k-rowwise",
+        subject="fused",
+        peer="free-tables",
+        floor=0.4,
+        ceiling=1.1,
+        control="reference",
+        evidence="exchanges, dense part and the host's own work are half of a step's CPU time; the other half are "
+        "kernels near the memory's limit",
     ),
     _torchrec(
         "pipe-fused",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import refimpl.pipeline
 from conformance.harness import Mismatch, Rank
 from fastimpl import pipeline
+from fastimpl.pipeline.lookups import NativeLookup
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.peers import torchrec_model
@@ -26,6 +27,7 @@ __all__ = ["SparseJob", "measure_sparse_nn"]
 
 POOLING, DENSE = 10, 16
 LR, EPS = 0.05, 1e-8
+FREE = "free-tables"
 # Which loop each pipeline drives the modules of.
 LOOPS = {"fused": "ours", "sparse-dist": "ours", "base": "ours", "torchrec-sparse-dist": "torchrec"}
 
@@ -137,6 +139,28 @@ def _our_arm(workload: Workload, job: SparseJob, schedule: str | None, implement
     return _Arm(model, dense, implementation.KeyedJaggedTensor, driver)
 
 
+class _FreeLookup(NativeLookup):
+    """Tables that cost nothing: columns of any values, and no step."""
+
+    def outside(self, bags: Any, row_counts: Any) -> tuple[int, int]:
+        return 0, -1
+
+    def pool(self, tables: Any, feature_tables: Any, bags: Any) -> torch.Tensor:
+        width = sum(tables[table].weight.shape[1] for table in feature_tables)
+        return torch.zeros((bags.offsets.numel() - 1) // len(feature_tables), width)
+
+    def update(self, *arguments: Any) -> None:
+        """Nothing."""
+
+
+def _free_arm(workload: Workload, job: SparseJob) -> _Arm:
+    """Fused whose kernels take no time: what is left are the exchanges, the dense part and the host's own work."""
+    arm = _our_arm(workload, job, "TrainPipelineFusedSparseDist")
+    for lookup in arm.model.collection.lookups:
+        lookup._engine = _FreeLookup()
+    return arm
+
+
 def _their_arm(workload: Workload, job: SparseJob, schedule: str | None) -> _Arm:
     rows, dim = workload.shape
     tables = torchrec_model.Tables(rows, dim, workload.tensor_count, job.optimizer, LR, EPS)
@@ -161,7 +185,8 @@ def measure_sparse_nn(
     """``seconds`` of some steps; ``progress_seconds`` of a pipeline are what it adds to a loop over the same modules.
 
     ``ours`` and ``torchrec`` call the model in a loop; ``fused``, ``sparse-dist`` and ``base`` are our pipelines,
-    ``torchrec-sparse-dist`` is torchrec's, ``reference`` the plain loop. Ranks have one thread each.
+    ``torchrec-sparse-dist`` is torchrec's, ``reference`` the plain loop; ``free-tables`` is ``fused`` without its
+    kernels, the limit of what kernels can win. Ranks have one thread each.
     """
     torch.set_num_threads(1)
     makers: dict[str, Callable[[], _Arm]] = {
@@ -171,6 +196,7 @@ def measure_sparse_nn(
         "base": lambda: _our_arm(workload, job, "TrainPipelineBase"),
         "reference": lambda: _our_arm(workload, job, "TrainPipelineFusedSparseDist", refimpl.pipeline),
     }
+    makers[FREE] = lambda: _free_arm(workload, job)
     if torchrec_model.installed():
         makers["torchrec"] = lambda: _their_arm(workload, job, None)
         makers["torchrec-sparse-dist"] = lambda: _their_arm(workload, job, "TrainPipelineSparseDist")
@@ -203,6 +229,8 @@ def _check_first_losses(workload: Workload, job: SparseJob, arms: dict[str, _Arm
     found = {name: arm.run(list(_batches(workload, 0, few, arm))).detach().double() for name, arm in arms.items()}
     first = next(iter(found.values()))
     for name, output in found.items():
+        if name == FREE:
+            continue
         worst = float((output - first).abs().max() / first.abs().max())
         if worst > 1e-4:
             raise Mismatch("contenders do not train the same model", got=worst, expected="<= 1e-4", where=name)

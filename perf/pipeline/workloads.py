@@ -46,6 +46,7 @@ WORKLOADS = (
     _train("train-rowwise-half-128", job="train-rowwise-half", contenders=(*_BOTH_FBGEMM, "read")),
     _train("train-rowwise-zipf-128", job="train-rowwise-zipf", contenders=_KERNELS),
     _train("train-rowwise-one-128", job="train-rowwise-one", round_count=31, contenders=_KERNELS),
+    _train("train-rowwise-8", job="train-rowwise", shape=(1_000_000, 8), round_count=21, contenders=_KERNELS),
     _train("train-rowwise-16", job="train-rowwise", shape=(1_000_000, 16), round_count=21, contenders=_KERNELS),
     _train("train-rowwise-512", job="train-rowwise", shape=(250_000, 512), contenders=(*_KERNELS, "read")),
     _train_torch("train-adagrad-128-torch", shape=(250_000, 128), round_count=9),
@@ -62,7 +63,7 @@ WORKLOADS = (
     _sparse_nn(
         "sparse-nn-20x50k-rowwise",
         job="sparse-nn-rowwise",
-        contenders=("ours", "torchrec", "fused", "torchrec-sparse-dist", "reference"),
+        contenders=("ours", "torchrec", "fused", "torchrec-sparse-dist", "free-tables", "reference"),
     ),
     _pipeline(
         "sparse-nn-tiny",
