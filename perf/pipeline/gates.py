@@ -158,8 +158,7 @@ _SCHEDULES = (
         floor=0.4,
         ceiling=1.1,
         control="reference",
-        evidence="exchanges, dense part and the host's own work are half of a step's CPU time; the other half are "
-        "kernels near the memory's limit",
+        evidence="exchanges, dense part and the host's own work are half of a step's CPU time, kernels the other half",
     ),
     _torchrec(
         "pipe-fused",
