@@ -225,10 +225,10 @@ class _Sharded(torch.nn.Module):
 
 
 def _schedule(kind: Any) -> Any:
-    def make(model: Any, optimizer: Any, *, process_group: Any = None, **options: Any) -> Any:
+    def make(model: Any, optimizer: Any, device: Any = _CPU, *, process_group: Any = None, **options: Any) -> Any:
         # A batch has to say that it can be moved; on the CPU nothing else is asked of it.
         streamable.Pipelineable.register(importlib.import_module("conformance.pipeline.jobs").Batch)
-        return kind(model, optimizer, _CPU, **options)
+        return kind(model, optimizer, torch.device(device), **options)
 
     return make
 
