@@ -35,16 +35,20 @@ def _readers(filled: Filled) -> dict[str, Reader]:
         start = int(places[0]) % (rows.shape[0] - filled.batch + 1)
         return rows[start : start + filled.batch]
 
-    def one_by_one(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for place, key in enumerate(ids.split(1)):  # type: ignore[no-untyped-call]
-            filled.store.get_rows(TABLE, key, out=out[place : place + 1])
-        return out
+    def by(count: int) -> Reader:
+        def read(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            for keys, part in zip(ids.split(count), out.split(count), strict=True):  # type: ignore[no-untyped-call]
+                filled.store.get_rows(TABLE, keys, out=part)
+            return out
+
+        return read
 
     return {
         "ours": lambda places, ids: filled.store.get_rows(TABLE, ids, out=out),
         "gather": lambda places, ids: gather_rows(rows, places, out, workers),
         "torch": torch_store,
-        "one-by-one": one_by_one,
+        "one-by-one": by(1),
+        "by-ten": by(10),
         "copy": lambda places, ids: out.copy_(some(places)),
         "memcpy": lambda places, ids: copy_bytes(some(places), out, workers),
     }

@@ -139,6 +139,8 @@ GATES = (
         peer="gather",
         floor=0.45,
         ceiling=3.0,
+        control="by-ten",
+        evidence="the rate of copies in the same run; the control asks for ten rows at a time",
     ),
     _of_torch(
         "kv-get-small-torch",

@@ -35,7 +35,7 @@ WORKLOADS = (
     _288("kv-get-288-1e6", job="get", contenders=_COPIES),
     _get("kv-get-544-1e6", shape=(1_000_000, 136), tensor_count=2, contenders=_COPIES),
     _get("kv-get-1056-1e6", shape=(1_000_000, 264), contenders=_COPIES),
-    _get("kv-get-288-1e5", shape=(100_000, 72), tensor_count=4, round_count=15, contenders=_COPIES),
+    _get("kv-get-288-1e5", shape=(100_000, 72), tensor_count=4, round_count=15, contenders=(*_COPIES, "by-ten")),
     _288("kv-get-zipf-288-1e6", job="get-zipf", contenders=_COPIES),
     _get("kv-get-288-3e4", shape=(31_250, 72), tensor_count=64, round_count=15, contenders=(*_GETS, "one-by-one")),
     _get("kv-get-288-1e3", shape=(1000, 72), tensor_count=2000, round_count=31, contenders=(*_GETS, "one-by-one")),
