@@ -86,5 +86,11 @@ def _mismatch(error: BaseException | None) -> Mismatch | None:
 
 
 def _program(error: BaseException | None) -> str:
-    # Hypothesis leaves the minimal example, or the steps of a state machine, as notes on the exception.
-    return "\n".join(note for note in getattr(error, "__notes__", ()) if note.strip())
+    # Hypothesis leaves the minimal example, or the steps of a state machine, as notes on the exception. Which lines of
+    # the suite only failing examples run says nothing of an implementation, and is left out.
+    kept, explains = [], False
+    for note in getattr(error, "__notes__", ()):
+        explains = note.startswith("Explanation:") or (explains and note.startswith("    "))
+        if note.strip() and not explains:
+            kept.append(note)
+    return "\n".join(kept)

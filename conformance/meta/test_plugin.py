@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.harness.failures import _program
+
 _HOME = Path(__file__).parents[2]
 
 
@@ -97,6 +99,21 @@ def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
         "environment  toy.impl *; python *torch *",
     ]
     result.stdout.fnmatch_lines(lines)
+
+
+def test_a_program_is_without_hypothesis_explanation() -> None:
+    error = AssertionError("wrong")
+    # Before Python 3.11 errors have no add_note, and Hypothesis sets the attribute.
+    error.__dict__["__notes__"] = [
+        "Falsifying example: f(",
+        "    x=0,",
+        ")",
+        "Explanation:",
+        "    These lines were run:",
+        "        a.py:1",
+        "Seed: 5",
+    ]
+    assert _program(error) == "Falsifying example: f(\n    x=0,\n)\nSeed: 5"
 
 
 @pytest.mark.parametrize(("options", "is_shown"), [((), False), (("--log-level=DEBUG",), True)])
