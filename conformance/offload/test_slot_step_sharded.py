@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
@@ -103,43 +104,63 @@ def test_shards(rank_pool: Any) -> None:
         rank_pool.run(_fused, ranks)
 
 
-def _pair(mesh: DeviceMesh, *, mixed: bool) -> list[torch.nn.Parameter]:
-    made: list[torch.Tensor] = [distribute_tensor(values((6, 4), 1), mesh, [Shard(0)], src_data_rank=None)]
-    if mixed:
-        made.append(values((3, 4), 2))
-    return [torch.nn.Parameter(value) for value in made]
+@dataclass(frozen=True)
+class _Left:
+    """Two parameters of a group, the first a DTensor, that torch has to step, and a word of the reason."""
+
+    reason: str
+    placement: Any = field(default_factory=Replicate)
+    grad_placement: Any = field(default_factory=Replicate)
+    second: str = "as the first"
+
+
+_LEFT = (
+    _Left("sharded in another way", Shard(0), Replicate()),
+    # As large as the parameter's on each rank; what it is takes the sum over all ranks.
+    _Left("sharded in another way", Replicate(), Partial()),
+    _Left("DTensors beside", second="plain"),
+    _Left("several meshes", second="on another mesh"),
+)
 
 
 def _left(rank: Rank) -> None:
     offload = rank.component("offload")
-    mesh = init_device_mesh("cpu", (rank.world_size,))
-    for mixed, reason in ((False, "sharded in another way"), (True, "DTensors beside")):
+    mesh, other = (init_device_mesh("cpu", shape) for shape in ((rank.world_size,), (rank.world_size, 1)))
+
+    def made(case: _Left, value: torch.Tensor, placement: Any, number: int) -> torch.Tensor:
+        if number == 1 and case.second == "plain":
+            return value
+        if number == 1 and case.second == "on another mesh":
+            return distribute_tensor(value, other, [placement, Replicate()], src_data_rank=None)
+        if isinstance(placement, Partial):
+            return DTensor.from_local(value * (rank.rank + 1), mesh, [placement])
+        return distribute_tensor(value, mesh, [placement], src_data_rank=None)
+
+    for case in _LEFT:
         with VirtualDevice() as device:
             arms: list[tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Any]] = []
             for is_offloaded in (False, True):
-                params = _pair(mesh, mixed=mixed)
+                params = [torch.nn.Parameter(made(case, values((6, 4), n), case.placement, n)) for n in range(2)]
                 optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.1)
                 options = {"engine": device.engine, "fused_update": True}
-                made = offload.OptimizerStateOffloader(optimizer, **options) if is_offloaded else None
-                arms.append((params, optimizer, made))
+                offloader = offload.OptimizerStateOffloader(optimizer, **options) if is_offloaded else None
+                arms.append((params, optimizer, offloader))
             for step in range(2):
                 for params, optimizer, _ in arms:
-                    placement = Shard(0) if mixed else Replicate()
-                    grad = values((6, 4), 100 + step)
-                    params[0].grad = distribute_tensor(grad, mesh, [placement], src_data_rank=None)
-                    if mixed:
-                        params[1].grad = values((3, 4), 200 + step)
+                    for n, param in enumerate(params):
+                        param.grad = made(case, values((6, 4), 100 * (step + 1) + n), case.grad_placement, n)
                     optimizer.step()
             with _disable_current_modes():
                 for a, b in zip(arms[1][0], arms[0][0], strict=True):
-                    assert_same_tensor(_local(a), _local(b), where=f"{reason}: shard")
+                    assert_same_tensor(_local(a), _local(b), where=f"{case.reason}: shard")
             (update,) = arms[1][2].stats().updates
-            assert_equal((update.startswith("torch: "), reason in update), (True, True), where=update)
+            assert_equal((update.startswith("torch: "), case.reason in update), (True, True), where=update)
 
 
 @requirement(
     "OPT-344",
-    "A gradient that is sharded otherwise than its parameter, and DTensors beside others, MUST be left to torch.",
+    "A gradient that is sharded otherwise than its parameter, or still to be summed, and DTensors beside others or on "
+    "several meshes, MUST be left to torch, bit for bit.",
     needs=FUSED,
 )
 def test_left_to_torch(rank_pool: Any) -> None:

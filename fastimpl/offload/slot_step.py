@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 FUSED = "fused"
 _MAXIMIZE, _DECOUPLED, _COUPLED, _NESTEROV = 1, 2, 4, 8
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Torch's order of operations was read, and its machine code looked at, in these versions.
 _READ = ((2, 11), (2, 13))
@@ -85,12 +86,13 @@ def _why_not_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> s
 def _is_plain(tensor: torch.Tensor) -> bool:
     # A derived class may change what torch does; one of a device that is written in Python says that it is none.
     kind = type(tensor)
-    return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "is_plain_memory", False) is True
+    return kind in _PLAIN or getattr(kind, "is_plain_memory", False) is True
 
 
 def _shards_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Of a DTensor: how its shards lie, to be compared; None for any other tensor."""
-    if not hasattr(tensor, "_local_tensor"):
+    """Of a DTensor: how its shards lie, its mesh first, to be compared; None for any other tensor."""
+    # Most are plain, of which a step may ask thousands: an attribute that is not there takes ten times as long.
+    if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor"):
         return None
     return tensor.device_mesh, tensor.placements, tensor.shape
 
@@ -103,7 +105,8 @@ def _why_not_param(param: torch.Tensor, grad: torch.Tensor, *, is_rounded: bool)
     shards = _shards_of(param)
     if shards != _shards_of(grad) or (shards and any(placement.is_partial() for placement in shards[1])):
         return "a gradient that is sharded in another way than its parameter"
-    param, grad = local_of(param), local_of(grad)
+    if shards is not None:
+        param, grad = local_of(param), local_of(grad)
     if not (_is_plain(param) and _is_plain(grad)):
         return f"a parameter of class {type(param).__name__}, a gradient of class {type(grad).__name__}"
     if param.dim() == 0 or param.dtype not in _DTYPES:
@@ -196,8 +199,10 @@ class SlotUpdates:
             found = _why_not_param(param, model.grad, is_rounded=model is not param)
             if found:
                 break
-        if not found and len({_shards_of(param) is None for param in group["params"]}) > 1:
-            return "DTensors beside other tensors"
+        shards = () if found else map(_shards_of, group["params"])
+        if len({None if each is None else each[0] for each in shards}) > 1:
+            # torch refuses a list of them.
+            return "DTensors beside other tensors, or on several meshes"
         return found
 
     def _plan_calls(self, places: Places) -> tuple[str, dict[tuple[str, torch.dtype], _Call] | None]:
@@ -251,9 +256,11 @@ def _add(call: _Call, number: int, param: torch.Tensor, states: Sequence[Any], s
     """Take a parameter into a call; why not, if its states are not there or of another form."""
     if any(state is None for state in states):
         return "torch makes the states"
-    if any(_shards_of(state) != _shards_of(param) for state in states):
+    shards, local = _shards_of(param), param
+    if any(_shards_of(state) != shards for state in states):
         return "states that are sharded in another way than their parameter"
-    local, states = local_of(param), [local_of(state) for state in states]
+    if shards is not None:
+        local, states = local_of(param), [local_of(state) for state in states]
     form = (True, local.dtype, local.shape, local.stride())
     if any((_is_plain(state), state.dtype, state.shape, state.stride()) != form for state in states):
         return "states of another form than their parameter"
@@ -261,10 +268,10 @@ def _add(call: _Call, number: int, param: torch.Tensor, states: Sequence[Any], s
         if not isinstance(step, torch.Tensor) or not step.is_cpu:
             return "a counter that is not on the host"
         call.steps.append(step)
-    if local is not param:
+    if shards is not None:
         call.wrappers.append(param)
     call.params.append(local.detach())
-    call.grads.append(local_of(param.grad))  # type: ignore[arg-type]
+    call.grads.append(local_of(param.grad) if shards is not None else param.grad)  # type: ignore[arg-type]
     for column, state in zip(call.states, states, strict=False):
         column.append(state)
     call.groups.append(number)

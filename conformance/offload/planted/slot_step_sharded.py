@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.tensor import Replicate
+
 from conformance.harness import fault
 
 
@@ -25,3 +27,13 @@ def slot_shards_beside_others(original: Any, updates: Any, group: Any) -> str:
     """A group of DTensors and other tensors is updated by the kernel."""
     found = str(original(updates, group))
     return "" if found.startswith("DTensors beside") else found
+
+
+@fault(kills="OPT-344", at="fastimpl.offload.slot_step:_shards_of")
+def slot_sums_that_are_not_made(original: Any, tensor: Any) -> Any:
+    """A gradient that is still to be summed over the ranks is taken as it is."""
+    found = original(tensor)
+    if found is None:
+        return None
+    mesh, placements, shape = found
+    return mesh, tuple(Replicate() if each.is_partial() else each for each in placements), shape
