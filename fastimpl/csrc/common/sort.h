@@ -2,7 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
+#include <atomic>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -360,7 +361,11 @@ int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, co
   auto* const words = reinterpret_cast<uint64_t*>(sorted);
   if (end - begin == 1) {
     counts[0] = count;
-    for (int64_t i = 0; i < count; ++i) sorted[i] = id_at(i);
+    parallel.run(ways, [&](int64_t way) {
+      const auto given = id_at;
+      int64_t* const target = sorted;
+      for (auto [i, last] = range_of(way); i < last; ++i) target[i] = given(i);
+    });
     if (!std::is_sorted(sorted, sorted + count)) sort_keys(parallel, sorted, count);
     return 0;
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "common/regimes.h"

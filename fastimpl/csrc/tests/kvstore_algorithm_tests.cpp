@@ -13,12 +13,15 @@ void require_in_bucket_order(const std::vector<int64_t>& ids, const BucketRule& 
   std::vector<int64_t> sorted(ids.size()), expected = ids, counts(static_cast<size_t>(bucket_count)),
                                            expected_counts(counts.size());
   const auto id_at = [&](int64_t i) { return ids[static_cast<size_t>(i)]; };
-  require(sort_by_bucket(threads(3), id_at, count, rule, 0, bucket_count, sorted.data(), counts.data()) == 0,
-          "ids outside all buckets");
   std::sort(expected.begin(), expected.end(),
             [&](int64_t a, int64_t b) { return std::pair(rule(a), a) < std::pair(rule(b), b); });
   for (const int64_t id : ids) ++expected_counts[static_cast<size_t>(rule(id))];
-  require(sorted == expected && counts == expected_counts, "sort_by_bucket");
+  for (const int64_t thread_count : {1, 2, 3}) {
+    require(
+        sort_by_bucket(threads(thread_count), id_at, count, rule, 0, bucket_count, sorted.data(), counts.data()) == 0,
+        "ids outside all buckets");
+    require(sorted == expected && counts == expected_counts, "sort_by_bucket");
+  }
 }
 
 // A bucket that holds all ids whose high bits are these, so that they differ in few bits or in many.
