@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from conformance.harness.mutants import mutated
     from conformance.harness.planted import PlantedBug, fault, patched, swap, wrap
     from conformance.harness.profiles import examples, run_machine
-    from conformance.harness.raising import Raised, raises, succeeds
+    from conformance.harness.raising import Raised, assert_refused, raises, succeeds
     from conformance.harness.requirements import Requirement, RequirementError, collect_requirements, requirement
     from conformance.provers.ranks.pool import Rank, RankDied, RankError, RankPool, RankTimeout
 
@@ -37,6 +37,7 @@ __all__ = [
     "RequirementError",
     "assert_equal",
     "assert_le",
+    "assert_refused",
     "assert_same_bytes",
     "assert_same_tensor",
     "assert_same_tensors",
@@ -67,7 +68,7 @@ _HOMES = {
     "mutants": ("mutated",),
     "planted": ("PlantedBug", "fault", "patched", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),
-    "raising": ("Raised", "raises", "succeeds"),
+    "raising": ("Raised", "assert_refused", "raises", "succeeds"),
     "conformance.provers.ranks": ("Rank", "RankDied", "RankError", "RankPool", "RankTimeout"),
     "requirements": ("Requirement", "RequirementError", "collect_requirements", "requirement"),
 }

@@ -7,15 +7,18 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
-from conformance.harness.compare import Mismatch
+from conformance.harness.compare import Mismatch, assert_same_tensor
 
-__all__ = ["Raised", "errors_inside", "raises", "succeeds"]
+__all__ = ["Raised", "assert_refused", "errors_inside", "raises", "succeeds"]
 
 # A comparison inside the block has already said what is wrong; the others are not the block's answer.
 _NEVER_AN_ANSWER = (
@@ -124,3 +127,13 @@ def succeeds(what: str, where: str) -> Iterator[None]:
     except BaseException as error:  # torch's CheckpointException is no Exception
         got = f"{type(error).__name__}: {error}"
         raise Mismatch(f"{what} fails", got=got, expected="no error", where=where) from error
+
+
+def assert_refused(operator: Callable[..., object], arguments: Sequence[Any], *, where: str) -> None:
+    """The operator MUST raise RuntimeError, and leave every tensor among its arguments, lists included, as it was."""
+    tensors = [value for value in tree_leaves(list(arguments)) if isinstance(value, torch.Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    with raises(RuntimeError, where=where):
+        operator(*arguments)
+    for number, (tensor, old) in enumerate(zip(tensors, before, strict=True)):
+        assert_same_tensor(tensor, old, where=f"tensor {number} after {where}")
