@@ -28,7 +28,7 @@ _NAME = "compute-sanitizer"
 _FOUND = 86  # The exit status that says the tool found something, which no program of ours ends with.
 _PADDING_BYTES = 256
 _COUNT = 1_000
-_LINES_SHOWN = 40
+_ERRORS_SHOWN = 40
 # The last line of a run that came to its end.
 _SUMMARY = {"memcheck": "ERROR SUMMARY", "racecheck": "RACECHECK SUMMARY", "synccheck": "ERROR SUMMARY"}
 
@@ -51,19 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sanitizer is None:
         print(f"{_NAME} is not here: it comes with the CUDA toolkit, or by pip install nvidia-cuda-sanitizer-api")
         return 1
-    options = ["--tool", given.tool, "--error-exitcode", str(_FOUND), "--print-limit", str(_LINES_SHOWN)]
+    options = ["--tool", given.tool, "--error-exitcode", str(_FOUND), "--print-limit", str(_ERRORS_SHOWN)]
     if given.tool == "memcheck":
         options += ["--padding", str(_PADDING_BYTES), "--leak-check", "no"]
     if given.device == "cpu":
         options += ["--require-cuda-init", "no"]
     program = [sys.executable, "-m", "perf.gpu.operators", "--every", "--device", given.device, "--counts", str(_COUNT)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run([sanitizer, *options, *program], env=environment, capture_output=True, text=True, check=False)
-    print(done.stdout[-20_000:] + done.stderr[-5_000:])
     # Without its summary the tool did not come to its end, whatever the exit status is. On a CPU it has none.
-    finished = _SUMMARY[given.tool] in done.stdout or given.device == "cpu"
-    print(f"{given.tool}: exit status {done.returncode}{'' if finished else ', and no summary'}")
-    return 0 if done.returncode == 0 and finished else 1
+    finished = given.device == "cpu"
+    command = [sanitizer, *options, *program]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        # As it comes: a run that its limit ends leaves what it found so far.
+        for line in run.stdout or ():
+            print(line, end="", flush=True)
+            finished |= _SUMMARY[given.tool] in line
+    print(f"{given.tool}: exit status {run.returncode}{'' if finished else ', and no summary'}")
+    return 0 if run.returncode == 0 and finished else 1
 
 
 if __name__ == "__main__":

@@ -234,6 +234,9 @@ def test_every_operator_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(operators, "listed", lambda: few)
     assert operators.main(["--every", "--device", "cpu", *COUNT]) == 0
     assert "2 operators, 2 with the CPU's bytes" in capsys.readouterr().out
-    monkeypatch.setattr(operators, "calls_of", lambda name: None if name == few[1] else operators.calls_of(few[0]))
+    calls_of = operators.calls_of
+    monkeypatch.setattr(operators, "calls_of", lambda name: None if name == few[1] else calls_of(name))
+    assert operators.main(["--every", "--device", "cpu", *COUNT]) == 1
+    assert "2 operators, 1 with the CPU's bytes" in capsys.readouterr().out
     monkeypatch.setattr(operators, "listed", list)
     assert operators.main(["--every", "--device", "cpu", *COUNT]) == 1
