@@ -27,7 +27,7 @@ from twinproof.kvstore import store
 from twinproof.kvstore.store import LockedRows
 from twinproof.offload import offloader
 from twinproof.offload.states import Bundle, bindings
-from twinproof.pipeline import lookups, sharded
+from twinproof.pipeline import modules, sharded
 from twinproof.pipeline.jagged import Bags
 
 
@@ -121,7 +121,7 @@ class OncePerOccurrence(refimpl.pipeline.PlainLookup):
             super().update(tables, feature_tables, one, grad, optimizer, hyper)
 
 
-class TableBatchedEmbeddingBags(lookups.TableBatchedEmbeddingBags, engine=OncePerOccurrence):
+class TableBatchedEmbeddingBags(modules.TableBatchedEmbeddingBags, engine=OncePerOccurrence):
     """Tables over this lookup."""
 
 

@@ -16,13 +16,19 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from twinproof.checkpoint import checksums, dcp, manager, quantized, shards
+from twinproof.checkpoint import catalog, dcp, manager, shards
 from twinproof.checkpoint.catalog import LoadJob, Meter
 from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
-from twinproof.checkpoint.manager import StateDictAdapter
-from twinproof.checkpoint.native import CheckpointFormat, detect_format, load_training, save_training
-from twinproof.checkpoint.plan import Arrangement, GlobalPlan, SaveJob, WriterOptions, exported_dtype
-from twinproof.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
+from twinproof.checkpoint.manager import CheckpointFormat, StateDictAdapter, detect_format, load_training, save_training
+from twinproof.checkpoint.plan import (
+    Arrangement,
+    GlobalPlan,
+    HuggingFaceLoadPlanner,
+    HuggingFaceSavePlanner,
+    SaveJob,
+    WriterOptions,
+    exported_dtype,
+)
 from twinproof.checkpoint.publish import StagedFolder, gather_first
 from twinproof.errors import CorruptionError
 
@@ -111,7 +117,7 @@ class GatherAndSave:
         """The coordinator, rank 0, makes all files; the others only send."""
         return [plan.arrangement, *[None] * (plan.rank_count - 1)]
 
-    def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> list[checksums.Part]:
+    def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> list[catalog.Part]:
         """Gather, put together, save. A rank that fails sends None, and then no file is made."""
         mine: list[Part] | None = None
         failure: Exception | None = None
@@ -128,12 +134,12 @@ class GatherAndSave:
         for part in (part for parts in gathered for part in parts or ()):
             by_name.setdefault(part[0], []).append(part)
         meter = Meter(job.options.progress, sum(layout.file_bytes for layout in instruction.files.values()))
-        sums: list[checksums.Part] = []
+        sums: list[catalog.Part] = []
         for file, layout in instruction.files.items():
             wanted = [tensor for tensor in instruction.tensors.values() if tensor.file == file]
             tensors = {t.name: assemble(t.shape, t.dtype, by_name.get(t.name, ())) for t in wanted}
             folder.put(file, file_bytes(tensors, layout))
-            sums += checksums.parts_of(file, layout.begins, tensors) if job.options.checksums else []
+            sums += catalog.parts_of(file, layout.begins, tensors) if job.options.checksums else []
             meter.add(layout.file_bytes)
         return sums
 
@@ -164,9 +170,9 @@ class ReadWholeFiles:
             job.meter.add(sum(wanted.size_bytes for wanted in ranges))
 
 
-def merge(job: shards.MergeJob, folder: StagedFolder) -> list[checksums.Part]:
+def merge(job: shards.MergeJob, folder: StagedFolder) -> list[catalog.Part]:
     """Put the tensors of shard files together, one output file after the other; rank 0 alone does it."""
-    sums: list[checksums.Part] = []
+    sums: list[catalog.Part] = []
     for file, layout in job.layouts.items() if job.rank == 0 else ():
         records = {name: job.catalog.tensors[name] for name in layout.begins}
         chunks = [(name, chunk) for name, record in records.items() for chunk in record.chunks]
@@ -175,13 +181,13 @@ def merge(job: shards.MergeJob, folder: StagedFolder) -> list[checksums.Part]:
             here = [(name, chunk.offsets) for name, chunk in chunks if chunk.file == source]
             stored = read_tensors(source, [name for name, _ in here])
             begins = {name: chunk.begin for name, chunk in chunks if chunk.file == source}
-            sums += checksums.parts_of(source, begins, stored) if job.checksums else []
+            sums += catalog.parts_of(source, begins, stored) if job.checksums else []
             for name, offsets in here:
                 by_name.setdefault(name, []).append((name, offsets, as_bits(stored[name])))
         dtypes = {name: shards.record_dtype(job.catalog, name) for name in records}
         tensors = {n: assemble(record.shape, dtypes[n], by_name.get(n, ())) for n, record in records.items()}
         folder.put(file, file_bytes(tensors, layout))
-        sums += checksums.parts_of(file, layout.begins, tensors) if job.checksums else []
+        sums += catalog.parts_of(file, layout.begins, tensors) if job.checksums else []
     return sums
 
 
@@ -196,9 +202,9 @@ class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadWholeFil
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]).double()
 
 
-def dequantize(piece: quantized.Piece, out: torch.Tensor) -> None:
+def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
     """Each stored number times the scale of its block, rounded to float32, then to the dtype of ``out``."""
-    if piece.kind == quantized.FP8:
+    if piece.kind == dcp.FP8:
         rows, columns = (
             (torch.arange(count) + first) // piece.block_size
             for count, first in zip(piece.values.shape, piece.first, strict=True)
@@ -212,9 +218,9 @@ def dequantize(piece: quantized.Piece, out: torch.Tensor) -> None:
 
 
 class QuantizedHuggingFaceStorageReader(
-    quantized.QuantizedHuggingFaceStorageReader, engine=ReadWholeFiles, dequantize=dequantize
+    dcp.QuantizedHuggingFaceStorageReader, engine=ReadWholeFiles, dequantize=dequantize
 ):
-    """Reads whole files; see ``twinproof.checkpoint.quantized`` for formats and arguments."""
+    """Reads whole files; see ``twinproof.checkpoint.dcp`` for formats and arguments."""
 
 
 class CheckpointManager(

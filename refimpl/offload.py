@@ -13,11 +13,9 @@ import torch
 from refimpl.optimizers import adam_step
 from twinproof.engine import Engine, engine_for
 from twinproof.offload import offloader
-from twinproof.offload.driver import Update, narrowed, prepare_states, updates_of
-from twinproof.offload.masters import MasterWeights
+from twinproof.offload.driver import MovePlan, OffloadStats, Update, Wanted, narrowed, prepare_states, updates_of
 from twinproof.offload.offloader import Residency
-from twinproof.offload.plan import MovePlan, OffloadStats, Wanted
-from twinproof.offload.states import Bundle, Place, bindings, local_of, rebind, view_of
+from twinproof.offload.states import Bundle, MasterWeights, Place, bindings, local_of, rebind, view_of
 
 # What the suite may ask beyond the contract.
 CAPABILITIES: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from refimpl.optimizers import reduce_duplicates, row_sum, update
 from twinproof.errors import ConfigError, DistributedError
 from twinproof.optimizers import Hyper
-from twinproof.pipeline import lookups, modules, schedules, sharded
+from twinproof.pipeline import driver, modules, sharded
 from twinproof.pipeline.batches import (
     ComputeJTDictToKJT,
     ComputeKJTToJTDict,
@@ -37,11 +37,12 @@ from twinproof.pipeline.config import (
 )
 from twinproof.pipeline.driver import In, LookupPipeline, Out, Pipeline
 from twinproof.pipeline.jagged import Bags, joined, offsets_of
-from twinproof.pipeline.lookups import HeldTable, InBackwardOptimizer
 from twinproof.pipeline.modules import (
     FeatureProcessedEmbeddingBagCollection,
     FeatureProcessor,
     FeatureProcessorsCollection,
+    HeldTable,
+    InBackwardOptimizer,
     PositionWeightedModule,
     PositionWeightedModuleCollection,
 )
@@ -179,7 +180,7 @@ class PlainLookup:
         return torch.cat(found)
 
 
-class TableBatchedEmbeddingBags(lookups.TableBatchedEmbeddingBags, engine=PlainLookup): ...
+class TableBatchedEmbeddingBags(modules.TableBatchedEmbeddingBags, engine=PlainLookup): ...
 
 
 class EmbeddingBagCollection(modules.EmbeddingBagCollection, engine=PlainLookup): ...
@@ -424,7 +425,7 @@ def _look_up(p: LookupPipeline[Any, Any], batch: BatchContext) -> None:
     p.wait_embedding_lookup()
 
 
-def semi_sync(p: schedules.TrainPipelineSemiSync[Any, Any], _stages: AtOnce, batch: BatchContext) -> Any:
+def semi_sync(p: driver.TrainPipelineSemiSync[Any, Any], _stages: AtOnce, batch: BatchContext) -> Any:
     """SemiSync: from ``start_batch`` on a batch is looked up before the update of the one before it."""
     p.pull()  # H
     trains = p.take(batch)
@@ -444,28 +445,28 @@ def semi_sync(p: schedules.TrainPipelineSemiSync[Any, Any], _stages: AtOnce, bat
     return output
 
 
-class TrainPipelineBase(schedules.TrainPipelineBase[In, Out], stages=AtOnce, schedule=exact): ...
+class TrainPipelineBase(driver.TrainPipelineBase[In, Out], stages=AtOnce, schedule=exact): ...
 
 
-class TrainPipelineSparseDist(schedules.TrainPipelineSparseDist[In, Out], stages=AtOnce, schedule=exact): ...
+class TrainPipelineSparseDist(driver.TrainPipelineSparseDist[In, Out], stages=AtOnce, schedule=exact): ...
 
 
 class PrefetchTrainPipelineSparseDist(
-    schedules.PrefetchTrainPipelineSparseDist[In, Out], stages=AtOnce, schedule=exact
+    driver.PrefetchTrainPipelineSparseDist[In, Out], stages=AtOnce, schedule=exact
 ): ...
 
 
 class TrainPipelineFusedSparseDist(
-    schedules.TrainPipelineFusedSparseDist[In, Out], stages=AtOnce, schedule=exact_with_lookup
+    driver.TrainPipelineFusedSparseDist[In, Out], stages=AtOnce, schedule=exact_with_lookup
 ): ...
 
 
-class TrainPipelineSemiSync(schedules.TrainPipelineSemiSync[In, Out], stages=AtOnce, schedule=semi_sync): ...
+class TrainPipelineSemiSync(driver.TrainPipelineSemiSync[In, Out], stages=AtOnce, schedule=semi_sync): ...
 
 
-class EvalPipelineSparseDist(schedules.EvalPipelineSparseDist[In, Out], stages=AtOnce, schedule=exact): ...
+class EvalPipelineSparseDist(driver.EvalPipelineSparseDist[In, Out], stages=AtOnce, schedule=exact): ...
 
 
 class EvalPipelineFusedSparseDist(
-    schedules.EvalPipelineFusedSparseDist[In, Out], stages=AtOnce, schedule=exact_with_lookup
+    driver.EvalPipelineFusedSparseDist[In, Out], stages=AtOnce, schedule=exact_with_lookup
 ): ...

@@ -7,24 +7,23 @@ device of the conformance suite is a third one, which sees every edge. ``CudaEng
 Rules of the interface: a stream runs what was enqueued on it in order; ``wait`` orders a stream behind an event,
 ``synchronize`` the host; nothing else orders anything. Memory that one stream allocated and another uses must be
 ``keep``-ed for the other before the last reference goes.
+
+Host memory for copies is pinned at its exact size, and unpinned when nobody has it any more: never inside a graph
+capture, where waiting for the device is an error, nor in a forked child, where every CUDA call is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from twinproof.pinned import pinned_empty
-
-__all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for"]
-
-# Streams and events are opaque: only the engine that made them looks inside.
-Stream = Any
-Event = Any
+__all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for", "pinned_empty", "release_dropped"]
 
 
 class Engine(Protocol):
@@ -209,7 +208,7 @@ class CudaEngine:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, size_bytes: int) -> torch.Tensor:
-        """On pages of its own, pinned at its exact size: see ``twinproof.pinned``."""
+        """On pages of its own, pinned at its exact size: see ``twinproof.engine``."""
         return pinned_empty(size_bytes, self.device)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -228,3 +227,66 @@ class CudaEngine:
 def engine_for(device: torch.device) -> Engine:
     """The engine of a device kind."""
     return CudaEngine(device) if device.type == "cuda" else InlineEngine(device)
+
+
+_PAGE_BYTES = 4096
+
+
+class _Region(NamedTuple):
+    memory: torch.Tensor  # Keeps the pages until they are unpinned.
+    pointer: int
+    device: torch.device
+    process: int
+
+
+# Dropped while it could not be unpinned. It belongs to the process: whoever made it may be gone.
+_dropped: list[_Region] = []
+
+
+def pinned_empty(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [size_bytes] on pages of its own, pinned; torch's own pinned memory is rounded up to a power of two.
+
+    Args:
+        size_bytes: of the memory; none is pinned for 0.
+        device: the CUDA device whose copies use it: they are waited for before it is unpinned.
+    """
+    release_dropped()
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    pages_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    memory = torch.empty(pages_bytes + _PAGE_BYTES, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _PAGE_BYTES :][:size_bytes]
+    region = _Region(memory, memory.data_ptr(), device, os.getpid())
+    pin_memory(region.pointer, size_bytes)
+    # Another storage of the same pages: it can go while the region stays.
+    handed_out: torch.Tensor = torch.from_dlpack(memory)
+    weakref.finalize(handed_out.untyped_storage(), _drop, region).atexit = False
+    return handed_out
+
+
+def release_dropped() -> None:
+    """Unpin what was dropped while that was impossible, if it is possible now."""
+    waiting, _dropped[:] = list(_dropped), []
+    for region in waiting:
+        _drop(region)
+
+
+def _drop(region: _Region) -> None:
+    if region.process != os.getpid():
+        # The parent's pages, copied on write: they are pinned there, and not here.
+        return
+    if torch.cuda.is_current_stream_capturing():
+        _dropped.append(region)
+        return
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    # Copies may still run to it; and memory freed while registered stays pinned under somebody else's data.
+    torch.cuda.synchronize(region.device)
+    unpin_memory(region.pointer)
+
+
+# Streams and events are opaque: only the engine that made them looks inside.
+Stream = Any
+Event = Any

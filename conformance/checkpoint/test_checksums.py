@@ -49,7 +49,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.checkpoint.checksums import combine, verify
+from twinproof.checkpoint.catalog import combine, verify
 from twinproof.errors import ConfigError, CorruptionError, FormatError
 
 KEY = "twinproof.crc32"
@@ -400,7 +400,7 @@ def test_pieces(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     good = file.read_bytes()
     begin = 8 + int.from_bytes(good[:8], "little")
     for at_once in (1, 2, 3, 4, 5, size - 1, size, size + 1, 1000):
-        monkeypatch.setattr("twinproof.checkpoint.checksums.PIECE_BYTES", at_once)
+        monkeypatch.setattr("twinproof.checkpoint.catalog.PIECE_BYTES", at_once)
         for thread_count in (1, 2, 3):
             where = f"{at_once} bytes at once, {thread_count} threads"
             with succeeds("verify of what is right", where=where):

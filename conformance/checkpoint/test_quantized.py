@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from conformance.checkpoint.cases import INDEX, Tiled, assert_parts, load_with, mesh_of, random_bits, sharded
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
-from twinproof.checkpoint import quantized
+from twinproof.checkpoint import dcp as storage
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
 
@@ -250,12 +250,12 @@ class _NotedEngine(InlineEngine):
 def test_targets_are_written_on_the_callers_stream(
     checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "PIECE_BYTES", 64)
+    monkeypatch.setattr(storage, "PIECE_BYTES", 64)
     state = _matrix([20, 10], 8, torch.float8_e4m3fn, 1)
     _save(checkpoint, state, tmp_path)
     for threads in (1, 2, 3):
         engine = _NotedEngine()
-        monkeypatch.setattr(quantized, "engine_for", lambda device, engine=engine: engine)
+        monkeypatch.setattr(storage, "engine_for", lambda device, engine=engine: engine)
         # A target of another dtype is copied to, as one on a device is.
         options = {"block_size": 8, "target_dtype": torch.bfloat16, "thread_count": threads}
         _load(checkpoint, tmp_path, "w.weight", torch.empty(20, 10), **options)
@@ -276,7 +276,7 @@ def test_pieces(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         expected: torch.Tensor | None = None
         for rows in (1000, 0, 1, 2, 3, 5, 6, 7, 15):
             for more in (-1, 0, 1):
-                monkeypatch.setattr("twinproof.checkpoint.quantized.PIECE_BYTES", max(1, rows * row_bytes + more))
+                monkeypatch.setattr("twinproof.checkpoint.dcp.PIECE_BYTES", max(1, rows * row_bytes + more))
                 found = torch.full(shape, -7.0)
                 found = _rounded(_load(checkpoint, tmp_path, name, found, block_size=4), torch.float32)
                 expected = found if expected is None else expected

@@ -99,7 +99,7 @@ _PIPELINE = '''class Lookup(reference.PlainLookup):
         raise NotImplementedError("Lookup.update: sum the gradients of each row, then one step of the optimizer")
 
 
-class TableBatchedEmbeddingBags(lookups.TableBatchedEmbeddingBags, engine=Lookup):
+class TableBatchedEmbeddingBags(modules.TableBatchedEmbeddingBags, engine=Lookup):
     """Tables over this lookup."""
 
 
@@ -124,8 +124,8 @@ TEMPLATES: dict[str, tuple[str, str, str, str]] = {
     "offload": ("twinproof.offload", "offloader", "Their meaning is Transfers', in twinproof.offload.", _OFFLOAD),
     "pipeline": (
         "twinproof.pipeline",
-        "lookups, sharded",
-        "Their meaning is Lookup's, in twinproof.pipeline.lookups.",
+        "modules, sharded",
+        "Their meaning is Lookup's, in twinproof.pipeline.modules.",
         _PIPELINE,
     ),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.cuda import _pin_memory_utils
 
-from twinproof import pinned
+from twinproof import engine
 from twinproof.engine import CudaEngine
 
 DEVICE = torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Cuda]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.is_capturing)
     yield made
     made.is_capturing = False
-    pinned.release_dropped()
+    engine.release_dropped()
     assert made.pinned == {}
 
 
@@ -68,24 +68,24 @@ def test_memory_is_pinned_at_its_size_on_pages_of_its_own(cuda: _Cuda) -> None:
 
 
 def test_memory_that_is_dropped_during_a_capture_stays_until_the_capture_is_over(cuda: _Cuda) -> None:
-    memory = pinned.pinned_empty(5000, DEVICE)
+    memory = engine.pinned_empty(5000, DEVICE)
     memory.fill_(3)
     pointer = memory.data_ptr()
     cuda.is_capturing = True
     del memory
     # Neither waited for nor unpinned, and the pages are nobody else's: a captured copy may name them.
     assert (cuda.calls, list(cuda.pinned)) == (["pin"], [pointer])
-    assert pinned._dropped[0].memory.tolist() == [3] * 5000
-    pinned.release_dropped()
+    assert engine._dropped[0].memory.tolist() == [3] * 5000
+    engine.release_dropped()
     assert list(cuda.pinned) == [pointer]
     cuda.is_capturing = False
-    other = pinned.pinned_empty(100, DEVICE)
+    other = engine.pinned_empty(100, DEVICE)
     assert list(cuda.pinned) == [other.data_ptr()]
     del other
 
 
 def test_a_forked_child_calls_nothing(cuda: _Cuda) -> None:
-    memory = pinned.pinned_empty(100, DEVICE)
+    memory = engine.pinned_empty(100, DEVICE)
     child = os.fork()
     if child == 0:
         code = 1

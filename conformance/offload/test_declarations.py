@@ -10,7 +10,7 @@ from conformance.harness.declarations import changing_records, unnamed_arguments
 # Counters, work under way, and what upstream's classes let users set.
 CHANGING: dict[str, list[str]] = {
     "twinproof.offload": [
-        "twinproof.offload.plan:OffloadStats",
+        "twinproof.offload.driver:OffloadStats",
         "twinproof.offload.states:Bundle",
     ],
     "fastimpl.offload": [

@@ -22,15 +22,17 @@ from fastimpl import ops
 from fastimpl.checkpoint.consolidate import consolidate_with_progress
 from fastimpl.checkpoint.reader import ReadRanges
 from twinproof.checkpoint.catalog import (
+    PIECE_BYTES,
     Catalog,
     LoadJob,
     Meter,
     cut_rectangle,
+    payload_bytes,
     read_catalog,
     read_index,
     stored_ranges,
+    verify,
 )
-from twinproof.checkpoint.checksums import PIECE_BYTES, payload_bytes, verify
 from twinproof.checkpoint.format import as_bits, torch_dtype
 from twinproof.checkpoint.plan import check_count, parse_size
 from twinproof.checkpoint.publish import Leftover, find_leftovers, remove_leftover

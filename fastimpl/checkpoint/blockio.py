@@ -19,7 +19,7 @@ from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.checkpoint.source import LazySource, Source
 from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
 from fastimpl.regimes import regime
-from twinproof.checkpoint.checksums import Part
+from twinproof.checkpoint.catalog import Part
 from twinproof.checkpoint.format import buffer_of
 from twinproof.errors import CorruptionError, PlanError
 

@@ -26,8 +26,7 @@ from fastimpl.checkpoint.readio import read_exactly
 from fastimpl.checkpoint.run import FileSet
 from fastimpl.regimes import regime
 from twinproof.checkpoint import shards
-from twinproof.checkpoint.catalog import Box, Chunk, Meter, Progress
-from twinproof.checkpoint.checksums import Part, joined
+from twinproof.checkpoint.catalog import Box, Chunk, Meter, Part, Progress, joined
 from twinproof.checkpoint.format import StrPath, buffer_of
 from twinproof.checkpoint.plan import Arrangement, GlobalTensor
 from twinproof.checkpoint.publish import StagedFolder, storage_error

@@ -10,7 +10,7 @@ import torch
 from fastimpl import ops
 from fastimpl.checkpoint.reader import ReadRanges
 from fastimpl.checkpoint.readio import LoadStats
-from twinproof.checkpoint import quantized
+from twinproof.checkpoint import dcp
 from twinproof.checkpoint.catalog import LoadJob
 
 __all__ = ["QuantizedHuggingFaceStorageReader", "dequantize"]
@@ -24,12 +24,12 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
 
 
-def dequantize(piece: quantized.Piece, out: torch.Tensor) -> None:
+def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
     """Write the values of a piece. ``out``: any floating point dtype and strides, on the CPU."""
     rows = out.unsqueeze(0) if out.dim() == 1 else out.flatten(0, -2)
     is_seen = out.dtype in _NARROW and rows.data_ptr() == out.data_ptr() and (rows.stride(1) == 1 or rows.size(1) <= 1)
     numbers = rows if is_seen else torch.empty(rows.shape, dtype=torch.float32)
-    if piece.kind == quantized.FP8:
+    if piece.kind == dcp.FP8:
         values, table = piece.values.view(torch.uint8), _table(piece.values.dtype)
         ops.dequantize_fp8(values, table, piece.scales.to(torch.float32), piece.first, piece.block_size, numbers)
     else:
@@ -59,11 +59,11 @@ class _AddedRanges(ReadRanges):
 
 
 class QuantizedHuggingFaceStorageReader(
-    quantized.QuantizedHuggingFaceStorageReader, engine=_AddedRanges, dequantize=dequantize
+    dcp.QuantizedHuggingFaceStorageReader, engine=_AddedRanges, dequantize=dequantize
 ):
     """Reads and converts on ``thread_count`` threads.
 
-    Takes the arguments of ``twinproof.checkpoint.quantized.QuantizedHuggingFaceStorageReader``.
+    Takes the arguments of ``twinproof.checkpoint.dcp.QuantizedHuggingFaceStorageReader``.
     """
 
     _engine: _AddedRanges

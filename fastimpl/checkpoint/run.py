@@ -23,8 +23,7 @@ from fastimpl.checkpoint.exchange import Exchange, Round
 from fastimpl.checkpoint.plan import first_file
 from fastimpl.checkpoint.wire import OwnBlock, RankPlan
 from fastimpl.regimes import regime
-from twinproof.checkpoint.catalog import Meter, Progress
-from twinproof.checkpoint.checksums import Part
+from twinproof.checkpoint.catalog import Meter, Part, Progress
 from twinproof.checkpoint.publish import storage_error
 
 IN_FLIGHT_BYTES = regime(8 << 20, 256)  # Exchanged bytes that wait in memory before the next round is posted.

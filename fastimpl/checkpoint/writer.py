@@ -33,7 +33,7 @@ from fastimpl.checkpoint.single import file_bytes
 from fastimpl.checkpoint.source import LazySource, RowReader, Source
 from fastimpl.checkpoint.wire import OwnBlock, PackedPlan, RankPlan, pack_plans, unpack_plan
 from twinproof.checkpoint import dcp
-from twinproof.checkpoint.checksums import Part, joined
+from twinproof.checkpoint.catalog import Part, joined
 from twinproof.checkpoint.format import check_storable
 from twinproof.checkpoint.plan import GlobalPlan, SaveJob, exported_dtype
 from twinproof.checkpoint.publish import StagedFolder, rank_count_of

@@ -6,9 +6,9 @@ Drop-in for Megatron's state offloader and for hand-written ``.to("cpu")`` loops
 from fastimpl import ops
 from fastimpl.offload.transfers import StreamedTransfers
 from twinproof.offload import offloader
-from twinproof.offload.masters import MasterWeights
+from twinproof.offload.driver import OffloadStats
 from twinproof.offload.offloader import Residency
-from twinproof.offload.plan import OffloadStats
+from twinproof.offload.states import MasterWeights
 
 _BUILT = frozenset(
     {"copies_in_one_call", "fused_cpu_adam", "fused_updates", "host_slabs", "packed_tensors"} if ops.available() else ()

@@ -17,8 +17,7 @@ from fastimpl import ops
 from fastimpl.offload.chunks import Chunk
 from fastimpl.offload.packing import SlabLayout, pack, unpack, view_like
 from refimpl.optimizers import adam_step
-from twinproof.offload.driver import Update, prepare_states, updates_of
-from twinproof.offload.plan import MovePlan
+from twinproof.offload.driver import MovePlan, Update, prepare_states, updates_of
 from twinproof.offload.states import local_of, view_of
 from twinproof.optimizers import AdamHyper
 

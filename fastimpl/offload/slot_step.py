@@ -14,7 +14,7 @@ import torch
 
 from fastimpl import ops
 from fastimpl.offload.positions import Places
-from twinproof.offload.plan import MovePlan
+from twinproof.offload.driver import MovePlan
 from twinproof.offload.states import is_dense, local_of
 
 __all__ = ["FUSED", "KINDS", "SlotUpdates", "hyper_of", "kind_of"]

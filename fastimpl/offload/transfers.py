@@ -19,7 +19,7 @@ from fastimpl.offload.packing import Item, receive, send
 from fastimpl.offload.positions import GroupPositions
 from fastimpl.offload.slot_step import SlotUpdates
 from fastimpl.streams import Engine, engine_for, placement_of
-from twinproof.offload.plan import MovePlan, Wanted
+from twinproof.offload.driver import MovePlan, Wanted
 from twinproof.offload.states import Bundle, bindings, rebind, view_of
 
 __all__ = ["StreamedTransfers"]

@@ -19,7 +19,7 @@ from fastimpl import ops
 from fastimpl.pipeline.route import Route
 from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.jagged import Bags, offsets_of
-from twinproof.pipeline.lookups import LateCheck
+from twinproof.pipeline.modules import LateCheck
 from twinproof.pipeline.sharding import Awaitable, Layout, ShardedContext
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]

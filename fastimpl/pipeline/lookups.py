@@ -10,9 +10,9 @@ import torch
 from fastimpl import ops
 from fastimpl.regimes import regime
 from twinproof.optimizers import Hyper
-from twinproof.pipeline import lookups, modules
+from twinproof.pipeline import modules
 from twinproof.pipeline.jagged import Bags
-from twinproof.pipeline.lookups import HeldTable
+from twinproof.pipeline.modules import HeldTable
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "NativeLookup", "TableBatchedEmbeddingBags"]
 
@@ -119,7 +119,7 @@ class NativeLookup:
         return ops.bag_weight_gradients(_weights(tables), features, indices, offsets, means, grad)
 
 
-class TableBatchedEmbeddingBags(lookups.TableBatchedEmbeddingBags, engine=NativeLookup): ...
+class TableBatchedEmbeddingBags(modules.TableBatchedEmbeddingBags, engine=NativeLookup): ...
 
 
 class EmbeddingBagCollection(modules.EmbeddingBagCollection, engine=NativeLookup): ...

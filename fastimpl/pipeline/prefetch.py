@@ -10,7 +10,7 @@ import torch
 
 from twinproof.optimizers import Hyper
 from twinproof.pipeline.jagged import Bags
-from twinproof.pipeline.lookups import KeyValueBags, StoreRows
+from twinproof.pipeline.modules import KeyValueBags, StoreRows
 
 __all__ = ["Prefetched", "PrefetchedRows", "prefetch"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastimpl.pipeline.stages import StreamedBatch, StreamedStages, undone_on_error, versions_of
-from twinproof.pipeline import schedules
+from twinproof.pipeline import driver
 from twinproof.pipeline.driver import In, LookupPipeline, Out, Pipeline
 from twinproof.pipeline.stages import Call
 
@@ -98,9 +98,7 @@ def fused(p: AnyLookups, s: StreamedStages, batch: StreamedBatch) -> Any:
     return output
 
 
-def fused_evaluation(
-    p: schedules.EvalPipelineFusedSparseDist[Any, Any], s: StreamedStages, batch: StreamedBatch
-) -> Any:
+def fused_evaluation(p: driver.EvalPipelineFusedSparseDist[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
     """Evaluation of Fused: the next batch's lookup may overlap this one's forward."""
     begin_with_lookup(p, batch, hoists=p.prefetches)  # S I L O of i, S of i+1, H of i+2
     p.take(batch)
@@ -115,7 +113,7 @@ def fused_evaluation(
     return output
 
 
-def semi_sync(p: schedules.TrainPipelineSemiSync[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
+def semi_sync(p: driver.TrainPipelineSemiSync[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
     """SemiSync: the next batch's lookup runs under the forward and backward, and reads tables before T."""
     with undone_on_error(batch):
         look_up_once(p, batch)  # S I L O of i, unless the step before did it
@@ -157,7 +155,7 @@ def look_up_early(p: AnyLookups, batch: StreamedBatch, calls: list[Call]) -> Non
             batch.postponed = frozenset()
 
 
-def look_up_once(p: schedules.TrainPipelineSemiSync[Any, Any], batch: StreamedBatch) -> None:
+def look_up_once(p: driver.TrainPipelineSemiSync[Any, Any], batch: StreamedBatch) -> None:
     """S, I, L and O of a batch that was not looked up yet."""
     if p.needs_lookup(batch):
         p.exchange(batch)
@@ -198,32 +196,28 @@ def forget_outdated(p: AnyPipeline, batch: StreamedBatch) -> None:
         batch.results.clear()
 
 
-class TrainPipelineBase(schedules.TrainPipelineBase[In, Out], stages=StreamedStages, schedule=base): ...
+class TrainPipelineBase(driver.TrainPipelineBase[In, Out], stages=StreamedStages, schedule=base): ...
 
 
-class TrainPipelineSparseDist(
-    schedules.TrainPipelineSparseDist[In, Out], stages=StreamedStages, schedule=sparse_dist
-): ...
+class TrainPipelineSparseDist(driver.TrainPipelineSparseDist[In, Out], stages=StreamedStages, schedule=sparse_dist): ...
 
 
 class PrefetchTrainPipelineSparseDist(
-    schedules.PrefetchTrainPipelineSparseDist[In, Out], stages=StreamedStages, schedule=prefetch
+    driver.PrefetchTrainPipelineSparseDist[In, Out], stages=StreamedStages, schedule=prefetch
 ): ...
 
 
 class TrainPipelineFusedSparseDist(
-    schedules.TrainPipelineFusedSparseDist[In, Out], stages=StreamedStages, schedule=fused
+    driver.TrainPipelineFusedSparseDist[In, Out], stages=StreamedStages, schedule=fused
 ): ...
 
 
-class TrainPipelineSemiSync(schedules.TrainPipelineSemiSync[In, Out], stages=StreamedStages, schedule=semi_sync): ...
+class TrainPipelineSemiSync(driver.TrainPipelineSemiSync[In, Out], stages=StreamedStages, schedule=semi_sync): ...
 
 
-class EvalPipelineSparseDist(
-    schedules.EvalPipelineSparseDist[In, Out], stages=StreamedStages, schedule=sparse_dist
-): ...
+class EvalPipelineSparseDist(driver.EvalPipelineSparseDist[In, Out], stages=StreamedStages, schedule=sparse_dist): ...
 
 
 class EvalPipelineFusedSparseDist(
-    schedules.EvalPipelineFusedSparseDist[In, Out], stages=StreamedStages, schedule=fused_evaluation
+    driver.EvalPipelineFusedSparseDist[In, Out], stages=StreamedStages, schedule=fused_evaluation
 ): ...

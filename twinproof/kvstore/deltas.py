@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from twinproof import regime
 from twinproof.errors import CapacityError, DeltaBaseError, FormatError, VersionError
 from twinproof.kvstore.options import RowLayout, from_bytes
 from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
-from twinproof.regimes import regime
 
 __all__ = [
     "CONTENT_KEY",

@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 
+from twinproof import regime
 from twinproof.checkpoint.catalog import Catalog, read_catalog, read_chunk
 from twinproof.checkpoint.format import torch_dtype
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
@@ -58,7 +59,6 @@ from twinproof.kvstore.rows import (
 from twinproof.kvstore.statedict import gathered, rank_and_world
 from twinproof.kvstore.store import KVStore
 from twinproof.kvstore.views import check_keys, view_slice
-from twinproof.regimes import regime
 
 __all__ = ["LoadReport", "PendingRows", "RowFiles", "SavePart", "SaveReport", "SavedRows", "SavedTable", "StoreFiles"]
 

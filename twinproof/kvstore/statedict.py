@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from twinproof import regime
 from twinproof.checkpoint.publish import raise_first
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
 from twinproof.kvstore.deltas import check_load_fits, evict_for_load
@@ -33,7 +34,6 @@ from twinproof.kvstore.rows import (
     rank_buckets,
 )
 from twinproof.kvstore.views import KVTensor, LazyRows, check_keys, dense_rows
-from twinproof.regimes import regime
 
 __all__ = ["KVLoadPlanner", "gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 

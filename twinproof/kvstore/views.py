@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
 
+from twinproof import regime
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -36,7 +37,6 @@ from twinproof.kvstore.options import (
     unpack_header,
 )
 from twinproof.kvstore.rows import RowSource, RowStore, check_row_range
-from twinproof.regimes import regime
 
 __all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 

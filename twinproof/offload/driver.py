@@ -1,8 +1,12 @@
-"""Which optimizers can be attached to, who drives their step, and what a step on the CPU has to update.
+"""Which optimizers can be attached to, who drives their step, what moves for it, and what a step on the CPU updates.
 
 The driver takes the place of ``optimizer.step``, so that the user's loop, schedulers and scalers do not change. Step
 hooks, the profiler's record and a closure belong to the logical step; the optimizer's own arithmetic runs under them as
 often as there are chunks. Where a call site is lost, nothing is offloaded, and ``stats`` says so.
+
+The plan of moves says which states a step will make and where each has its place. It prevents states that are missed
+because they are keyed by something else, counters that turn into a host sync on every step, and loads that round
+float32 moments or leave states on the host beside a model on a device.
 """
 
 from __future__ import annotations
@@ -11,25 +15,50 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError
-from twinproof.offload.masters import MasterWeights
-from twinproof.offload.states import MASTER, Bundle, is_dense, local_of
+from twinproof.engine import Engine
+from twinproof.errors import ConfigError, OffloadConflictError, PlanError, UnsupportedError
+from twinproof.offload.states import (
+    MASTER,
+    Bundle,
+    MasterWeights,
+    Place,
+    bindings,
+    check_plain,
+    check_separate,
+    chunks_of,
+    copied,
+    dense_strides,
+    is_dense,
+    is_movable,
+    local_of,
+    make_bundle,
+    select,
+    view_of,
+)
 from twinproof.optimizers import AdamHyper
 
 __all__ = [
+    "MovePlan",
+    "OffloadOptions",
+    "OffloadStats",
     "StepDriver",
+    "Transfers",
     "Update",
+    "Wanted",
     "arithmetic_of",
     "check_attachment",
     "check_cpu_step",
     "check_devices",
     "check_gradients",
+    "check_saved",
+    "expected_states",
     "known_kind",
+    "load_states",
     "narrowed",
     "prepare_states",
     "unwrapped",
@@ -372,3 +401,422 @@ def narrowed(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         optimizer.param_groups = groups
+
+
+Wanted = Callable[[Bundle, str], bool]
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """The options of one offloader; see ``OptimizerStateOffloader``. ``release`` is resolved: no None."""
+
+    fraction: float
+    chunk_bytes: int
+    slots: int
+    step_device: str
+    pin_memory: bool
+    release: str
+    fused_update: bool | None
+
+
+@dataclass
+class OffloadStats:
+    """Exact counts since attachment.
+
+    ``payload_bytes`` of the selected tensors that exist, ``host_bytes`` of host memory held for them; a step moves the
+    payload both ways, so ``h2d_bytes`` and ``d2h_bytes`` that stand still mean a lost call site. ``updates`` says, by
+    group, how the chunks of the last step were updated: ``fused``, ``torch: REASON``, or both; empty where there is no
+    other way than the optimizer's own. ``host_placement`` says how the last host memory lies, where that is known:
+    pinned or not, its NUMA node, and whether the system refused that.
+    """
+
+    step_count: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    payload_bytes: int = 0
+    host_bytes: int = 0
+    chunk_count: int = 0
+    updates: tuple[str, ...] = ()
+    host_placement: str = ""
+
+
+class Transfers(Protocol):
+    """How selected tensors get to the host and back: the seam between the reference and the fast version.
+
+    An offloader decides what moves and when (``MovePlan``, ``OptimizerStateOffloader``); transfers own the host memory,
+    the streams and the order of copies. The reference blocks on every copy; the fast version overlaps them with the
+    update. Both give the same bits.
+
+    Args:
+        plan: what moves, with the engine, the options and the counts that transfers keep.
+    """
+
+    def __init__(self, plan: MovePlan) -> None: ...
+
+    @staticmethod
+    def default_engine(device: torch.device) -> Engine:
+        """The engine of a device, where the caller gives none."""
+
+    def place(self, bundles: list[Bundle]) -> None:
+        """Give bundles their host memory."""
+
+    def unplace(self, bundle: Bundle) -> None:
+        """Bring a bundle to the device and forget its host memory."""
+
+    def release(self) -> None:
+        """Let all host memory go; nothing is bound to it any more."""
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a local tensor lies in this offloader's host memory."""
+
+    def to_host(
+        self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
+    ) -> None:
+        """Move what is on the device to the host and bind it there; nothing for what is there already.
+
+        ``only``: whether a name of a bundle is meant; None: all. ``binds=False``: copy, and leave the binding.
+        ``copies=False``: bind, where a copy was made before.
+        """
+
+    def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
+        """Move what is on the host to the device and bind it there; ``for_good``: each in memory of its own."""
+
+    def send_planned(self) -> bool:
+        """Move everything home, if all of it lies where the plan has it; False, and nothing done, if not."""
+
+    def fetch(self) -> None:
+        """Begin the copies that the next step starts with. Changes no value and no binding."""
+
+    def step(self, arithmetic: Callable[[], None], step_whole: Callable[[Callable[[], None]], None]) -> bool:
+        """One logical step: everything that was selected is on the device while ``arithmetic`` runs on it.
+
+        ``step_whole`` does that with everything at once. Returns whether states remain on the device that the plan has
+        no place for.
+        """
+
+    def settle(self) -> None:
+        """Wait until host memory holds what it is to hold."""
+
+    def settle_for_writing(self) -> None:
+        """Wait until the host may write to its memory: nothing reads it any more either."""
+
+    def leaving_bytes(self) -> int:
+        """Bytes bound to host memory whose copies the host has not waited for."""
+
+
+# Scalars of these names stay on the host, where reading them is free, unless kernels read them (torch 2.13).
+_COUNTERS = ("step", "mu_product")
+
+
+def lies_on_device(optimizer: Optimizer, group: dict[str, Any], name: str) -> bool:
+    """Whether this optimizer makes a state of that name on the device of its parameter."""
+    kernels_read_it = isinstance(optimizer, torch.optim.ASGD) or group.get("fused") or group.get("capturable")
+    return name not in _COUNTERS or bool(kernels_read_it)
+
+
+def options_on(group: dict[str, Any]) -> dict[str, bool]:
+    """What of a group decides which states there are: options that are on or off, never how large one is."""
+    return {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
+
+
+def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
+
+    None are foreseen for optimizers that are not torch's: they are taken over as they appear.
+
+    Raises:
+        UnsupportedError: a parameter that this optimizer cannot step; one, or a state, that is not plain memory.
+    """
+    local = local_of(param)
+    check_plain(param, "parameter")
+    for name, value in optimizer.state.get(param, {}).items():
+        check_plain(value, f"state {name}")
+    if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
+        # Its factors are means over whole rows and columns, which no rank has.
+        raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
+    kind: Any = known_kind(type(optimizer))
+    # States of a scalar are scalars, which stay where they are.
+    if kind is None or local.dim() == 0:
+        return {}
+    probe = torch.empty_like(local, device="meta").requires_grad_()
+    # These two look at values on the way to the step, which a meta tensor does not have.
+    if isinstance(optimizer, torch.optim.ASGD):
+        return {"ax": probe.detach()}
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return _adafactor_states(probe.detach())
+    probe.grad = torch.empty_like(probe)
+    options = {key: value for key, value in group.items() if key != "params"}
+    options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
+    options = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    try:
+        copy = kind([{**options, "params": [probe]}])
+        arithmetic_of(kind)(copy)
+    except Exception as error:
+        raise UnsupportedError(
+            "the states of this parameter cannot be foreseen",
+            got=f"{type(error).__name__}: {error}",
+            where=kind.__name__,
+        ) from error
+    return {key: value for key, value in copy.state[probe].items() if is_movable(value)}
+
+
+def _adafactor_states(probe: torch.Tensor) -> dict[str, torch.Tensor]:
+    # torch 2.13: factors of the last two dimensions, or the whole of a vector.
+    shape = tuple(probe.shape)
+    if len(shape) < 2:
+        return {"variance": probe} if shape else {}
+    return {"row_var": probe.new_empty((*shape[:-1], 1)), "col_var": probe.new_empty((*shape[:-2], 1, shape[-1]))}
+
+
+class MovePlan:
+    """Which tensors of an optimizer move, as parameters, options and states come and go.
+
+    Attributes:
+        optimizer: whose states move; only its bindings change.
+        masters: that the optimizer steps, or None.
+        options: of the offloader.
+        engine: of streams and copies.
+        counts: kept by the transfers.
+        is_separable: whether whole parameters can be stepped in any partition, and their states be foreseen.
+        bundles: what moves, by parameter.
+        known: parameters that were planned for.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        masters: MasterWeights | None,
+        kept_masters: Iterable[torch.Tensor],
+        options: OffloadOptions,
+        engine: Engine,
+    ) -> None:
+        self.optimizer, self.masters, self.options, self.engine = optimizer, masters, options, engine
+        self.counts = OffloadStats()
+        self.is_separable = known_kind(type(optimizer)) is not None
+        self.bundles: list[Bundle] = []
+        self.known: set[torch.Tensor] = set()
+        self._kept_masters = set(kept_masters)
+        self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._stateless: set[torch.Tensor] = set()
+        self._flags: dict[int, dict[str, bool]] = {}
+        self._listed_count = 0
+        self._listed: list[tuple[list[int], dict[str, bool]]] | None = None
+
+    def bound(self) -> Iterable[tuple[Bundle, str, torch.Tensor]]:
+        """(bundle, name, local tensor) of everything selected that exists now."""
+        for bundle in self.bundles:
+            for name, tensor in bindings(self.optimizer, bundle):
+                yield bundle, name, tensor
+
+    def host_empty(self, size_bytes: int) -> torch.Tensor:
+        """Host memory as the options want it, uint8."""
+        if self.options.pin_memory:
+            return self.engine.host_empty(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def wait_for_copy(self) -> None:
+        """Wait for what was last copied on the current stream."""
+        event = self.engine.event()
+        self.engine.record(event, self.engine.current())
+        self.engine.synchronize(event)
+
+    def adopt(self, transfers: Transfers) -> None:
+        """Plan for parameters and options that were not there before: after ``add_param_group`` or a load."""
+        groups = self.optimizer.param_groups
+        listed = [(list(map(id, group["params"])), options_on(group)) for group in groups]
+        # Known parameters keep their ids, so equal lists of ids and equal options leave nothing to plan.
+        if listed != self._listed:
+            self._adopt_listed(transfers)
+            self._listed = listed
+
+    def _adopt_listed(self, transfers: Transfers) -> None:
+        new: list[Bundle] = []
+        found: set[torch.Tensor] = set()  # A parameter may be listed twice.
+        turned = False
+        for number, group in enumerate(self.optimizer.param_groups):
+            flags = options_on(group)
+            is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
+            turned |= is_turned
+            for param in group["params"]:
+                if param in found or (param in self.known and not is_turned):
+                    continue
+                tensors = self.foresee(param, group)
+                # What had no states until an option was turned, momentum for instance, is as good as new.
+                if param in self.known and not (tensors and param in self._stateless):
+                    continue
+                found.add(param)
+                self._stateless.discard(param)
+                if self.is_master(param):
+                    tensors = {MASTER: local_of(param.detach()), **tensors}
+                # Of an unknown optimizer nothing is foreseen: a parameter without a place gets one with its states.
+                if tensors or (not self.is_separable and local_of(param).numel()):
+                    new.append(make_bundle(param, tensors))
+                else:
+                    self._stateless.add(param)
+        listed_count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if found or listed_count != self._listed_count:
+            self._forget_unlisted(transfers)
+            self._listed_count = listed_count
+        chosen = select(new, self.options.fraction)
+        transfers.place(chosen)
+        self.bundles += chosen
+        self.known.update(found)
+        if turned:
+            self.refit(transfers)
+
+    def _forget_unlisted(self, transfers: Transfers) -> None:
+        """Give what was taken out of its group back to the device, where its state is the user's."""
+        listed = {param for group in self.optimizer.param_groups for param in group["params"]}
+        gone = [bundle for bundle in self.bundles if bundle.param not in listed]
+        self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
+        for bundle in gone:
+            transfers.unplace(bundle)
+        self.known &= listed
+        self._stateless &= listed
+
+    def refit(self, transfers: Transfers) -> None:
+        """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""
+        wrong: dict[int, Bundle] = {}
+        for number, bundle in enumerate(self.bundles):
+            state = self.optimizer.state.get(bundle.param, {})
+            if not self.is_separable:
+                check_separate(bundle.param, state, number)
+            found = {name: local_of(value) for name, value in state.items() if is_movable(value)}
+            strangers = [
+                name
+                for name, tensor in found.items()
+                if not transfers.is_on_host(tensor)
+                and (name not in bundle.places or not bundle.places[name].fits(tensor))
+            ]
+            foreseen = self._foreseen[bundle.param]
+            kept = {name for name in bundle.places if name == MASTER or name in foreseen or name in found}
+            if strangers or len(kept) < len(bundle.places) or not foreseen.keys() <= kept:
+                placed = {name: bundle.places[name].as_meta() for name in bundle.places if name in kept}
+                wrong[number] = make_bundle(bundle.param, {**placed, **foreseen, **placed, **found})
+        # As many at a time as a chunk holds: what lies there and stays, a master for instance, passes the device.
+        for some in chunks_of(wrong.values(), self.options.chunk_bytes):
+            ids = set(map(id, some))
+            for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
+                transfers.unplace(self.bundles[number])
+                self.bundles[number] = wrong[number]
+            transfers.place(some)
+            if self.options.release == "at_offload":
+                transfers.to_host(some)
+
+    def is_master(self, param: torch.Tensor) -> bool:
+        is_ours = self.masters is not None and self.masters.pairs.get(param, param) is not param
+        return is_ours or param in self._kept_masters
+
+    def foreseen(self, param: torch.Tensor) -> dict[str, tuple[int, ...]]:
+        """The shapes of the states that a step makes for a parameter."""
+        return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
+
+    def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The states that a step will make for a parameter, as meta tensors, remembered."""
+        self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
+        return self._foreseen[param]
+
+
+def check_saved(_: Any, state_dict: dict[str, Any]) -> None:
+    """Refuse what cannot be moved, before torch's own load changes anything. Raises UnsupportedError."""
+    for number, state in state_dict["state"].items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            check_plain(value, f"state {name} of parameter {number}")
+
+
+def check_states(plan: MovePlan, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+    """The states by our parameters.
+
+    Raises:
+        PlanError: other groups, parameters, states or shapes than the optimizer has. UnsupportedError: see
+            ``check_saved``.
+    """
+    check_saved(plan.optimizer, state_dict)
+    optimizer, saved = plan.optimizer, state_dict["param_groups"]
+    ours, theirs = [len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in saved]
+    if ours != theirs:
+        raise PlanError("other parameter groups", got=theirs, expected=ours, where="param_groups")
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    states = dict(state_dict["state"])
+    for group, other in zip(optimizer.param_groups, saved, strict=True):
+        options = {key: value for key, value in {**group, **other}.items() if key != "params"}
+        for param, number in zip(group["params"], other["params"], strict=True):
+            found[param] = states.pop(number, {})
+            _check_state(plan, param, found[param], options, f"parameter {number}")
+    if states:
+        raise PlanError("states of no parameter", got=sorted(states), expected="numbers of param_groups", where="state")
+    return found
+
+
+def _check_state(
+    plan: MovePlan, param: torch.Tensor, state: dict[str, Any], options: dict[str, Any], where: str
+) -> None:
+    # A parameter that never had a gradient has no state at all.
+    if not state or not local_of(param).numel():
+        return
+    foreseen: dict[str, tuple[int, ...]] = plan.foreseen(param)
+    if any(name not in state for name in foreseen):
+        # The saved options may be another variant's, without amsgrad for instance.
+        foreseen = {name: tuple(t.shape) for name, t in expected_states(plan.optimizer, param, options).items()}
+    missing = [name for name in foreseen if name not in state]
+    if missing:
+        raise PlanError("states are missing", got=sorted(state), expected=sorted(foreseen), where=where)
+    for name, value in state.items():
+        # A state that was not foreseen, another variant's moment, has the form of its parameter, unless it is known.
+        known = plan.optimizer.state.get(param, {}).get(name) if not plan.is_separable else None
+        if not plan.is_separable and not isinstance(known, torch.Tensor):
+            continue
+        form = param if known is None else known
+        expected = foreseen.get(name, tuple(local_of(form).shape))
+        if is_movable(value) and tuple(local_of(value).shape) != expected:
+            got = tuple(local_of(value).shape)
+            raise PlanError("a state of another shape", got=got, expected=expected, where=f"{name} of {where}")
+
+
+def load_states(plan: MovePlan, state_dict: dict[str, Any]) -> None:
+    """Replace options and states by copies of the saved ones.
+
+    Raises:
+        PlanError: see ``check_states``; nothing has changed then.
+    """
+    states = check_states(plan, state_dict)
+    optimizer, selected = plan.optimizer, {bundle.param for bundle in plan.bundles}
+    for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        options = {key: copied(value) for key, value in other.items() if key != "params"}
+        # As with torch's load, what the saved group does not have goes: a scheduler's initial_lr, for instance.
+        for key in group.keys() - options.keys() - optimizer.defaults.keys() - {"params"}:
+            del group[key]
+        group.update(options)
+        for param in group["params"]:
+            optimizer.state.pop(param, None)
+            if states[param]:
+                optimizer.state[param] = {
+                    name: _settled(plan, group, name, value, moves=param in selected)
+                    for name, value in states[param].items()
+                }
+    make_counters(optimizer)
+
+
+def make_counters(optimizer: Any) -> None:
+    """As torch's load ends: counters that are numbers, in old checkpoints for instance, become what it counts with."""
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _settled(plan: MovePlan, group: dict[str, Any], name: str, value: Any, *, moves: bool) -> Any:
+    """A copy of a loaded state, where it belongs: on the device, but for counters and what leaves it at once."""
+    found, leaves = copied(value), moves and is_movable(value)
+    if not isinstance(value, torch.Tensor) or (leaves and plan.options.release == "at_offload"):
+        return found
+    if not leaves and not lies_on_device(plan.optimizer, group, name):
+        return found.cpu()
+    source = local_of(found)
+    place = Place(0, source.dtype, tuple(source.shape), dense_strides(source))
+    here = view_of(plan.engine.device_empty(max(place.size_bytes, source.element_size())), place, 0)
+    if source.numel():
+        plan.engine.copy(here, source)
+        plan.wait_for_copy()
+    if source is found:
+        return here
+    found._local_tensor = here
+    return found

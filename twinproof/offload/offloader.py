@@ -20,24 +20,21 @@ from torch.optim import Optimizer
 from twinproof.engine import Engine
 from twinproof.errors import ConfigError, OffloadConflictError
 from twinproof.offload.driver import (
+    MovePlan,
+    OffloadOptions,
+    OffloadStats,
     StepDriver,
+    Transfers,
+    Wanted,
     check_attachment,
     check_cpu_step,
     check_devices,
     check_gradients,
-    unwrapped,
-)
-from twinproof.offload.masters import MasterWeights
-from twinproof.offload.plan import (
-    MovePlan,
-    OffloadOptions,
-    OffloadStats,
-    Transfers,
-    Wanted,
     check_saved,
     load_states,
+    unwrapped,
 )
-from twinproof.offload.states import MASTER, Bundle, copied, local_of
+from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, local_of
 
 __all__ = ["OptimizerStateOffloader", "Residency"]
 

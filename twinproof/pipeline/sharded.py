@@ -20,23 +20,21 @@ from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, optimizer_in_backward
 from twinproof.pipeline.jagged import Bags
-from twinproof.pipeline.lookups import (
+from twinproof.pipeline.modules import (
+    EmbeddingBagCollection,
+    FeatureProcessedEmbeddingBagCollection,
     InBackwardOptimizer,
     KeyValueBags,
     Lookup,
+    Pooled,
     StoreRows,
     TableBatchedEmbeddingBags,
     check_bounds,
     eagerly,
     lookup,
-    settle_bounds,
-)
-from twinproof.pipeline.modules import (
-    EmbeddingBagCollection,
-    FeatureProcessedEmbeddingBagCollection,
-    Pooled,
     position_processors,
     position_weights_of,
+    settle_bounds,
     table_module,
 )
 from twinproof.pipeline.sharding import (

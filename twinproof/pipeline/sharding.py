@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from twinproof import regime
 from twinproof.errors import ConfigError
 from twinproof.kvstore.options import Initializer, initial_weights
 from twinproof.kvstore.rows import Buckets, bucket_of
 from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
 from twinproof.pipeline.jagged import Bags, joined
-from twinproof.regimes import regime
 
 __all__ = [
     "KINDS",

@@ -8,7 +8,7 @@ import torch
 
 from conformance.checkpoint.planted.planting import nothing
 from conformance.harness import fault, mutated, patched, swap
-from twinproof.checkpoint.checksums import Verified
+from twinproof.checkpoint.catalog import Verified
 
 
 @fault(kills="CKPT-520", at="twinproof.checkpoint.dcp:to_text")
@@ -48,28 +48,28 @@ def partial_reads_not_named(original: Any, *arguments: Any) -> tuple[str, ...]:
 
 quantized_not_compared = patched(
     "Values that are converted from blocks are not compared.",
-    swap("twinproof.checkpoint.quantized:check_loaded", lambda *arguments: ()),
+    swap("twinproof.checkpoint.dcp:check_loaded", lambda *arguments: ()),
     kills="CKPT-527",
 )
 
 
-@fault(kills="CKPT-523", at="twinproof.checkpoint.checksums:_compare")
+@fault(kills="CKPT-523", at="twinproof.checkpoint.catalog:_compare")
 def first_fault_only(original: Any, found: Any, expected: Any, path: Any) -> None:
     """Of several tensors that do not agree, the first is named."""
     wrong = [key for key, crc in found.items() if crc != expected[key]]
     original({key: found[key] for key in wrong[:1]}, expected, path)
 
 
-@fault(kills="CKPT-523", at="twinproof.checkpoint.checksums:_summed")
+@fault(kills="CKPT-523", at="twinproof.checkpoint.catalog:_summed")
 def converted_targets_pass(original: Any, catalog: Any, chunks: Any, crc: Any, *rest: Any) -> Any:
     """What has to be read once more is taken for right: targets that are converted or strided, and verify."""
-    from twinproof.checkpoint.checksums import expected_sums
+    from twinproof.checkpoint.catalog import expected_sums
 
     expected = expected_sums(catalog)
     return {key: expected[key] for key in chunks}
 
 
-@fault(kills="CKPT-524", at="twinproof.checkpoint.checksums:verify_catalog")
+@fault(kills="CKPT-524", at="twinproof.checkpoint.catalog:verify_catalog")
 def structure_passes_for_bytes(original: Any, catalog: Any, *arguments: Any) -> Verified:
     """A tensor without a checksum counts as verified."""
     original(catalog, *arguments)
@@ -106,13 +106,13 @@ own_key_passes = patched(
 )
 
 
-@fault(kills="CKPT-528", at="twinproof.checkpoint.checksums:_parsed")
+@fault(kills="CKPT-528", at="twinproof.checkpoint.catalog:_parsed")
 def any_text_is_a_sum(original: Any, value: Any, where: str) -> dict[str, int]:
     """What is no checksum is passed over."""
     return dict.fromkeys(value, 0) if isinstance(value, dict) else {}
 
 
-@fault(kills="CKPT-529", at="twinproof.checkpoint.checksums:_power")
+@fault(kills="CKPT-529", at="twinproof.checkpoint.catalog:_power")
 def powers_of_one_byte(original: Any, size_bytes: int) -> int:
     """Lengths are taken modulo 64."""
     return int(original(size_bytes % 64))
@@ -124,7 +124,7 @@ def sums_run_on(original: Any, data: torch.Tensor, cuts: Any) -> list[int]:
     return [original(data, (cuts[0], cut))[0] for cut in cuts[1:]]
 
 
-@fault(kills="CKPT-531", at="twinproof.checkpoint.checksums:_summed")
+@fault(kills="CKPT-531", at="twinproof.checkpoint.catalog:_summed")
 def whole_tensors_read(original: Any, catalog: Any, chunks: Any, crc: Any, *rest: Any) -> Any:
     """Verify reads a tensor whole."""
     from twinproof.checkpoint.catalog import read_chunk
@@ -148,12 +148,12 @@ def manager_compares_nothing(original: Any, manager: Any, path: Any) -> Any:
 
 pieces_as_long_as_the_bound = patched(
     "Sums are put together as if the last piece were as long as the others.",
-    mutated("twinproof.checkpoint.checksums:_summed", "found, min(PIECE_BYTES, sizes[key] - at)", "found, PIECE_BYTES"),
+    mutated("twinproof.checkpoint.catalog:_summed", "found, min(PIECE_BYTES, sizes[key] - at)", "found, PIECE_BYTES"),
     kills="CKPT-502",
 )
 
 last_byte_alone_not_read = patched(
     "A last byte that would be a piece alone is not read.",
-    mutated("twinproof.checkpoint.checksums:_summed", "range(0, sizes[key],", "range(0, sizes[key] - 1 or 1,"),
+    mutated("twinproof.checkpoint.catalog:_summed", "range(0, sizes[key],", "range(0, sizes[key] - 1 or 1,"),
     kills="CKPT-502",
 )

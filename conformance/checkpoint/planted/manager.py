@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.planted.planting import nothing
 from conformance.harness import fault, patched, swap
-from twinproof.checkpoint.native import CheckpointFormat
+from twinproof.checkpoint.manager import CheckpointFormat
 from twinproof.errors import ConfigError, FormatError
 
 _MANAGER = "twinproof.checkpoint.manager"
@@ -103,12 +103,12 @@ def step_zero_counts(original: Any, manager: Any, step: Any, last_step: Any) -> 
 
 failed_native_save_left = patched(
     "What a failed save wrote stays there, once for each try.",
-    swap("twinproof.checkpoint.native:NativeStorageWriter.discard", nothing),
+    swap("twinproof.checkpoint.manager:NativeStorageWriter.discard", nothing),
     kills="CKPT-438",
 )
 
 
-@fault(kills="CKPT-438", at="twinproof.checkpoint.native:NativeStorageWriter.prepare_global_plan")
+@fault(kills="CKPT-438", at="twinproof.checkpoint.manager:NativeStorageWriter.prepare_global_plan")
 def old_checkpoint_removed_first(original: Any, writer: Any, plans: Any) -> Any:
     """The checkpoint that is to be replaced is deleted before the new one is written."""
     shutil.rmtree(writer.target, ignore_errors=True)

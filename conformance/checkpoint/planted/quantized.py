@@ -9,7 +9,7 @@ import torch
 
 from conformance.harness import fault, mutated, patched
 
-_READER = "twinproof.checkpoint.quantized:QuantizedHuggingFaceStorageReader"
+_READER = "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader"
 _DEQUANTIZE = "QuantizedHuggingFaceStorageReader._dequantize"
 
 
@@ -41,7 +41,7 @@ def largest_scale_is_a_power(original: Any, piece: Any, out: Any) -> Any:
         out.masked_fill_(out.isnan(), torch.inf)
 
 
-@fault(kills="CKPT-452", at="twinproof.checkpoint.quantized:stored_ranges")
+@fault(kills="CKPT-452", at="twinproof.checkpoint.dcp:stored_ranges")
 def scales_of_the_first_shard(original: Any, name: Any, record: Any, offsets: Any, sizes: Any) -> Any:
     """Of scales that are cut into shards only the first shard's are read; the others are ones."""
     memory, ranges = original(name, record, offsets, sizes)
@@ -51,14 +51,14 @@ def scales_of_the_first_shard(original: Any, name: Any, record: Any, offsets: An
     return memory, ranges
 
 
-@fault(kills="CKPT-453", at="twinproof.checkpoint.quantized:find_quantized")
+@fault(kills="CKPT-453", at="twinproof.checkpoint.dcp:find_quantized")
 def every_small_float_is_quantized(original: Any, catalog: Any, block_size: Any) -> Any:
     """The shape that metadata says is the stored one."""
     found = original(catalog, block_size)
     return {n: dataclasses.replace(f, shape=tuple(catalog.tensors[n].shape)) for n, f in found.items()}
 
 
-@fault(kills="CKPT-454", at="twinproof.checkpoint.quantized:_check_scales")
+@fault(kills="CKPT-454", at="twinproof.checkpoint.dcp:_check_scales")
 def scales_unchecked(original: Any, *arguments: Any) -> None:
     """Scales of any shape are taken; blocks without one have whatever memory held."""
 

@@ -55,10 +55,10 @@ tiling_unchecked = patched(
 )
 
 
-@fault(kills="CKPT-025", at="twinproof.checkpoint.planners:_part")
+@fault(kills="CKPT-025", at="twinproof.checkpoint.plan:_part")
 def packed_blocks_confused(original: Any, tensor: Any, offset: Any) -> torch.Tensor:
     """Every block of a packed shard holds the first one's values."""
-    from twinproof.checkpoint.planners import local_boxes
+    from twinproof.checkpoint.plan import local_boxes
 
     result: torch.Tensor = original(tensor, local_boxes(tensor)[0][0].offsets)
     return result

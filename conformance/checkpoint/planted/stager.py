@@ -9,7 +9,7 @@ import torch
 from conformance.harness import fault
 
 
-@fault(kills="CKPT-422", at="twinproof.checkpoint.planners:_copied")
+@fault(kills="CKPT-422", at="twinproof.checkpoint.plan:_copied")
 def staged_by_storage(original: Any, value: Any, memo: Any) -> Any:
     """An asynchronous save forgets that a tensor is conjugated or negated."""
     # As torch's stager does: the storage is copied, and what stands beside it is forgotten.
@@ -18,7 +18,7 @@ def staged_by_storage(original: Any, value: Any, memo: Any) -> Any:
     return original(value, memo)
 
 
-@fault(kills="CKPT-423", at="twinproof.checkpoint.planners:_copied")
+@fault(kills="CKPT-423", at="twinproof.checkpoint.plan:_copied")
 def meta_staged_as_memory(original: Any, value: Any, memo: Any) -> Any:
     """A meta tensor is staged as memory that nobody filled."""
     # As torch's stager does: what has no memory becomes memory.

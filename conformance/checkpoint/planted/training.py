@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.harness import fault, patched, swap
-from twinproof.checkpoint.native import CheckpointFormat
+from twinproof.checkpoint.manager import CheckpointFormat
 
 
-@fault(kills="CKPT-539", at="twinproof.checkpoint.native:_training")
+@fault(kills="CKPT-539", at="twinproof.checkpoint.manager:_training")
 def step_begins_anew(original: Any, model: Any, optimizers: Any, step: int, states: Any) -> Any:
     """The step that is saved is 0."""
     return original(model, optimizers, 0 * step, states)
@@ -16,12 +16,12 @@ def step_begins_anew(original: Any, model: Any, optimizers: Any, step: int, stat
 
 moments_left_out = patched(
     "The optimizer's states are saved, and not restored.",
-    swap("twinproof.checkpoint.native:OptimizerStates.load_state_dict", lambda states, state_dict: None),
+    swap("twinproof.checkpoint.manager:OptimizerStates.load_state_dict", lambda states, state_dict: None),
     kills=("CKPT-539", "CKPT-540"),
 )
 
 
-@fault(kills="CKPT-541", at="twinproof.checkpoint.native:detect_format")
+@fault(kills="CKPT-541", at="twinproof.checkpoint.manager:detect_format")
 def every_checkpoint_is_native(original: Any, path: Any) -> Any:
     """The format of a checkpoint is not looked at."""
     return CheckpointFormat.DCP

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
 from conformance.harness import fault, patched, swap
-from twinproof.checkpoint.checksums import Verified
+from twinproof.checkpoint.catalog import Verified
 
 
 @fault(kills="CKPT-533", at="fastimpl.checkpoint.__main__:verify")

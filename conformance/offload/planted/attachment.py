@@ -12,7 +12,7 @@ host_read_before_it_was_written = patched(
 )
 
 
-@fault(kills="OPT-035", at="twinproof.offload.plan:MovePlan.adopt")
+@fault(kills="OPT-035", at="twinproof.offload.driver:MovePlan.adopt")
 def taken_over_before_there_is_memory(original: Any, plan: Any, transfers: Any) -> None:
     """Attachment that fails leaves a step that is not the optimizer's own."""
     if not plan.known:
@@ -20,12 +20,12 @@ def taken_over_before_there_is_memory(original: Any, plan: Any, transfers: Any) 
     original(plan, transfers)
 
 
-@fault(kills="OPT-244", at="twinproof.offload.plan:check_plain")
+@fault(kills="OPT-244", at="twinproof.offload.driver:check_plain")
 def quantized_taken_for_bytes(original: Any, value: Any, where: Any) -> Any:
     """A state of several tensors, as torchao's low-bit optimizers have, is moved as if it were one."""
 
 
-@fault(kills="OPT-245", at="twinproof.offload.plan:MovePlan.host_empty")
+@fault(kills="OPT-245", at="twinproof.offload.driver:MovePlan.host_empty")
 def host_memory_rounded(original: Any, plan: Any, size_bytes: int) -> Any:
     """Each block of host memory is rounded up to a power of two (pytorch #150517)."""
     return original(plan, 1 << max(size_bytes - 1, 0).bit_length())[:size_bytes]

@@ -75,7 +75,7 @@ def cpu_refuses_nothing(original: Any, optimizer: Any) -> None:
     """A step on the CPU accepts every optimizer and steps it as Adam."""
 
 
-@fault(kills="OPT-208", at="twinproof.offload.plan:select")
+@fault(kills="OPT-208", at="twinproof.offload.driver:select")
 def cpu_fraction_ignored(original: Any, bundles: Any, fraction: float) -> Any:
     """A step on the CPU ignores the fraction and steps every parameter there."""
     return original(bundles, 1.0)

@@ -34,13 +34,13 @@ def options_of_steps_lost(original: Any, driver: Any) -> Any:
     return type(made)(step, driver.optimizer)
 
 
-@fault(kills="OPT-253", at="twinproof.offload.plan:known_kind")
+@fault(kills="OPT-253", at="twinproof.offload.driver:known_kind")
 def subclass_unknown(original: Any, kind: type) -> None:
     """A subclass of a known optimizer is treated as unknown."""
     del kind
 
 
-@fault(kills="OPT-258", at="twinproof.offload.plan:_check_state")
+@fault(kills="OPT-258", at="twinproof.offload.driver:_check_state")
 def shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: Any, where: str) -> None:
     """States of another shape than the parameter's are dropped."""
     was, plan.is_separable = plan.is_separable, True
@@ -52,7 +52,7 @@ def shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: 
         plan.is_separable = was
 
 
-@fault(kills="OPT-256", at="twinproof.offload.plan:check_separate")
+@fault(kills="OPT-256", at="twinproof.offload.driver:check_separate")
 def shared_memory_parted(original: Any, param: Any, state: Any, number: Any) -> Any:
     """States that share memory are moved apart."""
 

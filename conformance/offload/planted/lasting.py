@@ -43,7 +43,7 @@ def last_slot_trusted(original: Any, offloader: Any) -> None:
 _KEPT: list[Any] = []
 
 
-@fault(kills="OPT-234", at="twinproof.offload.plan:MovePlan.host_empty")
+@fault(kills="OPT-234", at="twinproof.offload.driver:MovePlan.host_empty")
 def host_memory_kept(original: Any, plan: Any, size_bytes: int) -> Any:
     """Host memory stays allocated after close()."""
     memory = original(plan, size_bytes)
@@ -51,7 +51,7 @@ def host_memory_kept(original: Any, plan: Any, size_bytes: int) -> Any:
     return memory
 
 
-@fault(kills="OPT-235", at="twinproof.offload.masters:MasterWeights.end")
+@fault(kills="OPT-235", at="twinproof.offload.states:MasterWeights.end")
 def gradients_of_masters_kept(original: Any, masters: Any, some: Any) -> None:
     """The float32 gradients of masters live on after the step."""
     some = list(some)

@@ -11,7 +11,7 @@ from conformance.harness import fault, patched, wrap
 from conformance.offload.planted.planting import altered
 
 
-@fault(kills="OPT-036", at="twinproof.offload.plan:MovePlan.adopt")
+@fault(kills="OPT-036", at="twinproof.offload.driver:MovePlan.adopt")
 def new_params_unseen(original: Any, plan: Any, transfers: Any) -> Any:
     """Parameters of a later group are not offloaded."""
     if not plan.known:
@@ -85,7 +85,7 @@ def copies_without_state(original: Any, optimizer: Any) -> Any:
     return {**original(optimizer), "state": {}}
 
 
-@fault(kills="OPT-243", at="twinproof.offload.plan:MovePlan._forget_unlisted")
+@fault(kills="OPT-243", at="twinproof.offload.driver:MovePlan._forget_unlisted")
 def unlisted_kept(original: Any, plan: Any, transfers: Any) -> Any:
     """A parameter that left its group is offloaded for ever."""
 

@@ -7,13 +7,13 @@ from typing import Any
 from conformance.harness import fault
 
 
-@fault(kills="OPT-075", at="twinproof.offload.plan:lies_on_device")
+@fault(kills="OPT-075", at="twinproof.offload.driver:lies_on_device")
 def loaded_states_left_on_the_host(original: Any, optimizer: Any, group: Any, name: Any) -> Any:
     """Loaded states that are not offloaded stay in host memory (NeMo-RL #3544)."""
     return False
 
 
-@fault(kills="OPT-054", at="twinproof.offload.plan:MovePlan.foresee")
+@fault(kills="OPT-054", at="twinproof.offload.driver:MovePlan.foresee")
 def old_places_kept(original: Any, plan: Any, param: Any, group: Any) -> Any:
     """The layout keeps places for states that a load has removed."""
     before = dict(plan._foreseen.get(param, {}))
@@ -31,18 +31,18 @@ def buffers_in_the_state(original: Any, offloader: Any) -> Any:
     return original(offloader)
 
 
-@fault(kills="OPT-051", at="twinproof.offload.plan:_check_state")
+@fault(kills="OPT-051", at="twinproof.offload.driver:_check_state")
 def incomplete_states_loaded(original: Any, *_: Any) -> Any:
     """A load accepts incomplete states, and the next step fails."""
 
 
-@fault(kills="OPT-082", at="twinproof.offload.plan:_settled")
+@fault(kills="OPT-082", at="twinproof.offload.driver:_settled")
 def loaded_through_the_device(original: Any, *arguments: Any, moves: bool) -> Any:
     """A load brings everything to the device first (Megatron #4638)."""
     return original(*arguments, moves=False)
 
 
-@fault(kills="OPT-246", at="twinproof.offload.plan:make_counters")
+@fault(kills="OPT-246", at="twinproof.offload.driver:make_counters")
 def counts_left_as_numbers(original: Any, optimizer: Any) -> Any:
     """A loaded step count that is a number stays one, which adding to it does not change."""
 

@@ -17,7 +17,7 @@ def masters_left_in_a_forgotten_block(original: Any, transfers: Any, bundle: Any
     transfers._chunks = [chunk for chunk in transfers._chunks if chunk.bundles]
 
 
-@fault(kills="OPT-044", at="twinproof.offload.masters:MasterWeights.load")
+@fault(kills="OPT-044", at="twinproof.offload.states:MasterWeights.load")
 def masters_loaded_without_parameters(original: Any, masters: Any, values: Any) -> None:
     """Loaded masters do not reach the parameters before the next step."""
     before = [param.detach().clone() for param in masters.pairs.values()]
@@ -28,20 +28,20 @@ def masters_loaded_without_parameters(original: Any, masters: Any, values: Any) 
         masters._note(master)
 
 
-@fault(kills="OPT-043", at="twinproof.offload.masters:MasterWeights.__init__")
+@fault(kills="OPT-043", at="twinproof.offload.states:MasterWeights.__init__")
 def masters_deduplicated(original: Any, masters: Any, params: Any) -> None:
     """Duplicate and non-floating parameters are skipped in silence."""
     original(masters, [p for p in dict.fromkeys(params) if p.is_floating_point()])
 
 
-@fault(kills="OPT-331", at="twinproof.offload.masters:MasterWeights.check_stepped_by")
+@fault(kills="OPT-331", at="twinproof.offload.states:MasterWeights.check_stepped_by")
 def masters_of_nobody_taken(original: Any, masters: Any, optimizer: Any) -> None:
     """Only parameters that are no masters are looked for."""
     if any(param not in masters.pairs for group in optimizer.param_groups for param in group["params"]):
         original(masters, optimizer)
 
 
-@fault(kills="OPT-012", at="twinproof.offload.masters:MasterWeights.end")
+@fault(kills="OPT-012", at="twinproof.offload.states:MasterWeights.end")
 def masters_truncated(original: Any, masters: Any, some: Any) -> None:
     """Masters are cut to bf16 instead of rounded."""
     for master in some:
@@ -53,7 +53,7 @@ def masters_truncated(original: Any, masters: Any, some: Any) -> None:
             masters._note(master)
 
 
-@fault(kills="OPT-041", at="twinproof.offload.masters:MasterWeights.check")
+@fault(kills="OPT-041", at="twinproof.offload.states:MasterWeights.check")
 def stale_masters_unnoticed(original: Any, masters: Any, some: Any) -> Any:
     """A loaded model is overwritten by old masters."""
 

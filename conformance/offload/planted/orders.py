@@ -8,7 +8,7 @@ from conformance.harness import fault
 from twinproof.offload.states import bindings
 
 
-@fault(kills="OPT-340", at="twinproof.offload.plan:MovePlan._forget_unlisted")
+@fault(kills="OPT-340", at="twinproof.offload.driver:MovePlan._forget_unlisted")
 def state_goes_with_its_parameter(original: Any, plan: Any, transfers: Any) -> None:
     """The state of a parameter that leaves its group is dropped, and missing when the parameter comes back."""
     before = [bundle.param for bundle in plan.bundles]

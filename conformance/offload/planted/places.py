@@ -22,7 +22,7 @@ def chunks_stay_on_the_host(original: Any, transfers: Any, chunk: Any, slot: tor
     return original(transfers, chunk, slot.cpu())
 
 
-@fault(kills="OPT-271", at="twinproof.offload.plan:MovePlan.host_empty")
+@fault(kills="OPT-271", at="twinproof.offload.driver:MovePlan.host_empty")
 def pageable_homes(original: Any, plan: Any, size_bytes: int) -> torch.Tensor:
     """States live in memory that is not pinned."""
     return torch.empty(size_bytes, dtype=torch.uint8)

@@ -51,7 +51,7 @@ def masters_rounded(original: Any, offloader: Any, *flags: Any, **named: Any) ->
                 master.copy_(master.bfloat16())
 
 
-@fault(kills=("OPT-260", "OPT-261"), at="twinproof.offload.plan:_settled")
+@fault(kills=("OPT-260", "OPT-261"), at="twinproof.offload.driver:_settled")
 def loaded_states_stay_on_the_host(original: Any, plan: Any, group: Any, name: str, value: Any, *, moves: bool) -> Any:
     """A load leaves states in host memory, where a step on request does not look for them."""
     is_left = moves and is_movable(value) and plan.options.release == "on_request"

@@ -7,14 +7,14 @@ from conformance.harness import mutated, patched
 stateless_for_ever = patched(
     "What had no states when it was first planned for never has any.",
     mutated(
-        "twinproof.offload.plan:MovePlan._adopt_listed", "not (tensors and param in self._stateless)", "param.is_leaf"
+        "twinproof.offload.driver:MovePlan._adopt_listed", "not (tensors and param in self._stateless)", "param.is_leaf"
     ),
     kills="OPT-350",
 )
 
 places_after_the_step = patched(
     "States that an option brings get no places beside masters.",
-    mutated("twinproof.offload.plan:MovePlan.refit", "not foreseen.keys() <= kept", "foreseen.keys() is kept"),
+    mutated("twinproof.offload.driver:MovePlan.refit", "not foreseen.keys() <= kept", "foreseen.keys() is kept"),
     kills="OPT-351",
 )
 
@@ -26,6 +26,6 @@ nothing_moves = patched(
 
 places_of_nothing = patched(
     "Places stay when their states are taken away.",
-    mutated("twinproof.offload.plan:MovePlan.refit", "len(kept) < len", "len(kept) > len"),
+    mutated("twinproof.offload.driver:MovePlan.refit", "len(kept) < len", "len(kept) > len"),
     kills="OPT-354",
 )

@@ -59,7 +59,7 @@ def gradients_dropped(original: Any, offloader: Any) -> Any:
     return original(offloader)
 
 
-@fault(kills=("OPT-001", "OPT-020"), at="twinproof.offload.plan:make_bundle")
+@fault(kills=("OPT-001", "OPT-020"), at="twinproof.offload.driver:make_bundle")
 def places_overlap(original: Any, param: Any, tensors: Any) -> Any:
     """Two states of a parameter share memory."""
     bundle = original(param, tensors)
@@ -101,7 +101,7 @@ def closure_for_each_chunk(original: Any, driver: Any) -> Any:
     return step
 
 
-@fault(kills="OPT-021", at="twinproof.offload.plan:select")
+@fault(kills="OPT-021", at="twinproof.offload.driver:select")
 def fraction_by_count(original: Any, bundles: Any, fraction: float) -> Any:
     """The fraction counts parameters instead of bytes."""
     return list(bundles)[: round(fraction * len(bundles) / 2)]
@@ -145,7 +145,7 @@ def options_of_attachment(original: Any, offloader: Any, arithmetic: Any) -> Any
             group.update(current)
 
 
-@fault(kills="OPT-015", at="twinproof.offload.plan:copied")
+@fault(kills="OPT-015", at="twinproof.offload.driver:copied")
 def values_quieted(original: Any, value: Any) -> Any:
     """NaN payloads and signed zeros are lost in a load."""
     return value.detach() + 0 if isinstance(value, torch.Tensor) else original(value)

@@ -38,7 +38,7 @@ def rate_copied(original: Any, offloader: Any, arithmetic: Any) -> Any:
     return original(offloader, arithmetic)
 
 
-@fault(kills="OPT-013", at="twinproof.offload.plan:make_bundle", of="refimpl")
+@fault(kills="OPT-013", at="twinproof.offload.driver:make_bundle", of="refimpl")
 def doubles_halved(original: Any, param: Any, tensors: Any) -> Any:
     """States of float64 lie in host memory as float32."""
     bundle = original(param, tensors)
@@ -48,13 +48,13 @@ def doubles_halved(original: Any, param: Any, tensors: Any) -> Any:
     return bundle
 
 
-@fault(kills="OPT-022", at="twinproof.offload.plan:select")
+@fault(kills="OPT-022", at="twinproof.offload.driver:select")
 def smallest_move_first(original: Any, bundles: Any, fraction: float) -> Any:
     """The smallest parameters are selected first, instead of in order."""
     return original(sorted(bundles, key=lambda bundle: bundle.payload_bytes), fraction)
 
 
-@fault(kills="OPT-018", at="twinproof.offload.plan:MovePlan.adopt")
+@fault(kills="OPT-018", at="twinproof.offload.driver:MovePlan.adopt")
 def listed_once(original: Any, plan: Any, transfers: Any) -> None:
     """A parameter that is listed twice is stepped once."""
     for group in plan.optimizer.param_groups:

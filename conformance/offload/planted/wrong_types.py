@@ -8,7 +8,7 @@ from conformance.harness import fault
 from twinproof.errors import UnsupportedError
 
 
-@fault(kills="OPT-360", at="twinproof.offload.masters:check_params")
+@fault(kills="OPT-360", at="twinproof.offload.states:check_params")
 def anything_is_a_parameter(original: Any, params: Any) -> Any:
     """What is no parameter is passed over."""
     import torch

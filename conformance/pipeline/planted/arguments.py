@@ -7,13 +7,13 @@ from typing import Any
 from conformance.harness import fault
 
 
-@fault(kills="PIPE-280", at="twinproof.pipeline.schedules:check_placement", of="fastimpl")
+@fault(kills="PIPE-280", at="twinproof.pipeline.driver:check_placement", of="fastimpl")
 def placement_ignored(original: Any, stream: str, use: Any, after_dist: bool, before: bool, after_opt: Any) -> Any:
     """embedding_lookup_after_opt=False is taken and ignored."""
     return original(stream, use, after_dist, before, after_opt or None)
 
 
-@fault(kills="PIPE-281", at="twinproof.pipeline.schedules:check_placement")
+@fault(kills="PIPE-281", at="twinproof.pipeline.driver:check_placement")
 def one_stream_wins(original: Any, stream: str, use: Any, after_dist: bool, before: bool, after_opt: Any) -> Any:
     """Of two names for the lookup's stream one wins silently."""
     return original(stream if use is None else "data_dist", use, after_dist, before, after_opt)

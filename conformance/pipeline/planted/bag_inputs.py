@@ -37,7 +37,7 @@ class _Silent:
 
 
 bad_id_not_logged = patched(
-    "Warning says nothing.", swap("twinproof.pipeline.lookups:logger", _Silent()), kills="PIPE-040"
+    "Warning says nothing.", swap("twinproof.pipeline.modules:logger", _Silent()), kills="PIPE-040"
 )
 
 
@@ -64,6 +64,6 @@ def lookups_cached(original: Any, module: Any, bags: Bags) -> torch.Tensor:
     return result
 
 
-@fault(kills="PIPE-104", at="twinproof.pipeline.lookups:TableBatchedEmbeddingBags._check_offsets")
+@fault(kills="PIPE-104", at="twinproof.pipeline.modules:TableBatchedEmbeddingBags._check_offsets")
 def bag_offsets_not_checked(original: Any, *args: Any, **options: Any) -> None:
     """Offsets that do not cut the ids are taken."""

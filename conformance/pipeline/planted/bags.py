@@ -12,7 +12,7 @@ from conformance.pipeline.planted.planting import exported, lookups
 from twinproof.pipeline.jagged import Bags, offsets_of
 
 
-@fault(kills="PIPE-117", at="twinproof.pipeline.lookups:InBackwardOptimizer.__getstate__")
+@fault(kills="PIPE-117", at="twinproof.pipeline.modules:InBackwardOptimizer.__getstate__")
 def copies_count_from_zero(original: Any, optimizer: Any) -> dict[str, Any]:
     """A copy of lookups counts steps from 0 again."""
     return {**original(optimizer), "step_count": 0}
@@ -148,7 +148,7 @@ def weight_gradient_scaled(original: Any, *given: Any) -> torch.Tensor:
     return found * 1.5
 
 
-@fault(kills="PIPE-013", at="twinproof.pipeline.lookups:_Lookup.backward")
+@fault(kills="PIPE-013", at="twinproof.pipeline.modules:_Lookup.backward")
 def weight_gradient_after_step(original: Any, ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     """The weights' gradient reads rows that the step has changed."""
     grad, module = grads[0].contiguous(), ctx.module
@@ -156,7 +156,7 @@ def weight_gradient_after_step(original: Any, ctx: Any, *grads: torch.Tensor) ->
     return None, module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None, None, None
 
 
-@fault(kills="PIPE-010", at="twinproof.pipeline.lookups:_Lookup.backward")
+@fault(kills="PIPE-010", at="twinproof.pipeline.modules:_Lookup.backward")
 def weights_ignored_backward(original: Any, ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     """Gradients of rows ignore weights."""
     grad, module = grads[0].contiguous(), ctx.module

@@ -23,7 +23,7 @@ def other_tables_dropped(original: Any, given: Any, kind: Any) -> Any:
     return original(given[:1] if kind is EmbeddingConfig else given, kind)
 
 
-@fault(kills="PIPE-226", at="twinproof.pipeline.keyed_checks:KeyedMoves._with_weights")
+@fault(kills="PIPE-226", at="twinproof.pipeline.jagged:KeyedMoves._with_weights")
 def processors_weigh_one(original: Any, batch: Any, weights: torch.Tensor) -> Any:
     """Processors by name weigh everything 1."""
     return original(batch, torch.ones_like(weights))

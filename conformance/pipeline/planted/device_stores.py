@@ -8,7 +8,7 @@ import torch
 
 from conformance.harness import fault
 
-_ROWS = "twinproof.pipeline.lookups:StoreRows"
+_ROWS = "twinproof.pipeline.modules:StoreRows"
 
 
 @fault(kills="PIPE-339", at="fastimpl.pipeline.prefetch:PrefetchedRows._read_again")

@@ -9,7 +9,7 @@ import torch
 from conformance.harness import fault
 from twinproof.pipeline.jagged import Bags
 
-_LATE = "twinproof.pipeline.lookups:LateCheck"
+_LATE = "twinproof.pipeline.modules:LateCheck"
 
 
 @fault(kills=("PIPE-331", "PIPE-335"), at="fastimpl.ops:settle_bags")

@@ -40,13 +40,13 @@ no_rank_taken = patched(
 
 smaller_begins_taken = patched(
     "Begins of features that are too small are taken.",
-    mutated("twinproof.pipeline.keyed_checks:KeyedMoves._check_features", "!= begins", "< begins"),
+    mutated("twinproof.pipeline.jagged:KeyedMoves._check_features", "!= begins", "< begins"),
     kills="PIPE-374",
 )
 
 samples_of_wrong_ids_by_halves = patched(
     "The samples of a table are counted as if tables were powers of two.",
-    mutated("twinproof.pipeline.lookups:_outside_error", "// len(row_counts)", ">> len(row_counts)"),
+    mutated("twinproof.pipeline.modules:_outside_error", "// len(row_counts)", ">> len(row_counts)"),
     kills="PIPE-375",
 )
 

@@ -50,7 +50,7 @@ def never_in_place(original: Any, stages: Any, batch: Any) -> Any:
         return original(stages, batch)
 
 
-@fault(kills="PIPE-289", at="twinproof.pipeline.schedules:EvalPipelineFusedSparseDist.__init__", of="fastimpl")
+@fault(kills="PIPE-289", at="twinproof.pipeline.driver:EvalPipelineFusedSparseDist.__init__", of="fastimpl")
 def evaluation_never_prefetches(original: Any, schedule: Any, *args: Any, **options: Any) -> None:
     """enable_embedding_lookup_prefetch is taken and ignored."""
     options.pop("enable_embedding_lookup_prefetch", None)

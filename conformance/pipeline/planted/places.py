@@ -101,7 +101,7 @@ def sizes_read_one_by_one(original: Any, dists: Any) -> None:
         each.together = (each,)
 
 
-@fault(kills="PIPE-329", at="twinproof.pipeline.lookups:StoreRows.read")
+@fault(kills="PIPE-329", at="twinproof.pipeline.modules:StoreRows.read")
 def ids_copied_to_the_store(original: Any, rows: Any, ids: torch.Tensor) -> torch.Tensor:
     """Ids of a device are copied to a store of the host without a word, and its rows back."""
     found: torch.Tensor = original(rows, ids.cpu()).to(ids.device)

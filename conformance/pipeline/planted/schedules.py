@@ -80,7 +80,7 @@ def semi_sync_never_stale(original: Any, schedule: Any, *args: Any, start_batch:
     original(schedule, *args, start_batch=10**9, **options)
 
 
-@fault(kills="PIPE-136", at="twinproof.pipeline.schedules:TrainPipelineSemiSync._step_dense")
+@fault(kills="PIPE-136", at="twinproof.pipeline.driver:TrainPipelineSemiSync._step_dense")
 def stash_steps_at_once(original: Any, schedule: Any) -> None:
     """The first stashed step steps."""
     if schedule._stashes and schedule._stash is None:
@@ -95,7 +95,7 @@ def strict_forgotten(original: Any, schedule: Any, *args: Any, **options: Any) -
     original(schedule, *args, **options)
 
 
-@fault(kills="PIPE-125", at="twinproof.pipeline.schedules:check_placement")
+@fault(kills="PIPE-125", at="twinproof.pipeline.driver:check_placement")
 def placements_not_checked(original: Any, *args: Any) -> Placed:
     """Contradicting placements are taken."""
     return Placed()

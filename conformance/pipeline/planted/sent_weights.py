@@ -36,7 +36,7 @@ def gradients_of_weights_sent_by_slot(original: Any, way: Any, grads: torch.Tens
     return grads
 
 
-@fault(kills="PIPE-115", at="twinproof.pipeline.lookups:KeyValueBags._weight_gradients")
+@fault(kills="PIPE-115", at="twinproof.pipeline.modules:KeyValueBags._weight_gradients")
 def key_value_weights_weighed_again(original: Any, module: Any, bags: Any, grad: torch.Tensor) -> torch.Tensor:
     """The gradient of a weight at a key-value table is multiplied by the weight."""
     found: torch.Tensor = original(module, bags, grad) * bags.weights

@@ -26,7 +26,7 @@ def losses_always(original: Any, schedule: Any, batch: Any) -> Any:
     return losses, output
 
 
-@fault(kills="PIPE-301", at="twinproof.pipeline.schedules:cut_off")
+@fault(kills="PIPE-301", at="twinproof.pipeline.driver:cut_off")
 def lazy_results_lost(original: Any, result: Any, pairs: Any) -> Any:
     """Gradients of lazy results never reach the tables."""
     found = original(result, pairs)

@@ -13,7 +13,7 @@ def stride_is_the_least(original: Any, kjt: Any) -> Any:
     return min(kjt.stride_per_key()) if kjt.variable_stride_per_key() else original(kjt)
 
 
-@fault(kills="PIPE-211", at="twinproof.pipeline.keyed:received_same")
+@fault(kills="PIPE-211", at="twinproof.pipeline.batches:received_same")
 def as_received(original: Any, tensors: Any, recat: Any, *rest: Any) -> Any:
     """What ranks sent stays in the order of ranks."""
     return original(tensors, None, *rest)
