@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
+import page_commands  # noqa: E402
 from checks import DOCUMENTED_PROGRAMS  # noqa: E402
 from documents import OTHERS, STEMS, Block, blocks, dead_links, foreign, sentences, too_wide  # noqa: E402
 
@@ -176,3 +177,27 @@ def test_commands_have_their_options() -> None:
     for command, options in wanted.items():
         text = _help(command)
         assert [option for option in sorted(options) if option.partition("=")[0] not in text] == [], command
+
+
+def test_pages_with_shell_lines_are_run_at_night() -> None:
+    # docs/first-hour.md has a script of its own, the recipe of docs/simt.md a test of the suite.
+    of_others = {"docs/first-hour.md", "docs/simt.md"}
+    shown = {
+        str(page.relative_to(ROOT))
+        for page in [*WRITTEN, ROOT / "conformance/README.md"]
+        for block in blocks(page)
+        if block.language == "" and block.text.split()[0] in page_commands.COMMANDS
+    }
+    assert shown - of_others == set(page_commands.PAGES)
+    lines = [line for name in page_commands.PAGES for block in blocks(ROOT / name) for line in block.text.splitlines()]
+    said = {line.partition("  #")[0].strip() for line in lines}
+    assert page_commands.ELSEWHERE.keys() <= said, "an exception that no page needs"
+
+
+def test_a_line_that_fails_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```\npython -c 'print(40 + 2)'\n```\n\n```\n42\n```\n", encoding="utf-8")
+    assert page_commands.run_page(page, tmp_path) == []
+    for before, after, said in (("42\n", "43\n", "nothing printed '43'"), ("print(40 + 2)", "exit(3)", "status 3")):
+        page.write_text(page.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
+        assert said in page_commands.run_page(page, tmp_path)[0]
