@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 MAPPING = {"one": 1, "rows": 2, "wide": 1, "double": 2, "half": 1}
+LARGE = ("a", "b", "c", "d")
 FILES = tuple(f"model-{index:05d}-of-00002.safetensors" for index in (1, 2))
 
 
@@ -161,8 +162,8 @@ def consolidate(implementation: str, source: str, target: str) -> None:
 
 
 def consolidate_large(implementation: str, source: str, target: str) -> None:
-    """Merge shard files, with one thread, into one file."""
-    component(implementation, "checkpoint").consolidate_safetensors_files(source, target)
+    """Merge shard files of a state with these names, with one thread, into one file."""
+    component(implementation, "checkpoint").consolidate_safetensors_files(source, target, dict.fromkeys(LARGE, 1))
 
 
 def consolidate_together(rank: Rank, source: str, target: str) -> None:
