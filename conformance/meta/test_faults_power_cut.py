@@ -67,7 +67,21 @@ def _two_writes(root: str) -> None:
     os.close(descriptor)
 
 
+def _two_copies(root: str) -> None:
+    _put(f"{root}/source")
+    source = os.open(f"{root}/source", os.O_RDONLY)
+    descriptor = os.open(f"{root}/file", os.O_WRONLY | os.O_CREAT)
+    os.copy_file_range(source, descriptor, 4, 4, 4)
+    os.copy_file_range(source, descriptor, 4, 0, 0)
+    os.close(descriptor)
+    os.close(source)
+
+
 _OLD = b"OLDOLD"
+_HALVES: tuple[set[bytes | None], set[bytes | None]] = (
+    {None, b"", _NEW, _NEW[:4], b"\0\0\0\0efgh", b"abcd\0\0\0\0", b"\0\0\0\0ef", b"abcdef", b"ab\0\0efgh"},
+    {None, b"", _NEW, _NEW[:4], b"\0\0\0\0efgh", b"abcdef", b"ab\0\0efgh"},
+)
 # (program, old content or None, the contents that may be there at any instant, and those after it returned).
 _CASES: list[tuple[Callable[[str], None], bytes | None, set[bytes | None], set[bytes | None]]] = [
     (_careless, _OLD, {_OLD, b"", _NEW[:4], _NEW}, {_OLD, b"", _NEW[:4], _NEW}),
@@ -76,12 +90,8 @@ _CASES: list[tuple[Callable[[str], None], bytes | None, set[bytes | None], set[b
     (_durable, None, {None, _NEW}, {_NEW}),
     # Nothing but the truncation; then the write without it, over what was there; half of it; all, synced at last.
     (_in_place, _OLD, {_OLD, b"", _NEW, _NEW[:4], _NEW[:4] + _OLD[4:]}, {_NEW}),
-    (
-        _two_writes,
-        None,
-        {None, b"", _NEW, _NEW[:4], b"\0\0\0\0efgh", b"abcd\0\0\0\0", b"\0\0\0\0ef", b"abcdef", b"ab\0\0efgh"},
-        {None, b"", _NEW, _NEW[:4], b"\0\0\0\0efgh", b"abcdef", b"ab\0\0efgh"},
-    ),
+    (_two_writes, None, *_HALVES),
+    (_two_copies, None, *_HALVES),
 ]
 
 

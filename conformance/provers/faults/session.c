@@ -193,6 +193,10 @@ void tp_begin(struct tp_session *session, const struct tp_caller *who, long nr, 
     event->fault = fault;
     event->flags = shape->flags < 0 ? 0 : (int32_t)args[(int)shape->flags];
     event->offset = shape->offset < 0 ? -1 : args[(int)shape->offset];
+    // Where a copy goes is behind a pointer; without one it is the file position.
+    off_t place;
+    if (call == TP_COPY_FILE_RANGE && args[3] && tp_read(who, (unsigned long)args[3], &place, sizeof place))
+        event->offset = place;
     event->size = shape->size < 0 ? 0 : (uint64_t)args[(int)shape->size];
     if (shape->vector >= 0) event->size = vector_bytes(who, (unsigned long)args[(int)shape->vector], args[2]);
     event->inode = inode;
