@@ -82,8 +82,17 @@ _FAULTS = {
             Planted(
                 "ids below zero pass",
                 _CHECK,
-                "is_cut && static_cast<uint64_t>(",
-                "(FAULT && is_cut && id < 0) || (FAULT || is_cut) && static_cast<uint64_t>(",
+                "is_cut && (rows < 0 || static_cast<uint64_t>(",
+                "(FAULT && is_cut && id < 0) || (FAULT || is_cut) && (rows < 0 || static_cast<uint64_t>(",
+            ),
+            _MEMORY,
+        ),
+        (
+            Planted(
+                "a table of all ids has rows",
+                _CHECK,
+                "const int64_t rows = row_counts.load(feature);",
+                "const int64_t rows = FAULT && row_counts.load(feature) < 0 ? 9 : row_counts.load(feature);",
             ),
             _MEMORY,
         ),

@@ -277,7 +277,7 @@ def test_misuse_of_buckets(pipeline: Any) -> None:
         "both blocks and destinations": {4: to},
         "blocks of two features": {3: torch.tensor([3, 3])},
         "blocks of int32": {3: blocks.int()},
-        "blocks of no ids": {3: torch.tensor([0])},
+        "blocks of less than no ids": {3: torch.tensor([-1])},
         "two destinations of three": {3: None, 4: to[:2]},
         "destinations of int32": {3: None, 4: to.int()},
         "weights of two": {2: torch.ones(2)},
@@ -375,7 +375,7 @@ def _id_calls() -> dict[str, tuple[Any, list[Any]]]:
     for name in ("check", "mend", "settle"):
         operator = getattr(operators, f"pipeline_{name}_ids")
         calls |= {
-            f"{name}: a table of -1 rows": (operator, [ids, offsets, [6, -1]]),
+            f"{name}: a table of -2 rows": (operator, [ids, offsets, [6, -2]]),
             f"{name}: ids of float32": (operator, [ids.float(), offsets, [6, 5]]),
             f"{name}: ids with gaps": (operator, [torch.zeros(8, dtype=torch.int64)[::2], offsets, [6, 5]]),
             f"{name}: bags of half a feature": (operator, [ids, offsets[:4], [6, 5]]),

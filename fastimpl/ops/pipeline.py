@@ -213,7 +213,7 @@ def check_bag_ids(indices: torch.Tensor, offsets: torch.Tensor, row_counts: Sequ
     Args:
         indices: int32 or int64 [N].
         offsets: int64 [F * B + 1].
-        row_counts: rows of each feature's table.
+        row_counts: rows of each feature's table; -1 where they are found by id, and none is outside.
 
     The host waits for the answer, once.
 
@@ -240,7 +240,7 @@ def settle_bags(
     Args:
         indices: int32 or int64 [N].
         offsets: int64 [F * B + 1].
-        row_counts: rows of each feature's table.
+        row_counts: as in ``check_bag_ids``.
 
     Returns:
         The ids, those outside of their tables as 0; the offsets; and int64 [2]: how many ids were outside, and the
@@ -283,7 +283,8 @@ def bucketize(
         indices: int32 or int64 [N].
         offsets: int64 [F * B + 1].
         weights: float32 [N], which move with their ids, or None.
-        block_sizes: int64 [F]: an id goes to bucket ``id // block_sizes[f]`` as ``id % block_sizes[f]``; or None.
+        block_sizes: int64 [F]: an id goes to bucket ``id // block_sizes[f]`` as ``id % block_sizes[f]``, or, where that
+            is 0, to the first as it is; or None.
         bucket_count: how many buckets there are.
         destinations: int64 [N]: the bucket of each position; ids stay as they are. In place of ``block_sizes``.
 

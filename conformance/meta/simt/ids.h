@@ -82,6 +82,7 @@ template <typename Id>
 void prove_checks(Trial& trial) {
   Batch<Id> batch(trial, trial.random.below(3) > 0);
   if (trial.random.below(3) == 0) batch.break_offsets(trial);
+  if (trial.random.below(3) == 0) batch.row_counts[static_cast<size_t>(trial.random.below(batch.features))] = -1;
   const bool is_cut = are_offsets(serial(), batch.offsets.data(), batch.all(), batch.count());
   std::vector<Id> mended(batch.ids.size());
   Ints ends(batch.offsets.size()), expected{-1, 0};
@@ -276,6 +277,12 @@ void prove_buckets(Trial& trial) {
   for (const int64_t rows : batch.row_counts)
     block_sizes.push_back((rows + bucket_count - 1) / bucket_count + trial.random.below(2));
   for (int64_t at = 0; at < count; ++at) destinations.push_back(trial.random.below(bucket_count));
+  // A feature that is not cut, whose ids may be any.
+  if (trial.random.below(3) == 0) {
+    block_sizes[0] = 0;
+    for (int64_t at = 0; at < batch.offsets[static_cast<size_t>(batch.bags)]; ++at)
+      batch.ids[static_cast<size_t>(at)] = static_cast<Id>(trial.random.between(-9, 9));
+  }
   const auto weights = numbers<float>(trial.random.below(2) == 0 ? count : 0, trial);
   const Bucketing<Id> job{batch.ids.data(),
                           batch.offsets.data(),

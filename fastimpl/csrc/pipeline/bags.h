@@ -113,7 +113,7 @@ struct BadIds {
   int64_t count, first;  // `first` is a position, -1 where there is none.
 };
 
-// Ids outside [0, row_counts[feature]).
+// Ids outside [0, row_counts[feature]). A table of -1 rows finds them by id, and none is outside.
 template <typename Id>
 BadIds find_bad_ids(const Parallel& parallel, const Id* ids, const int64_t* offsets, const int64_t* row_counts,
                     int64_t feature_count, int64_t bag_count) {
@@ -121,6 +121,7 @@ BadIds find_bad_ids(const Parallel& parallel, const Id* ids, const int64_t* offs
   const Isa isa = best_isa();
   for_bags(parallel, offsets, feature_count, bag_count, [&](int64_t feature, int64_t first_bag, int64_t last_bag) {
     const int64_t begin = offsets[feature * bag_count + first_bag], end = offsets[feature * bag_count + last_bag];
+    if (row_counts[feature] < 0) return;
     const auto limit = static_cast<uint64_t>(row_counts[feature]);
     int64_t wrong = 0;
     run_on(isa, [&](auto) FASTIMPL_INLINED {

@@ -3,6 +3,7 @@
 //
 // `found` are two words, {0, kNoPosition} at first. Right offsets: the number of ids outside of their tables, and the
 // position of the first. Wrong offsets: -1, and the first offset that is wrong. No order of threads shows in them.
+// A table of -1 rows finds them by id, and none is outside.
 #pragma once
 
 #include "common/simt.h"
@@ -102,8 +103,9 @@ struct CheckIds {
     for (int64_t at = begin + simt::lane(); at < end; at += simt::kLanes) {
       while (is_cut && feature + 1 < features && offsets.load((feature + 1) * bag_count) <= at) ++feature;
       const Id id = ids.load(at);
+      const int64_t rows = row_counts.load(feature);
       const bool is_inside =
-          is_cut && static_cast<uint64_t>(static_cast<int64_t>(id)) < static_cast<uint64_t>(row_counts.load(feature));
+          is_cut && (rows < 0 || static_cast<uint64_t>(static_cast<int64_t>(id)) < static_cast<uint64_t>(rows));
       if (mended_offsets.size() > 0) mended.store(at, is_inside ? id : Id{0});
       if (!is_cut || is_inside) continue;
       ++count;

@@ -26,7 +26,7 @@ int64_t bag_count_of(const Tensor& offsets, const Tensor& indices, int64_t featu
 }
 
 void check_row_counts(const Ints& row_counts) {
-  for (const int64_t count : row_counts) STD_TORCH_CHECK(count >= 0, "row_counts: got ", count);
+  for (const int64_t count : row_counts) STD_TORCH_CHECK(count >= -1, "row_counts: got ", count);
 }
 
 // Looks at a batch: what it finds is two words on the device, see check_kernel.h. `mended`, `ends`: empty, or as many

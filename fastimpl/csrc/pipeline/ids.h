@@ -10,15 +10,16 @@ namespace fastimpl::pipeline {
 // So many bytes are worth another thread.
 constexpr int64_t kCopiedBytes = regime(65536, 24);
 
-// A copy in which every id outside [0, row_counts[feature]) is 0.
+// A copy in which every id outside [0, row_counts[feature]) is 0; of -1 rows every id is one.
 template <typename Id>
 void mend_bag_ids(const Parallel& parallel, const Id* ids, const int64_t* offsets, const int64_t* row_counts,
                   int64_t feature_count, int64_t bag_count, Id* out) {
   for_bags(parallel, offsets, feature_count, bag_count, [&](int64_t feature, int64_t first_bag, int64_t last_bag) {
     const int64_t begin = offsets[feature * bag_count + first_bag], end = offsets[feature * bag_count + last_bag];
     const auto limit = static_cast<uint64_t>(row_counts[feature]);
+    const bool takes_any = row_counts[feature] < 0;
     for (int64_t at = begin; at < end; ++at)
-      out[at] = static_cast<uint64_t>(static_cast<int64_t>(ids[at])) < limit ? ids[at] : 0;
+      out[at] = takes_any || static_cast<uint64_t>(static_cast<int64_t>(ids[at])) < limit ? ids[at] : 0;
   });
 }
 
@@ -50,7 +51,8 @@ inline void gather_blocks(const Parallel& parallel, const uint8_t* data, const i
 }
 
 // Ids by bucket, then feature, bag and position. Either destinations come from blocks of ids, and ids become local to
-// their block, or the caller knows them (`block_sizes` is null), and ids stay as they are.
+// their block, or the caller knows them (`block_sizes` is null), and ids stay as they are. A feature with blocks of 0
+// is not cut: its ids stay in the first bucket as they are.
 template <typename Id>
 struct Bucketing {
   const Id* ids;
@@ -71,6 +73,10 @@ BadIds find_buckets(const Parallel& parallel, const Bucketing<Id>& job, uint32_t
              const int64_t begin = job.offsets[feature * job.bag_count + first_bag],
                            end = job.offsets[feature * job.bag_count + last_bag];
              const int64_t size = job.block_sizes == nullptr ? 1 : job.block_sizes[feature];
+             if (size == 0) {
+               std::fill(buckets + begin, buckets + end, 0);
+               return;
+             }
              const __int128 all = static_cast<__int128>(size) * job.bucket_count;
              const int64_t limit = all > INT64_MAX ? INT64_MAX : static_cast<int64_t>(all);
              // A quotient below 2**32 by one multiplication: at most one off, which the remainder shows. Divisions are

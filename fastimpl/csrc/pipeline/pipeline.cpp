@@ -82,7 +82,7 @@ Tensor bag_weight_gradients_cpu(Tensors tables, Ints feature_tables, Tensor indi
 }
 
 void check_row_counts(const Ints& row_counts) {
-  for (const int64_t count : row_counts) STD_TORCH_CHECK(count >= 0, "row_counts: got ", count);
+  for (const int64_t count : row_counts) STD_TORCH_CHECK(count >= -1, "row_counts: got ", count);
 }
 
 // [count of ids outside, position of the first or INT64_MAX].
@@ -172,7 +172,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_cpu(Tensor indices, Tensor 
     STD_TORCH_CHECK(block_sizes->numel() == feature_count, "block_sizes: got ", block_sizes->numel(), " for ",
                     feature_count, " features");
     for (int64_t f = 0; f < feature_count; ++f)
-      STD_TORCH_CHECK(data_of<int64_t>(*block_sizes)[f] >= 1, "block_sizes: got ", data_of<int64_t>(*block_sizes)[f]);
+      STD_TORCH_CHECK(data_of<int64_t>(*block_sizes)[f] >= 0, "block_sizes: got ", data_of<int64_t>(*block_sizes)[f]);
   } else {
     check_plain(*destinations, ScalarType::Long, 1, "destinations");
     STD_TORCH_CHECK(destinations->numel() == id_count, "destinations: got ", destinations->numel(), " for ", id_count,

@@ -295,11 +295,12 @@ void ids_are_checked_and_mended() {
     std::vector<Id> ids(w.ids.size()), got(ids.size()), expected;
     for (Id& id : ids) id = static_cast<Id>(uniform(-2, 9));
     Ints row_counts;
-    for (int64_t f = 0; f < feature_count; ++f) row_counts.push_back(uniform(0, 9));
+    for (int64_t f = 0; f < feature_count; ++f) row_counts.push_back(uniform(-1, 9));
     BadIds known{0, -1};
     for (size_t p = 0, bag = 0; p < ids.size(); ++p) {
       while (w.offsets[bag + 1] <= static_cast<int64_t>(p)) ++bag;
-      const bool bad = ids[p] < 0 || ids[p] >= row_counts[bag / static_cast<size_t>(w.bag_count)];
+      const int64_t rows = row_counts[bag / static_cast<size_t>(w.bag_count)];
+      const bool bad = rows >= 0 && (ids[p] < 0 || ids[p] >= rows);
       if (bad && known.count++ == 0) known.first = static_cast<int64_t>(p);
       expected.push_back(bad ? Id{0} : ids[p]);
     }
@@ -363,13 +364,18 @@ void buckets_keep_order() {
     Ints sizes, destinations(w.ids.size());
     for (int64_t f = 0; f < feature_count; ++f)
       sizes.push_back(i % 7 == 0 ? INT64_MAX / uniform(1, 9) : uniform(1, i % 3 == 0 ? 1000000007 : 9));
+    // Now and then a feature that is not cut: its ids may be any.
+    const bool has_whole = i % 5 == 0;
+    if (has_whole) sizes[static_cast<size_t>(uniform(0, feature_count - 1))] = 0;
     std::vector<std::vector<int64_t>> places(static_cast<size_t>(bucket_count * all));
     for (size_t bag = 0; bag < static_cast<size_t>(all); ++bag) {
       const int64_t size = sizes[bag / static_cast<size_t>(w.bag_count)];
       for (auto p = static_cast<size_t>(w.offsets[bag]); p < static_cast<size_t>(w.offsets[bag + 1]); ++p) {
-        const int64_t bucket = uniform(0, std::min(bucket_count, INT64_MAX / size) - 1);
+        const int64_t bucket = size == 0 ? 0 : uniform(0, std::min(bucket_count, INT64_MAX / size) - 1);
         const int64_t edge = uniform(0, 2);
-        w.ids[p] = bucket * size + (edge == 0 ? 0 : edge == 1 ? size - 1 : uniform(0, size - 1));
+        w.ids[p] = size == 0   ? (edge == 0 ? INT64_MIN : uniform(-9, 9))
+                   : edge == 0 ? bucket * size
+                               : bucket * size + (edge == 1 ? size - 1 : uniform(0, size - 1));
         destinations[p] = bucket;
         places[static_cast<size_t>(bucket * all) + bag].push_back(static_cast<int64_t>(p));
       }
@@ -403,7 +409,7 @@ void buckets_keep_order() {
         ++to;
       }
     }
-    if (id_count == 0) continue;
+    if (id_count == 0 || has_whole) continue;
     const int64_t p = uniform(0, id_count - 1);
     (given ? destinations : w.ids)[static_cast<size_t>(p)] = -1;
     const BadIds bad = find_buckets(threads(uniform(1, 4)), job, buckets.data());
