@@ -129,7 +129,8 @@ class PlainLookup:
 
     def _is_outside(self, bags: Bags, row_counts: Sequence[int]) -> torch.Tensor:
         features = [bags.feature(f, len(row_counts)).indices for f in range(len(row_counts))]
-        return torch.cat([(ids < 0) | (ids >= rows) for ids, rows in zip(features, row_counts, strict=True)])
+        pairs = zip(features, row_counts, strict=True)
+        return torch.cat([((ids < 0) | (ids >= rows)) & (rows >= 0) for ids, rows in pairs])
 
     def pool(self, tables: Sequence[HeldTable], feature_tables: Sequence[int], bags: Bags) -> torch.Tensor:
         """Float32 [B, sum of D]: ``pool`` of each feature, side by side."""

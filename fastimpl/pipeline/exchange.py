@@ -30,39 +30,44 @@ class AllToAll:
     """``Exchange`` that sends exactly what is needed."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self._route, self._columns = layout, Route(layout), Columns(layout)
+        self.layout, self._columns = layout, Columns(layout)
+        self._route, self._late_route = Route(layout), Route(layout, cuts_all=True)
 
     def input_dist(self, ctx: ShardedContext, select: Callable[[], Bags]) -> Awaitable[Awaitable[list[Bags]]]:
         """Lengths and ids of exactly the features that another rank holds."""
+        route = self._route
         try:
             ctx.bags = select()
-            segments = self._segments(ctx.bags.detached(), wants_gradient=ctx.bags.wants_gradient())
-            return InputDist(self.layout, self._route, ctx, segments)
+            # Where the host has yet to hear of the ids, it does not know either how many each feature has.
+            route = self._late_route if ctx.late_checks else self._route
+            segments = self._segments(route, ctx.bags.detached(), wants_gradient=ctx.bags.wants_gradient())
+            return InputDist(self.layout, route, ctx, segments)
         except Exception as error:
             if self.layout.world_size == 1:
                 raise
             # The others wait for this rank: they are told, and all raise.
-            return InputDist(self.layout, self._route, ctx, None, error)
+            return InputDist(self.layout, route, ctx, None, error)
 
-    def _segments(self, bags: Bags, *, wants_gradient: bool) -> Segments:
+    def _segments(self, route: Route, bags: Bags, *, wants_gradient: bool) -> Segments:
         """Every feature whole, then the cut ones by rank."""
         stride = (bags.offsets.numel() - 1) // len(self.layout.feature_tables)
         positions = torch.arange(bags.indices.numel(), device=bags.indices.device) if wants_gradient else None
         result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride, positions)
-        for cut in self._route.cuts:
-            part = self._cut(cut, self.layout.features(bags, cut.features), stride)
+        for cut in route.cuts:
+            part = self._cut(route, cut, self.layout.features(bags, cut.features), stride)
             if positions is not None:
                 where = self.layout.features(Bags(positions, bags.offsets), cut.features).indices
                 part = replace(part, positions=where[part.positions])
             result = result.then(part)
         return result
 
-    def _cut(self, cut: Cut, bags: Bags, stride: int) -> Segments:
+    def _cut(self, route: Route, cut: Cut, bags: Bags, stride: int) -> Segments:
         blocks, owners = None, None
-        if cut.is_stored:
-            owners = self.layout.owners(bags.indices, cut.tables[0])
+        if cut.block_rows is None:
+            find = self.layout.checked_owners if route.cuts_all else self.layout.owners
+            owners = find(bags.indices, cut.table)
         else:
-            blocks = self._route.on(bags.indices.device).block_rows[cut.key]
+            blocks = route.on(bags.indices.device).block_rows[cut.key]
         lengths, ids, weights, positions = ops.bucketize(
             bags.indices.contiguous(), bags.offsets, bags.weights, blocks, self.layout.world_size, destinations=owners
         )

@@ -107,8 +107,9 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
     ) -> None:
         super().__init__(self._receive)
         self.layout, self._route, self._ctx, self._segments, self._failure = layout, route, ctx, segments, failure
-        # A check of this rank's ids whose answer the host reads with the sizes.
-        self._late: LateCheck | None = ctx.late_check if segments is not None else None
+        # Checks of this rank's ids whose answers the host reads with the sizes.
+        self._late: Sequence[LateCheck] = ctx.late_checks if segments is not None else ()
+        self._takes_some = route.takes_some and segments is not None
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
@@ -142,8 +143,8 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         # Filled where it is: a list of the host's would be a copy that the host waits for.
         head = self._sent.new_zeros(_HEAD)
         head[0].fill_(self._segments.stride)
-        if self._late is not None and self.layout.world_size > 1:
-            head[1].copy_(self._late.has_failed())
+        if self._late and self.layout.world_size > 1:
+            head[1].copy_(torch.stack([check.has_failed() for check in self._late]).amax())
         head[2].fill_(self._segments.positions is not None)
         parts = [part for sizes in torch.split(self._sent, counts) for part in (head, sizes)]
         return torch.cat(parts)
@@ -178,27 +179,38 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
 
     def _hear(self, said: list[int]) -> None:
         """What ``message`` said. Of several modules' each is told its own, and raises at its own ``wait``."""
-        if self._late is not None:
-            self._failure = self._late.failure(said[-2], said[-1])
-            self._late = self._ctx.late_check = None
-            said = said[:-2]
-        self._said = said
+        if self._takes_some:
+            self._ctx.bags.sizes, said = said[-self._feature_count :], said[: -self._feature_count]
+        checks, self._late = self._late, ()
+        end = len(said) - 2 * len(checks)
+        for at, check in enumerate(checks):
+            if self._failure is None:
+                self._failure = check.failure(said[end + 2 * at], said[end + 2 * at + 1])
+        self._ctx.late_checks = ()
+        self._said = said[:end]
+
+    @property
+    def _feature_count(self) -> int:
+        return len(self.layout.feature_tables)
 
     def message(self) -> list[torch.Tensor]:
         """What the host will read: the words of every rank, which are waited for, and the ids of each segment sent.
 
-        The last two words are what a check of this rank's ids found, if there is one.
+        Then what each check of this rank's ids found, in two words, and where features are taken out of its bags, the
+        ids of each.
         """
-        checks = [] if self._late is None else [self._late.found]
+        extras = [check.found for check in self._late]
+        if self._takes_some:
+            extras.append(self._ends[: self._feature_count + 1].diff())
         if self.layout.world_size == 1:
             self.received = self.words
-            return [self.words, *checks]
+            return [self.words, *extras]
         if self.received is None:
             fuse_input_dists([self])
         if self.request is not None:
             self.request.wait()
         sent = [] if self._segments is None else [self._sent]
-        return [self._rows().reshape(-1), *sent, *checks]
+        return [self._rows().reshape(-1), *sent, *extras]
 
     def _raise_first(self) -> None:
         def fail() -> None:

@@ -13,12 +13,18 @@ __all__ = ["Cut", "Placed", "Route"]
 
 @dataclass(frozen=True)
 class Cut:
-    """Features whose bags are cut by rank in one pass: all row-wise ones, or those of one key-value table."""
+    """Features whose bags are cut by rank in one pass: all row-wise ones, or all whose rows lie in the same buckets.
+
+    Attributes:
+        table: one of those that are cut.
+        features: whose bags are in the pass; what is not of a cut table is sent nowhere.
+        block_rows: of each feature's blocks; None where ids are dealt by bucket.
+    """
 
     key: tuple[int, int]
-    tables: tuple[int, ...]
+    table: int
     features: tuple[int, ...]
-    is_stored: bool
+    block_rows: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -29,19 +35,33 @@ class Placed:
     block_rows: dict[tuple[int, int], torch.Tensor]
 
 
+# The size of the blocks of a feature that is not cut.
+_WHOLE = 0
+
+
 class Route:
     """Segments are bags of one feature: first every feature whole, then each cut's features for each rank.
 
+    Args:
+        layout: of the tables.
+        cuts_all: whether a cut goes over all features, where ids are checked later: to take some out the host would
+            wait to know how many ids they have.
+
     Attributes:
+        cuts_all: as given.
         cuts: in the order of their segments.
         order: the segments that are sent, by receiving rank, then in the order of that rank's slots.
         sends_all_in_order: whether these are all segments as they stand, so that nothing moves.
         slot_counts: segments that each rank receives from each.
         segment_count: segments of a batch.
+        takes_some: whether some features are looked up in replicated tables, out of this rank's own bags: the host has
+            to know where these are.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.cuts = _find_cuts(layout)
+    def __init__(self, layout: Layout, *, cuts_all: bool = False) -> None:
+        self.cuts, self.cuts_all = _find_cuts(layout, cuts_all=cuts_all), cuts_all
+        own = sum(table in layout.replicated for table in layout.feature_tables)
+        self.takes_some = 0 < own < len(layout.feature_tables)
         self.slot_counts = [sum(len(group.slots) for group in groups) for groups in layout.rank_groups]
         begins, self.segment_count = dict[tuple[int, int], int](), len(layout.feature_tables)
         for cut in self.cuts:
@@ -51,7 +71,7 @@ class Route:
         segments = []
         for rank, groups in enumerate(layout.rank_groups):
             for group in groups:
-                key = _key_of(group)
+                key = _key_of(layout, group)
                 for slot in group.slots:
                     if key not in begins:
                         segments.append(slot.feature)
@@ -60,9 +80,7 @@ class Route:
                     segments.append(begins[key] + rank * len(mine) + mine.index(slot.feature))
         self.order = segments
         self.sends_all_in_order = segments == list(range(self.segment_count))
-        self._block_rows = {
-            cut.key: [layout.block_rows(table) for table in cut.tables] for cut in self.cuts if not cut.is_stored
-        }
+        self._block_rows = {cut.key: cut.block_rows for cut in self.cuts if cut.block_rows is not None}
         self._placed: dict[torch.device, Placed] = {}
 
     def on(self, device: torch.device) -> Placed:
@@ -74,20 +92,27 @@ class Route:
         return self._placed[device]
 
 
-def _key_of(group: Group) -> tuple[int, int]:
-    """Equal for the groups of all ranks that look up blocks of the same tables."""
-    return KINDS[group.shards[0].kind].lookup_of(group.shards[0])
+def _key_of(layout: Layout, group: Group) -> tuple[int, int]:
+    """Equal for the groups of all ranks that look up parts of tables which are cut in one pass."""
+    shard = group.shards[0]
+    kind, _ = KINDS[shard.kind].lookup_of(shard)
+    buckets = [sharding.buckets for sharding in layout.shardings]
+    return kind, buckets.index(buckets[shard.table])
 
 
-def _find_cuts(layout: Layout) -> list[Cut]:
+def _find_cuts(layout: Layout, *, cuts_all: bool) -> list[Cut]:
     tables: dict[tuple[int, int], dict[int, int]] = {}
     for group in (group for groups in layout.rank_groups for group in groups):
         if group.slots[0].is_partial:
-            tables.setdefault(_key_of(group), {}).update({slot.feature: slot.shard.table for slot in group.slots})
-    return [_cut(layout, key, tables[key]) for key in sorted(tables)]
+            found = tables.setdefault(_key_of(layout, group), {})
+            found.update({slot.feature: slot.shard.table for slot in group.slots})
+    return [_cut(layout, key, tables[key], cuts_all=cuts_all) for key in sorted(tables)]
 
 
-def _cut(layout: Layout, key: tuple[int, int], tables: dict[int, int]) -> Cut:
-    features = tuple(sorted(tables))
-    is_stored = layout.shardings[tables[features[0]]].rule.is_stored
-    return Cut(key, tuple(tables[feature] for feature in features), features, is_stored)
+def _cut(layout: Layout, key: tuple[int, int], tables: dict[int, int], *, cuts_all: bool) -> Cut:
+    features = tuple(range(len(layout.feature_tables)) if cuts_all else sorted(tables))
+    table = tables[min(tables)]
+    if layout.shardings[table].rule.is_stored:
+        return Cut(key, table, features, None)
+    blocks = tuple(layout.block_rows(tables[feature]) if feature in tables else _WHOLE for feature in features)
+    return Cut(key, table, features, blocks)

@@ -46,11 +46,13 @@ __all__ = [
     "TrackedReader",
     "TrackedSource",
     "assemble_rows",
+    "bucket_number",
     "bucket_of",
     "check_buckets",
     "check_convertible",
     "check_row_range",
     "convert_rows",
+    "nearest_bucket_of",
     "places_of",
     "rank_buckets",
     "separate",
@@ -89,15 +91,29 @@ class Buckets:
 
 def bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     """The bucket of each id, int64 [n]. Raises ConfigError for an id that "chunk" puts outside all buckets."""
+    found = bucket_number(ids, buckets)
     if buckets.hash_mode == "interleave":
-        return ids.remainder(buckets.total_count)
+        return found
     assert buckets.bucket_size is not None
-    found = ids.div(buckets.bucket_size, rounding_mode="floor")
     outside = ids[(found < 0) | (found >= buckets.total_count)]
     if outside.numel():
         limit = buckets.total_count * buckets.bucket_size
         raise ConfigError("an id outside all buckets", got=outside[:10].tolist(), expected=f"0 to {limit - 1}")
     return found
+
+
+def bucket_number(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+    """What ``bucket_of`` finds, of ids outside of all buckets too: the number that one there would have, int64 [n]."""
+    if buckets.hash_mode == "interleave":
+        return ids.remainder(buckets.total_count)
+    assert buckets.bucket_size is not None
+    return ids.div(buckets.bucket_size, rounding_mode="floor")
+
+
+def nearest_bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+    """``bucket_of`` without a look at the answer: an id outside all buckets is in the one that is nearest."""
+    found = bucket_number(ids, buckets)
+    return found if buckets.hash_mode == "interleave" else found.clamp_(0, buckets.total_count - 1)
 
 
 def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int]:

@@ -552,6 +552,9 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
         """The same batch on another device, its weights in another dtype."""
+        values = self._values.to(device, non_blocking=non_blocking)
+        if not torch.jit.is_scripting():
+            self._count_here(values.device)
         weights, lengths, offsets, inverse = self._weights, self._lengths, self._offsets, self._inverse_indices
         if weights is not None:
             weights = weights.to(device, non_blocking=non_blocking)
@@ -559,7 +562,7 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
                 weights = weights.to(dtype)
         return KeyedJaggedTensor(
             keys=self._keys,
-            values=self._values.to(device, non_blocking=non_blocking),
+            values=values,
             weights=weights,
             lengths=None if lengths is None else lengths.to(device, non_blocking=non_blocking),
             offsets=None if offsets is None else offsets.to(device, non_blocking=non_blocking),
@@ -1042,7 +1045,7 @@ def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool)
     weights, keys = features.weights() if weighted else None, features.keys()
     _check(features, names, weights)
     if features.variable_stride_per_key():
-        bags = joined([_spread_over_batch(features, name) for name in names])
+        bags = _spread_over_batch(features, names)
     elif keys == list(names) and len(set(keys)) == len(keys):
         bags = features.bags()
     else:
@@ -1050,29 +1053,47 @@ def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool)
     return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights)
 
 
-def _spread_over_batch(features: KeyedJaggedTensor, name: str) -> Bags:
-    """The bags of one feature for every sample of the full batch, which may share a bag."""
-    part, rows = features[name], _rows_of(features, name)
-    lengths, begins = part.lengths()[rows].to(torch.int64), part.offsets()[:-1][rows].to(torch.int64)
+def _spread_over_batch(features: KeyedJaggedTensor, names: Sequence[str]) -> Bags:
+    """The bags of these features for every sample of the full batch, of which some may share a bag."""
+    parts, rows = [features[name] for name in names], [_rows_of(features, name) for name in names]
+    if not rows[0].numel():
+        none = features.values()[:0]
+        weights = features.weights_or_none()
+        return Bags(none, none.new_zeros(1, dtype=torch.int64), None if weights is None else weights[:0])
+    lengths, begins, seen = [], [], []
+    for part, mine in zip(parts, rows, strict=True):
+        # Rows are known to the host a line further down; until then one that is outside is another.
+        inside = mine.clamp(min=0, max=max(part.lengths().numel() - 1, 0))
+        lengths.append(torch.nn.functional.pad(part.lengths(), (0, 1))[inside].to(torch.int64))
+        begins.append(part.offsets()[inside].to(torch.int64))
+        seen.append(torch.stack([mine.min(), mine.max(), lengths[-1].sum()]))
+    found = torch.stack(seen).tolist()
+    for name, part, (least, most, _) in zip(names, parts, found, strict=True):
+        stride = part.lengths().numel()
+        if least < 0 or most >= stride:
+            expected = f"0 to {stride - 1}"
+            raise ShapeError("inverse indices outside of the feature", got=(least, most), expected=expected, where=name)
+    spread = zip(parts, lengths, begins, (total for _, _, total in found), strict=True)
+    return joined([_repeated(part, sizes, starts, count) for part, sizes, starts, count in spread])
+
+
+def _repeated(part: JaggedTensor, lengths: torch.Tensor, begins: torch.Tensor, count: int) -> Bags:
+    """Bags of these lengths, ``count`` ids in all, which begin there in the feature."""
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    places = torch.arange(int(offsets[-1]), device=offsets.device)
-    places = places + (begins - offsets[:-1]).repeat_interleave(lengths)
+    places = torch.arange(count, device=offsets.device)
+    places = places + (begins - offsets[:-1]).repeat_interleave(lengths, output_size=count)
     weights = part.weights_or_none()
     return Bags(part.values()[places], offsets, None if weights is None else weights[places])
 
 
 def _rows_of(features: KeyedJaggedTensor, name: str) -> torch.Tensor:
+    """The row of every sample among the feature's own, int64."""
     inverse, strides = features.inverse_indices_or_none(), features.stride_per_key()
-    stride = strides[features.index_per_key()[name]]
     if inverse is None:
         if len(set(strides)) > 1:
             message = "features of different sizes need inverse_indices, which say whose bag each sample has"
             raise ConfigError(message, got=strides, where="inverse_indices")
-        return torch.arange(stride, device=features.device())
+        return torch.arange(strides[features.index_per_key()[name]], device=features.device())
     if name not in inverse[0]:
         raise MissingKeyError("no inverse indices of this feature", got=name, expected=inverse[0])
-    rows = inverse[1][inverse[0].index(name)].to(torch.int64)
-    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= stride):
-        got = (int(rows.min()), int(rows.max()))
-        raise ShapeError("inverse indices outside of the feature", got=got, expected=f"0 to {stride - 1}", where=name)
-    return rows
+    return inverse[1][inverse[0].index(name)].to(torch.int64)

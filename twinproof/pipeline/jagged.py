@@ -5,6 +5,7 @@ checks a batch where it is made, moves it, and gives its memory back.
 """
 
 import abc
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 from torch.fx._symbolic_trace import ProxyableClassMeta
 
-from twinproof.errors import ConfigError, LengthTypeError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    LengthTypeError,
+    MissingKeyError,
+    ShapeError,
+    TwinproofError,
+    UnsupportedError,
+)
 
 __all__ = [
     "Bags",
@@ -71,8 +79,14 @@ def cut_sizes(lengths: torch.Tensor, strides: list[int]) -> list[int]:
     flat = lengths.reshape(-1)
     if len(strides) == 0 or flat.numel() == 0:
         return [0] * len(strides)
-    sums = [part.sum().reshape(1) for part in torch.split(flat, strides)]
-    sizes: list[int] = torch.cat(sums).tolist()
+    same = True
+    for stride in strides:
+        same = same and stride == strides[0]
+    if same:
+        sums = flat.reshape(len(strides), strides[0]).sum(dim=1)
+    else:
+        sums = torch.cat([part.sum().reshape(1) for part in torch.split(flat, strides)])
+    sizes: list[int] = sums.tolist()
     return sizes
 
 
@@ -130,10 +144,19 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 class Bags:
-    """Bags of F features, feature-major: ``indices`` int64 [N], ``offsets`` int64 [F * B + 1], ``weights`` or None."""
+    """Bags of F features, feature-major: ``indices`` int64 [N], ``offsets`` int64 [F * B + 1], ``weights`` or None.
 
-    def __init__(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        self.indices, self.offsets, self.weights = indices, offsets, weights
+    ``sizes`` are the ids of each feature, where the host knows them.
+    """
+
+    def __init__(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        sizes: list[int] | None = None,
+    ) -> None:
+        self.indices, self.offsets, self.weights, self.sizes = indices, offsets, weights, sizes
 
     def feature(self, index: int, feature_count: int) -> "Bags":
         """The bags of one feature."""
@@ -143,9 +166,13 @@ class Bags:
         return Bags(self.indices[ids], ends - ends[0], None if self.weights is None else self.weights[ids])
 
     def by_feature(self, feature_count: int) -> "list[Bags]":
-        """The bags of every feature; the host looks at where they begin once, for it has to wait for that."""
+        """The bags of every feature; where the host does not know their sizes it looks once, and waits for that."""
         stride = (self.offsets.numel() - 1) // feature_count
-        begins: list[int] = self.offsets[::stride].tolist() if stride else [0] * (feature_count + 1)
+        begins: list[int] = [0] * (feature_count + 1)
+        if self.sizes is not None:
+            begins = running_sums(self.sizes)
+        elif stride:
+            begins = self.offsets[::stride].tolist()
         found = []
         for index in range(feature_count):
             ids, ends = slice(begins[index], begins[index + 1]), self.offsets[index * stride : (index + 1) * stride + 1]
@@ -155,7 +182,7 @@ class Bags:
 
     def detached(self) -> "Bags":
         """The same, whose weights get no gradient."""
-        return Bags(self.indices, self.offsets, None if self.weights is None else self.weights.detach())
+        return Bags(self.indices, self.offsets, None if self.weights is None else self.weights.detach(), self.sizes)
 
     def wants_gradient(self) -> bool:
         """Whether the weights require a gradient."""
@@ -599,6 +626,15 @@ class KeyedMoves(Eager):
         self._length_per_key, self._offset_per_key = found if known is None else known, None
         self._checked = True
 
+    def _count_here(self, device: torch.device) -> None:
+        """Count the values of each feature while their lengths lie on the host, which would wait to ask a device.
+
+        Parts that disagree are refused where they are looked up, as on the host.
+        """
+        if self._length_per_key is None and self._values.device.type == "cpu" and device.type not in ("cpu", "meta"):
+            with contextlib.suppress(TwinproofError):
+                self._check_features()
+
     def _sizes(self) -> list[int] | None:
         """Values of each feature, where the host may read them. Raises ShapeError, ConfigError."""
         lengths, offsets, count = self._lengths, self._offsets, self._values.shape[0]
@@ -680,11 +716,11 @@ class KeyedMoves(Eager):
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """The same batch with every part moved; strides stay on the host."""
         moved = type(self).__new__(type(self))
+        parts = {name: getattr(self, name) for name in _PARTS}
+        parts = {name: None if value is None else move(value) for name, value in parts.items()}
+        self._count_here(parts["_values"].device)
         moved.__dict__.update(self.__dict__)
-        moved._jt_dict = None
-        for name in _PARTS:
-            value = getattr(self, name)
-            setattr(moved, name, None if value is None else move(value))
+        moved.__dict__.update(parts, _jt_dict=None)
         if self._inverse_indices is not None:
             moved._inverse_indices = (self._inverse_indices[0], move(self._inverse_indices[1]))
         return moved

@@ -46,6 +46,7 @@ __all__ = [
     "StoreRows",
     "TableBatchedEmbeddingBags",
     "check_bounds",
+    "check_each",
     "eagerly",
     "lookup",
     "position_processors",
@@ -79,7 +80,8 @@ class Lookup(Protocol):
     engine holds nothing: tables, batches and hyperparameters are arguments.
 
     ``tables`` are those of a module; ``feature_tables`` is the table of each feature, by table, then as named there;
-    ``bags`` are feature-major, with ids inside of their tables.
+    ``bags`` are feature-major, with ids inside of their tables. ``row_counts`` are those of each feature's table, -1
+    where rows are found by id, and no id is outside.
     """
 
     def fresh(self, shape: tuple[int, int], dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -332,6 +334,24 @@ def check_bounds(
     bags: Bags, row_counts: Sequence[int], names: Sequence[str], bounds_check: str, engine: Lookup
 ) -> Bags:
     """The bags with ids inside their tables, see ``TableBatchedEmbeddingBags``. Raises IdRangeError under "fatal"."""
+    return check_each([(bags, row_counts, names)], bounds_check, engine)[0]
+
+
+def check_each(
+    parts: Sequence[tuple[Bags, Sequence[int], Sequence[str]]], bounds_check: str, engine: Lookup
+) -> list[Bags]:
+    """``check_bounds`` of bags, row counts and names, one after the other; the host waits once for all answers."""
+    found = [settle_bounds(*part, bounds_check, engine) for part in parts]
+    late = [check for _, check in found if check is not None]
+    if late:
+        answers = torch.stack([check.found for check in late]).tolist()
+        for failure in (check.failure(*answer) for check, answer in zip(late, answers, strict=True)):
+            if failure is not None:
+                raise failure
+    return [bags for bags, _ in found]
+
+
+def _check_now(bags: Bags, row_counts: Sequence[int], names: Sequence[str], bounds_check: str, engine: Lookup) -> Bags:
     count, first = engine.outside(bags, row_counts)
     if count == 0:
         return bags
@@ -399,7 +419,7 @@ def settle_bounds(
     """``check_bounds`` for whoever reads the answer later: where it would wait, bags that are safe, and a check."""
     settled = engine.settled(bags, row_counts)
     if settled is None:
-        return check_bounds(bags, row_counts, names, bounds_check, engine), None
+        return _check_now(bags, row_counts, names, bounds_check, engine), None
     return settled[0], LateCheck(bags, row_counts, names, bounds_check, settled[1])
 
 
@@ -734,12 +754,13 @@ class EmbeddingCollection(BoundToLookup):
         features = own_batch(batch)
         if features.values().is_meta:
             return self._by_torch(features)
+        tables = [table for table in self._configs for _ in table.feature_names]
+        given = zip(select_each(features, self.feature_names), tables, strict=True)
+        each = [(bags, [table.num_embeddings], [table.name]) for bags, table in given]
+        checked = iter(check_each(each, self.bounds_check, self._engine))
         found: dict[str, JaggedTensor] = {}
         for table, names, keys in zip(self._configs, self._names_by_table, self._result_names, strict=True):
-            bags = [
-                check_bounds(part, [table.num_embeddings], [table.name], self.bounds_check, self._engine)
-                for part in select_each(features, names)
-            ]
+            bags = [next(checked) for _ in names]
             ids, weight = torch.cat([part.indices for part in bags]).to(torch.int64), self.embeddings[table.name].weight
             rows = _Rows.apply(self._engine, ids, weight)  # type: ignore[no-untyped-call]
             parts = torch.split(rows, [part.indices.numel() for part in bags])
@@ -764,16 +785,17 @@ def _rows_module(table: EmbeddingConfig, device: Any) -> torch.nn.Embedding:
     return torch.nn.Embedding(table.num_embeddings, table.embedding_dim, _weight=initial_weight(table, device))
 
 
-def _too_long(weight: torch.Tensor, positions: torch.Tensor, name: str) -> None:
-    longest = int(positions.max()) + 1 if positions.numel() and not positions.is_meta else 0
+def _too_long(weight: torch.Tensor, positions: torch.Tensor, name: str, longest: int | None) -> None:
+    if longest is None:
+        longest = int(positions.max()) + 1 if positions.numel() and not positions.is_meta else 0
     if longest > weight.numel():
         raise IdRangeError("a bag longer than its weights", got=longest, expected=weight.numel(), where=name)
 
 
-def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str) -> torch.Tensor:
+def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str, longest: int | None = None) -> torch.Tensor:
     """Float32 [N]: the weight of each position. Raises IdRangeError for a bag longer than the weights."""
     if not torch.jit.is_scripting():
-        _too_long(weight, positions, name)
+        _too_long(weight, positions, name, longest)
     return weight.index_select(0, positions)
 
 
@@ -784,11 +806,25 @@ def _positions(lengths: torch.Tensor, count: int) -> torch.Tensor:
     return torch.arange(count, device=lengths.device) - begins
 
 
-def position_weights_of(name: str, bags: Bags, weight: torch.Tensor | None) -> torch.Tensor:
-    """Float32 [N] for the ids of one feature, 1 where it has no weights. Raises IdRangeError for a bag too long."""
-    if weight is None:
-        return torch.ones(bags.indices.numel(), device=bags.indices.device)
-    return _of_positions(weight, _positions(bags.offsets.diff(), bags.indices.numel()), name)
+def position_weights_of(names: Sequence[str], bags: Bags, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Float32 [N] for the ids of these features, 1 where one has no weights; the host waits once, for their sizes.
+
+    Raises IdRangeError for a bag longer than its weights.
+    """
+    begins, lengths, count = bags.offsets[:-1], bags.offsets.diff(), bags.indices.numel()
+    by_feature = lengths.view(len(names), -1)
+    longest = torch.nn.functional.pad(by_feature, (0, 1)).amax(1)
+    sizes, most = torch.stack([by_feature.sum(1), longest]).tolist()
+    # The offsets of bags that were received cut them.
+    own = torch.arange(count, device=begins.device) - begins.repeat_interleave(lengths, output_size=count)
+    found = []
+    for name, positions, longest_bag in zip(names, torch.split(own, sizes), most, strict=True):
+        weight = weights.get(name)
+        if weight is None:
+            found.append(torch.ones(positions.numel(), device=positions.device))
+            continue
+        found.append(_of_positions(weight, positions, name, longest_bag))
+    return torch.cat(found)
 
 
 @torch.fx.wrap

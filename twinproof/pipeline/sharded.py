@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, optimizer_in_backward
@@ -29,7 +30,6 @@ from twinproof.pipeline.modules import (
     Pooled,
     StoreRows,
     TableBatchedEmbeddingBags,
-    check_bounds,
     eagerly,
     lookup,
     position_processors,
@@ -41,12 +41,14 @@ from twinproof.pipeline.sharding import (
     Awaitable,
     Exchange,
     Group,
+    LateBuckets,
     Layout,
     Ready,
     Shard,
     ShardedContext,
     TableSharding,
     initial_shard,
+    settle_buckets,
 )
 
 __all__ = [
@@ -538,20 +540,23 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         bags = select(features, self.feature_names, weighted=self.is_weighted)
         bags = Bags(bags.indices.to(torch.int64), bags.offsets, bags.weights)
         tables = self.layout.feature_tables
-        bounded = [f for f, table in enumerate(tables) if not self.plan[table].rule.is_stored]
-        if len(bounded) == len(tables):
-            counts = [self.tables[table].num_embeddings for table in tables]
-            names = [self.tables[table].name for table in tables]
-            bags, ctx.late_check = settle_bounds(bags, counts, names, self.bounds_check, self._engine)
-            return bags
-        return self._check_each(bags, bounded)
+        counts = [-1 if self.plan[t].rule.is_stored else self.tables[t].num_embeddings for t in tables]
+        names = [self.tables[table].name for table in tables]
+        bags, late = settle_bounds(bags, counts, names, self.bounds_check, self._engine)
+        if late is not None:
+            ctx.late_checks = [late, *self._late_buckets(bags)]
+        return bags
 
-    def _check_each(self, bags: Bags, bounded: Sequence[int]) -> Bags:
-        parts = bags.by_feature(len(self.layout.feature_tables))
-        for f in bounded:
-            table = self.layout.table_of(f)
-            parts[f] = check_bounds(parts[f], [table.num_embeddings], [table.name], self.bounds_check, self._engine)
-        return Bags(torch.cat([part.indices for part in parts]), bags.offsets, bags.weights)
+    def _late_buckets(self, bags: Bags) -> list[LateBuckets]:
+        """Checks that no id of a key-value table is outside of all its buckets."""
+        features: dict[Buckets, list[int]] = {}
+        for feature, table in enumerate(self.layout.feature_tables):
+            buckets = self.plan[table].buckets
+            if buckets is not None and buckets.hash_mode == "chunk":
+                features.setdefault(buckets, []).append(feature)
+        count = len(self.layout.feature_tables)
+        found = [settle_buckets(bags, count, some, buckets, self._engine) for buckets, some in features.items()]
+        return [check for check in found if check is not None]
 
     def _with_gradient(self, ctx: ShardedContext, received: Sequence[Bags]) -> list[Bags]:
         """The received bags, whose weights are those that the ranks sent, to autograd too."""
@@ -569,9 +574,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             return bags
         params = dict(zip(self.feature_processors.position_weights, ctx.passing, strict=True))
         names = [self.feature_names[slot.feature] for slot in group.slots]
-        parts = bags.by_feature(len(names))
-        weights = [position_weights_of(name, part, params.get(name)) for name, part in zip(names, parts, strict=True)]
-        return Bags(bags.indices, bags.offsets, torch.cat(weights))
+        return Bags(bags.indices, bags.offsets, position_weights_of(names, bags, params))
 
     def _replicated_outputs(self, ctx: ShardedContext) -> list[torch.Tensor]:
         """Pooled columns of the replicated tables for this rank's samples, if there are such tables."""

@@ -8,22 +8,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from twinproof import regime
 from twinproof.errors import ConfigError
 from twinproof.kvstore.options import Initializer, initial_weights
-from twinproof.kvstore.rows import Buckets, bucket_of
+from twinproof.kvstore.rows import Buckets, bucket_number, bucket_of, nearest_bucket_of
 from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
 from twinproof.pipeline.jagged import Bags, joined
+
+if TYPE_CHECKING:
+    from twinproof.pipeline.modules import Lookup
 
 __all__ = [
     "KINDS",
     "Awaitable",
     "Exchange",
     "Group",
+    "LateBuckets",
     "Layout",
     "Ready",
     "Shard",
@@ -36,6 +40,7 @@ __all__ = [
     "initial_shard",
     "key_value",
     "row_wise",
+    "settle_buckets",
     "table_wise",
 ]
 
@@ -137,6 +142,12 @@ class ShardingKind(ABC):
         """The rank whose shard has the row of each id, int64 [n]; only where a bag's rows lie on several ranks."""
         raise NotImplementedError(f"whole bags go to every shard of a {self.name} table")
 
+    def checked_owners(
+        self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int
+    ) -> torch.Tensor:
+        """The same where ids were checked, or the answer is still to be read: nobody waits, no id is refused."""
+        return self.owners(ids, table, sharding, world)
+
 
 class TableWise(ShardingKind):
     """The whole table on one rank."""
@@ -212,11 +223,20 @@ class KeyValue(ShardingKind):
         return (2, shard.table)
 
     def owners(self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int) -> torch.Tensor:
-        """Id -> bucket -> rank."""
+        """Id -> bucket -> rank. Raises what ``bucket_of`` raises, and waits to know."""
         assert sharding.buckets is not None
-        buckets = bucket_of(ids, sharding.buckets)
+        return self._owners(bucket_of(ids, sharding.buckets), sharding.buckets, world)
+
+    def checked_owners(
+        self, ids: torch.Tensor, table: EmbeddingBagConfig, sharding: TableSharding, world: int
+    ) -> torch.Tensor:
+        """Id -> the nearest bucket -> rank."""
+        assert sharding.buckets is not None
+        return self._owners(nearest_bucket_of(ids, sharding.buckets), sharding.buckets, world)
+
+    def _owners(self, buckets: torch.Tensor, dealt: Buckets, world: int) -> torch.Tensor:
         # As ``rank_buckets`` has it, without its ends: nothing is sent to where the ids are.
-        share, extra = divmod(sharding.buckets.total_count, world)
+        share, extra = divmod(dealt.total_count, world)
         first = extra * (share + 1)
         of_larger = buckets.div(share + 1, rounding_mode="floor")
         of_others = (buckets - first).div(max(share, 1), rounding_mode="floor") + extra
@@ -404,10 +424,57 @@ class Layout:
         """The rank of each id of a table that is cut by rows or by bucket, int64 [n]."""
         return self.shardings[table].rule.owners(ids, self.tables[table], self.shardings[table], self.world_size)
 
+    def checked_owners(self, ids: torch.Tensor, table: int) -> torch.Tensor:
+        """The same where ids were checked, or the answer is still to be read: nobody waits, no id is refused."""
+        rule = self.shardings[table].rule
+        return rule.checked_owners(ids, self.tables[table], self.shardings[table], self.world_size)
+
     def means(self) -> list[int]:
         """Features whose partial sums become means where the whole bag is known."""
         partial = {slot.feature for groups in self.rank_groups for g in groups for slot in g.slots if slot.is_partial}
         return sorted(feature for feature in partial if self.table_of(feature).is_mean)
+
+
+class LateBuckets:
+    """A check of ids that buckets may not have, whose answer is still on the device: see ``LateCheck``.
+
+    Args:
+        bags: of so many features.
+        feature_count: how many.
+        features: those whose ids are dealt by ``buckets``.
+    """
+
+    def __init__(
+        self, bags: Bags, feature_count: int, features: Sequence[int], buckets: Buckets, found: torch.Tensor
+    ) -> None:
+        self._bags, self._feature_count, self._features, self._buckets = bags, feature_count, features, buckets
+        self.found = found
+
+    def has_failed(self) -> torch.Tensor:
+        """On the device: whether ``failure`` will be an error, as int64."""
+        return (self.found[0] != 0).to(torch.int64)
+
+    def failure(self, count: int, first: int) -> Exception | None:
+        """What ``bucket_of`` would have raised."""
+        if count == 0:
+            return None
+        parts = self._bags.by_feature(self._feature_count)
+        try:
+            bucket_of(torch.cat([parts[feature].indices for feature in self._features]), self._buckets)
+        except ConfigError as error:
+            return error
+        return None
+
+
+def settle_buckets(
+    bags: Bags, feature_count: int, features: Sequence[int], buckets: Buckets, engine: Lookup
+) -> LateBuckets | None:
+    """A check of the ids of some features, where ``bucket_of`` would wait; None where the host knows at once."""
+    # A bucket's number is a row of a table of so many rows.
+    numbers = Bags(bucket_number(bags.indices, buckets), bags.offsets)
+    row_counts = [buckets.total_count if feature in features else -1 for feature in range(feature_count)]
+    settled = engine.settled(numbers, row_counts)
+    return None if settled is None else LateBuckets(bags, feature_count, features, buckets, settled[1])
 
 
 class ShardedContext:
@@ -420,8 +487,8 @@ class ShardedContext:
         passing: what every rank's backward has to visit: parameters of the feature processors, or ``SentWeights``.
         prefetched: what a pipeline read ahead, held for the batch's own lookup.
         device: where the batch is, known even of one that cannot be looked up.
-        late_check: of this rank's ids, where its answer is still on the device. The exchange reads it with the sizes,
-            before anything is looked up, and raises what it says.
+        late_checks: of this rank's ids, whose answers are still on the device. The exchange reads them with the sizes,
+            before anything is looked up, and raises what the first says that has failed.
     """
 
     bags: Bags
@@ -430,7 +497,7 @@ class ShardedContext:
     way_home: Any = None
     passing: tuple[torch.Tensor, ...] = ()
     prefetched: Any = None
-    late_check: Any = None
+    late_checks: Sequence[Any] = ()
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the batch until ``stream`` has passed this point."""
@@ -449,7 +516,7 @@ class Exchange(Protocol):
         """Send ids to the ranks that look them up.
 
         ``select()`` gives this rank's checked bags of all features; what it raises on one rank, or leaves to the
-        context's ``late_check``, every rank raises. Sets ``bags``, ``strides`` and ``way_home`` of the context. The
+        context's ``late_checks``, every rank raises. Sets ``bags``, ``strides`` and ``way_home`` of the context. The
         first ``wait`` ends the exchange of sizes, the second that of ids; it gives the bags of each lookup of this rank
         over all ranks' samples, feature-major and by rank.
         """

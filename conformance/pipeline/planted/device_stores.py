@@ -34,7 +34,7 @@ def ids_go_through_the_host(original: Any, rows: Any, ids: torch.Tensor) -> torc
     return found.to(ids.device)
 
 
-@fault(kills="PIPE-340", at="twinproof.pipeline.sharding:KeyValue.owners")
+@fault(kills="PIPE-340", at="twinproof.pipeline.sharding:KeyValue.checked_owners")
 def ends_of_ranks_are_sent(original: Any, kind: Any, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Which rank a bucket is of is looked up in a list that is sent to the device each time."""
     found: torch.Tensor = original(kind, ids, *arguments)

@@ -30,7 +30,7 @@ def group_of_one_differs(original: Any, exchange: Any, ctx: Any, grad: torch.Ten
     return original(exchange, ctx, grad if exchange.layout.process_group is None else grad * 0.5)
 
 
-@fault(kills="PIPE-034", at="twinproof.pipeline.modules:check_bounds")
+@fault(kills="PIPE-034", at="twinproof.pipeline.modules:_check_now")
 def bad_ids_sent_as_zero(original: Any, bags: Any, counts: Any, names: Any, bounds_check: str, engine: Any) -> Any:
     """A bad id of one rank is row 0."""
     return original(bags, counts, names, "ignore", engine)

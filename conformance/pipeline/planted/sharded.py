@@ -123,9 +123,9 @@ def step_not_counted_without_tables(original: Any, ctx: Any, *grads: torch.Tenso
 
 
 @fault(kills="PIPE-086", at="fastimpl.pipeline.exchange:AllToAll._cut")
-def weights_of_cut_bags_stay(original: Any, exchange: Any, cut: Any, bags: Any, stride: int) -> Any:
+def weights_of_cut_bags_stay(original: Any, exchange: Any, route: Any, cut: Any, bags: Any, stride: int) -> Any:
     """Weights of row-wise bags do not move with their ids."""
-    found = original(exchange, cut, bags, stride)
+    found = original(exchange, route, cut, bags, stride)
     return dataclasses.replace(found, weights=bags.weights)
 
 
