@@ -418,6 +418,8 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
         # torchrec's own code sets it to False where the strides turn out to be all the same.
         self._variable_stride_per_key: bool | None = None
         self._checked: bool = False
+        # Whether the host has seen that lengths or offsets cut the values.
+        self._is_cut: bool = False
         if not torch.jit.is_scripting():
             self._check()
 
@@ -560,7 +562,7 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
             weights = weights.to(device, non_blocking=non_blocking)
             if dtype is not None:
                 weights = weights.to(dtype)
-        return KeyedJaggedTensor(
+        moved = KeyedJaggedTensor(
             keys=self._keys,
             values=values,
             weights=weights,
@@ -576,6 +578,8 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
             jt_dict=None,
             inverse_indices=None if inverse is None else (inverse[0], inverse[1].to(device, non_blocking=non_blocking)),
         )
+        moved._is_cut = self._is_cut
+        return moved
 
 
 @torch.fx.wrap
@@ -1029,7 +1033,7 @@ def _check(features: KeyedJaggedTensor, names: Sequence[str], weights: torch.Ten
 def select_each(features: KeyedJaggedTensor, names: Sequence[str]) -> list[Bags]:
     """The bags of each of these features, of as many samples as it has. Raises MissingKeyError, ShapeError."""
     _check(features, names, None)
-    return [Bags(part.indices, part.offsets) for part in (features[name].bags() for name in names)]
+    return [Bags(part.indices, part.offsets, is_cut=features._is_cut) for part in (features[n].bags() for n in names)]
 
 
 def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool) -> Bags:
@@ -1050,15 +1054,14 @@ def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool)
         bags = features.bags()
     else:
         bags = joined([features[name].bags() for name in names])
-    return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights)
+    return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights, is_cut=features._is_cut)
 
 
 def _spread_over_batch(features: KeyedJaggedTensor, names: Sequence[str]) -> Bags:
     """The bags of these features for every sample of the full batch, of which some may share a bag."""
     parts, rows = [features[name] for name in names], [_rows_of(features, name) for name in names]
     if not rows[0].numel():
-        none = features.values()[:0]
-        weights = features.weights_or_none()
+        none, weights = features.values()[:0], features.weights_or_none()
         return Bags(none, none.new_zeros(1, dtype=torch.int64), None if weights is None else weights[:0])
     lengths, begins, seen = [], [], []
     for part, mine in zip(parts, rows, strict=True):
@@ -1069,19 +1072,17 @@ def _spread_over_batch(features: KeyedJaggedTensor, names: Sequence[str]) -> Bag
         seen.append(torch.stack([mine.min(), mine.max(), lengths[-1].sum()]))
     found = torch.stack(seen).tolist()
     for name, part, (least, most, _) in zip(names, parts, found, strict=True):
-        stride = part.lengths().numel()
-        if least < 0 or most >= stride:
-            expected = f"0 to {stride - 1}"
+        if least < 0 or most >= part.lengths().numel():
+            expected = f"0 to {part.lengths().numel() - 1}"
             raise ShapeError("inverse indices outside of the feature", got=(least, most), expected=expected, where=name)
-    spread = zip(parts, lengths, begins, (total for _, _, total in found), strict=True)
-    return joined([_repeated(part, sizes, starts, count) for part, sizes, starts, count in spread])
+    return joined([_repeated(*each) for each in zip(parts, lengths, begins, (n for *_, n in found), strict=True)])
 
 
 def _repeated(part: JaggedTensor, lengths: torch.Tensor, begins: torch.Tensor, count: int) -> Bags:
     """Bags of these lengths, ``count`` ids in all, which begin there in the feature."""
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    places = torch.arange(count, device=offsets.device)
-    places = places + (begins - offsets[:-1]).repeat_interleave(lengths, output_size=count)
+    starts = (begins - offsets[:-1]).repeat_interleave(lengths, output_size=count)
+    places = starts + torch.arange(count, device=starts.device)
     weights = part.weights_or_none()
     return Bags(part.values()[places], offsets, None if weights is None else weights[places])
 

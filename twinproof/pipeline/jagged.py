@@ -146,7 +146,8 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 class Bags:
     """Bags of F features, feature-major: ``indices`` int64 [N], ``offsets`` int64 [F * B + 1], ``weights`` or None.
 
-    ``sizes`` are the ids of each feature, where the host knows them.
+    ``sizes`` are the ids of each feature, where the host knows them; ``is_cut`` says that it has seen the offsets cut
+    the ids.
     """
 
     def __init__(
@@ -155,8 +156,10 @@ class Bags:
         offsets: torch.Tensor,
         weights: torch.Tensor | None = None,
         sizes: list[int] | None = None,
+        is_cut: bool = False,
     ) -> None:
         self.indices, self.offsets, self.weights, self.sizes = indices, offsets, weights, sizes
+        self.is_cut = is_cut
 
     def feature(self, index: int, feature_count: int) -> "Bags":
         """The bags of one feature."""
@@ -594,6 +597,7 @@ class KeyedMoves(Eager):
     _offset_per_key: list[int] | None
     _jt_dict: Any
     _checked: bool
+    _is_cut: bool
     _inverse_indices: tuple[list[str], torch.Tensor] | None
     stride_per_key: Any
 
@@ -624,7 +628,7 @@ class KeyedMoves(Eager):
         if known is not None and begins is not None and running_sums(known)[: max(len(begins), len(known))] != begins:
             raise ShapeError("offset_per_key is not of these lengths", got=begins, expected=running_sums(known))
         self._length_per_key, self._offset_per_key = found if known is None else known, None
-        self._checked = True
+        self._checked, self._is_cut = True, known is not None
 
     def _count_here(self, device: torch.device) -> None:
         """Count the values of each feature while their lengths lie on the host, which would wait to ask a device.
@@ -734,7 +738,7 @@ class KeyedMoves(Eager):
     def _empty_copy(self, device: torch.device) -> Any:
         """Memory of the same sizes, not initialised, on a device."""
         made = self._map(lambda part: torch.empty_like(part, device=device))
-        made._checked = False
+        made._checked = made._is_cut = False
         return made
 
     def pin_memory(self) -> Any:
@@ -749,7 +753,7 @@ class KeyedMoves(Eager):
         known = ("_stride_per_key_per_rank", "_stride_per_key", "_length_per_key", "_lengths_offset_per_key")
         for name in (*known, "_offset_per_key", "_index_per_key"):
             setattr(self, name, getattr(kjt, name))
-        self._jt_dict, self._checked = None, False
+        self._jt_dict, self._checked, self._is_cut = None, False, False
         mine, theirs = self._inverse_indices, kjt.inverse_indices_or_none()
         if mine is not None and theirs is not None:
             self._inverse_indices = (theirs[0], mine[1].copy_(theirs[1], non_blocking=non_blocking))

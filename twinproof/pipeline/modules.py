@@ -340,9 +340,13 @@ def check_bounds(
 def check_each(
     parts: Sequence[tuple[Bags, Sequence[int], Sequence[str]]], bounds_check: str, engine: Lookup
 ) -> list[Bags]:
-    """``check_bounds`` of bags, row counts and names, one after the other; the host waits once for all answers."""
+    """``check_bounds`` of bags, row counts and names, one after the other; the host waits once for all answers.
+
+    It waits for none under "ignore", where it knows that the offsets cut the ids.
+    """
     found = [settle_bounds(*part, bounds_check, engine) for part in parts]
-    late = [check for _, check in found if check is not None]
+    wanted = [bounds_check != "ignore" or not bags.is_cut for bags, _, _ in parts]
+    late = [check for (_, check), is_wanted in zip(found, wanted, strict=True) if is_wanted and check is not None]
     if late:
         answers = torch.stack([check.found for check in late]).tolist()
         for failure in (check.failure(*answer) for check, answer in zip(late, answers, strict=True)):

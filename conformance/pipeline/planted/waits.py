@@ -41,6 +41,21 @@ def one_answer_after_the_other(original: Any, parts: Any, *options: Any) -> Any:
     return [bags for part in parts for bags in original([part], *options)]
 
 
+@fault(kills="PIPE-388", at="twinproof.pipeline.jagged:KeyedMoves._check_features")
+def nobody_remembers_that_lengths_were_seen(original: Any, batch: Any) -> None:
+    """The host sees that lengths cut the ids, and asks the device again."""
+    original(batch)
+    batch._is_cut = False
+
+
+@fault(kills="PIPE-389", at="twinproof.pipeline.modules:select")
+def lengths_of_a_device_are_trusted(original: Any, *arguments: Any, **options: Any) -> Any:
+    """Under ignore nobody asks whether lengths cut the ids, though the host has not seen it."""
+    bags = original(*arguments, **options)
+    bags.is_cut = True
+    return bags
+
+
 @fault(kills="PIPE-389", at="twinproof.pipeline.modules:LateCheck.failure")
 def lengths_are_not_looked_at(original: Any, check: Any, count: int, first: int) -> Any:
     """Bags whose lengths do not cut the ids are all the last one."""
