@@ -41,7 +41,8 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     "seed-table": partial(measure_table, "cpu", 512, 128),
     **{f"gpu-config-{name}": partial(measure_config, name) for name in CONFIGS},
     **{f"gpu-kernel-{name}": partial(measure_kernel, name) for name in KERNELS},
-    "pretend-step": measure_step,
+    "pretend-step": partial(measure_step, False),
+    "pretend-mixed-step": partial(measure_step, True),
 }
 
 # Where the bench's own table says too little: job -> lines of a workload and its rounds.

@@ -293,6 +293,32 @@ def _counts(schedule: str, name: str) -> tuple[Gate, ...]:
     )
 
 
+_MIXED = "pretend-mixed-step-8x200"
+_mixed = partial(counter, full=_MIXED, short=_MIXED, test=_MIXED, control="careless")
+
+
+def _counts_of_mixed(schedule: str, name: str) -> tuple[Gate, ...]:
+    """The same of collections that mix table-, row-, column-wise and replicated tables."""
+    return (
+        _mixed(
+            f"pipe-pretend-{schedule}-mixed-waits",
+            f"In a step of {name} with two modules of mixed plans the host MUST wait for the device at most twice.",
+            subject=schedule,
+            metric="wait_count",
+            ceiling=2,
+            evidence="cuts go over all features; sizes for replicated tables come with those of the exchange; 5 once",
+        ),
+        _mixed(
+            f"pipe-pretend-{schedule}-mixed-sent",
+            f"A step of {name} with mixed plans MUST send nothing to the device but the batch.",
+            subject=schedule,
+            metric="extra_to_device_bytes",
+            ceiling=0,
+            evidence="batches in pinned memory, copied once; what a plan is made of lies there",
+        ),
+    )
+
+
 _PLACES = tuple(
     gate
     for schedule, name in (
@@ -301,7 +327,7 @@ _PLACES = tuple(
         ("fused", "Fused"),
         ("semi-sync", "SemiSync"),
     )
-    for gate in _counts(schedule, name)
+    for gate in (*_counts(schedule, name), *_counts_of_mixed(schedule, name))
 )
 
 GATES = (*_TRAINING, *_SCHEDULES, *_KERNELS_ON_GPU, *_PLACES)

@@ -75,22 +75,33 @@ class SeedModel(torch.nn.Module):
         return loss.reshape(1), logits.detach()
 
 
-def _collection(sizes: Sizes, first: int, count: int, world_size: int, device: Any, *, is_weighted: bool) -> Any:
+def _collection(
+    sizes: Sizes, first: int, count: int, world_size: int, device: Any, *, is_weighted: bool, is_mixed: bool
+) -> Any:
     tables = [
         pipeline.EmbeddingBagConfig(sizes.rows, sizes.dim, f"t{i}", feature_names=[f"f{i}"])
         for i in range(first, first + count)
     ]
     whole = pipeline.EmbeddingBagCollection(tables, is_weighted=is_weighted, device=device)
     plan = {f"t{i}": pipeline.table_wise((i - first) * world_size // count) for i in range(first, first + count)}
+    if is_mixed:
+        others = cycle((pipeline.row_wise(), pipeline.data_parallel(), pipeline.column_wise(range(world_size))))
+        plan |= {f"t{i}": next(others) for i in range(first + 1, first + count)}
     return pipeline.ShardedEmbeddingBagCollection(whole, plan, optimizer=pipeline.FusedOptimizer("adagrad", lr=_LR))
 
 
-def make_model(sizes: Sizes, *, world_size: int = 1, device: Any = "cpu") -> tuple[SeedModel, torch.optim.Optimizer]:
-    """The model and its dense optimizer, the same weights on every rank."""
+def make_model(
+    sizes: Sizes, *, world_size: int = 1, device: Any = "cpu", is_mixed: bool = False
+) -> tuple[SeedModel, torch.optim.Optimizer]:
+    """The model and its dense optimizer, the same weights on every rank.
+
+    Tables are table-wise, or, mixed, of every kind that lies in memory.
+    """
     torch.manual_seed(0)
     half = sizes.table_count // 2
-    plain = _collection(sizes, 0, half, world_size, device, is_weighted=False)
-    weighted = _collection(sizes, half, sizes.table_count - half, world_size, device, is_weighted=True)
+    plain = _collection(sizes, 0, half, world_size, device, is_weighted=False, is_mixed=is_mixed)
+    rest = sizes.table_count - half
+    weighted = _collection(sizes, half, rest, world_size, device, is_weighted=True, is_mixed=is_mixed)
     model = SeedModel(plain, weighted, sizes, device)
     return model, torch.optim.SGD(model.parameters(), lr=_LR)
 

@@ -29,15 +29,19 @@ _SCHEDULES = {
 }
 
 
-def measure_step(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
+def measure_step(
+    is_mixed: bool, rank: Rank, workload: Workload, folder: str, round_count: int, seed: int
+) -> list[Round]:
     """Counts of a step of each schedule, batches in pinned memory; ``careless`` looks at each batch's lengths.
 
-    Half of the tables are weighted: two modules, table-wise, on one rank. Host waits inside of operators are known from
-    the launchers' sources; where these are not at hand, ``wait_count`` is absent.
+    Half of the tables are weighted: two modules, table-wise or mixed, on one rank. Host waits inside of operators are
+    known from the launchers' sources; where these are not at hand, ``wait_count`` is absent.
     """
     rows, dim = workload.shape
     sizes = Sizes(workload.tensor_count, rows, dim, batch=16, pooling=3, width=32)
-    runs: dict[str, Callable[[], Sample]] = {name: partial(_run, name, sizes, seed) for name in workload.contenders}
+    runs: dict[str, Callable[[], Sample]] = {
+        name: partial(_run, name, sizes, seed, is_mixed=is_mixed) for name in workload.contenders
+    }
     return interleave(runs, round_count=round_count, seed=seed, warm_up=False)
 
 
@@ -75,9 +79,9 @@ def _careless_forward(model: Any, batch: Batch) -> Any:
     return model(batch)
 
 
-def _run(name: str, sizes: Sizes, seed: int) -> Sample:
+def _run(name: str, sizes: Sizes, seed: int, *, is_mixed: bool) -> Sample:
     device = PretendDevice(sources=kernel_sources())
-    model, optimizer = make_model(sizes, device=device.device)
+    model, optimizer = make_model(sizes, device=device.device, is_mixed=is_mixed)
     options: dict[str, Any] = {"start_batch": 0} if name == "semi-sync" else {}
     if name == "careless":
         options["custom_model_fwd"] = partial(_careless_forward, model)

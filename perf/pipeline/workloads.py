@@ -98,12 +98,15 @@ WORKLOADS = (
     _kernel("gpu-kernel-pool-one-128", job="gpu-kernel-pool-one"),
     _kernel("gpu-kernel-step-128", job="gpu-kernel-step"),
     # A step on the pretend device: 4 tables without weights and 4 with, 16 samples. Counts do not depend on sizes.
-    _pipeline(
-        "pretend-step-8x200",
-        job="pretend-step",
-        shape=(200, 16),
-        tensor_count=8,
-        round_count=1,
-        contenders=("base", "sparse-dist", "fused", "semi-sync", "careless"),
+    *(
+        _pipeline(
+            f"{job}-8x200",
+            job=job,
+            shape=(200, 16),
+            tensor_count=8,
+            round_count=1,
+            contenders=("base", "sparse-dist", "fused", "semi-sync", "careless"),
+        )
+        for job in ("pretend-step", "pretend-mixed-step")
     ),
 )

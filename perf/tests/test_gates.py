@@ -416,7 +416,7 @@ def test_counters_hold_in_the_short_form(component: str, gate: str, tmp_path: Pa
     assert (outcome.result, outcome.control.result) == (Result.PASS, Result.FAIL), outcome.reason
 
 
-@pytest.mark.parametrize(("component", "count"), [("offload", 8), ("pipeline", 20)])
+@pytest.mark.parametrize(("component", "count"), [("offload", 8), ("pipeline", 28)])
 def test_counters_of_the_pretend_device_hold_and_their_controls_are_refused(
     component: str, count: int, tmp_path: Path
 ) -> None:
