@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,22 @@ class Row:
     def raw(self, key: int) -> bytes:
         """The whole row."""
         return header(key, self.timestamp, self.count) + bytes(self.body)
+
+
+def slots(optimizer: str, dim: int, begin: int, *, momentum1: int, momentum2: int) -> dict[str, tuple[int, int]]:
+    """State name -> where its bytes begin in a row, and their number; momenta by the bytes of an element."""
+    second = math.ceil((begin + dim * momentum1) / momentum2) * momentum2
+    both = {"momentum1": (begin, dim * momentum1), "momentum2": (second, dim * momentum2)}
+    behind_one = begin + math.ceil(momentum2 / 4) * 4
+    return {
+        "none": {},
+        "sgd": {},
+        "adagrad": {"momentum1": (begin, dim * momentum1)},
+        "rowwise_adagrad": {"momentum1": (begin, 4)},
+        "adam": both,
+        "lamb": both,
+        "partial_rowwise_adam": {"momentum2": (begin, momentum2), "momentum1": (behind_one, dim * momentum1)},
+    }[optimizer]
 
 
 def dense_steps(optimizer: str, weight: torch.Tensor, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
+from conformance.kvstore.model import slots
 from twinproof.errors import ConfigError, FormatError
 
 COUNTS = (0, 1, 5, 2**31 - 2, 2**31 - 1)
@@ -119,15 +120,8 @@ def test_closed_forms(kvstore: Any, arguments: tuple[int, torch.dtype, str, dict
     dim, dtype, optimizer, states = arguments
     layout = kvstore.RowLayout(dim, dtype, optimizer, states)
     begin = 16 + up(dim, 4) * dtype.itemsize
-    one, two = (states.get(name, torch.float32).itemsize for name in ("momentum1", "momentum2"))
-    second = up(begin + dim * one, two)
-    expected = {
-        "adagrad": {"momentum1": (begin, dim * one)},
-        "rowwise_adagrad": {"momentum1": (begin, 4)},
-        "adam": {"momentum1": (begin, dim * one), "momentum2": (second, dim * two)},
-        "lamb": {"momentum1": (begin, dim * one), "momentum2": (second, dim * two)},
-        "partial_rowwise_adam": {"momentum2": (begin, two), "momentum1": (begin + up(two, 4), dim * one)},
-    }.get(optimizer, {})
+    sizes_bytes = {name: states.get(name, torch.float32).itemsize for name in ("momentum1", "momentum2")}
+    expected = slots(optimizer, dim, begin, **sizes_bytes)
     got = {n: (s.offset_bytes, s.count * s.dtype.itemsize) for n, s in layout.state_slots.items()}
     assert_equal(got, expected, where=f"slots of {arguments}")
     end = max((offset + size for offset, size in expected.values()), default=begin)

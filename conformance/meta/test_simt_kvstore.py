@@ -14,25 +14,21 @@ from pathlib import Path
 import pytest
 
 from conformance.provers.simt import Planted, build, prove, why_no_prover
+from twinproof.optimizers import FUSED_OPTIMIZERS
 
 needs_prover = pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
 
 _SOURCES = Path(__file__).parent / "simt"
 _PROOFS = {
-    "adagrad",
-    "adam",
     "cache",
     "clones",
     "growth",
     "index",
-    "lamb",
     "lines",
-    "partial rowwise adam",
     "removals",
     "rest",
     "rows",
-    "rowwise adagrad",
-    "sgd",
+    *FUSED_OPTIMIZERS,
 }
 _KERNELS = {
     "AddRows",

@@ -14,6 +14,8 @@ namespace fastimpl {
 
 enum class Optimizer : int64_t { kNone = 0, kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kPartialRowwiseAdam, kLamb };
 constexpr int64_t kOptimizerCount = 7;
+constexpr const char* kOptimizerNames[kOptimizerCount] = {
+    "none", "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb"};
 
 struct Hyper {
   float lr, eps, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, root_correction;
