@@ -27,6 +27,13 @@ inline void fetch_line(const void* address) {
   asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address)));
 }
 
+// Fetches the line 2 KiB behind `address`, for a loop that reads word by word and does more with a word than a few
+// steps: it has too few lines on their way, and not every machine fetches streams by itself. It may lie behind all
+// memory.
+inline void fetch_ahead(const void* address) { asm volatile("prefetcht0 2048(%0)" : : "r"(address)); }
+// Fetches the line behind that of `address` for a store: one of many places that are filled word by word.
+inline void fetch_next_to_write(const void* address) { asm volatile("prefetchw 64(%0)" : : "r"(address)); }
+
 constexpr size_t kPageBytes = 4096;
 
 inline size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }

@@ -98,7 +98,10 @@ void distribute(const Parallel& parallel, const uint64_t* from, uint64_t* to, in
     const auto part_at = part_of;
     int64_t* const counts = next.data() + way * part_count;
     const int64_t end = count * (way + 1) / ways;
-    for (int64_t i = count * way / ways; i < end; ++i) ++counts[part_at(i)];
+    for (int64_t i = count * way / ways; i < end; ++i) {
+      fetch_ahead(from + i);
+      ++counts[part_at(i)];
+    }
   });
   int64_t total = 0;
   for (int64_t part = 0; part < part_count; ++part) {
@@ -113,7 +116,12 @@ void distribute(const Parallel& parallel, const uint64_t* from, uint64_t* to, in
     const uint64_t* const source = from;
     uint64_t* const target = to;
     const int64_t end = count * (way + 1) / ways;
-    for (int64_t i = count * way / ways; i < end; ++i) target[places[part_at(i)]++] = source[i];
+    for (int64_t i = count * way / ways; i < end; ++i) {
+      fetch_ahead(source + i);
+      const int64_t place = places[part_at(i)]++;
+      target[place] = source[i];
+      fetch_next_to_write(target + place);
+    }
   });
 }
 
@@ -321,11 +329,10 @@ inline void sort_group(uint64_t* words, int64_t count, const BucketRule& rule, i
   }
 }
 
-// Ids by bucket, ascending inside, duplicates kept; the count of each bucket in [begin, end). `id_at` gives the ids of
-// [0, count). Returns the number of ids outside that range, and writes nothing then.
-template <typename IdAt>
-int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, const BucketRule& rule, int64_t begin,
-                       int64_t end, int64_t* sorted, int64_t* counts) {
+// Ids by bucket, ascending inside, duplicates kept; the count of each bucket in [begin, end). Returns the number of ids
+// outside that range, and writes nothing then.
+inline int64_t sort_by_bucket(const Parallel& parallel, const int64_t* ids, int64_t count, const BucketRule& rule,
+                              int64_t begin, int64_t end, int64_t* sorted, int64_t* counts) {
   const BucketGroups groups(std::max<int64_t>(1, end - begin));
   const int64_t ways = std::max<int64_t>(1, std::min(parallel.thread_count, count / kSplitWords)),
                 group_count = groups.count();
@@ -334,13 +341,14 @@ int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, co
   const auto range_of = [&](int64_t way) { return std::make_pair(count * way / ways, count * (way + 1) / ways); };
   parallel.run(ways, [&](int64_t way) {
     const auto bucket_of = rule;
-    const auto given = id_at;
+    const int64_t* const given = ids;
     const int64_t first_bucket = begin, bucket_count = end - begin;
     const int shift = groups.shift;
     int64_t* const counted = next.data() + way * group_count;
     int64_t wrong = 0;
     for (auto [i, last] = range_of(way); i < last; ++i) {
-      const int64_t bucket = bucket_of(given(i)) - first_bucket;
+      fetch_ahead(given + i);
+      const int64_t bucket = bucket_of(given[i]) - first_bucket;
       const bool is_wrong = bucket < 0 || bucket >= bucket_count;
       wrong += is_wrong;
       ++counted[is_wrong ? 0 : bucket >> shift];
@@ -362,23 +370,24 @@ int64_t sort_by_bucket(const Parallel& parallel, IdAt&& id_at, int64_t count, co
   if (end - begin == 1) {
     counts[0] = count;
     parallel.run(ways, [&](int64_t way) {
-      const auto given = id_at;
-      int64_t* const target = sorted;
-      for (auto [i, last] = range_of(way); i < last; ++i) target[i] = given(i);
+      const auto [first, last] = range_of(way);
+      std::copy(ids + first, ids + last, sorted + first);
     });
     if (!std::is_sorted(sorted, sorted + count)) sort_keys(parallel, sorted, count);
     return 0;
   }
   parallel.run(ways, [&](int64_t way) {
     const auto bucket_of = rule;
-    const auto given = id_at;
+    const int64_t* const given = ids;
     const int64_t first_bucket = begin;
     const int shift = groups.shift;
     int64_t* const places = next.data() + way * group_count;
     uint64_t* const target = words;
     for (auto [i, last] = range_of(way); i < last; ++i) {
-      const int64_t id = given(i);
-      target[places[(bucket_of(id) - first_bucket) >> shift]++] = static_cast<uint64_t>(id);
+      fetch_ahead(given + i);
+      const int64_t id = given[i], place = places[(bucket_of(id) - first_bucket) >> shift]++;
+      target[place] = static_cast<uint64_t>(id);
+      fetch_next_to_write(target + place);
     }
   });
   std::atomic<int64_t> next_group{0};

@@ -37,19 +37,21 @@ inline void enter_shards(RowSet& rows, const int64_t* ids, int64_t count, int64_
   constexpr int64_t kEntered = regime(256, 3);
   uint64_t hashes[kEntered];
   uint32_t slots[kEntered];
+  const auto shard_count = static_cast<uint64_t>(behind_shard - first_shard);
   int64_t waiting = 0;
   const auto enter = [&] {
+    for (int64_t i = 0; i < waiting; ++i) fetch_line(rows.shard(hashes[i]).home(hashes[i]));
     for (int64_t i = 0; i < waiting; ++i) rows.shard(hashes[i]).insert(hashes[i], slots[i]);
     waiting = 0;
   };
   for (int64_t i = 0; i < count; ++i) {
+    fetch_ahead(ids + i);
     const uint64_t hash = hash_key(ids[i]);
-    const int64_t shard = rows.shard_index(hash);
-    if (shard < first_shard || shard >= behind_shard) continue;
-    fetch_line(rows.shard(hash).home(hash));
     hashes[waiting] = hash;
     slots[waiting] = static_cast<uint32_t>(base + i);
-    if (++waiting == kEntered) enter();
+    // A row of another thread's shard is written over by the next: whose it is is not to be foreseen.
+    waiting += static_cast<uint64_t>(rows.shard_index(hash) - first_shard) < shard_count;
+    if (waiting == kEntered) enter();
   }
   enter();
 }

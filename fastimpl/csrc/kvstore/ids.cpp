@@ -26,9 +26,9 @@ std::tuple<Tensor, Tensor, int64_t> kvstore_sort_ids(Tensor ids, int64_t total_c
   const auto* const keys = static_cast<const int64_t*>(ids.data_ptr());
   // Ids go to places all over it.
   advise_huge_pages(sorted.data_ptr(), static_cast<size_t>(ids.numel()) * sizeof(int64_t));
-  const int64_t outside = sort_by_bucket(
-      parallel_of(), [keys](int64_t i) { return keys[i]; }, ids.numel(), {total_count, bucket_size}, begin, end,
-      static_cast<int64_t*>(sorted.data_ptr()), static_cast<int64_t*>(counts.data_ptr()));
+  const int64_t outside =
+      sort_by_bucket(parallel_of(), keys, ids.numel(), {total_count, bucket_size}, begin, end,
+                     static_cast<int64_t*>(sorted.data_ptr()), static_cast<int64_t*>(counts.data_ptr()));
   return {sorted, counts, outside};
 }
 

@@ -62,7 +62,9 @@ class RowSet {
         *static_cast<volatile uint8_t*>(pool.at(slot)) = 0;
     });
     const double mean = static_cast<double>(row_count) / static_cast<double>(shard_count());
-    for (ShardMap& shard : shards_) shard.reserve(static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1);
+    const auto shard_rows = static_cast<int64_t>(mean + 6 * __builtin_sqrt(mean)) + 1;
+    // Clearing the pages of a map is most of the work.
+    parallel.run(shard_count(), [&](int64_t shard) { shards_[static_cast<size_t>(shard)].reserve(shard_rows); });
   }
 
   // Both have rows of one width, as many shards, and memory of one account.

@@ -34,6 +34,7 @@ inline bool ids_stand_in_order(const Parallel& parallel, const int64_t* ids, int
     int64_t bucket = std::upper_bound(order.ends, order.ends + order.bucket_count, start + begin) - order.ends;
     bool fit = true;
     for (int64_t i = begin; i < end; ++i) {
+      fetch_ahead(ids + i);
       const bool first = bucket < order.bucket_count && start + i >= order.ends[bucket];
       while (bucket < order.bucket_count && start + i >= order.ends[bucket]) ++bucket;
       fit &= order.rule(ids[i]) == bucket;

@@ -12,14 +12,13 @@ void require_in_bucket_order(const std::vector<int64_t>& ids, const BucketRule& 
   const auto count = static_cast<int64_t>(ids.size());
   std::vector<int64_t> sorted(ids.size()), expected = ids, counts(static_cast<size_t>(bucket_count)),
                                            expected_counts(counts.size());
-  const auto id_at = [&](int64_t i) { return ids[static_cast<size_t>(i)]; };
   std::sort(expected.begin(), expected.end(),
             [&](int64_t a, int64_t b) { return std::pair(rule(a), a) < std::pair(rule(b), b); });
   for (const int64_t id : ids) ++expected_counts[static_cast<size_t>(rule(id))];
   for (const int64_t thread_count : {1, 2, 3}) {
-    require(
-        sort_by_bucket(threads(thread_count), id_at, count, rule, 0, bucket_count, sorted.data(), counts.data()) == 0,
-        "ids outside all buckets");
+    require(sort_by_bucket(threads(thread_count), ids.data(), count, rule, 0, bucket_count, sorted.data(),
+                           counts.data()) == 0,
+            "ids outside all buckets");
     require(sorted == expected && counts == expected_counts, "sort_by_bucket");
   }
 }
@@ -66,9 +65,7 @@ void sorting_matches_the_library() {
   require(chunks(-1) == -1 && chunks(-11) == -1 && chunks(39) == 3 && BucketRule{7, 0}(-1) == 6, "bucket rules floor");
   const std::vector<int64_t> ids{0, 39, 40, -1};
   int64_t sorted[4], counts[4];
-  require(sort_by_bucket(
-              threads(1), [&](int64_t i) { return ids[static_cast<size_t>(i)]; }, 4, chunks, 0, 4, sorted, counts) == 2,
-          "ids outside are counted");
+  require(sort_by_bucket(threads(1), ids.data(), 4, chunks, 0, 4, sorted, counts) == 2, "ids outside are counted");
 }
 
 Bytes row_of(const Table& table, int64_t key) {
