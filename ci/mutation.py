@@ -115,7 +115,10 @@ def drawn(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
 
 
 def meaning(text: str) -> str:
-    """A dump of a module's syntax without what never runs: annotations, and imports for them."""
+    """A dump of a module's syntax without what never runs: annotations, and imports for them.
+
+    Without thresholds as well (``regime``), as in C++: the way to a result depends on them, the result does not.
+    """
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -127,6 +130,8 @@ def meaning(text: str) -> str:
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = [ast.Pass()]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "regime":
+            node.args = []
     return ast.dump(tree)
 
 

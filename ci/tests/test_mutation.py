@@ -37,6 +37,12 @@ def test_a_changed_annotation_has_no_meaning(mutation: Any) -> None:
     assert mutation.meaning(text) != mutation.meaning(text.replace("= 2", "= 3"))
 
 
+def test_a_changed_threshold_has_no_meaning(mutation: Any) -> None:
+    text = "LEAST = regime(1 << 9, 3)\nother = limit(1 << 9, 3)\n"
+    assert mutation.meaning(text) == mutation.meaning(text.replace("regime(1 << 9", "regime(1 + 9"))
+    assert mutation.meaning(text) != mutation.meaning(text.replace("limit(1 << 9", "limit(1 + 9"))
+
+
 def test_the_order_is_fixed_and_a_new_mutant_changes_no_other(mutation: Any) -> None:
     mutants = [_mutant(mutation, occurrence=number) for number in range(50)]
     order = mutation.drawn(mutants, 0)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -233,3 +234,69 @@ def test_write_calls(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
         assert_le(sum(calls for calls, _ in counted), payload / (4 * MIB) + 8 * 2, where=f"{columns} columns: calls")
         size = (tmp_path / str(columns) / FILE).stat().st_size
         assert_equal(sum(written for _, written in counted), size, where=f"{columns} columns: bytes")
+
+
+class _Clock:
+    """A clock for ``time.perf_counter``: each look at it is three times as late as the one before."""
+
+    def __init__(self) -> None:
+        self.now_s = 2.0**-40
+
+    def __call__(self) -> float:
+        self.now_s *= 3
+        return self.now_s
+
+
+def _seconds(stats: Any) -> dict[str, float]:
+    return {name: value for name, value in vars(stats).items() if name.endswith("_s")}
+
+
+@requirement(
+    "CKPT-507",
+    "The figures of a save and of a load MUST be right: seconds by phase that one clock shows, no phase twice, bytes "
+    "and calls as the system counts them, and what ranks send to each other.",
+    needs=("counted_io",),
+)
+def test_figures(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    state = {f"w{i}": random_bits(torch.float32, (5, 7 + i), i) for i in range(3)}
+    begun_s = 2.0**-40
+    with mock.patch("time.perf_counter", _Clock()) as clock:
+        stats = save(checkpoint, state, tmp_path / "ck", thread_count=1).stats
+        _assert_phases(_seconds(stats), begun_s, clock.now_s, {"plan_s", "write_s", "fsync_s", "publish_s"})
+        begun_s = clock.now_s
+        targets = {name: zeros_like(value) for name, value in state.items()}
+        read = load(checkpoint, targets, tmp_path / "ck", thread_count=1).stats
+        _assert_phases(_seconds(read), begun_s, clock.now_s, {"plan_s", "read_s"})
+    size = (tmp_path / "ck" / FILE).stat().st_size
+    assert_equal((stats.written_bytes, stats.write_count, stats.sent_bytes), (size, 1, 0), where="of a save")
+    values_bytes = sum(value.numel() * 4 for value in state.values())
+    assert_equal((read.read_bytes, read.read_count), (values_bytes, 1), where="of a load")
+    assert_le(1, stats.plan_bytes, where="bytes of the plan")
+    for sent, told, exchange_s in rank_pool.run(_sent_bytes, 2, str(tmp_path / "both")):
+        assert_equal(told, sent, where="bytes that a rank sent")
+        assert_le(1e-12, exchange_s, where="seconds of the exchange")
+
+
+def _assert_phases(seconds: dict[str, float], begun_s: float, ended_s: float, phases: set[str]) -> None:
+    shown = {name for name, value in seconds.items() if value > 0}
+    assert_equal(shown, phases, where=f"phases that took time, of {seconds}")
+    assert_le(sum(seconds.values()), ended_s - begun_s, where=f"seconds of all phases: {seconds}")
+
+
+def _sent_bytes(rank: Rank, path: str) -> tuple[int, int, float]:
+    local = torch.zeros(40, 6)
+    state = {"w": DTensor.from_local(local, mesh_of(rank), [Shard(1)], run_check=False)}
+    sent: list[int] = []
+    original = dist.isend
+
+    def send(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return original(tensor, *arguments, **options)
+
+    with (
+        mock.patch.object(dist, "isend", send),
+        mock.patch("time.perf_counter", _Clock()),
+        rank.component("checkpoint").HuggingFaceStorageWriter(path, thread_count=1, block_bytes=256) as writer,
+    ):
+        dcp.save(state, storage_writer=writer)
+    return sum(sent), writer.stats.sent_bytes, writer.stats.exchange_s

@@ -26,15 +26,13 @@ class Geometry(NamedTuple):
         """Bytes of the rectangle."""
         return math.prod(self.sizes)
 
-    def span(self) -> tuple[int, int]:
-        """First byte and one past the last, inside the tensor."""
-        if len(self.shape) == 1:
-            return self.offsets[0], self.offsets[0] + self.sizes[0]
-        first = last = 0
-        for shape, offset, size in zip(self.shape, self.offsets, self.sizes, strict=True):
-            first = first * shape + offset
-            last = last * shape + offset + size - 1
-        return first, last + 1
+    @property
+    def first(self) -> int:
+        """Offset of the first byte inside the tensor."""
+        at = 0
+        for shape, offset in zip(self.shape, self.offsets, strict=True):
+            at = at * shape + offset
+        return at
 
     def locate(self, position: int) -> int:
         """Offset inside the tensor of byte ``position`` of the rectangle."""

@@ -89,7 +89,7 @@ class SavePieces:
 class _Part:
     """One chunk with its geometry and the ranks that could supply it."""
 
-    __slots__ = ("base", "first", "geometry", "holders", "last", "offsets", "position", "rank", "tensor")
+    __slots__ = ("base", "first", "geometry", "holders", "offsets", "position", "rank", "tensor")
 
     def __init__(
         self,
@@ -109,8 +109,7 @@ class _Part:
             holders,
         )
         self.base = tensor.begin
-        first, last = geo.span()
-        self.first, self.last = self.base + first, self.base + last
+        self.first = self.base + geo.first
 
 
 def _parts(tensors: Sequence[GlobalTensor], holders: Holders) -> list[_Part]:
@@ -151,7 +150,7 @@ class _Balance:
 
     def least(self, ranks: Sequence[int]) -> Sequence[int]:
         """The ranks, least loaded first."""
-        return sorted(ranks, key=lambda rank: (self.load_bytes[rank], rank)) if len(ranks) > 1 else ranks
+        return sorted(ranks, key=lambda rank: (self.load_bytes[rank], rank))
 
     def choose(self, block: Block, shared: Sequence[tuple[_Part, int]]) -> None:
         """Give a shared block to the least loaded of its holders. Where much would travel, only large holders count."""
@@ -200,12 +199,11 @@ def _segments(
         if end > position:
             segments.append((position, end, owner))
             position = end
-    if position < file_bytes:
-        last = segments[-1] if segments else None
-        if last is not None and last[2] is not None and file_bytes - position < rules.absorb_bytes:
-            segments[-1] = (last[0], file_bytes, last[2])
-        else:
-            segments.append((position, file_bytes, None))
+    if segments and file_bytes - position < rules.absorb_bytes:
+        start, _, owner = segments.pop()
+        segments.append((start, file_bytes, owner))
+    else:
+        segments.append((position, file_bytes, None))
     return segments
 
 
@@ -217,8 +215,7 @@ def _cut(file: int, segments: Sequence[tuple[int, int, int | None]], rules: Bloc
             cuts = [start, *range(_floor(start, unit) + unit, end, unit), end]
         else:
             count = -(-(end - start) // rules.direct_max_bytes)
-            unit = -(-(end - start) // count // rules.align_bytes) * rules.align_bytes or end - start
-            unit = max(unit, rules.align_bytes)
+            unit = -(-(end - start) // count // rules.align_bytes) * rules.align_bytes
             cuts = [*range(start, end, unit), end]
         blocks += [Block(file, a, b, -1 if owner is None else owner) for a, b in pairwise(cuts)]
     return blocks
@@ -229,16 +226,12 @@ def _share(parts: Sequence[_Part], blocks: list[Block]) -> list[list[tuple[_Part
     starts = [block.start for block in blocks]
     shared: list[list[tuple[_Part, int]]] = [[] for _ in blocks]
     for part in parts:
-        low, high = bisect_right(starts, part.first) - 1, bisect_right(starts, part.last - 1) - 1
-        if low == high:
-            shared[low].append((part, part.geometry.total_bytes))
-            continue
-        before = 0
-        for number in range(low, high + 1):
+        number, before, total = bisect_right(starts, part.first) - 1, 0, part.geometry.total_bytes
+        while before < total:
             upto = part.geometry.held_before(blocks[number].end - part.base)
             if upto > before:
                 shared[number].append((part, upto - before))
-            before = upto
+            number, before = number + 1, upto
     return shared
 
 
@@ -272,7 +265,7 @@ def plan_blocks(arrangement: Arrangement, rank_count: int, rules: BlockRules, ho
     balance.count_blocks(block for _, blocks in pending for block in blocks)
     for parts, blocks in pending:
         shared = _share(parts, blocks)
-        if rules.sequential and rank_count > 1:
+        if rules.sequential:
             _one_owner(blocks, balance)
         _emit(plan, blocks, shared, balance)
     _schedule(plan.blocks, rank_count, len(arrangement.files), rules)

@@ -259,8 +259,8 @@ def _cut_of(placement: Placement, tensor: Tensor) -> _Cut:
     distinct = set(boxes)
     geometries = [geometry(tensor.shape, offsets, sizes, 2) for offsets, sizes in distinct]
     widest = max(geometries, key=lambda found: found.total_bytes)
-    first, last = widest.span()
+    last = widest.locate(widest.total_bytes - 1) + 1
     beside = len({offsets[1:] for offsets, _ in distinct})
-    touched = min(len(distinct) // beside, 2 + BLOCK_BYTES // (last - first))
+    touched = min(len(distinct) // beside, 2 + BLOCK_BYTES // (last - widest.first))
     run_count = sum(found.total_bytes // found.run_bytes for found in geometries)
     return _Cut(widest.run_bytes, run_count, len(boxes), beside * touched)

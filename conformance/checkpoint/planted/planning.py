@@ -21,3 +21,21 @@ names_counted_as_small_numbers = patched(
     mutated("twinproof.checkpoint.format:_unique", "len(result) != len(pairs)", "len(result) is not len(pairs)"),
     kills="CKPT-512",
 )
+
+files_in_order_not_counted = patched(
+    "What a rank writes of files that are written front to back is not counted.",
+    mutated("fastimpl.checkpoint.plan:_one_owner", "+= block.end - block.start", "+= 0"),
+    kills="CKPT-504",
+)
+
+smaller_gaps_absorbed = patched(
+    "Short gaps are written apart a little earlier.",
+    mutated("fastimpl.checkpoint.plan:BlockRules.of", "block_bytes // 8", "block_bytes // 9"),
+    kills="CKPT-505",
+)
+
+plans_counted_wrong = patched(
+    "Places of replicas are not counted as what they take.",
+    mutated("fastimpl.checkpoint.wire:PackedPlan.size_bytes", "8 * len(o)", "8 + len(o)"),
+    kills="CKPT-506",
+)
