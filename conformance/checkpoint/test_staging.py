@@ -195,7 +195,7 @@ def test_reads_behind_the_caller(checkpoint: Any) -> None:
                 memory = device.engine.device_empty(plain.nbytes).view(torch.float32).view(7, 9)
                 memory.copy_(plain)
                 source = Source(form(memory), dtype)
-                count = source.size_bytes
+                count = source.value.numel() * dtype.itemsize
                 geo = geometry(source.value.shape, (0, 0), source.value.shape, dtype.itemsize)
                 parts = [LocalPart(source, geo, 0, 0, half, None) for half in (count, count // 2)]
                 starts = CopyStarts(lambda _: EngineStart(device.engine), [CPU])

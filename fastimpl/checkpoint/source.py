@@ -50,7 +50,6 @@ class Source:
     def __init__(self, value: torch.Tensor, dtype: torch.dtype) -> None:
         self.value = value.detach()
         self.dtype = dtype
-        self.size_bytes = self.value.numel() * dtype.itemsize
         self.device = self.value.device
         plain = self.value.is_contiguous() and not self.value.is_conj() and not self.value.is_neg()
         self.is_view = plain and self.device.type == "cpu" and dtype == self.value.dtype
@@ -103,7 +102,6 @@ class LazySource(Source):
         self._reader, self._stored = reader, stored
         self._first, self._row_shape = offsets[0] - reader.row_offset, tuple(sizes[1:])
         self._row_bytes = math.prod(self._row_shape) * dtype.itemsize
-        self.size_bytes = sizes[0] * self._row_bytes
 
     def fill(self, begin: int, end: int, out: torch.Tensor) -> None:
         """Bytes ``begin`` to ``end`` of the chunk into ``out``, uint8 [end - begin].

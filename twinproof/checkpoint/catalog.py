@@ -82,7 +82,6 @@ __all__ = [
     "parts_of",
     "payload_bytes",
     "read_catalog",
-    "read_chunk",
     "read_index",
     "stored_ranges",
     "sums_of",
@@ -649,22 +648,6 @@ def cut_rectangle(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[in
         for begin in range(sizes[0]):
             for rest, counts in cut_rectangle(sizes[1:], limit):
                 yield (begin, *rest), (1, *counts)
-
-
-def read_chunk(chunk: Chunk, dtype: torch.dtype, first: int = 0, count: int | None = None) -> torch.Tensor:
-    """The stored values of one chunk, or of ``count`` of its rows, on the CPU.
-
-    Raises:
-        CorruptionError: the file ends early.
-    """
-    rows = chunk.sizes[:1] if count is None else (count,) * len(chunk.sizes[:1])
-    tensor = torch.empty((*rows, *chunk.sizes[1:]), dtype=dtype)
-    with open(chunk.file, "rb") as file:
-        file.seek(chunk.begin + first * math.prod(chunk.sizes[1:]) * dtype.itemsize)
-        got = file.readinto(buffer_of(tensor))
-    if got != tensor.numel() * dtype.itemsize:
-        raise CorruptionError("the file became shorter while it was read", got=got, where=chunk.file)
-    return tensor
 
 
 logger = logging.getLogger("twinproof.checkpoint")

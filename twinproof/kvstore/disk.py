@@ -17,6 +17,7 @@ and ids ascending inside a bucket::
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -29,8 +30,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from twinproof import regime
-from twinproof.checkpoint.catalog import Catalog, read_catalog, read_chunk
-from twinproof.checkpoint.format import torch_dtype
+from twinproof.checkpoint.catalog import Catalog, read_catalog
+from twinproof.checkpoint.format import buffer_of, torch_dtype
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
 from twinproof.kvstore.deltas import (
     FORMS,
@@ -72,11 +73,16 @@ RowsFit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], bool]
 
 
 def read_range(catalog: Catalog, name: str, start: int, length: int) -> torch.Tensor:
-    """Rows [start, start + length) of a stored tensor; reads exactly these bytes."""
+    """Rows [start, start + length) of a stored tensor; reads exactly these bytes. Raises CorruptionError."""
     record = catalog.tensors[name]
-    dtype = torch_dtype(record.dtype)
-    assert dtype is not None
-    return read_chunk(record.chunks[0], dtype, start, length)
+    chunk, dtype = record.chunks[0], torch_dtype(record.dtype)
+    rows = torch.empty((length, *chunk.sizes[1:]), dtype=dtype)
+    with open(chunk.file, "rb") as file:
+        file.seek(chunk.begin + start * math.prod(chunk.sizes[1:]) * rows.element_size())
+        got = file.readinto(buffer_of(rows))
+    if got != rows.nbytes:
+        raise CorruptionError("the file became shorter while it was read", got=got, where=chunk.file)
+    return rows
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""Byte ranges of what is saved: tensors of any form, and rows that are read when they are due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.checkpoint.cases import random_bits
+from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+from twinproof.errors import PlanError
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
+def _forms() -> dict[str, torch.Tensor]:
+    plain = random_bits(torch.int16, (5, 7), 1)
+    complex_ = random_bits(torch.int32, (4, 6), 2).to(torch.complex64)
+    return {
+        "dense": plain,
+        "turned": plain.t(),
+        "every second": plain[::2, 1::3],
+        "expanded": plain[1].expand(3, 7),
+        "scalar": plain[2, 3],
+        "bytes": random_bits(torch.uint8, (3, 5), 3).t(),
+        "conjugate": complex_.conj(),
+        "negative": complex_.conj().imag,
+    }
+
+
+@requirement(
+    "CKPT-508",
+    "Any range of the bytes of a tensor MUST be read right, whatever its form: dense, strided, expanded, conjugated, "
+    "negated, without dimensions, and of another dtype in the file.",
+    needs=("counted_io",),
+)
+def test_ranges_of_tensors(checkpoint: Any) -> None:
+    from fastimpl.checkpoint.source import Source
+
+    for name, value in _forms().items():
+        for dtype in [value.dtype, *([] if value.is_complex() else [torch.float64])]:
+            source, expected = Source(value, dtype), _bytes(value.resolve_conj().resolve_neg().to(dtype))
+            is_plain = name in ("dense", "scalar") and dtype == value.dtype
+            assert_equal(source.is_view, is_plain, where=f"{name} as {dtype}: is_view")
+            ranges = [
+                (begin, end) for begin in range(0, len(expected), 3) for end in range(begin, len(expected) + 1, 5)
+            ]
+            for begin, end in [*ranges, (0, len(expected)), (len(expected), len(expected))]:
+                where = f"{name} as {dtype}, {begin} to {end}"
+                got = source.read(begin, end)
+                assert_same_tensor(got, expected[begin:end], where=where)
+                assert_equal(
+                    is_plain and end > begin and got.data_ptr() != value.data_ptr() + begin, False, where=where
+                )
+
+
+class _Reader:
+    """Rows [offset, offset + rows) of a global tensor, which are made when they are asked for."""
+
+    def __init__(self, rows: torch.Tensor, row_offset: int) -> None:
+        self.rows, self.row_offset = rows, row_offset
+        self.asked: list[tuple[int, int]] = []
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        self.asked.append((start, length))
+        return self.rows[start : start + length].clone()
+
+
+class _Filler(_Reader):
+    """The same, straight into memory of the caller."""
+
+    filled: tuple[int, int] | None = None
+
+    def read_rows_into(self, start: int, length: int, out: torch.Tensor) -> None:
+        self.filled = start, length
+        assert_equal((out.dtype, out.size(0)), (torch.uint8, length), where="memory for rows")
+        out.copy_(self.rows[start : start + length].contiguous().view(length, -1).view(torch.uint8))
+
+
+@requirement(
+    "CKPT-509",
+    "Any range of the bytes of rows that are read when they are due MUST be read right, whole rows in place where the "
+    "reader can, each row once but those that the range cuts; rows of another shape or dtype MUST be refused.",
+    needs=("counted_io",),
+)
+@examples(60)
+@given(
+    row_shape=st.sampled_from(((), (3,), (2, 3))),
+    sizes=st.tuples(st.integers(0, 4), st.integers(1, 7)),
+    ends=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    is_cast=st.booleans(),
+    fills=st.booleans(),
+)
+def test_ranges_of_rows(
+    checkpoint: Any,
+    row_shape: tuple[int, ...],
+    sizes: tuple[int, int],
+    ends: tuple[int, int],
+    is_cast: bool,
+    fills: bool,
+) -> None:
+    from fastimpl.checkpoint.source import LazySource
+
+    skipped, count = sizes
+    # The chunk is a part of what the reader has, which is a part of the tensor.
+    rows = random_bits(torch.int16, (skipped + count + 1, *row_shape), 1)
+    reader = (_Filler if fills else _Reader)(rows, 11)
+    dtype = torch.float32 if is_cast else torch.int16
+    offsets = (11 + skipped, *(0 for _ in row_shape))
+    source = LazySource(reader, offsets, (count, *row_shape), torch.int16, dtype)
+    expected = _bytes(rows[skipped : skipped + count].to(dtype))
+    row_bytes = len(expected) // count
+    begin, end = sorted(at % (len(expected) + 1) for at in ends)
+    assert_same_tensor(source.dense(begin, end), expected[begin:end], where="dense")
+    reader.asked.clear()
+    out = torch.zeros(end - begin, dtype=torch.uint8)
+    source.fill(begin, end, out)
+    assert_same_tensor(out, expected[begin:end], where="filled")
+    first, last = -(-begin // row_bytes), end // row_bytes
+    if isinstance(reader, _Filler) and not is_cast and first < last:
+        assert_equal(reader.filled, (skipped + first, last - first), where="rows in place")
+        cut = [(skipped + first - 1, 1)] if begin % row_bytes else []
+        assert_equal(
+            reader.asked, [*cut, *([(skipped + last, 1)] if end % row_bytes else [])], where="rows that are cut"
+        )
+    for wrong in (rows.to(torch.int32), rows.unsqueeze(-1)):
+        strange = LazySource(_Reader(wrong, 11), offsets, (count, *row_shape), torch.int16, dtype)
+        with raises(PlanError, mentions=["int16", f"{[count, *row_shape]}", f"{wrong.dtype}"]):
+            strange.dense(0, len(expected))
