@@ -228,3 +228,25 @@ def test_no_growth(checkpoint: Any, rank_pool: Any, tmp_path: Path, in_hf: bool)
             # Ten copies would be ten times this; the allocator may keep a few that it will use again.
             assert_le(growth_bytes, 3 * _EXTRA_BYTES, where=f"{rank_count} ranks: memory after 10 more saves")
         assert_equal(sorted(os.listdir(folder)), ["step-11", "step-12"], where="what is kept")
+
+
+def _count_groups(rank: Rank, path: str) -> list[int]:
+    counts = [_held()["groups"]]
+    for options in ({}, {"save_distributed": False}, {"process_group": dist.group.WORLD}):
+        with rank.component("checkpoint").HuggingFaceStorageWriter(path, **options) as writer:
+            counts.append(_held()["groups"])
+        writer.close()
+        counts.append(_held()["groups"])
+    return counts
+
+
+@requirement(
+    "CKPT-516",
+    "A writer MUST make one process group where several ranks save and none was given, none otherwise, and have given "
+    "it back when it was closed, once or twice.",
+)
+def test_groups_of_writers(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank_count in (1, 2):
+        for counts in rank_pool.run(_count_groups, rank_count, str(tmp_path / "ck")):
+            own = 1 if rank_count > 1 else 0
+            assert_equal([count - counts[0] for count in counts], [0, own, 0, 0, 0, 0, 0], where=f"{rank_count} ranks")

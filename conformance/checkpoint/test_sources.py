@@ -87,11 +87,12 @@ class _Filler(_Reader):
     "reader can, each row once but those that the range cuts; rows of another shape or dtype MUST be refused.",
     needs=("counted_io",),
 )
-@examples(60)
+@examples(150)
 @given(
     row_shape=st.sampled_from(((), (3,), (2, 3))),
     sizes=st.tuples(st.integers(0, 4), st.integers(1, 7)),
     ends=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    row_offset=st.sampled_from((0, 1, 3, 11)),
     is_cast=st.booleans(),
     fills=st.booleans(),
 )
@@ -100,6 +101,7 @@ def test_ranges_of_rows(
     row_shape: tuple[int, ...],
     sizes: tuple[int, int],
     ends: tuple[int, int],
+    row_offset: int,
     is_cast: bool,
     fills: bool,
 ) -> None:
@@ -108,9 +110,9 @@ def test_ranges_of_rows(
     skipped, count = sizes
     # The chunk is a part of what the reader has, which is a part of the tensor.
     rows = random_bits(torch.int16, (skipped + count + 1, *row_shape), 1)
-    reader = (_Filler if fills else _Reader)(rows, 11)
+    reader = (_Filler if fills else _Reader)(rows, row_offset)
     dtype = torch.float32 if is_cast else torch.int16
-    offsets = (11 + skipped, *(0 for _ in row_shape))
+    offsets = (row_offset + skipped, *(0 for _ in row_shape))
     source = LazySource(reader, offsets, (count, *row_shape), torch.int16, dtype)
     expected = _bytes(rows[skipped : skipped + count].to(dtype))
     row_bytes = len(expected) // count
@@ -127,7 +129,8 @@ def test_ranges_of_rows(
         assert_equal(
             reader.asked, [*cut, *([(skipped + last, 1)] if end % row_bytes else [])], where="rows that are cut"
         )
-    for wrong in (rows.to(torch.int32), rows.unsqueeze(-1)):
-        strange = LazySource(_Reader(wrong, 11), offsets, (count, *row_shape), torch.int16, dtype)
-        with raises(PlanError, mentions=["int16", f"{[count, *row_shape]}", f"{wrong.dtype}"]):
-            strange.dense(0, len(expected))
+    for wrong in (rows.to(torch.int32), rows.unsqueeze(-1), rows[:skipped]):
+        strange = LazySource(_Reader(wrong, row_offset), offsets, (count, *row_shape), torch.int16, dtype)
+        for skip in range(count):
+            with raises(PlanError, mentions=["int16", f"{[count - skip, *row_shape]}", f"{wrong.dtype}"]):
+                strange.dense(skip * row_bytes, len(expected))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from conformance.checkpoint.cases import FILE, assert_loads, load, load_with, oracle, random_bits, save
-from conformance.harness import assert_equal, assert_same_tensors, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensors, raises, requirement, succeeds
 from twinproof.errors import (
     ConfigError,
     DistributedError,
@@ -85,6 +85,16 @@ def test_names(checkpoint: Any, tmp_path: Path) -> None:
     for name in names:
         assert_equal(getattr(ours, name), getattr(theirs, name), where=name)
     assert_equal(Path(ours.fs.concat_path(ours.path, ours.metadata_path)).exists(), True, where="fs, path")
+    for kind in (checkpoint.HuggingFaceStorageWriter, checkpoint.HuggingFaceStorageReader):
+        with succeeds("validate_checkpoint_id", where=f"{kind.__name__}, of the class"):
+            valid = [kind.validate_checkpoint_id(place) for place in ("a/b", tmp_path, "hf://a/b", 7)]
+        assert_equal(valid, [True, True, False, False], where=f"valid places for a {kind.__name__}")
+    meta, before = ours.storage_meta(), (ours.checkpoint_id, ours.save_id)
+    assert_equal((meta.checkpoint_id, meta.save_id), before, where="storage_meta")
+    for place, expected_place in ((None, before[0]), (str(tmp_path / "next"), tmp_path / "next")):
+        known = ours.save_id
+        ours.reset(place)
+        assert_equal((ours.checkpoint_id, ours.save_id == known), (expected_place, False), where="after a reset")
     their_reader = dcp.HuggingFaceStorageReader(str(tmp_path / "ck"))
     expected = their_reader.read_metadata().storage_data
     reader = checkpoint.HuggingFaceStorageReader(tmp_path / "ck")

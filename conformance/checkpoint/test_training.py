@@ -9,8 +9,8 @@ import torch
 
 from conformance.checkpoint.cases import mesh_of, save
 from conformance.checkpoint.trainer import Trainer, alone
-from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement
-from twinproof.errors import ConfigError, FormatError, MissingCheckpointError
+from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError
 
 
 def _others(trainer: Trainer) -> dict[str, Any]:
@@ -105,4 +105,61 @@ def test_training_refusals(checkpoint: Any, tmp_path: Path) -> None:
     for given_model, given_optimizer, step, states, mention in wrong:
         with raises(ConfigError, mentions=(mention,), where=mention):
             checkpoint.save_training(tmp_path / "new", given_model, given_optimizer, step, states=states)
+    assert_equal((tmp_path / "new").exists(), False, where="nothing is written")
+
+
+def _in_parts(seed: int, *, part_count: int, optimizer_count: int) -> tuple[list[torch.nn.Module], list[Any]]:
+    # Each part has a layer of its own name; of a whole model each optimizer has some of the parameters.
+    torch.manual_seed(seed)
+    parts: list[torch.nn.Module] = [torch.nn.ModuleDict({f"part{i}": torch.nn.Linear(3, 3)}) for i in range(part_count)]
+    parameters = [list(part.parameters()) for part in parts]
+    if part_count != optimizer_count:
+        flat = [parameter for mine in parameters for parameter in mine]
+        parameters = [flat[i::optimizer_count] for i in range(optimizer_count)]
+    optimizers = [torch.optim.AdamW(mine, lr=0.1 * (i + 1)) for i, mine in enumerate(parameters)]
+    for _ in range(2):
+        for mine, optimizer in zip(parameters, optimizers, strict=True):
+            for parameter in mine:
+                parameter.grad = torch.randn(parameter.shape)
+            optimizer.step()
+    return parts, optimizers
+
+
+def _values(parts: list[torch.nn.Module], optimizers: list[Any]) -> dict[str, torch.Tensor]:
+    found = {name: value.detach() for part in parts for name, value in part.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for place, state in enumerate(optimizer.state.values()):
+            found |= {f"optimizer.{number}.{place}.{name}": value for name, value in state.items()}
+        found[f"lr.{number}"] = torch.tensor([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+@requirement(
+    "CKPT-515",
+    "A model in parts with an optimizer each, and one module with several optimizers, MUST be restored whole; another "
+    "number of optimizers, and names that two parts have, MUST be refused, with the first five named.",
+)
+def test_models_in_parts(checkpoint: Any, tmp_path: Path) -> None:
+    for part_count, optimizer_count in ((1, 1), (1, 2), (2, 2), (3, 3)):
+        where, path = f"{part_count} parts, {optimizer_count} optimizers", tmp_path / f"{part_count}{optimizer_count}"
+        parts, optimizers = _in_parts(1, part_count=part_count, optimizer_count=optimizer_count)
+        others, fresh = _in_parts(2, part_count=part_count, optimizer_count=optimizer_count)
+        given, wanted = (parts[0], others[0]) if part_count == 1 else (parts, others)
+        for group in (group for optimizer in fresh for group in optimizer.param_groups):
+            group["lr"] = 9.0
+        with succeeds("saving and loading", where), alone():
+            checkpoint.save_training(path, given, optimizers, 0, durable=False)
+            assert_equal(checkpoint.load_training(path, wanted, fresh), 0, where=f"{where}: step")
+        assert_same_tensors(_values(others, fresh), _values(parts, optimizers), where=where)
+    parts, optimizers = _in_parts(1, part_count=3, optimizer_count=3)
+    for count in (1, 2):
+        with raises(ConfigError, mentions=("one optimizer", str(count), "3")), alone():
+            checkpoint.save_training(tmp_path / "new", parts, optimizers[:count], 1)
+    with raises(ConfigError, mentions=("step", "-1")), alone():
+        checkpoint.save_training(tmp_path / "new", parts, optimizers, -1)
+    wide = [torch.nn.ModuleDict({f"{i}": torch.nn.Linear(1, 1, bias=False) for i in range(6)}) for _ in range(2)]
+    each = [torch.optim.SGD(part.parameters(), lr=0.1) for part in wide]
+    names = [f"{i}.weight" for i in range(6)]
+    with raises(PlanError, mentions=(str(names[:5]),)), alone():
+        checkpoint.save_training(tmp_path / "new", wide, each, 1)
     assert_equal((tmp_path / "new").exists(), False, where="nothing is written")

@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 replaced_files_unnoticed = patched(
     "Files that were replaced after their headers were read are read as if they were the same.",
@@ -31,3 +31,10 @@ def staged_states_kept(original: Any, manager: Any, step: Any, state: Any, write
     extra = state.get("extra")
     if extra is not None:
         _kept.append(extra.clone())
+
+
+group_for_one_rank = patched(
+    "A writer of one rank makes a process group for itself.",
+    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group", "() > 1", "() >= 1"),
+    kills="CKPT-516",
+)

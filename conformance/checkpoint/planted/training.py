@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.checkpoint.manager import CheckpointFormat
 
 
@@ -25,3 +25,10 @@ moments_left_out = patched(
 def every_checkpoint_is_native(original: Any, path: Any) -> Any:
     """The format of a checkpoint is not looked at."""
     return CheckpointFormat.DCP
+
+
+as_many_optimizers_as_parts_refused = patched(
+    "A model in parts is refused where each has an optimizer.",
+    mutated("twinproof.checkpoint.manager:OptimizerStates.__init__", "len(parts) != len", "len(parts) >= len"),
+    kills="CKPT-515",
+)
