@@ -171,6 +171,24 @@ def test_a_line_that_no_test_runs_is_not_covered(mutation: Any, tmp_path: Path) 
     assert mutation.judge_python(_mutant(mutation), tmp_path, coverage) == ("not covered", "")
 
 
+@pytest.mark.parametrize("line", ["1", "2"])
+@pytest.mark.parametrize("file", ["twinproof/kvstore/toy.py", "fastimpl/kvstore/toy.py"])
+def test_the_reference_is_asked_about_lines_that_nobody_else_runs(
+    mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, line: str
+) -> None:
+    asked: list[bool] = []
+
+    def run_in(tree: Path, words: list[str], *, limit_s: float) -> Any:
+        asked.append(words[words.index("-x") - 1] == "refimpl")
+        return mutation.Done(0, "")
+
+    monkeypatch.setattr(mutation, "run_in", run_in)
+    coverage = mutation.Coverage({file: {line: ["test"]}}, {"test": 0.1}, [])
+    verdict = mutation.judge_python(_mutant(mutation, file=file), tmp_path, coverage)
+    assert verdict == ("survived", "1 of 1 tests")
+    assert asked == ([False, True] if line == "1" and file.startswith("twinproof") else [False])
+
+
 @pytest.mark.parametrize(
     ("asserted", "after", "expected"),
     [
