@@ -41,7 +41,7 @@ import tomllib
 # This folder is no package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from cpp_code import NOT_MUTATED, code_digest, has_changed, is_sensible, tokens_of
-from python_code import meaning
+from python_code import meaning, runs_on_import
 
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "build" / "mutate"
@@ -362,7 +362,8 @@ def killer(done: Done) -> str:
 
 def judge_python(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, str]:
     """The verdict of the tests that run the mutant's line."""
-    every = coverage.tests_of(mutant.file, mutant.line)
+    line = 0 if runs_on_import((tree / mutant.file).read_text(encoding="utf-8"), mutant.line) else mutant.line
+    every = coverage.tests_of(mutant.file, line)
     if not every:
         return _UNSEEN, ""
     on_ranks = set(coverage.on_ranks)
@@ -370,7 +371,7 @@ def judge_python(mutant: Mutant, tree: Path, coverage: Coverage) -> tuple[str, s
     tests += within([test for test in every if test in on_ranks], coverage.seconds, _TESTS_S)
     limit_s = _STARTING_S + 4 * sum(coverage.seconds[test] for test in tests)
     # A line of the code that both share which no test of fastimpl runs may be there for the reference.
-    is_unrun = str(mutant.line) not in coverage.lines.get(mutant.file, {})
+    is_unrun = str(line or mutant.line) not in coverage.lines.get(mutant.file, {})
     for options in ([], _REFERENCE) if is_unrun and mutant.file.startswith("twinproof/") else ([],):
         words = [sys.executable, "-m", "pytest", *_PYTEST, *options, "-x", *tests]
         if by := killer(run_in(tree, words, limit_s=limit_s)):

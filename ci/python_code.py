@@ -24,3 +24,13 @@ def meaning(text: str) -> str:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "regime":
             node.args = []
     return ast.dump(tree)
+
+
+def runs_on_import(text: str, line: int) -> bool:
+    """Whether a line is in no function's body: one test, the first that imports the module, is said to run it."""
+    try:
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    except SyntaxError:
+        return False
+    bodies = [node.body if isinstance(node.body, list) else [node.body] for node in functions]
+    return not any(body[0].lineno <= line <= (body[-1].end_lineno or line) for body in bodies)

@@ -93,6 +93,7 @@ def test_ranks_are_asked_beside_the_tests_of_the_line(
     monkeypatch.setattr(mutation, "run_in", lambda tree, words, **_: asked.append(words) or mutation.Done(0, ""))
     monkeypatch.setattr(mutation, "_TESTS_S", 10.0)
     coverage = mutation.Coverage({"toy.py": {"2": ["a", "b"]}}, {"a": 9.0, "b": 9.0, "r": 9.0, "s": 9.0}, ["r", "s"])
+    (tmp_path / "toy.py").write_text("def f():\n    return 1\n")
     assert mutation.judge_python(_mutant(mutation), tmp_path, coverage) == ("survived", "2 of 4 tests")
     assert asked[0][-2:] == ["a", "r"]
 
@@ -166,12 +167,20 @@ def test_the_page_has_the_kept_scores(mutation: Any) -> None:
     assert mutation.PAGE.read_text(encoding="utf-8").endswith("\n\n" + mutation.page_of(mutation.read_scores()))
 
 
+def test_lines_that_the_import_runs(mutation: Any) -> None:
+    text = "A = 1\n\n\ndef f(n=A):\n    g = lambda: n\n    return g\n\n\nclass B:\n    c = A\n"
+    found = [line for line in range(1, 11) if mutation.runs_on_import(text, line)]
+    assert found == [1, 2, 3, 4, 7, 8, 9, 10]
+    assert not mutation.runs_on_import("A = \n", 1)
+
+
 def test_a_line_that_no_test_runs_is_not_covered(mutation: Any, tmp_path: Path) -> None:
     coverage = mutation.Coverage({}, {}, [])
+    (tmp_path / "toy.py").write_text("A = 1\n")
     assert mutation.judge_python(_mutant(mutation), tmp_path, coverage) == ("not covered", "")
 
 
-@pytest.mark.parametrize("line", ["1", "2"])
+@pytest.mark.parametrize("line", ["2", "3"])
 @pytest.mark.parametrize("file", ["twinproof/kvstore/toy.py", "fastimpl/kvstore/toy.py"])
 def test_the_reference_is_asked_about_lines_that_nobody_else_runs(
     mutation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, line: str
@@ -183,10 +192,12 @@ def test_the_reference_is_asked_about_lines_that_nobody_else_runs(
         return mutation.Done(0, "")
 
     monkeypatch.setattr(mutation, "run_in", run_in)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("def f():\n    return 1\n")
     coverage = mutation.Coverage({file: {line: ["test"]}}, {"test": 0.1}, [])
     verdict = mutation.judge_python(_mutant(mutation, file=file), tmp_path, coverage)
     assert verdict == ("survived", "1 of 1 tests")
-    assert asked == ([False, True] if line == "1" and file.startswith("twinproof") else [False])
+    assert asked == ([False, True] if line == "3" and file.startswith("twinproof") else [False])
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,67 @@ def test_no_waits(kvstore: Any, cache_rows: int) -> None:
             store.set("t", ids[::3].clone(), weights_of(store, 34, 50 + turn))
             store.prefetch("t", ids[50:80])
             assert_equal(contents(moment), expected, where=f"turn {turn}: a moment")
+
+
+@requirement(
+    "KV-231",
+    "What a store tells its C++ side of a table MUST be what its options say of that table: sizes, places and types of "
+    "states, initial values, seed, capacity, eviction, and where rows lie.",
+    needs=NEEDS,
+)
+def test_messages(kvstore: Any) -> None:
+    from fastimpl.kvstore.native import TableMessage, table_messages
+    from twinproof.kvstore.options import StoreOptions
+
+    layouts = {
+        "plain": kvstore.RowLayout(5, torch.float16),
+        "whole": kvstore.RowLayout(8, torch.float32, "adam", {"momentum1": torch.bfloat16}),
+        "rowwise": kvstore.RowLayout(3, torch.bfloat16, "rowwise_adagrad"),
+    }
+    evictions = {
+        "plain": None,
+        "whole": kvstore.EvictionPolicy.score(4),
+        "rowwise": kvstore.EvictionPolicy.count(2),
+    }
+    initializers = {
+        "plain": kvstore.Initializer.zeros(),
+        "whole": kvstore.Initializer.uniform(-0.5, 1.0),
+        "rowwise": kvstore.Initializer.uniform(0.25, 0.5),
+    }
+    shared = {
+        "initializer": initializers,
+        "eviction": evictions,
+        "capacity": {"plain": None, "whole": 7, "rowwise": 1},
+        "num_shards": 3,
+        "seed": 2**64 - 5,
+        "clock": lambda: 0,
+    }
+    for memory, device, in_row, tracked in (("host", "cuda", True, True), ("device", "cpu", False, False)):
+        cached = {"plain": 0, "whole": 9, "rowwise": 2} if memory == "host" else 0
+        options = StoreOptions.make(
+            layouts,
+            **shared,
+            optimizer_in_row=in_row,
+            track_changes=tracked,
+            device=device,
+            row_memory=memory,
+            cache_rows=cached,
+        )
+        words = table_messages(options).tolist()
+        for index, (table, layout) in enumerate(options.rows.items()):
+            got = TableMessage(*words[index])
+            slots = [layout.state_slots.get(name) for name in ("momentum1", "momentum2")]
+            codes = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+            states = [(s.offset_bytes, s.count, codes[s.dtype]) if s else (0, 0, 0) for s in slots]
+            low, high = {"plain": (0.0, 0.0), "whole": (-0.5, 1.0), "rowwise": (0.25, 0.5)}[table]
+            bits = torch.tensor([low, high - low], dtype=torch.float32).view(torch.int32).tolist()
+            optimizer = {"none": 0, "adam": got.optimizer, "rowwise_adagrad": got.optimizer}[layout.optimizer]
+            expected = TableMessage(
+                *(2, layout.row_bytes, layout.embedding_dim, codes[layout.weight_dtype], optimizer),
+                *states[0],
+                *states[1],
+                *(table != "plain", *bits, -5, index, table != "whole", tracked),
+                *({"plain": -1, "whole": 7, "rowwise": 1}[table], memory == "host"),
+                *({"plain": 0, "whole": 9, "rowwise": 2}[table] if memory == "host" else 0, table != "plain"),
+            )
+            assert_equal([int(word) for word in got], [int(word) for word in expected], where=f"{table}, {memory}")

@@ -124,3 +124,27 @@ def test_zero_rows(kvstore: Any) -> None:
     row = torch.zeros(1, store.layout("t").row_bytes, dtype=torch.uint8)
     store.set_rows("t", row)
     assert_equal(store.contains("t", ids_of([0])).tolist(), [True], where="a row of zero bytes")
+
+
+@requirement(
+    "KV-232",
+    "What others compute by the initializer's definition, as a sharded table without a store does, MUST be what a "
+    "store gives for ids that were never written, bit for bit.",
+)
+@examples(20)
+@given(
+    st.sampled_from(WEIGHTS),
+    st.lists(strategies.ids, min_size=0, max_size=6),
+    st.integers(-(2**63), 2**64 - 1),
+    st.tuples(st.floats(-8, 8, width=32), st.floats(0, 8, width=32)),
+)
+def test_definition_in_words(
+    kvstore: Any, dtype: torch.dtype, keys: list[int], seed: int, bounds: tuple[float, float]
+) -> None:
+    from twinproof.kvstore.options import initial_weights
+
+    kinds = {"a": kvstore.Initializer.zeros(), "b": kvstore.Initializer.uniform(bounds[0], bounds[0] + bounds[1])}
+    store = store_of(kvstore, {name: kvstore.RowLayout(5, dtype) for name in kinds}, initializer=kinds, seed=seed)
+    for index, (table, kind) in enumerate(kinds.items()):
+        made = initial_weights(kind, seed, index, ids_of(keys), 5, dtype)
+        assert_bits(made, store.get(table, ids_of(keys)), where=f"{table}, {kind}")

@@ -329,18 +329,13 @@ class RowSource:
         used = check_count(count, checked.numel())
         if out is not None:
             check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out", places_of(checked))
-        end = HEADER_BYTES + layout.weight_bytes
-        if out is not None and used == checked.numel():
-            self._read(table, checked, HEADER_BYTES, end, out.view(torch.uint8))
-            return out
-        weights = from_bytes(self._read(table, checked[:used], HEADER_BYTES, end), layout.weight_dtype)
-        if out is None and used == checked.numel():
-            return weights
         result = out
         if result is None:
             shape = (checked.numel(), layout.embedding_dim)
-            result = torch.zeros(shape, dtype=layout.weight_dtype, device=checked.device)
-        result[:used] = weights
+            result = torch.empty(shape, dtype=layout.weight_dtype, device=checked.device)
+            result[used:] = 0
+        end = HEADER_BYTES + layout.weight_bytes
+        self._read(table, checked[:used], HEADER_BYTES, end, result[:used].view(torch.uint8))
         return result
 
     def get_rows(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="KV-171", at="twinproof.kvstore.options:StoreOptions._check")
@@ -82,3 +82,10 @@ def no_edge(original: Any, handle: Any, table: int, ids: Any) -> int:
     finally:
         torch.cuda.Stream = made  # type: ignore[misc]
     return status
+
+
+scores_not_ranked = patched(
+    "The C++ side is told that rows of a table with scores are ranked by time.",
+    mutated("fastimpl.kvstore.native:_table_message", '("score", "count", "ttl_count")', '("count", "ttl_count")'),
+    kills="KV-231",
+)
