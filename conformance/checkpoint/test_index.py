@@ -23,7 +23,16 @@ from conformance.checkpoint.cases import (
     random_bits,
     save,
 )
-from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
+from conformance.harness import (
+    assert_equal,
+    assert_same_bytes,
+    assert_same_tensors,
+    examples,
+    raises,
+    requirement,
+    succeeds,
+)
+from twinproof.checkpoint.plan import assign_files
 from twinproof.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
 
 
@@ -54,9 +63,19 @@ def test_file_names(checkpoint: Any, tmp_path: Path) -> None:
     save(checkpoint, state, tmp_path / "ck", max_shard_size=8)
     names = sorted(p.name for p in (tmp_path / "ck").glob("*.safetensors"))
     assert_equal(names, [f"model-{i:05d}-of-00012.safetensors" for i in range(1, 13)], where="names")
-    many = {f"{i}": i for i in range(1, 100_001)}
-    with raises(ConfigError, mentions=("100000", "99999")):
-        checkpoint.HuggingFaceStorageWriter(tmp_path / "no", fqn_to_index_mapping=many)
+    for count in (99_999, 100_000, 100_001):
+        many = {f"{i}": i for i in range(1, count + 1)}
+        sizes = dict.fromkeys(many, 1)
+        if count == 99_999:
+            with succeeds("a plan of files", where=f"{count} files"):
+                checkpoint.HuggingFaceStorageWriter(tmp_path / "no", fqn_to_index_mapping=many)
+                names = list(assign_files(sizes, None, 1))
+            assert_equal(names[-1], "model-99999-of-99999.safetensors", where="the last name")
+            continue
+        with raises(ConfigError, mentions=(f"{count}", "99999", "fqn_to_index_mapping")):
+            checkpoint.HuggingFaceStorageWriter(tmp_path / "no", fqn_to_index_mapping=many)
+        with raises(ConfigError, mentions=(f"{count}", "99999", "max_shard_size")):
+            assign_files(sizes, None, 1)
 
 
 @requirement(

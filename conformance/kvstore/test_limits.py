@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,11 +37,12 @@ def test_seconds(kvstore: Any, tmp_path: Path) -> None:
         "load": lambda: kvstore.load(fresh(kvstore), tmp_path / "ck"),
     }
     for name, act in acts.items():
-        began = time.perf_counter()
-        seconds = act().phase_seconds
-        elapsed = time.perf_counter() - began
+        # Each look at the clock is three times as late as the one before: no phase can be mistaken for another.
+        with mock.patch("time.perf_counter", side_effect=(3.0**n for n in range(-40, 600))) as clock:
+            seconds = act().phase_seconds
+            elapsed = 3.0 ** (clock.call_count - 41) - 3.0**-40
         for phase, value in seconds.items():
-            assert_le(0.0, value, where=f"{phase} of a {name}")
+            assert_le(3.0**-40, value, where=f"{phase} of a {name}")
         assert_le(sum(seconds.values()), elapsed, where=f"phases of a {name}")
 
 
@@ -184,3 +186,66 @@ def test_places_of_views(kvstore: Any) -> None:
     for row_count, offset in ((2, 0), (4, 2), (9, 7), (9, -1)):
         with raises(ConfigError, mentions=(f"got: ({offset}, 3)", f"expected: {row_count}"), where=f"{offset}"):
             view.place(row_count, offset)
+
+
+# What is just inside and just outside of what an option takes; of the latter, words of the message.
+LIMITS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "num_shards": ([1, 2, 4095, 4096], [0, -1, 4097, 1.0, True], "1 to 4096"),
+    "seed": ([-(2**63), -1, 0, 2**63, 2**64 - 1], [-(2**63) - 1, 2**64, 1.0, True], "64 bits"),
+    "capacity": ([None, 1, 2, 2**31], [0, -1, 1.0, True], "rows >= 1"),
+    "cache_rows": ([0], [-1, 1, 2**31 + 1, 0.0, False], "cache|rows"),
+    "clock": ([lambda: 5], [5, "now"], "a callable"),
+    "eviction": ([None], ["ttl", 3], "EvictionPolicy"),
+    "initializer": ([], ["zeros", 7], "initializer"),
+}
+POLICIES: dict[str, tuple[list[Any], list[Any], str]] = {
+    "ttl_seconds": ([0, 1, 2**70], [-1, 1.0, True], "an int >= 0"),
+    "count_threshold": ([0, 1, 2**70], [-1, 1.0, True], "an int >= 0"),
+    "timestamp_threshold": ([0, 1, 2**70], [-1, 1.0, True], "an int >= 0"),
+    "keep_count": ([0, 1, 2**70], [-1, 1.0, True], "an int >= 0"),
+    "decay": ([0.0, 0.5, 1.0], [-1e-9, 1 + 1e-9, math.nan], "0 <= decay <= 1"),
+    "l2_threshold": ([0.0, 1e300], [-1e-9, math.inf, math.nan], ">= 0, finite"),
+}
+BOUNDS: list[tuple[float, float, bool]] = [
+    *((0.0, 0.0, True), (-1.0, 2.0, True), (1e-9, 1e-9, True), (-1e38, 1e38, True)),
+    *((1.0, 0.5, False), (1.0, 1 - 1e-3, False), (-3e38, 3e38, False), (0.0, math.inf, False), (math.nan, 1.0, False)),
+]
+
+
+@requirement(
+    "KV-233",
+    "Every option of a store MUST take all values of its range, both ends among them, and refuse the next ones beyond "
+    "by name, with what was given and what is expected.",
+)
+def test_limits_of_options(kvstore: Any) -> None:
+    for name, (taken, refused, words) in LIMITS.items():
+        for value in taken:
+            with succeeds("a store", where=f"{name}={value}"):
+                store_of(kvstore, **{name: value}).close()
+        for value in refused:
+            with raises(ConfigError, mentions=(f"got: {value}",), where=f"{name}={value!r}") as error:
+                store_of(kvstore, **{name: value})
+            text = str(error.error)
+            assert_equal(any(word in text for word in words.split("|")), True, where=f"{name}={value!r}: {text}")
+    for name, (taken, refused, words) in POLICIES.items():
+        for value in taken:
+            with succeeds("a policy", where=f"{name}={value}"):
+                store_of(kvstore, eviction=kvstore.EvictionPolicy("ttl_count", **{name: value})).close()
+        for value in refused:
+            with raises(ConfigError, mentions=(f"got: {value}", words, name), where=f"{name}={value!r}"):
+                kvstore.EvictionPolicy("ttl_count", **{name: value})
+    for low, high, is_taken in BOUNDS:
+        if is_taken:
+            found = kvstore.Initializer.uniform(low, high)
+            expected = torch.tensor([low, high], dtype=torch.float32).tolist()
+            assert_equal([found.low, found.high], expected, where=f"uniform from {low} to {high}")
+            assert_equal(found.span, (torch.tensor(high).float() - torch.tensor(low).float()).item(), where="span")
+        else:
+            with raises(ConfigError, where=f"uniform from {low} to {high}"):
+                kvstore.Initializer.uniform(low, high)
+    with raises(ConfigError, mentions=("got: normal", "zeros", "uniform")):
+        kvstore.Initializer("normal")
+    store = store_of(kvstore, eviction=kvstore.EvictionPolicy.ttl(3))
+    for wrong in (0, -1, 1.0, True):
+        with raises(ConfigError, mentions=(f"got: {wrong!r}", "rows >= 1")):
+            store.start_eviction("t", slice_rows=wrong)

@@ -71,3 +71,9 @@ last_place_refused = patched(
     mutated("twinproof.kvstore.views:LazyRows.place", "<= global_row_count - self", "< global_row_count - self"),
     kills="KV-227",
 )
+
+negative_seeds_end_early = patched(
+    "Seeds below the half of the negative ones are refused.",
+    mutated("twinproof.kvstore.options:StoreOptions._check", "-(2**63)", "-(2**62)"),
+    kills="KV-233",
+)
