@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from conformance.checkpoint.cases import (
     DTYPES,
@@ -34,6 +40,7 @@ from conformance.harness import (
     assert_same_tensors,
     raises,
     requirement,
+    succeeds,
 )
 from twinproof.errors import MissingKeyError, PlanError, UnsupportedError
 
@@ -247,3 +254,40 @@ def test_small_neighbours(checkpoint: Any, tmp_path: Path, count: int) -> None:
                 load(checkpoint, targets, tmp_path, thread_count=threads)
                 expected = {name: state[name] for name in names}
                 assert_same_tensors(targets, expected, where=f"{which}, {threads} threads, stride {stride}")
+
+
+class _Hinting(DefaultLoadPlanner):
+    """Says of each chunk that it is the one with this number among those of its tensor."""
+
+    def __init__(self, number: int | None, offset: int = 0) -> None:
+        super().__init__()
+        self.number, self.offset = number, offset
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            place = torch.Size([(item.storage_index.offset or [0])[0] + self.offset])
+            items.append(replace(item, storage_index=MetadataIndex(item.storage_index.fqn, place, self.number)))
+        return LoadPlan(items)
+
+
+@requirement(
+    "CKPT-545",
+    "A chunk MUST be found by its offset, whatever number its index has: the right one, another's, none, one beyond "
+    "the last; an offset without a chunk MUST be refused.",
+)
+def test_numbers_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
+    whole = random_bits(torch.float32, (9,), 1)
+    (tmp_path / "ck").mkdir()
+    for rank, begin in enumerate((0, 3, 6), start=1):
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [begin]}})}
+        name = f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+        save_file({"w": whole[begin : begin + 3].clone()}, tmp_path / "ck" / name, metadata)
+    for number in (None, 0, 1, 2, 3, 4, 1000, -1, -3):
+        target, where = torch.zeros(9), f"number {number}"
+        with succeeds("a load", where=where):
+            load(checkpoint, {"w": target}, tmp_path / "ck", planner=_Hinting(number))
+        assert_same_tensor(target, whole, where=where)
+        with raises(PlanError, mentions=("no chunk", "w"), where=where):
+            load(checkpoint, {"w": target}, tmp_path / "ck", planner=_Hinting(number, 1))

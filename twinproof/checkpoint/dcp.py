@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -666,16 +667,13 @@ class HuggingFaceStorageReader(StorageReader):
         if record is None:
             raise MissingKeyError("not in the checkpoint", got=index.fqn, where=str(self.path))
         offset = tuple(index.offset or (0,) * len(record.shape))
-        if (
-            index.index is not None
-            and index.index < len(record.chunks)
-            and record.chunks[index.index].offsets == offset
-        ):
-            return record.chunks[index.index]
-        found = [chunk for chunk in record.chunks if chunk.offsets == offset]
-        if not found:
+        # Where the index says it is, or else anywhere: of many chunks not all are looked at.
+        said = index.index or 0
+        near = chain(record.chunks[said : said + 1], record.chunks)
+        found = next((chunk for chunk in near if chunk.offsets == offset), None)
+        if found is None:
             raise PlanError("the checkpoint has no chunk at this offset", got=offset, where=index.fqn)
-        return found[0]
+        return found
 
     def targets(self, plan: LoadPlan, planner: LoadPlanner) -> list[tuple[ReadItem, torch.Tensor]]:
         """Every item with its target, all checked before any is written.

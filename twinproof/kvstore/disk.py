@@ -134,8 +134,8 @@ class SavedRows(RowSource):
             begin, end, dtype = view_slice(layout, view)
             shape = self._shape(tensor, None, 2)
             stored = torch_dtype(self.catalog.tensors[tensor].dtype)
-            if (stored, shape) != (dtype, (ids[0], (end - begin) // dtype.itemsize)):
-                expected = (dtype, (ids[0], (end - begin) // dtype.itemsize))
+            expected = (dtype, (ids[0], (end - begin) // dtype.itemsize))
+            if (stored, shape) != expected:
                 raise CorruptionError(
                     "not the rows of this layout", got=(stored, shape), expected=expected, where=tensor
                 )

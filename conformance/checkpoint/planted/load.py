@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import first_only
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from twinproof.errors import MissingKeyError, PlanError
 
 
@@ -154,3 +154,14 @@ def last_of_many_left(original: Any, reading: Any, descriptor: int, bundle: Any)
 def reference_leaves_the_last(original: Any, engine: Any, job: Any) -> None:
     """Of more than 400 ranges the last is not read."""
     original(engine, dataclasses.replace(job, ranges=job.ranges[:-1]) if len(job.ranges) > 400 else job)
+
+
+chunks_by_number_alone = patched(
+    "A chunk is the one that its number says, wherever it lies.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageReader._chunk_of",
+        "if chunk.offsets == offset",
+        "if index.index is not None or chunk.offsets == offset",
+    ),
+    kills="CKPT-545",
+)
