@@ -48,7 +48,7 @@ def test_refused_options(kvstore: Any) -> None:
         {"cache_rows": 16},
         {"cache_rows": {"t": 16}},
         {"cache_rows": {"u": 0}},
-        *({"cache_rows": count, "row_memory": "host", "device": "cuda"} for count in (-1, 1.5, True, "16", 2**40)),
+        *({"cache_rows": count, "row_memory": "host", "device": "cuda"} for count in (-1, 1.5, True, "16", 2**31 + 1)),
     ]
     for options in wrong:
         with raises(ConfigError, where=f"{options}") as refused:
@@ -274,7 +274,7 @@ def test_messages(kvstore: Any) -> None:
         "clock": lambda: 0,
     }
     for memory, device, in_row, tracked in (("host", "cuda", True, True), ("device", "cpu", False, False)):
-        cached = {"plain": 0, "whole": 9, "rowwise": 2} if memory == "host" else 0
+        cached = {"plain": 0, "whole": 2**31, "rowwise": 2} if memory == "host" else 0
         options = StoreOptions.make(
             layouts,
             **shared,
@@ -299,6 +299,6 @@ def test_messages(kvstore: Any) -> None:
                 *states[1],
                 *(table != "plain", *bits, -5, index, table != "whole", tracked),
                 *({"plain": -1, "whole": 7, "rowwise": 1}[table], memory == "host"),
-                *({"plain": 0, "whole": 9, "rowwise": 2}[table] if memory == "host" else 0, table != "plain"),
+                *({"plain": 0, "whole": 2**31, "rowwise": 2}[table] if memory == "host" else 0, table != "plain"),
             )
             assert_equal([int(word) for word in got], [int(word) for word in expected], where=f"{table}, {memory}")

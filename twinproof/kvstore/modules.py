@@ -15,7 +15,7 @@ import torch
 
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 from twinproof.kvstore.options import HEADER_BYTES, RowLayout, as_bytes, check_ids, check_matrix, from_bytes
-from twinproof.kvstore.rows import Buckets, RowSource, RowStore, check_row_range, places_of
+from twinproof.kvstore.rows import Buckets, RowSource, RowStore, check_row_range, places_of, table_of
 from twinproof.kvstore.store import KVStore
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]
@@ -56,9 +56,7 @@ class _StoreRows(torch.nn.Module):
         super().__init__()
         if not hasattr(store, "tables"):
             raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
-        if table is None and len(store.tables) > 1:
-            raise ConfigError("the store has several tables", got=None, expected=store.tables, where="table")
-        self.store, self.table = store, store.tables[0] if table is None else table
+        self.store, self.table = store, table_of(store.tables, table)
         if store.layout(self.table).optimizer == "none":
             raise ConfigError("the rows of this table have no optimizer", where=self.table)
         self.lr, self.eps, self.beta1, self.beta2 = lr, eps, beta1, beta2
@@ -283,9 +281,7 @@ class KVTensorWrapper:
 
     def set_dram_db_wrapper(self, db: RowStore) -> None:
         """Give it the store. Raises ConfigError: no such table, or a range outside its rows."""
-        if self._table is None and len(db.tables) > 1:
-            raise ConfigError("the store has several tables", got=None, expected=db.tables, where="table")
-        self._table = db.tables[0] if self._table is None else self._table
+        self._table = table_of(db.tables, self._table)
         layout, (begin, end) = db.layout(self._table), self._range(db.return_whole_row)
         if end > layout.row_bytes:
             raise ConfigError("columns outside the row", got=(begin, end), expected=f"within {layout.row_bytes} bytes")

@@ -56,6 +56,7 @@ __all__ = [
     "places_of",
     "rank_buckets",
     "separate",
+    "table_of",
 ]
 
 
@@ -121,7 +122,7 @@ def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int
 
     Source of the rule: torchrec's sharding of virtual tables. Raises ConfigError.
     """
-    if total_count < 0 or world_size < 1 or not 0 <= rank < world_size:
+    if total_count < 0 or not 0 <= rank < world_size:
         raise ConfigError("not a rank of a world", got=(total_count, world_size, rank))
     share, extra = divmod(total_count, world_size)
     begin = rank * share + min(rank, extra)
@@ -247,6 +248,16 @@ class RowEngine(TrackedReader, Protocol):
 
         Raises ConfigError for ids of other buckets, see ``check_buckets``.
         """
+
+
+def table_of(tables: tuple[str, ...], table: str | None) -> str:
+    """The table that is meant, without a name the only one. Raises ConfigError."""
+    if table is not None:
+        return table
+    if len(tables) > 1:
+        raise ConfigError("there are several tables", got=None, expected=tables, where="table")
+    (only,) = tables
+    return only
 
 
 def check_row_range(dim: int, start: int, length: int, row_count: int) -> None:

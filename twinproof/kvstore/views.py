@@ -36,7 +36,7 @@ from twinproof.kvstore.options import (
     from_bytes,
     unpack_header,
 )
-from twinproof.kvstore.rows import RowSource, RowStore, check_row_range
+from twinproof.kvstore.rows import RowSource, RowStore, check_row_range, table_of
 
 __all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
@@ -406,9 +406,7 @@ class KVTensor(LazyRows):
         chunk_rows: int | None = None,
     ) -> KVTensor:
         """The same over int64 ids [N] that nobody writes any more: they are not copied."""
-        if table is None and len(source.tables) > 1:
-            raise ConfigError("the source has several tables", got=None, expected=source.tables, where="table")
-        name = source.tables[0] if table is None else table
+        name = table_of(source.tables, table)
         begin, end, dtype = view_slice(source.layout(name), view)
         made: KVTensor = cls._make((checked.numel(), (end - begin) // dtype.itemsize), dtype, chunk_rows)
         made.table, made.view_name, made._ids, made._range = name, view, checked, (begin, end)

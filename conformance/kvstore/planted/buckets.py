@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import engines
 from twinproof.kvstore import rows as shared_rows
 
@@ -72,3 +72,10 @@ def remainder_on_the_last_rank(original: Any, total_count: int, world_size: int,
     """All left-over buckets go to the last rank."""
     share = total_count // world_size
     return rank * share, total_count if rank == world_size - 1 else (rank + 1) * share
+
+
+negative_ranks_taken = patched(
+    "A negative rank has a range of buckets.",
+    mutated("twinproof.kvstore.rows:rank_buckets", "not 0 <= rank < world_size", "not rank < world_size"),
+    kills="KV-234",
+)
