@@ -161,8 +161,8 @@ def test_tables_are_apart(kvstore: Any, first: list[int], second: list[int]) -> 
     "Ranges of buckets MUST be refused for fewer than no buckets, and for a rank that its world does not have.",
 )
 def test_refused_ranks(kvstore: Any) -> None:
-    for given in ((-1, 1, 0), (4, 0, 0), (4, -1, 0), (4, -1, -2), (4, 2, 2), (4, 2, 3), (4, 2, -1)):
-        with raises(ConfigError, mentions=(f"got: {given}",), where=f"{given}"):
-            kvstore.rank_buckets(*given)
-    for given, expected in {(0, 1, 0): (0, 0), (1, 1, 0): (0, 1), (4, 2, 0): (0, 2), (4, 2, 1): (2, 4)}.items():
-        assert_equal(tuple(kvstore.rank_buckets(*given)), expected, where=f"{given}")
+    for world in ((-1, 1, 0), (4, 0, 0), (4, -1, 0), (4, -1, -2), (4, 2, 2), (4, 2, 3), (4, 2, -1)):
+        with raises(ConfigError, mentions=(f"got: {world}",), where=f"{world}"):
+            kvstore.rank_buckets(*world)
+    for world, expected in {(0, 1, 0): (0, 0), (1, 1, 0): (0, 1), (4, 2, 0): (0, 2), (4, 2, 1): (2, 4)}.items():
+        assert_equal(tuple(kvstore.rank_buckets(*world)), expected, where=f"{world}")
