@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
 
 from conformance.checkpoint.cases import assert_loads
 from conformance.harness import Rank, assert_equal, raises, requirement
@@ -60,3 +61,20 @@ def test_training_group(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None
     rank_pool.run(_save_on_default_group, 2, str(tmp_path))
     for name in ("sync", "own"):
         assert_loads(checkpoint, tmp_path / name, {"w": torch.full((4,), 3.0)})
+
+
+@requirement(
+    "CKPT-546",
+    "Plans of several ranks MUST be refused by a writer that saves from one process, and by one whose group does not "
+    "have just these ranks, with how many there are and how many it has.",
+)
+def test_plans_of_too_many(checkpoint: Any, tmp_path: Path) -> None:
+    for rank_count in (2, 3):
+        plans = [SavePlan([]) for _ in range(rank_count)]
+        for options, said in (
+            ({}, ("got: none", "process_group")),
+            ({"save_distributed": False}, ("expected: 1 rank",)),
+        ):
+            writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", **options)
+            with raises(ConfigError, mentions=(f"{rank_count} ranks", *said), where=f"{rank_count} ranks, {options}"):
+                writer.prepare_global_plan(plans)

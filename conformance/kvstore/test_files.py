@@ -28,7 +28,7 @@ from conformance.kvstore.cases import (
     weights_of,
 )
 from conformance.provers.faults import Interruption, each_moment, interrupted
-from twinproof.errors import ConfigError, MissingKeyError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, TwinproofError
 
 
 def torn_files(path: Path) -> dict[str, Any]:
@@ -267,3 +267,25 @@ def test_replaced_while_loaded(kvstore: Any, tmp_path: Path) -> None:
 
     each_moment(once)
     assert_equal({"old", "new"} - outcomes, set(), where="outcomes that were not seen")
+
+
+@requirement(
+    "KV-235",
+    "Counts of buckets MUST be refused when the files are opened, where they are too few or too many buckets, a count "
+    "is negative, or their sum is not the number of rows.",
+)
+def test_bucket_counts(kvstore: Any, tmp_path: Path) -> None:
+    save(kvstore, filled(kvstore, range(20)), tmp_path / "ck", buckets=kvstore.Buckets(2))
+    path = tmp_path / "ck" / FILE
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    begin, end = (8 + length + at for at in json.loads(raw[8 : 8 + length])["a.bucket_counts"]["data_offsets"])
+    first, second = (int.from_bytes(raw[at : at + 8], "little") for at in (begin, begin + 8))
+    for change, other in ((-1, 0), (1, 0), (0, -1), (0, 1), (-first - 1, first + 1)):
+        counts = (first + change, second + other)
+        path.write_bytes(raw[:begin] + b"".join(n.to_bytes(8, "little", signed=True) for n in counts) + raw[end:])
+        said = ("bucket counts", f"got: {sum(counts)};", f"expected: {first + second}")
+        with raises(CorruptionError, mentions=said, where=f"{counts}"):
+            kvstore.SavedRows(tmp_path / "ck")
+    path.write_bytes(raw)
+    assert_equal(kvstore.SavedRows(tmp_path / "ck").saved_table("a").row_count, first + second, where="as it was")

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.errors import ConfigError
 
 
@@ -24,3 +24,14 @@ def thread_not_looked_at(original: Any, writer: Any, *arguments: Any, **options:
     """A save in a thread of its own passes for one of the caller's."""
     writer._made_by = os.getpid(), threading.get_ident()
     original(writer, *arguments, **options)
+
+
+two_ranks_are_few = patched(
+    "Two ranks save without a group.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan",
+        "len(plans) > 1 and (self.group",
+        "len(plans) > 2 and (self.group",
+    ),
+    kills="CKPT-546",
+)

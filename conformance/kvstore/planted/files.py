@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from conformance.kvstore.planted.planting import CHUNKS
 from twinproof.errors import TwinproofError
 from twinproof.kvstore.disk import SavedRows
@@ -101,3 +101,10 @@ def tables_silently_left_out(original: Any, store: Any, path: Any, **options: An
 @fault(kills="KV-161", at="twinproof.checkpoint.catalog:Catalog.check_unchanged", of="fastimpl")
 def replaced_files_read(original: Any, catalog: Any, files: Any = None) -> None:
     """Nobody looks whether the files that are read are still those whose headers were read."""
+
+
+too_few_counted_taken = patched(
+    "Counts of buckets that are too small are taken.",
+    mutated("twinproof.kvstore.disk:SavedRows._table_of", "int(counts.sum()) != ids[0]", "int(counts.sum()) > ids[0]"),
+    kills="KV-235",
+)
