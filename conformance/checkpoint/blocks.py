@@ -68,8 +68,8 @@ def make_files(seed: int, file_count: int, rank_count: int) -> list[File]:
             specs.append((f"{file_number}.{number}", source.choice(DTYPES), tuple(shape)))
         file = File(lay_out(specs, None), {name: dtype for name, dtype, _ in specs})
         file.owners = torch.full((file.layout.file_bytes,), -1, dtype=torch.int32)
-        for name, dtype, shape in specs:
-            _fill(file, source, (name, dtype, shape), positions)
+        for spec in specs:
+            _fill(file, source, spec, positions)
         files.append(file)
     return files
 

@@ -112,9 +112,16 @@ def test_mapping_has_extra_names(checkpoint: Any, tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         save(checkpoint, state, tmp_path / "ck", fqn_to_index_mapping={"emb": 1, "lm_head": 1, "ghost": 2})
     warned = [r for r in caplog.records if "lm_head" in r.getMessage() and "ghost" in r.getMessage()]
-    assert_equal(len(warned), 1, where="warnings")
+    said = "fqn_to_index_mapping names 2 tensors that are not saved: ghost, lm_head"
+    assert_equal([record.getMessage() for record in warned], [said], where="warnings")
     assert_folder(tmp_path / "ck", {FILE: ["emb"]}, state)
     assert_loads(checkpoint, tmp_path / "ck", state)
+    caplog.clear()
+    many = [f"x{i:02}" for i in range(25)]
+    with caplog.at_level(logging.WARNING):
+        save(checkpoint, state, tmp_path / "ck", fqn_to_index_mapping=dict.fromkeys(["emb", *many], 1))
+    said = f"fqn_to_index_mapping names 25 tensors that are not saved: {', '.join(many[:20])}"
+    assert_equal([r.getMessage() for r in caplog.records if "x00" in r.getMessage()], [said], where="of many, 20")
 
 
 @requirement("CKPT-043", "max_shard_size MUST split as huggingface_hub does for the same tensors in the same order.")

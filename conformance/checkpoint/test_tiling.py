@@ -30,7 +30,7 @@ def _tilings(draw: Any) -> tuple[list[int], list[Any]]:
             behind = tuple(o + at * (d == dim) for d, o in enumerate(offsets))
             boxes.append((offsets, tuple(at if d == dim else s for d, s in enumerate(sizes))))
             boxes.append((behind, tuple(s - at if d == dim else s for d, s in enumerate(sizes))))
-    change = draw(st.sampled_from(("none", "none", "drop", "twice", "shift", "grow", "rank", "below")))
+    change = draw(st.sampled_from(("none", "none", "drop", "twice", "shift", "grow", "rank", "more", "below")))
     if change != "none" and boxes:
         offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim, step = draw(st.integers(0, 2)), draw(st.sampled_from((-2, -1, 1, 2)))
@@ -41,9 +41,15 @@ def _tilings(draw: Any) -> tuple[list[int], list[Any]]:
             "twice": [(offsets, sizes)] * 2,
             "shift": [(moved, sizes)],
             "grow": [(offsets, grown)],
-            "rank": [((*offsets, 0), (*sizes, 1))],
+            "rank": [draw(st.sampled_from((((*offsets, 0), sizes), (offsets, (*sizes, 1)), (offsets, sizes[1:]))))],
+            "more": [((*offsets, 0), (*sizes, 1))],
             "below": [(offsets, tuple(-s for s in sizes))],
         }[change]
+    elif change == "none" and shape and draw(st.integers(0, 3)) == 0:
+        # Any rectangles inside, few of which tile anything.
+        ends = st.tuples(*(st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted) for size in shape))
+        found = draw(st.lists(ends, min_size=2, max_size=6))
+        boxes = [(tuple(a for a, _ in each), tuple(b - a for a, b in each)) for each in found]
     order = draw(st.permutations(range(len(boxes))))
     return shape, [Box(*boxes[place]) for place in order]
 
@@ -70,9 +76,28 @@ def _fault(shape: list[int], boxes: list[Any]) -> str:
 @examples(300)
 @given(_tilings())
 def test_tilings(checkpoint: Any, case: tuple[list[int], list[Any]]) -> None:
+    _assert_verdict(*case)
+
+
+@requirement(
+    "CKPT-547",
+    "So it MUST be for every two rectangles of a short tensor, and of a small matrix.",
+)
+def test_every_two(checkpoint: Any) -> None:
+    from twinproof.checkpoint.catalog import Box
+
+    lines = [(begin, size) for begin in range(8) for size in range(9 - begin)]
+    for (a, m), (b, n) in product(lines, lines):
+        _assert_verdict([8], [Box((a,), (m,)), Box((b,), (n,))])
+    places = [(begin, size) for begin in range(3) for size in range(1, 4 - begin)]
+    cells = [Box((a, b), (m, n)) for (a, m), (b, n) in product(places, places)]
+    for first, second in product(cells, cells):
+        _assert_verdict([3, 3], [first, second])
+
+
+def _assert_verdict(shape: list[int], boxes: list[Any]) -> None:
     from twinproof.checkpoint.catalog import check_tiling, is_simple_tiling
 
-    shape, boxes = case
     expected, where = _fault(shape, boxes), f"{shape}: {boxes}"
     if not expected:
         with succeeds("check_tiling", where=where):

@@ -293,12 +293,12 @@ def test_messages(kvstore: Any) -> None:
             low, high = {"plain": (0.0, 0.0), "whole": (-0.5, 1.0), "rowwise": (0.25, 0.5)}[table]
             bits = torch.tensor([low, high - low], dtype=torch.float32).view(torch.int32).tolist()
             optimizer = {"none": 0, "adam": got.optimizer, "rowwise_adagrad": got.optimizer}[layout.optimizer]
-            expected = TableMessage(
+            expected = [
                 *(2, layout.row_bytes, layout.embedding_dim, codes[layout.weight_dtype], optimizer),
                 *states[0],
                 *states[1],
                 *(table != "plain", *bits, -5, index, table != "whole", tracked),
                 *({"plain": -1, "whole": 7, "rowwise": 1}[table], memory == "host"),
                 *({"plain": 0, "whole": 2**31, "rowwise": 2}[table] if memory == "host" else 0, table != "plain"),
-            )
+            ]
             assert_equal([int(word) for word in got], [int(word) for word in expected], where=f"{table}, {memory}")

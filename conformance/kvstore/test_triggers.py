@@ -69,3 +69,28 @@ def test_bytes(kvstore: Any) -> None:
     for wrong in ({}, {"trigger_steps": 0}, {"trigger_bytes": -1}, {"trigger_rows": 1.5}):
         with raises(ConfigError, where=str(wrong)):
             kvstore.BackgroundEvictor(store, "t", policy=policy, **wrong)
+
+
+@requirement(
+    "KV-236",
+    "Each listener of a store MUST hear each write or each step of any table once, in the order in which they were "
+    "added, until it is removed; the others stay, and one that is not there is passed over.",
+)
+def test_listeners(kvstore: Any) -> None:
+    store = _stored(kvstore)
+    heard: list[tuple[str, str]] = []
+    listeners = {name: lambda table, name=name: heard.append((name, table)) for name in ("w1", "w2", "s1", "s2")}
+    for name, listener in listeners.items():
+        store.add_listener(listener, steps=name.startswith("s"))
+    left = [*listeners]
+    for gone in (None, "s1", "w2", "w2", "s2", "w1"):
+        if gone is not None:
+            store.remove_listener(listeners[gone])
+            left = [name for name in left if name != gone]
+        heard.clear()
+        store.set("u", ids_of([1]), torch.zeros(1, 4))
+        store.get("t", ids_of([1]))
+        _step(store, "t", 0)
+        writes, steps = ([name for name in left if name[0] == kind] for kind in "ws")
+        expected = [(name, table) for table in "ut" for name in writes] + [(name, "t") for name in steps]
+        assert_equal(heard, expected, where=f"without {gone}")

@@ -232,11 +232,12 @@ def test_refused_views(kvstore: Any) -> None:
         with raises(ConfigError, where=f"{arguments} {options}"):
             kvstore.KVTensor(store, ids_of([1]), *arguments, **options)
     wrapper = kvstore.KVTensorWrapper([1, 4], torch.float32, 0)
-    for name, make in {
+    makers: dict[str, Callable[[], object]] = {
         "a view": lambda: kvstore.KVTensor(store, ids_of([1])),
         "a module": lambda: kvstore.KVEmbeddingBag(store),
         "a wrapper": lambda: wrapper.set_dram_db_wrapper(store),
-    }.items():
+    }
+    for name, make in makers.items():
         with raises(ConfigError, mentions=("several tables", "('a', 'b')", "where: table"), where=name):
             make()
     raw = rows_tensor([bytes(16)], 16)

@@ -200,8 +200,8 @@ def _segments(
             segments.append((position, end, owner))
             position = end
     if segments and file_bytes - position < rules.absorb_bytes:
-        start, _, owner = segments.pop()
-        segments.append((start, file_bytes, owner))
+        last_begin, _, last_owner = segments.pop()
+        segments.append((last_begin, file_bytes, last_owner))
     else:
         segments.append((position, file_bytes, None))
     return segments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="KV-154", at="twinproof.kvstore.eviction:BackgroundEvictor._stepped")
@@ -27,3 +27,14 @@ def memory_in_whole_units(original: Any, evictor: Any) -> bool:
         return bool(original(evictor))
     finally:
         evictor._trigger_bytes = kept
+
+
+other_listeners_removed = patched(
+    "To remove a listener of steps removes the others.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.remove_listener",
+        "in self._step_listeners if known != listener",
+        "in self._step_listeners if known == listener",
+    ),
+    kills="KV-236",
+)
