@@ -253,12 +253,14 @@ def _seconds(stats: Any) -> dict[str, float]:
 
 @requirement(
     "CKPT-507",
-    "The figures of a save and of a load MUST be right: seconds by phase that one clock shows, no phase twice, bytes "
-    "and calls as the system counts them, and what ranks send to each other.",
+    "The figures of a save and of a load MUST be right: zeros before the first; seconds by phase that one clock shows, "
+    "no phase twice, bytes and calls as the system counts them, and what ranks send to each other.",
     needs=("counted_io",),
 )
 def test_figures(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     state = {f"w{i}": random_bits(torch.float32, (5, 7 + i), i) for i in range(3)}
+    for kind in (checkpoint.HuggingFaceStorageWriter, checkpoint.HuggingFaceStorageReader):
+        assert_equal(set(vars(kind(tmp_path / "ck").stats).values()), {0}, where=f"before the first, {kind.__name__}")
     begun_s = 2.0**-40
     with mock.patch("time.perf_counter", _Clock()) as clock:
         stats = save(checkpoint, state, tmp_path / "ck", thread_count=1).stats

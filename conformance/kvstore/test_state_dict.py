@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
 from conformance.kvstore.cases import WEIGHTS, assert_contents, contents, ids_of, random_rows, store_of
-from twinproof.errors import ShapeError, UnsupportedError
+from twinproof.errors import ShapeError, TwinproofError, UnsupportedError
 
 DTYPES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 NAMES = ("weight", "momentum1", "momentum2", "metadata")
@@ -69,3 +70,49 @@ def test_shapes(kvstore: Any) -> None:
             assert_contents(other, before, where=f"{name}: {how}")
     other.load_state_dict(state)
     assert_equal(other.contains("t", ids_of([1, 2, 3])).tolist(), [True] * 3, where="the right one")
+
+
+@requirement(
+    "KV-237",
+    "A state dict of either form MUST be loaded whole, and ids that are not its rows' refused, however many rows are "
+    "looked at and written at once.",
+)
+def test_rows_at_once(kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 11
+    for whole in (False, True):
+        store = store_of(kvstore, return_whole_row=whole)
+        store.set_rows("t", random_rows(store, range(count), 1))
+        state, expected = {name: v.full_tensor() for name, v in store.state_dict().items()}, contents(store)
+        for at_once in (1, 2, 3, 5, count - 1, count, count + 1):
+            monkeypatch.setattr("twinproof.kvstore.statedict.LOAD_CHUNK_ROWS", at_once)
+            other, where = store_of(kvstore, return_whole_row=whole), f"{at_once} rows at once, whole {whole}"
+            with succeeds("load_state_dict", where=where):
+                other.load_state_dict(state)
+            assert_contents(other, expected, where=where)
+            if whole:
+                for place in range(count):
+                    ids = state["t.weight_id"].clone()
+                    ids[place] += 100
+                    empty = store_of(kvstore, return_whole_row=True)
+                    with raises(TwinproofError, where=f"{where}, id {place}"):
+                        empty.load_state_dict(state | {"t.weight_id": ids})
+                    assert_contents(empty, {"t": {}}, where=f"{where}, id {place}")
+
+
+@requirement(
+    "KV-238",
+    "Words of metadata that are set MUST be what is read again but for the bit of rows in use, which stays; ids "
+    "without a row stay missing.",
+)
+def test_words_are_set(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2, 3], 1))
+    weights = store.get("t", ids_of([1, 2, 3]))
+    used = -(2**63)
+    for words in ([0, 1, 2**63 - 1], [used, used + 5, -1], [7 << 32, 1 << 62, 2**32 - 1]):
+        given_words = torch.tensor([*words, 9], dtype=torch.int64)[:, None]
+        store.set_metadata("t", ids_of([1, 2, 3, 50]), given_words)
+        found = store.metadata("t", ids_of([1, 2, 3]))[:, 0].tolist()
+        assert_equal(found, [word | used for word in words], where=f"words after {words}")
+        assert_equal(store.contains("t", ids_of([1, 2, 3, 50])).tolist(), [True] * 3 + [False], where=f"{words}")
+    assert_same_tensor(store.get("t", ids_of([1, 2, 3])), weights, where="weights")

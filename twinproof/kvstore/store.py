@@ -237,7 +237,7 @@ class KVStore(DeltaStore):
         checked = check_ids(ids, places=self.places)
         self.layout(table)
         values = check_matrix(words, checked.numel(), 1, torch.int64, "words", places_of(checked))[:, 0]
-        self._engine.write_metadata(table, checked, values, 2**63 - 1)
+        self._engine.write_metadata(table, checked, values, -1)
 
     def apply_gradients(
         self,

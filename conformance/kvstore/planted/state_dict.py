@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="KV-115", at="twinproof.kvstore.statedict:_check_values")
@@ -18,3 +18,15 @@ def only_rows_are_counted(original: Any, value: Any, shape: Any, dtypes: Any, wh
     """Values of another width than the row's are found when they are written."""
     width = value.shape[1] if getattr(value, "dim", int)() == 2 else shape[1]
     original(value, (shape[0], width), dtypes, where)
+
+
+ids_of_the_first_rows = patched(
+    "The ids of later rows begin with those of the first.",
+    mutated("twinproof.kvstore.statedict:_check", "ids[start : start + length]", "ids[:length]"),
+    kills="KV-237",
+)
+half_words_set = patched(
+    "Of words that are set the times alone arrive.",
+    mutated("twinproof.kvstore.store:KVStore.set_metadata", "values, -1", "values, 2**32 - 1"),
+    kills="KV-238",
+)
