@@ -28,7 +28,7 @@ from conformance.kvstore.cases import (
     weights_of,
 )
 from conformance.provers.faults import Interruption, each_moment, interrupted
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingKeyError, TwinproofError
 
 
 def torn_files(path: Path) -> dict[str, Any]:
@@ -289,3 +289,38 @@ def test_bucket_counts(kvstore: Any, tmp_path: Path) -> None:
             kvstore.SavedRows(tmp_path / "ck")
     path.write_bytes(raw)
     assert_equal(kvstore.SavedRows(tmp_path / "ck").saved_table("a").row_count, first + second, where="as it was")
+
+
+@requirement(
+    "KV-239",
+    "An id in another bucket than its own, before it or behind it, MUST be named as that; and so MUST a version that "
+    "is no number from 1 on.",
+)
+def test_versions_and_places(kvstore: Any, tmp_path: Path) -> None:
+    # Bucket 0 has even ids, bucket 1 odd ones.
+    save(kvstore, filled(kvstore, range(8)), tmp_path / "ck", buckets=kvstore.Buckets(2))
+    path = tmp_path / "ck" / FILE
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    ids, rows = (8 + length + header[f"a.{name}"]["data_offsets"][0] for name in ("ids", "rows"))
+    row_bytes = header["a.rows"]["shape"][1]
+    stored = [int.from_bytes(raw[ids + 8 * at : ids + 8 * at + 8], "little") for at in range(8)]
+    for place in (3, 7):
+        # The last id of a bucket becomes the next higher one, which is another bucket's.
+        bad = bytearray(raw)
+        for at in (ids + 8 * place, rows + row_bytes * place):
+            bad[at : at + 8] = (stored[place] + 1).to_bytes(8, "little")
+        path.write_bytes(bad)
+        other = fresh(kvstore)
+        with raises(CorruptionError, mentions=("bucket order",), where=f"row {place} of {stored}"):
+            kvstore.load(other, tmp_path / "ck")
+        with raises(CorruptionError, mentions=("bucket order",), where=f"row {place} of {stored}"):
+            list(kvstore.SavedRows(tmp_path / "ck").chunks("a", 0, 2, 3))
+        assert_contents(other, {"a": {}, "b": {}}, where=f"row {place}")
+    for text in ("0", "-1", "x", "", "1.0", "²"):
+        header["__metadata__"]["kvstore.version"] = text
+        said = json.dumps(header).encode()
+        path.write_bytes(len(said).to_bytes(8, "little") + said + raw[8 + length :])
+        with raises(FormatError, mentions=("version",), where=f"version {text!r}"):
+            kvstore.SavedRows(tmp_path / "ck")

@@ -108,3 +108,10 @@ too_few_counted_taken = patched(
     mutated("twinproof.kvstore.disk:SavedRows._table_of", "int(counts.sum()) != ids[0]", "int(counts.sum()) > ids[0]"),
     kills="KV-235",
 )
+
+
+ids_of_later_buckets_taken = patched(
+    "An id that stands before its bucket is found where it is read, not where it stands.",
+    mutated("twinproof.kvstore.disk:SavedRows.check_order", "self.buckets) != buckets", "self.buckets) < buckets"),
+    kills="KV-239",
+)
