@@ -269,3 +269,39 @@ def test_packed_plans(checkpoint: Any, seed: int, rank_count: int, file_count: i
 
 def _header_bytes(files: list[File], block: Any) -> int:
     return len(files[block.file].layout.header)
+
+
+@requirement(
+    "CKPT-548",
+    "Where a rectangle's bytes lie in its tensor MUST be known for each of them: place, number before a place, first "
+    "one, contiguous pieces, and whether some of them are in one.",
+    needs=("counted_io",),
+)
+@examples(100)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(1, 6)), min_size=0, max_size=3),
+    st.sampled_from((1, 2, 4)),
+)
+def test_geometry(checkpoint: Any, dims: list[tuple[int, int, int]], itemsize: int) -> None:
+    from fastimpl.checkpoint.geometry import geometry
+
+    offsets = [offset % shape for shape, offset, _ in dims]
+    sizes = [min(size, shape - at) for (shape, _, size), at in zip(dims, offsets, strict=True)]
+    shape = [length for length, _, _ in dims]
+    inside = torch.zeros(shape, dtype=torch.bool)
+    inside[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = True
+    bytes_inside = inside.reshape(-1).repeat_interleave(itemsize)
+    places = bytes_inside.nonzero().view(-1).tolist()
+    found = geometry(shape, offsets, sizes, itemsize)
+    assert_equal([found.locate(at) for at in range(len(places))], places, where="places")
+    assert_equal((found.first, found.total_bytes), (places[0], len(places)), where="first byte, and how many")
+    held = [0, *bytes_inside.cumsum(0).tolist()]
+    assert_equal([found.held_before(at) for at in range(len(held))], held, where="bytes before a place")
+    assert_equal([found.held_before(at) for at in (-1, len(held) + 3)], [0, len(places)], where="outside")
+    runs = [(begin, end) for begin, end in found.runs()]
+    assert_equal([at for run in runs for at in range(*run)], places, where="pieces")
+    assert_equal({end - begin for begin, end in runs}, {found.run_bytes}, where="lengths of pieces")
+    for skip in range(len(places)):
+        for count in range(1, min(len(places) - skip, 3 * found.run_bytes) + 1):
+            is_one = any(begin <= places[skip] and places[skip + count - 1] < end for begin, end in runs)
+            assert_equal(found.is_run(skip, count), is_one, where=f"{count} bytes from {skip}")

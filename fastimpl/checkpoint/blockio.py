@@ -46,8 +46,7 @@ class LocalPart:
     @property
     def is_run(self) -> bool:
         """Whether they are contiguous in the file."""
-        run = self.geometry.run_bytes
-        return self.skip // run == (self.skip + self.count - 1) // run
+        return self.geometry.is_run(self.skip, self.count)
 
     @property
     def file_offset(self) -> int:

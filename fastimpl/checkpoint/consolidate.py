@@ -83,8 +83,7 @@ class _Piece:
     @property
     def is_run(self) -> bool:
         """Whether they are contiguous in the output file, too."""
-        run = self.geometry.run_bytes
-        return self.skip // run == (self.skip + self.count - 1) // run
+        return self.geometry.is_run(self.skip, self.count)
 
     @property
     def offset(self) -> int:

@@ -43,6 +43,10 @@ class Geometry(NamedTuple):
             stride *= shape
         return at
 
+    def is_run(self, skip: int, count: int) -> bool:
+        """Whether bytes ``skip`` to ``skip + count`` of the rectangle lie in one of its contiguous pieces."""
+        return skip // self.run_bytes == (skip + count - 1) // self.run_bytes
+
     def held_before(self, position: int) -> int:
         """How many bytes of the rectangle lie before this byte of the tensor."""
         if len(self.shape) == 1:

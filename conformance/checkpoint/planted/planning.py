@@ -39,3 +39,9 @@ plans_counted_wrong = patched(
     mutated("fastimpl.checkpoint.wire:PackedPlan.size_bytes", "8 * len(o)", "8 + len(o)"),
     kills="CKPT-506",
 )
+
+runs_by_remainder = patched(
+    "Whether bytes are contiguous is told by their number alone, not by where they begin.",
+    mutated("fastimpl.checkpoint.geometry:Geometry.is_run", "(skip + count - 1)", "(skip % count - 1)"),
+    kills="CKPT-548",
+)
