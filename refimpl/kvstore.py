@@ -52,7 +52,7 @@ __all__ = [
 # What the suite may ask beyond the contract: the reference is one lock around a dictionary.
 CAPABILITIES: frozenset[str] = frozenset()
 
-USED = -(2**63)
+USED, MOST = -(2**63), 2**63 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -102,8 +102,8 @@ def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.T
     """Bool [n]: which rows, uint8 [n, row_bytes], the policy evicts."""
     policy, header = plan.policy, unpack_header(rows)
     nothing = torch.zeros(rows.shape[0], dtype=torch.bool)
-    old = (plan.now - header.timestamps > policy.ttl_seconds) if policy.ttl_seconds else nothing
-    rare = decayed(policy, header.counts) < policy.count_threshold
+    old = (plan.now - header.timestamps > min(policy.ttl_seconds, MOST)) if policy.ttl_seconds else nothing
+    rare = decayed(policy, header.counts) < min(policy.count_threshold, MOST)
     if policy.kind == "ttl":
         return old
     if policy.kind == "count":
@@ -111,7 +111,7 @@ def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.T
     if policy.kind == "ttl_count":
         return old & rare
     if policy.kind == "timestamp":
-        return header.timestamps < policy.timestamp_threshold
+        return header.timestamps < min(policy.timestamp_threshold, MOST)
     if policy.kind == "l2":
         wide = separate(layout, rows)["weight"].to(torch.float64)
         return row_sum(wide * wide)[:, 0] < policy.l2_threshold * policy.l2_threshold

@@ -230,7 +230,10 @@ def test_limits_of_options(kvstore: Any) -> None:
     for name, (taken, refused, words) in POLICIES.items():
         for value in taken:
             with succeeds("a policy", where=f"{name}={value}"):
-                store_of(kvstore, eviction=kvstore.EvictionPolicy("ttl_count", **{name: value})).close()
+                for kind in ("ttl", "count", "ttl_count", "l2", "timestamp", "score"):
+                    with store_of(kvstore, eviction=kvstore.EvictionPolicy(kind, **{name: value})) as store:
+                        store.set("t", ids_of([1, 2]), torch.ones(2, 6))
+                        store.evict()
         for value in refused:
             with raises(ConfigError, mentions=(f"got: {value}", words, name), where=f"{name}={value!r}"):
                 kvstore.EvictionPolicy("ttl_count", **{name: value})
