@@ -42,7 +42,10 @@ def prepare(hour: Path, folder: Path) -> None:
     (folder / "examples").symlink_to(hour / "examples")
     (folder / "your_package.py").write_text("from fastimpl import kvstore as kvstore\n", encoding="utf-8")
     report, evidence = hour / "out/mine.json", hour / "out/kvstore.json"
-    copies = {report: ["mine.json", "older/mine.json"], evidence: ["before.json", "after.json", "bench.json"]}
+    copies = {
+        report: ["mine.json", "fastimpl.json", "older/mine.json"],
+        evidence: ["before.json", "after.json", "bench.json"],
+    }
     copies[evidence] += [f"runs/{side}/{number}.json" for side in ("before", "after") for number in (1, 2, 3)]
     for source, names in copies.items():
         for name in names:
