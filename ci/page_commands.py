@@ -1,8 +1,8 @@
 """Runs each shell line of README and docs as it stands, in a folder where the first hour of a new user is over.
 
 A line has to end with 0, or with 1 where the page shows a failing implementation. A block without a command is what
-those before it print, and has to be found there. What other scripts run, and what a GPU is needed for, is named with
-the reason; a line that is none of these is an error, so that a new one cannot stay unrun.
+the page's commands print, and has to be found there. What other scripts run, and what a GPU is needed for, is named
+with the reason; a line that is none of these is an error, so that a new one cannot stay unrun.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ def prepare(hour: Path, folder: Path) -> None:
 
 def run_page(page: Path, folder: Path) -> list[str]:
     """What went wrong in the page's blocks, in order."""
-    wrong, said = [], ""
+    wrong, said, shown = [], "", []
     for block in blocks(page):
         if block.language or block.title:
             continue
         lines = [line.partition("  #")[0].strip() for line in block.text.splitlines()]
         if lines[0].split()[0] not in COMMANDS:
-            missing = [line for line in lines if line and "─" not in line and line not in said]
-            wrong += [f"{block.place}: nothing printed {line!r}" for line in missing]
+            shown += [(block.place, line) for line in lines if line and "─" not in line]
             continue
         for line in lines:
             if line in ELSEWHERE:
@@ -80,7 +79,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
                 wrong.append(
                     f"{block.place}: {line}: exit status {done.returncode}, expected {expected}\n{said[-2000:]}"
                 )
-    return wrong
+    return wrong + [f"{place}: nothing printed {line!r}" for place, line in shown if line not in said]
 
 
 def main() -> None:

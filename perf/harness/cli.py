@@ -95,6 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _import_tested(name: str) -> None:
+    """The module under test may lie in the folder that this runs in, as for ``verify``. Raises ConfigError."""
+    sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            "the module under test cannot be imported", got=str(error), expected="installed, or here", where=name
+        ) from error
+
+
 def _bench(words: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(words)
@@ -111,6 +122,7 @@ def _bench(words: list[str]) -> int:
         return 0
     gates = _chosen(arguments, gates, workloads)
     begun = time.monotonic()
+    _import_tested(arguments.impl)
     facts = facts_of(folder, arguments.impl)
     bench = Bench(
         implementation=arguments.impl,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import subprocess
@@ -129,6 +130,22 @@ def test_gates_that_cannot_be_judged_are_named(
     assert cli.main(words) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in said), text
+
+
+def test_an_implementation_may_lie_here_and_is_named_where_it_is_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "_measure", lambda self, pool, workload, seed: [])
+    monkeypatch.setattr(cli, "measure_roofline", partial(measure_roofline, size_bytes=1 << 20, round_count=1))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    words = ["kvstore", "--only", "kv-sort-torch", "--quiet", "--fs", str(tmp_path), "--impl", "lies_here"]
+    assert cli.main(words) == 2
+    assert "cannot be imported; got: No module named 'lies_here'" in capsys.readouterr().err
+    (tmp_path / "lies_here.py").write_text("from refimpl import kvstore as kvstore\n", encoding="utf-8")
+    importlib.invalidate_caches()
+    assert cli.main(words) == 0
+    del sys.modules["lies_here"]
 
 
 def test_a_gate_brings_its_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
