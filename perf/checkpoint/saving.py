@@ -64,8 +64,7 @@ def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int,
 def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
     """Load the same files into the same preallocated tensors with every contender.
 
-    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, and controls that do
-    so in small calls, ``by-page`` and ``by-512``.
+    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, and ``by-page``.
     """
     model = Model(workload)
     path = Path(folder) / "saved"
@@ -75,12 +74,11 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
         remove_folder(path / "sharded")
     targets = model.state(fill=False)
 
-    call_bytes = {"plain": model.workload.tensor_bytes, "by-page": mmap.PAGESIZE, "by-512": 512}
-
     def work_of(who: str) -> Callable[[], None]:
         threads = thread_count_of(who)
-        if who in call_bytes:
-            return lambda: plain.load(model.plain_layout(targets, path), path, call_bytes=call_bytes[who])
+        if who in ("plain", "by-page"):
+            call_bytes = model.workload.tensor_bytes if who == "plain" else mmap.PAGESIZE
+            return lambda: plain.load(model.plain_layout(targets, path), path, call_bytes=call_bytes)
         if who.startswith("torch"):
             return lambda: peer.load_state(targets, path, thread_count=threads)
         reader = rank.component("checkpoint").HuggingFaceStorageReader

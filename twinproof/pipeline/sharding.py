@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -18,9 +18,7 @@ from twinproof.kvstore.options import Initializer, initial_weights
 from twinproof.kvstore.rows import Buckets, bucket_number, bucket_of, nearest_bucket_of
 from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
 from twinproof.pipeline.jagged import Bags, joined
-
-if TYPE_CHECKING:
-    from twinproof.pipeline.modules import Lookup
+from twinproof.pipeline.modules import Lookup
 
 __all__ = [
     "KINDS",
@@ -472,7 +470,8 @@ def settle_buckets(
     """A check of the ids of some features, where ``bucket_of`` would wait; None where the host knows at once."""
     # A bucket's number is a row of a table of so many rows.
     numbers = Bags(bucket_number(bags.indices, buckets), bags.offsets)
-    row_counts = [buckets.total_count if feature in features else -1 for feature in range(feature_count)]
+    dealt = set(features)
+    row_counts = [buckets.total_count if feature in dealt else -1 for feature in range(feature_count)]
     settled = engine.settled(numbers, row_counts)
     return None if settled is None else LateBuckets(bags, feature_count, features, buckets, settled[1])
 
