@@ -24,6 +24,10 @@ class Columns:
         self.slots: list[list[Slot]] = [[s for group in groups for s in group.slots] for groups in layout.rank_groups]
         self._count, self._mean_features = len(layout.feature_tables), layout.means()
         self.places = [self._places(rank) for rank in range(len(self.slots))]
+        self.widths = [sum(slot.shard.width for slot in slots) for slots in self.slots]
+        has_partial = any(slot.is_partial for slots in self.slots for slot in slots)
+        # Then each column is written once, by one block.
+        self._is_covered = not has_partial and sum(self.widths) == layout.width
 
     def _places(self, rank: int) -> list[tuple[bool, slice, slice]]:
         """(partial sums, columns of the result, columns of the rank's block); neighbours in both are one."""
@@ -52,7 +56,8 @@ class Columns:
         Partial sums are added from +0 in ascending rank; then a mean is divided by the number of ids of the bag.
         """
         stride = (bags.offsets.numel() - 1) // self._count
-        result = torch.zeros(stride, self._layout.width, device=bags.offsets.device)
+        make = torch.empty if self._is_covered else torch.zeros
+        result = make(stride, self._layout.width, device=bags.offsets.device)
         for rank, block in enumerate(blocks):
             for partial, there, here in self.places[rank]:
                 if partial:
@@ -63,14 +68,15 @@ class Columns:
             result[:, self._of(feature)] /= bags.lengths_of(feature, self._count)
         return result
 
-    def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> list[torch.Tensor]:
-        """``assemble`` backwards: each rank's block [B, columns of the rank] of the gradient over ``divisor``."""
-        blocks = []
-        for places in self.places:
-            block = grad.new_empty(grad.shape[0], places[-1][2].stop if places else 0)
+    def take_apart(self, grad: torch.Tensor, bags: Bags, divisor: int) -> torch.Tensor:
+        """``assemble`` backwards: the gradient over ``divisor``, each rank's block [B, columns of the rank] in turn."""
+        stride = grad.shape[0]
+        words = grad.new_empty(stride * sum(self.widths))
+        parts = torch.split(words, [stride * width for width in self.widths])
+        blocks = [part.view(stride, width) for part, width in zip(parts, self.widths, strict=True)]
+        for block, places in zip(blocks, self.places, strict=True):
             for _, there, here in places:
                 torch.div(grad[:, there], divisor, out=block[:, here])
-            blocks.append(block)
         for feature in self._means():
             lengths = bags.lengths_of(feature, self._count)
             for rank, slots in enumerate(self.slots):
@@ -79,4 +85,4 @@ class Columns:
                     if slot.feature == feature:
                         blocks[rank][:, at : at + slot.shard.width] /= lengths
                     at += slot.shard.width
-        return blocks
+        return words

@@ -75,8 +75,7 @@ class AllToAll:
 
     def columns(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Each rank's columns go home to the rank of their samples."""
-        strides, stride = ctx.strides, ctx.strides[self.layout.rank]
-        widths = [sum(group.width for group in groups) for groups in self.layout.rank_groups]
+        strides, stride, widths = ctx.strides, ctx.strides[self.layout.rank], self._columns.widths
         none = torch.zeros(sum(strides), 0, device=ctx.bags.offsets.device)
         mine = outputs[0] if len(outputs) == 1 else torch.cat([none, *outputs], dim=1)
         sent = [samples * widths[self.layout.rank] for samples in strides]
@@ -87,10 +86,8 @@ class AllToAll:
 
     def gradients(self, ctx: ShardedContext, grad: torch.Tensor) -> list[torch.Tensor]:
         """Each rank's part of the gradient goes to the rank that looked it up."""
-        strides = ctx.strides
-        widths = [sum(group.width for group in groups) for groups in self.layout.rank_groups]
-        blocks = self._columns.take_apart(grad, ctx.bags, self.layout.world_size)
-        words = blocks[0].reshape(-1) if len(blocks) == 1 else torch.cat([block.reshape(-1) for block in blocks])
+        strides, widths = ctx.strides, self._columns.widths
+        words = self._columns.take_apart(grad, ctx.bags, self.layout.world_size)
         sent = [strides[self.layout.rank] * width for width in widths]
         flat = self._all_to_all(words, [samples * widths[self.layout.rank] for samples in strides], sent)
         mine = flat.view(sum(strides), widths[self.layout.rank])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastimpl import ops
+from perf.peers import fbgemm_code
 
 __all__ = ["FbgemmBags", "installed"]
 
@@ -35,7 +36,8 @@ def _move_to_huge_pages(tensor: torch.Tensor) -> None:
 class FbgemmBags:
     """Tables with sum pooling, of which feature t looks up table t. Output is float32, rounding is to nearest.
 
-    FBGEMM allocates its tables and states in small pages; ``has_huge_pages`` moves them to huge ones, as ours are.
+    FBGEMM allocates its tables and states in small pages; ``has_huge_pages`` moves them to huge ones, as ours are. Its
+    code for these tables is generated here, and takes no turns between AVX and SSE (``fbgemm_code``).
     """
 
     def __init__(
@@ -60,8 +62,17 @@ class FbgemmBags:
             for name in ("weights_host", "momentum1_host"):
                 _move_to_huge_pages(getattr(self._bags, name))
         self.tables: list[torch.Tensor] = self._bags.split_embedding_weights()
+        self._generate()
         for mine, given in zip(self.tables, tables, strict=True):
             mine.copy_(given)
+
+    def _generate(self) -> None:
+        """The code of a step, by one whose gradient is zero: it leaves momenta at zero."""
+        for table in self.tables:
+            table.zero_()
+        pooled = self.pool(torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.tables) + 1, dtype=torch.int64))
+        self.step(pooled, torch.zeros_like(pooled))
+        fbgemm_code.reencode()
 
     def pool(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[B, columns], with a graph; offsets of all tables, feature-major, [T * B + 1]."""

@@ -21,13 +21,14 @@ from fastimpl import pipeline
 from fastimpl.pipeline.lookups import NativeLookup
 from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
-from perf.peers import torchrec_model
+from perf.peers import fbgemm_code, torchrec_model
+from perf.peers.plain_bags import read_rows
 
 __all__ = ["SparseJob", "measure_sparse_nn"]
 
 POOLING, DENSE = 10, 16
 LR, EPS = 0.05, 1e-8
-FREE = "free-tables"
+READ = "read-tables"
 # Which loop each pipeline drives the modules of.
 LOOPS = {"fused": "ours", "sparse-dist": "ours", "base": "ours", "torchrec-sparse-dist": "torchrec"}
 
@@ -139,25 +140,32 @@ def _our_arm(workload: Workload, job: SparseJob, schedule: str | None, implement
     return _Arm(model, dense, implementation.KeyedJaggedTensor, driver)
 
 
-class _FreeLookup(NativeLookup):
-    """Tables that cost nothing: columns of any values, and no step."""
+class _ReadLookup(NativeLookup):
+    """Tables whose rows are read for each of their ids, once to pool and once to step, and nothing else."""
 
     def outside(self, bags: Any, row_counts: Any) -> tuple[int, int]:
         return 0, -1
 
     def pool(self, tables: Any, feature_tables: Any, bags: Any) -> torch.Tensor:
+        self._read(tables, feature_tables, bags)
         width = sum(tables[table].weight.shape[1] for table in feature_tables)
         return torch.zeros((bags.offsets.numel() - 1) // len(feature_tables), width)
 
-    def update(self, *arguments: Any) -> None:
-        """Nothing."""
+    def update(self, tables: Any, feature_tables: Any, bags: Any, *rest: Any) -> None:
+        self._read(tables, feature_tables, bags)
+
+    def _read(self, tables: Any, feature_tables: Any, bags: Any) -> None:
+        bag_count = (bags.offsets.numel() - 1) // len(feature_tables)
+        ends = bags.offsets[::bag_count].tolist()
+        for table, begin, end in zip(feature_tables, ends, ends[1:], strict=False):
+            read_rows(tables[table].weight, bags.indices[begin:end], 1)
 
 
-def _free_arm(workload: Workload, job: SparseJob) -> _Arm:
-    """Fused whose kernels take no time: what is left are the exchanges, the dense part and the host's own work."""
+def _read_arm(workload: Workload, job: SparseJob) -> _Arm:
+    """Fused whose kernels do the least: beside them are the exchanges, the dense part and the host's own work."""
     arm = _our_arm(workload, job, "TrainPipelineFusedSparseDist")
     for lookup in arm.model.collection.lookups:
-        lookup._engine = _FreeLookup()
+        lookup._engine = _ReadLookup()
     return arm
 
 
@@ -185,8 +193,8 @@ def measure_sparse_nn(
     """``seconds`` of some steps; ``progress_seconds`` of a pipeline are what it adds to a loop over the same modules.
 
     ``ours`` and ``torchrec`` call the model in a loop; ``fused``, ``sparse-dist`` and ``base`` are our pipelines,
-    ``torchrec-sparse-dist`` is torchrec's, ``reference`` the plain loop; ``free-tables`` is ``fused`` without its
-    kernels, the limit of what kernels can win. Ranks have one thread each.
+    ``torchrec-sparse-dist`` is torchrec's, ``reference`` the plain loop; ``read-tables`` is ``fused`` that only reads
+    the rows, the limit of what kernels can win. Ranks have one thread each.
     """
     torch.set_num_threads(1)
     makers: dict[str, Callable[[], _Arm]] = {
@@ -196,12 +204,14 @@ def measure_sparse_nn(
         "base": lambda: _our_arm(workload, job, "TrainPipelineBase"),
         "reference": lambda: _our_arm(workload, job, "TrainPipelineFusedSparseDist", refimpl.pipeline),
     }
-    makers[FREE] = lambda: _free_arm(workload, job)
+    makers[READ] = lambda: _read_arm(workload, job)
     if torchrec_model.installed():
         makers["torchrec"] = lambda: _their_arm(workload, job, None)
         makers["torchrec-sparse-dist"] = lambda: _their_arm(workload, job, "TrainPipelineSparseDist")
     arms = {name: makers[name]() for name in workload.contenders if name in makers}
     _check_first_losses(workload, job, arms)
+    # By now FBGEMM has generated the code of its steps.
+    fbgemm_code.reencode()
     turn = [0]
 
     def runner(arm: _Arm) -> Callable[[], Sample]:
@@ -229,7 +239,7 @@ def _check_first_losses(workload: Workload, job: SparseJob, arms: dict[str, _Arm
     found = {name: arm.run(list(_batches(workload, 0, few, arm))).detach().double() for name, arm in arms.items()}
     first = next(iter(found.values()))
     for name, output in found.items():
-        if name == FREE:
+        if name == READ:
             continue
         worst = float((output - first).abs().max() / first.abs().max())
         if worst > 1e-4:

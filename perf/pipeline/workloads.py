@@ -63,7 +63,7 @@ WORKLOADS = (
     _sparse_nn(
         "sparse-nn-20x50k-rowwise",
         job="sparse-nn-rowwise",
-        contenders=("ours", "torchrec", "fused", "torchrec-sparse-dist", "free-tables", "reference"),
+        contenders=("ours", "torchrec", "fused", "torchrec-sparse-dist", "read-tables", "reference"),
     ),
     _pipeline(
         "sparse-nn-tiny",

@@ -99,10 +99,17 @@ def _last_rank_missed(original: Any, *given: Any) -> Any:
     return [*blocks[:-1], torch.zeros_like(blocks[-1])] if len(blocks) > 1 else blocks
 
 
+def _last_words_missed(original: Any, columns: Any, grad: torch.Tensor, *given: Any) -> torch.Tensor:
+    words: torch.Tensor = original(columns, grad, *given)
+    if len(columns.widths) > 1:
+        words[grad.shape[0] * sum(columns.widths[:-1]) :] = 0
+    return words
+
+
 last_rank_gets_no_gradient = patched(
     "The last rank's tables stay.",
     wrap("refimpl.pipeline:ToldEverything.taken_apart", _last_rank_missed),
-    wrap("fastimpl.pipeline.columns:Columns.take_apart", _last_rank_missed),
+    wrap("fastimpl.pipeline.columns:Columns.take_apart", _last_words_missed),
     kills="PIPE-080",
 )
 
