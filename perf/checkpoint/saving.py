@@ -64,7 +64,8 @@ def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int,
 def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
     """Load the same files into the same preallocated tensors with every contender.
 
-    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, and ``by-page``.
+    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, and ``by-page``;
+    ``plain-dcp`` does so where DCP has planned a load.
     """
     model = Model(workload)
     path = Path(folder) / "saved"
@@ -73,12 +74,18 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
     if rank.rank == 0:
         remove_folder(path / "sharded")
     targets = model.state(fill=False)
+    metadata = peer.open_folder(path)
+
+    def read_plainly(call_bytes: int) -> None:
+        plain.load(model.plain_layout(targets, path), path, call_bytes=call_bytes)
 
     def work_of(who: str) -> Callable[[], None]:
         threads = thread_count_of(who)
+        whole = partial(read_plainly, workload.tensor_bytes)
         if who in ("plain", "by-page"):
-            call_bytes = model.workload.tensor_bytes if who == "plain" else mmap.PAGESIZE
-            return lambda: plain.load(model.plain_layout(targets, path), path, call_bytes=call_bytes)
+            return whole if who == "plain" else partial(read_plainly, mmap.PAGESIZE)
+        if who == "plain-dcp":
+            return lambda: load(dict(targets), storage_reader=plain.PlainReader(metadata, whole))
         if who.startswith("torch"):
             return lambda: peer.load_state(targets, path, thread_count=threads)
         reader = rank.component("checkpoint").HuggingFaceStorageReader

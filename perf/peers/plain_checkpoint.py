@@ -1,7 +1,8 @@
 """The same jobs without a library: what the kernel gives to processes that do nothing but move the bytes.
 
-``save``, ``load`` and ``copy`` are limits: nothing is planned, exchanged or published. The others are what the gates
-must refuse: one write per run, stores through a mapping, calls of a page or less.
+``save``, ``load`` and ``copy`` are limits: nothing is planned, exchanged or published; a load by ``PlainReader`` is
+planned by DCP. The others are what the gates must refuse: one write per run, stores through a mapping, calls of a page
+or less.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from twinproof.checkpoint.format import buffer_of
 
-__all__ = ["PLAIN_SAVES", "Layout", "copy", "load"]
+__all__ = ["PLAIN_SAVES", "Layout", "PlainReader", "copy", "load"]
 
 _BLOCK_BYTES = 8 << 20
 
@@ -105,6 +110,38 @@ def load(layout: Layout, folder: Path, *, call_bytes: int) -> None:
                     os.preadv(descriptor, [data[done : done + call_bytes]], offset + done)
         finally:
             os.close(descriptor)
+
+
+class PlainReader(StorageReader):
+    """DCP plans the load, and the reader, which knows its files, calls ``read``."""
+
+    def __init__(self, metadata: Metadata, read: Callable[[], None]) -> None:
+        self._metadata, self._read = metadata, read
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """It is always at the same files."""
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing is learnt from them."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        self._read()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
 
 
 def copy(source: Path, target: Path, *, call_bytes: int = _BLOCK_BYTES) -> None:
