@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, assert_same_tensors
+from conformance.provers.pretend_device import on_host
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -119,11 +120,22 @@ def load_with(reader: Any, targets: Mapping[str, Any], planner: Any = None) -> N
         dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
 
 
-def save(checkpoint: Any, state: Mapping[str, Any], path: Path, *, planner: Any = None, **options: Any) -> Any:
-    """Save from this process alone; returns the writer."""
+def save(
+    checkpoint: Any, state: Mapping[str, Any], path: Path, *, planner: Any = None, on: Any = "cpu", **options: Any
+) -> Any:
+    """Save from this process alone, tensors from the device ``on``; returns the writer."""
     writer = checkpoint.HuggingFaceStorageWriter(path, **options)
-    save_with(writer, state, planner)
+    save_with(writer, state if on == "cpu" else placed(state, on), planner)
     return writer
+
+
+def placed(state: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The tensors of a state on a device: parameters stay parameters, values without gaps keep their strides."""
+    found = {}
+    for name, value in state.items():
+        there = value.detach().to(device).requires_grad_(value.requires_grad)
+        found[name] = torch.nn.Parameter(there) if isinstance(value, torch.nn.Parameter) else there
+    return found
 
 
 def load(checkpoint: Any, targets: Mapping[str, Any], path: Path, *, planner: Any = None, **options: Any) -> Any:
@@ -133,11 +145,11 @@ def load(checkpoint: Any, targets: Mapping[str, Any], path: Path, *, planner: An
     return reader
 
 
-def assert_loads(checkpoint: Any, path: Path, state: State, **options: Any) -> None:
-    """A load into fresh targets gives the state, bit for bit."""
-    targets = {name: zeros_like(tensor) for name, tensor in state.items()}
+def assert_loads(checkpoint: Any, path: Path, state: State, *, on: str = "cpu", **options: Any) -> None:
+    """A load into fresh targets on the device ``on`` gives the state, bit for bit."""
+    targets = placed({name: zeros_like(tensor) for name, tensor in state.items()}, on)
     load(checkpoint, targets, path, **options)
-    assert_same_tensors(targets, state, where=str(path.name))
+    assert_same_tensors({name: on_host(value).cpu() for name, value in targets.items()}, state, where=str(path.name))
 
 
 class Tiled(torch.Tensor):

@@ -32,67 +32,72 @@ from twinproof.errors import UnsupportedError
 @requirement(
     "CKPT-001", "A save followed by a load MUST give back every bit, for each of the 20 dtypes that torch can store."
 )
-def test_every_dtype(checkpoint: Any, tmp_path: Path) -> None:
+def test_every_dtype(checkpoint: Any, device: str, tmp_path: Path) -> None:
     state = {str(dtype): random_bits(dtype, (5, 6), seed) for seed, dtype in enumerate(DTYPES)}
-    save(checkpoint, state, tmp_path / "ck")
+    save(checkpoint, state, tmp_path / "ck", on=device)
     assert_folder(tmp_path / "ck", {FILE: list(state)}, state)
-    assert_loads(checkpoint, tmp_path / "ck", state)
+    assert_loads(checkpoint, tmp_path / "ck", state, on=device)
 
 
 @requirement("CKPT-002", "NaN payloads, signed zeros, infinities and subnormals MUST keep their bits.")
-def test_special_floats(checkpoint: Any, tmp_path: Path) -> None:
+def test_special_floats(checkpoint: Any, device: str, tmp_path: Path) -> None:
     words = [0x7FC00001, 0x7F800001, 0xFFC12345, 0x80000000, 0x7F800000, 0xFF800000, 0x00000001, 0x807FFFFF]
     floats = torch.frombuffer(bytearray(struct.pack("<8I", *words)), dtype=torch.float32)
     halves = torch.arange(0, 65536, 7, dtype=torch.int32).to(torch.uint16)
     state = {"f32": floats, "f16": halves.view(torch.float16), "bf16": halves.view(torch.bfloat16)}
-    save(checkpoint, state, tmp_path / "ck")
-    assert_loads(checkpoint, tmp_path / "ck", state)
+    save(checkpoint, state, tmp_path / "ck", on=device)
+    assert_loads(checkpoint, tmp_path / "ck", state, on=device)
 
 
 @requirement(
     "CKPT-003", "Bool bytes MUST stay 0 and 1, and complex64 MUST keep real before imaginary, lazy conjugates resolved."
 )
-def test_bool_and_complex(checkpoint: Any, tmp_path: Path) -> None:
+def test_bool_and_complex(checkpoint: Any, device: str, tmp_path: Path) -> None:
     lazy = torch.tensor([1 + 2j, -3 - 4j], dtype=torch.complex64).conj()
     state = {"b": torch.tensor([True, False, True]), "c": torch.tensor([1 + 2j]).to(torch.complex64), "conj": lazy}
-    save(checkpoint, state, tmp_path / "ck")
+    save(checkpoint, state, tmp_path / "ck", on=device)
     data = (tmp_path / "ck" / FILE).read_bytes()
     expected = struct.pack("<6f", 1, 2, 1, -2, -3, 4) + b"\x01\x00\x01"
     assert_same_bytes(data[-27:], expected, where="data section")
 
 
 @requirement("CKPT-004", "0-dim tensors MUST keep their value and the shape [].")
-def test_scalars(checkpoint: Any, tmp_path: Path) -> None:
+def test_scalars(checkpoint: Any, device: str, tmp_path: Path) -> None:
     state = {"f": torch.tensor(3.5), "i": torch.tensor(-7), "b": torch.tensor(True), "h": torch.tensor(2.0).bfloat16()}
-    save(checkpoint, state, tmp_path / "ck")
+    save(checkpoint, state, tmp_path / "ck", on=device)
     assert_folder(tmp_path / "ck", {FILE: list(state)}, state)
-    assert_loads(checkpoint, tmp_path / "ck", state)
+    assert_loads(checkpoint, tmp_path / "ck", state, on=device)
 
 
 @requirement(
     "CKPT-005",
     "Zero-size tensors MUST keep shape and dtype, wherever the zero dimension stands and however many there are.",
 )
-def test_empty_tensors(checkpoint: Any, tmp_path: Path) -> None:
+def test_empty_tensors(checkpoint: Any, device: str, tmp_path: Path) -> None:
     shapes = [(0,), (0, 3), (3, 0), (2, 0, 5), (0, 0)]
     state = {f"e{i}": torch.empty(shape, dtype=DTYPES[i]) for i, shape in enumerate(shapes)} | {"full": torch.ones(3)}
-    save(checkpoint, state, tmp_path / "ck")
+    save(checkpoint, state, tmp_path / "ck", on=device)
     assert_folder(tmp_path / "ck", {FILE: list(state)}, state)
-    assert_loads(checkpoint, tmp_path / "ck", state)
+    assert_loads(checkpoint, tmp_path / "ck", state, on=device)
 
 
 @requirement(
     "CKPT-006",
     "float4 MUST be stored with the header's last dimension doubled; a 0-dim float4 MUST be refused by name.",
 )
-def test_float4(checkpoint: Any, tmp_path: Path) -> None:
+def test_float4(checkpoint: Any, device: str, tmp_path: Path) -> None:
     value = random_bits(torch.float4_e2m1fn_x2, (2, 3), 1)
-    save(checkpoint, {"q": value}, tmp_path / "ck")
+    save(checkpoint, {"q": value}, tmp_path / "ck", on=device)
     raw = (tmp_path / "ck" / FILE).read_bytes()
     assert_equal(b'"q":{"dtype":"F4","shape":[2,6],"data_offsets":[0,6]}' in raw, True, where="header")
-    assert_loads(checkpoint, tmp_path / "ck", {"q": value})
+    assert_loads(checkpoint, tmp_path / "ck", {"q": value}, on=device)
     with raises(UnsupportedError, mentions=("scalar4",)):
-        save(checkpoint, {"scalar4": value.view(torch.uint8)[0, 0].view(torch.float4_e2m1fn_x2)}, tmp_path / "no")
+        save(
+            checkpoint,
+            {"scalar4": value.view(torch.uint8)[0, 0].view(torch.float4_e2m1fn_x2)},
+            tmp_path / "no",
+            on=device,
+        )
 
 
 @requirement("CKPT-007", "Transposed, expanded, sliced and permuted inputs MUST be saved as their logical values.")
@@ -141,10 +146,10 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 
 @requirement("CKPT-008", "A view with a storage offset or a larger storage MUST write only its own bytes.")
-def test_views_of_larger_storage(checkpoint: Any, tmp_path: Path) -> None:
+def test_views_of_larger_storage(checkpoint: Any, device: str, tmp_path: Path) -> None:
     storage = torch.arange(100_000, dtype=torch.float32)
     state = {"slice": storage[500:510], "tail": storage[-3:]}
-    save(checkpoint, state, tmp_path / "ck")
+    save(checkpoint, state, tmp_path / "ck", on=device)
     assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, PT), where="slices")
 
 
@@ -168,10 +173,10 @@ def test_beyond_4_gib(checkpoint: Any, tmp_path: Path) -> None:
 @requirement(
     "CKPT-010", "Parameters and tensors that require grad MUST be saved as data; meta tensors MUST be refused by name."
 )
-def test_parameters_and_meta(checkpoint: Any, tmp_path: Path) -> None:
+def test_parameters_and_meta(checkpoint: Any, device: str, tmp_path: Path) -> None:
     state = {"p": torch.nn.Parameter(torch.randn(3)), "g": torch.randn(2, requires_grad=True)}
-    save(checkpoint, state, tmp_path / "ck")
-    assert_loads(checkpoint, tmp_path / "ck", {name: value.detach() for name, value in state.items()})
+    save(checkpoint, state, tmp_path / "ck", on=device)
+    assert_loads(checkpoint, tmp_path / "ck", {name: value.detach() for name, value in state.items()}, on=device)
     with raises(UnsupportedError, mentions=("ghost",)):
         save(checkpoint, {"ghost": torch.empty(3, device="meta")}, tmp_path / "no")
     assert_equal((tmp_path / "no").exists(), False, where="a refused save")

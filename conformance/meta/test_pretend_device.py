@@ -272,6 +272,28 @@ def test_a_parameter_is_parked_on_the_host_and_comes_back() -> None:
             torch.zeros(N).data = there
 
 
+def test_a_deep_copy_is_another_memory_of_the_device() -> None:
+    with PretendDevice() as device:
+        kept = torch.arange(6.0).view(2, 3).t().to(device.device).requires_grad_()
+        kept.square().sum().backward()  # type: ignore[no-untyped-call]
+        module = torch.nn.Linear(3, 2).to(device.device)
+        begin = device.mark
+        made, again = copy.deepcopy([kept, kept])
+        other = copy.deepcopy(module)
+        assert made is again
+        assert (made.device, made.requires_grad, made.stride()) == (kept.device, True, kept.stride())
+        with torch.no_grad():
+            kept.zero_()
+            module.weight.zero_()
+        assert on_host(made.detach()).tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert made.grad is not None
+        assert on_host(made.grad).tolist() == [[0, 6], [2, 8], [4, 10]]
+        assert on_host(other.weight.detach()).count_nonzero() == 6
+        device.check_no_waits(begin)
+        with pytest.raises(RuntimeError, match="leaves"):
+            copy.deepcopy(made * 2)
+
+
 def test_data_of_another_tensor_is_taken() -> None:
     with PretendDevice() as device:
         value = _values(device)

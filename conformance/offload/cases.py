@@ -1,18 +1,22 @@
 """Cases of the offloader's requirements: a plain optimizer beside an offloaded one, with the same gradients.
 
-Both run on a virtual device. Where the offloaded one steps on the CPU, the formula on plain tensors stands beside it.
+Both run on a virtual device, or on that of ``--twinproof-device``. Where the offloaded one steps on the CPU, the
+formula on plain tensors stands beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor
+from conformance.harness.places import on_pretend
+from conformance.provers.pretend_device import PretendEngine, on_host
 from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
@@ -66,12 +70,20 @@ def assert_same_numbers(got: torch.Tensor, expected: torch.Tensor, where: str) -
     assert_same_tensor(got.masked_fill(got.isnan(), 0), expected.masked_fill(expected.isnan(), 0), where=where)
 
 
+@dataclass(frozen=True)
+class Place:
+    """A device with memory of its own, and the engine that moves states there; None: the device's own."""
+
+    device: torch.device
+    engine: Any
+
+
 class Twins:
     """A plain optimizer and an offloaded one on equal parameters.
 
     Args:
         offload: the component.
-        device: the virtual device; its context is entered by the caller.
+        device: the virtual device, whose context is entered by the caller, or the place of all parameters.
         kind: a name of ``torch.optim``.
         params: initial values; each arm gets clones.
         groups: which parameters go into which group, with options; None: all in one.
@@ -82,7 +94,7 @@ class Twins:
     def __init__(
         self,
         offload: Any,
-        device: VirtualDevice,
+        device: VirtualDevice | Place,
         kind: str = "AdamW",
         params: Sequence[torch.Tensor] | None = None,
         *,
@@ -94,8 +106,9 @@ class Twins:
         if kind == "Muon":
             given = [value for value in given if value.dim() == 2]
         self.offload, self.device, self.kind = offload, device, kind
-        self.plain_params = [torch.nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in given]
-        self.params = [torch.nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in given]
+        self.place = device.device if isinstance(device, Place) else torch.device("cpu")
+        self.plain_params = [torch.nn.Parameter(self.placed(value)) for value in given]
+        self.params = [torch.nn.Parameter(self.placed(value)) for value in given]
         chosen = OPTIMIZERS[kind] if options is None else options
         made = []
         for mine in (self.plain_params, self.params):
@@ -107,12 +120,16 @@ class Twins:
         )
         self.step_count = 0
 
+    def placed(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, with the strides of the value."""
+        return value.to(self.place, copy=True)
+
     def set_gradients(self, skip: Sequence[int] = (), *, add: bool = False) -> None:
         """The same new gradients in both arms; none where ``skip`` says so."""
         self.step_count += 1
         for arm in (self.plain_params, self.params):
             for i, param in enumerate(arm):
-                grad = values(param.shape, 1000 * self.step_count + i, param.dtype)
+                grad = self.placed(values(param.shape, 1000 * self.step_count + i, param.dtype))
                 if i in skip:
                     param.grad = None
                 elif add and param.grad is not None:
@@ -131,7 +148,11 @@ class Twins:
         got = self.offloader.snapshot()
         with _disable_current_modes():
             for i, (plain, param) in enumerate(zip(self.plain_params, self.params, strict=True)):
-                assert_same_tensor(param.detach(), plain.detach(), where=f"parameter {i} after {self.step_count} steps")
+                assert_same_tensor(
+                    on_host(param.detach()).cpu(),
+                    on_host(plain.detach()).cpu(),
+                    where=f"parameter {i} after {self.step_count} steps",
+                )
             assert_same_state(got, self.plain.state_dict())
 
 
@@ -144,8 +165,9 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
         for name, value in state.items():
             where = f"state {name} of parameter {number}"
             if isinstance(value, torch.Tensor):
-                assert_same_tensor(got["state"][number][name], value, where=where)
-                assert_equal(got["state"][number][name].stride(), value.stride(), where=f"strides of {where}")
+                found = got["state"][number][name]
+                assert_same_tensor(on_host(found).cpu(), on_host(value).cpu(), where=where)
+                assert_equal(found.stride(), value.stride(), where=f"strides of {where}")
             else:
                 assert_equal(got["state"][number][name], value, where=where)
 
@@ -269,3 +291,16 @@ def proven(*, this_branch_only: bool = False, **options: Any) -> Iterator[Virtua
     with VirtualDevice(**options) as device:
         yield device
     device.check(this_branch_only=this_branch_only)
+
+
+@contextmanager
+def proven_on(name: str, **options: Any) -> Iterator[VirtualDevice | Place]:
+    """``proven`` on the CPU; a watched pretend device, or a real one, where ``--twinproof-device`` says so."""
+    if name == "cpu":
+        with proven(**options) as virtual:
+            yield virtual
+    elif name == "pretend":
+        with on_pretend() as device:
+            yield Place(device.device, PretendEngine())
+    else:
+        yield Place(torch.device(name), None)

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, raises, requirement
-from conformance.offload.cases import Twins, proven, values
+from conformance.offload.cases import Twins, proven, proven_on, values
 from twinproof.errors import UnsupportedError
 
 
@@ -117,17 +117,17 @@ def test_quantized(offload: Any) -> None:
     "Host memory MUST be at most 1.02 of the states of parameters of 64 KiB and more, whatever their number is rounded "
     "to elsewhere, and stats() say what was taken.",
 )
-def test_host_memory(offload: Any) -> None:
+def test_host_memory(offload: Any, device: str) -> None:
     shapes = [(129, 131), (1, 20000), (16385,), (70, 300)]
-    with proven() as device:
-        real, taken = device.engine.host_empty, []
+    with proven_on(device) as place:
+        real, taken = place.engine.host_empty, []
 
         def counting(size_bytes: int) -> torch.Tensor:
             taken.append(size_bytes)
             return real(size_bytes)
 
-        device.engine.host_empty = counting  # type: ignore[method-assign]
-        twins = Twins(offload, device, params=[values(shape, i) for i, shape in enumerate(shapes)])
+        place.engine.host_empty = counting  # type: ignore[method-assign]
+        twins = Twins(offload, place, params=[values(shape, i) for i, shape in enumerate(shapes)])
         for _ in range(2):
             twins.step()
         stats = twins.offloader.stats()

@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, assert_same_state, proven, reread, values
+from conformance.offload.cases import SHAPES, Twins, assert_same_state, proven, proven_on, reread, values
 from twinproof.errors import PlanError
 
 
 @requirement("OPT-046", "state_dict() MUST be the plain optimizer's whatever is in flight, without extra keys.")
-def test_state_dict_anytime(offload: Any) -> None:
-    with proven(late=True) as device:
-        twins = Twins(offload, device)
+def test_state_dict_anytime(offload: Any, device: str) -> None:
+    with proven_on(device, late=True) as place:
+        twins = Twins(offload, place)
         for prepare in ("prefetch", "offload", "settle"):
             twins.step()
             getattr(twins.offloader, prepare)()
@@ -40,9 +40,9 @@ def test_state_dict_stays_on_host(offload: Any) -> None:
 
 
 @requirement("OPT-048", "A state dict MUST load into any other residency and continue as the plain run does.")
-def test_load_across(offload: Any) -> None:
-    with proven() as device:
-        first, second, third = (Twins(offload, device, **o) for o in ({}, {"chunk_bytes": 1}, {"fraction": 0.5}))
+def test_load_across(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        first, second, third = (Twins(offload, place, **o) for o in ({}, {"chunk_bytes": 1}, {"fraction": 0.5}))
         for _ in range(2):
             first.step()
         state = first.offloader.snapshot()
@@ -63,10 +63,10 @@ def test_load_across(offload: Any) -> None:
 
 
 @requirement("OPT-014", "float32 moments of bf16 parameters MUST come back from a state dict unrounded.")
-def test_no_cast_on_load(offload: Any) -> None:
+def test_no_cast_on_load(offload: Any, device: str) -> None:
     params = [values(shape, i, torch.bfloat16) for i, shape in enumerate(SHAPES)]
-    with proven() as device:
-        twins = Twins(offload, device, "Adam", params)
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "Adam", params)
         twins.step()
         state = twins.offloader.snapshot()
         for number in state["state"]:
@@ -83,9 +83,9 @@ def test_no_cast_on_load(offload: Any) -> None:
 
 
 @requirement("OPT-050", "A snapshot MUST never change, whatever the next steps do.")
-def test_snapshot_isolation(offload: Any) -> None:
-    with proven(late=True, seed=0) as device:
-        twins = Twins(offload, device)
+def test_snapshot_isolation(offload: Any, device: str) -> None:
+    with proven_on(device, late=True, seed=0) as place:
+        twins = Twins(offload, place)
         twins.step()
         snapshot = twins.offloader.snapshot()
         expected = {
@@ -104,9 +104,9 @@ def test_snapshot_isolation(offload: Any) -> None:
 
 
 @requirement("OPT-053", "A state dict that does not fit MUST be a PlanError before anything is changed.")
-def test_wrong_state_dict(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_wrong_state_dict(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         for spoil in ("groups", "shape"):
             state = twins.offloader.snapshot()

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import Twins, proven
+from conformance.offload.cases import Twins, proven_on
 from twinproof.errors import ConfigError
 
 
@@ -17,9 +17,9 @@ from twinproof.errors import ConfigError
     "OPT-052",
     "The live state in host memory MUST be written to safetensors as it lies there, and come back bit for bit.",
 )
-def test_export(offload: Any, checkpoint: Any, tmp_path: Path) -> None:
-    with proven(late=True) as device:
-        twins = Twins(offload, device)
+def test_export(offload: Any, device: str, checkpoint: Any, tmp_path: Path) -> None:
+    with proven_on(device, late=True) as place:
+        twins = Twins(offload, place)
         for _ in range(2):
             twins.step()
         twins.offloader.settle()

@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import Twins, assert_same_state, proven, reread, values
+from conformance.offload.cases import Twins, assert_same_state, proven, proven_on, reread, values
+from conformance.provers.pretend_device import on_host
 from twinproof.errors import ConfigError, OffloadConflictError
 
 
@@ -42,10 +43,10 @@ def test_verbs_are_idempotent(offload: Any) -> None:
     "OPT-034", "An exception inside the step MUST lose nothing, restore the groups, and let the next step work."
 )
 @pytest.mark.parametrize("broken", range(4))
-def test_exception_in_step(offload: Any, broken: int) -> None:
-    with proven() as device:
+def test_exception_in_step(offload: Any, device: str, broken: int) -> None:
+    with proven_on(device) as place:
         single: list[tuple[list[int], dict[str, Any]]] = [([number], {}) for number in range(4)]
-        twins = Twins(offload, device, "SGD", groups=single, options={"lr": 0.1, "momentum": 0.9})
+        twins = Twins(offload, place, "SGD", groups=single, options={"lr": 0.1, "momentum": 0.9})
         twins.step()
         groups = twins.optimizer.param_groups
         before = twins.offloader.snapshot()
@@ -60,7 +61,7 @@ def test_exception_in_step(offload: Any, broken: int) -> None:
         with _disable_current_modes():
             for number in before["state"]:
                 kept, now = (state["state"][number]["momentum_buffer"] for state in (before, after))
-                stepped = kept.clone().mul_(0.9).add_(twins.params[number].grad)
+                stepped = kept.clone().mul_(0.9).add_(on_host(twins.params[number].grad).cpu())
                 assert_equal(torch.equal(now, kept) or torch.equal(now, stepped), True, where=f"state {number}")
         # The retry: both arms go on from the same values.
         twins.plain.load_state_dict(reread(after))
@@ -73,13 +74,13 @@ def test_exception_in_step(offload: Any, broken: int) -> None:
 
 
 @requirement("OPT-036", "A group that is added after attachment MUST take part from the next step on.")
-def test_added_group(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_added_group(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         twins.offloader.prefetch()
         for arm, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
-            arm.append(torch.nn.Parameter(values((70, 50), 99)))
+            arm.append(torch.nn.Parameter(twins.placed(values((70, 50), 99))))
             optimizer.add_param_group({"params": [arm[-1]], "lr": 0.5})
         for _ in range(2):
             twins.step()
@@ -128,9 +129,9 @@ def test_garbage(offload: Any) -> None:
 
 
 @requirement("OPT-039", "A copy of the optimizer MUST be complete, plain and independent; the original goes on.")
-def test_copies(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_copies(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         twins.offloader.settle()
         with _disable_current_modes():
@@ -219,9 +220,9 @@ def test_surroundings(offload: Any) -> None:
 
 
 @requirement("OPT-029", "A scalar state, such as a step count, MUST stay where the optimizer put it.")
-def test_scalars_stay(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, "Adam")
+def test_scalars_stay(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "Adam")
         twins.step()
         before = [id(state["step"]) for state in twins.optimizer.state.values()]
         twins.step()
@@ -231,9 +232,9 @@ def test_scalars_stay(offload: Any) -> None:
 
 
 @requirement("OPT-072", "Values that the host writes after a prefetch MUST be those of the next step.")
-def test_written_after_prefetch(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, "SGD")
+def test_written_after_prefetch(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "SGD")
         twins.step()
         twins.offloader.prefetch()
         twins.offloader.settle_for_writing()
@@ -250,9 +251,9 @@ def test_written_after_prefetch(offload: Any) -> None:
     "A parameter that is taken out of its group MUST be stepped no more and its state moved no more; the order of the "
     "others MUST NOT matter, and it MUST take part again when it is listed again.",
 )
-def test_unlisted(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_unlisted(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         payload_bytes = twins.offloader.stats().payload_bytes
         moved_bytes = sum(state.nbytes for state in twins.plain.state[twins.plain_params[1]].values() if state.dim())

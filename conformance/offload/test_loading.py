@@ -10,7 +10,16 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, assert_same_state, in_host_memory, proven, reread, values
+from conformance.offload.cases import (
+    SHAPES,
+    Twins,
+    assert_same_state,
+    in_host_memory,
+    proven,
+    proven_on,
+    reread,
+    values,
+)
 from twinproof.errors import PlanError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,10 +54,10 @@ def test_places_after_a_load(offload: Any, variant: str, fraction: float) -> Non
 
 
 @requirement("OPT-054", "A load into another variant MUST free the places of states that it no longer has.")
-def test_other_variant(offload: Any) -> None:
-    with proven() as device:
-        with_it = Twins(offload, device, "Adam", options={"amsgrad": True})
-        without = Twins(offload, device, "Adam", options={"amsgrad": False})
+def test_other_variant(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        with_it = Twins(offload, place, "Adam", options={"amsgrad": True})
+        without = Twins(offload, place, "Adam", options={"amsgrad": False})
         for twins in (with_it, without):
             for _ in range(2):
                 twins.step()
@@ -68,9 +77,9 @@ def test_other_variant(offload: Any) -> None:
 
 
 @requirement("OPT-055", "A saved state dict MUST be readable with weights_only and hold nothing of the offloader.")
-def test_plain_data(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_plain_data(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         for state in (twins.optimizer.state_dict(), twins.offloader.snapshot()):
             twins.offloader.settle()
@@ -89,9 +98,9 @@ def test_plain_data(offload: Any) -> None:
 @requirement(
     "OPT-051", "A state dict that lacks a state, or has one of no parameter, MUST be refused before anything changes."
 )
-def test_incomplete(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_incomplete(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         for spoil in ("lacks", "stranger"):
             state = twins.offloader.snapshot()
@@ -135,9 +144,9 @@ def test_load_stays_on_host(offload: Any, how: str) -> None:
 
 
 @requirement("OPT-088", "A load MUST leave the saved options and no other, as torch's load does.")
-def test_options_after_a_load(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, "SGD", groups=[([0, 1], {"lr": 0.1}), ([2, 3], {"momentum": 0.5})])
+def test_options_after_a_load(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "SGD", groups=[([0, 1], {"lr": 0.1}), ([2, 3], {"momentum": 0.5})])
         twins.step()
         state = twins.offloader.snapshot()
         for optimizer in (twins.plain, twins.optimizer):
@@ -158,9 +167,9 @@ def test_options_after_a_load(offload: Any) -> None:
     "what the optimizer counts with, as in torch's load.",
 )
 @pytest.mark.parametrize("step_device", ["device", "cpu"])
-def test_counts_that_are_numbers(offload: Any, step_device: str) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, options={"lr": 0.01}, step_device=step_device)
+def test_counts_that_are_numbers(offload: Any, device: str, step_device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, options={"lr": 0.01}, step_device=step_device)
         for optimizer in (twins.plain, twins.optimizer):
             twins.set_gradients()
             optimizer.step()

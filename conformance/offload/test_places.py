@@ -5,6 +5,8 @@ The device is the pretend one: its tensors say so themselves, and an operator wi
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -30,7 +32,14 @@ class Arms:
     """An optimizer on the device with an offloader, and the plain one of the host."""
 
     def __init__(
-        self, offload: Any, device: PretendDevice, kind: str, shapes: Any = SHAPES, *, dtype: Any = torch.float32
+        self,
+        offload: Any,
+        device: PretendDevice,
+        kind: str,
+        shapes: Any = SHAPES,
+        *,
+        dtype: Any = torch.float32,
+        step_device: str = "device",
     ) -> None:
         self.device, given = device, [values(shape, i, dtype) for i, shape in enumerate(shapes)]
         self.mine = [torch.nn.Parameter(value.to(device.device)) for value in given]
@@ -38,7 +47,7 @@ class Arms:
         self.masters = [offload.MasterWeights(params) for params in (self.mine, self.theirs)]
         stepped = [list(masters.parameters()) for masters in self.masters]
         self.optimizer, self.plain = (getattr(torch.optim, kind)(params, **KINDS[kind]) for params in stepped)
-        options: dict[str, Any] = {"engine": PretendEngine(), "chunk_bytes": 1024}
+        options: dict[str, Any] = {"engine": PretendEngine(), "chunk_bytes": 1024, "step_device": step_device}
         if dtype is not torch.float32:
             options["master_weights"] = self.masters[0]
             self.masters[1].attach(self.plain)
@@ -108,3 +117,57 @@ def test_copies(offload: Any) -> None:
         for name, found in (("to the device", counts.to_device), ("to the host", counts.to_host)):
             assert_equal(found.size_bytes, len(EVEN) * EVEN_BYTES, where=f"bytes {name}")
             assert_equal(found.pageable_count, 0, where=f"pageable copies {name}")
+
+
+@requirement(
+    "OPT-346",
+    "A copy and a pickle of the optimizer MUST lie on the device and step there; the original MUST go on and have "
+    "nothing there after its next step.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_copies_of_the_optimizer(offload: Any, kind: str, dtype: torch.dtype, way: Any) -> None:
+    with on_pretend() as device:
+        arms = Arms(offload, device, kind, dtype=dtype)
+        for _ in range(2):
+            arms.step()
+        mine, theirs = way(arms.optimizer), way(arms.plain)
+        arms.step()
+        arms.check()
+        assert_equal(arms.offloader.residency().device_bytes, 0, where="bytes left on the device")
+        arms.offloader.close()
+        for optimizer in (mine, theirs):
+            for group in optimizer.param_groups:
+                for index, param in enumerate(group["params"]):
+                    param.grad = values(param.shape, index).to(param.device)
+            optimizer.step()
+        for number, (one, other) in enumerate(zip(_params(mine), _params(theirs), strict=True)):
+            assert_equal(one.device, device.device, where=f"place of parameter {number}")
+            assert_same_tensor(on_host(one.detach()), other.detach(), where=f"parameter {number}")
+
+
+@requirement("OPT-347", "With step_device='cpu' a copy MUST step on the device, and the original go on on the CPU.")
+def test_copies_beside_steps_on_the_cpu(offload: Any) -> None:
+    with on_pretend() as device:
+        arms = Arms(offload, device, "Adam", step_device="cpu")
+        arms.step()
+        mine = copy.deepcopy(arms.optimizer)
+        begun = [on_host(param.detach()).clone() for param in _params(mine)]
+        for param in _params(mine):
+            param.grad = torch.ones_like(param)
+        mine.step()
+        for number, (param, before) in enumerate(zip(_params(mine), begun, strict=True)):
+            assert_equal(param.device, device.device, where=f"place of parameter {number}")
+            assert_equal(bool((on_host(param.detach()) != before).any()), True, where=f"parameter {number} stepped")
+        beside = Arms(offload, device, "Adam", step_device="cpu")
+        beside.step()
+        for both in (arms, beside):
+            both.step()
+            assert_equal(both.offloader.residency().device_bytes, 0, where="bytes left on the device")
+        for number, (param, other) in enumerate(zip(arms.mine, beside.mine, strict=True)):
+            assert_same_tensor(on_host(param.detach()), on_host(other.detach()), where=f"parameter {number}")
+
+
+def _params(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, proven, values
+from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, proven, proven_on, values
 from twinproof.errors import UnsupportedError
 
 
 @requirement("OPT-001", "Every supported optimizer MUST give the bits of the plain one after every step.")
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_every_optimizer(offload: Any, kind: str) -> None:
+def test_every_optimizer(offload: Any, device: str, kind: str) -> None:
     # These two look at values of the device in their own arithmetic.
-    with proven(this_branch_only=kind in ("Adafactor", "ASGD")) as device:
-        twins = Twins(offload, device, kind)
+    with proven_on(device, this_branch_only=kind in ("Adafactor", "ASGD")) as place:
+        twins = Twins(offload, place, kind)
         for _ in range(3):
             twins.step()
             twins.check()
@@ -30,10 +30,10 @@ def test_every_optimizer(offload: Any, kind: str) -> None:
 @requirement("OPT-002", "The single, foreach and fused implementations MUST each be equal to themselves.")
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_implementation_flags(offload: Any, flags: dict[str, Any], dtype: torch.dtype) -> None:
-    with proven() as device:
+def test_implementation_flags(offload: Any, device: str, flags: dict[str, Any], dtype: torch.dtype) -> None:
+    with proven_on(device) as place:
         twins = Twins(
-            offload, device, "AdamW", [values(s, i, dtype) for i, s in enumerate(SHAPES)], options={"lr": 0.01, **flags}
+            offload, place, "AdamW", [values(s, i, dtype) for i, s in enumerate(SHAPES)], options={"lr": 0.01, **flags}
         )
         for _ in range(3):
             twins.step()
@@ -43,16 +43,16 @@ def test_implementation_flags(offload: Any, flags: dict[str, Any], dtype: torch.
 
 @requirement("OPT-003", "A learning rate that changes between any two operations MUST be the next step's.")
 @pytest.mark.parametrize("early", [True, False])
-def test_schedulers(offload: Any, early: bool) -> None:
-    with proven() as device, warnings.catch_warnings():
+def test_schedulers(offload: Any, device: str, early: bool) -> None:
+    with proven_on(device) as place, warnings.catch_warnings():
         warnings.simplefilter("error")
-        twins = Twins(offload, device, options={"lr": 0.5})
+        twins = Twins(offload, place, options={"lr": 0.5})
         schedules = [torch.optim.lr_scheduler.ExponentialLR(twins.plain, 0.5)]
         if early:
             # Attached before the offloader: taken off and put on again below it.
             twins.offloader.close()
             schedules.append(torch.optim.lr_scheduler.ExponentialLR(twins.optimizer, 0.5))
-            twins.offloader = offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine, chunk_bytes=1024)
+            twins.offloader = offload.OptimizerStateOffloader(twins.optimizer, engine=place.engine, chunk_bytes=1024)
         else:
             schedules.append(torch.optim.lr_scheduler.ExponentialLR(twins.optimizer, 0.5))
         for _ in range(3):
@@ -69,10 +69,10 @@ def test_schedulers(offload: Any, early: bool) -> None:
 
 
 @requirement("OPT-006", "Each parameter MUST be stepped with its own group's options.")
-def test_groups(offload: Any) -> None:
+def test_groups(offload: Any, device: str) -> None:
     groups = [([0, 3], {"lr": 0.1}), ([1], {"weight_decay": 0.5}), ([2], {"lr": 0.3, "weight_decay": 0.0})]
-    with proven() as device:
-        twins = Twins(offload, device, groups=groups, options={"lr": 0.01})
+    with proven_on(device) as place:
+        twins = Twins(offload, place, groups=groups, options={"lr": 0.01})
         for _ in range(2):
             twins.step()
             twins.check()
@@ -81,9 +81,9 @@ def test_groups(offload: Any) -> None:
 
 @requirement("OPT-007", "A parameter without a gradient MUST keep its bits, its state and its step count.")
 @given(skips=st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=4))
-def test_missing_gradients(offload: Any, skips: list[set[int]]) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_missing_gradients(offload: Any, device: str, skips: list[set[int]]) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         for skip in skips:
             twins.step(sorted(skip))
             twins.check()
@@ -91,9 +91,9 @@ def test_missing_gradients(offload: Any, skips: list[set[int]]) -> None:
 
 
 @requirement("OPT-009", "Accumulated and clipped gradients MUST give the bits of the plain loop.")
-def test_accumulation_and_clipping(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_accumulation_and_clipping(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         for _ in range(2):
             twins.optimizer.zero_grad()
             twins.plain.zero_grad()
@@ -132,11 +132,11 @@ def test_grad_scaler(offload: Any, fused: bool) -> None:
 
 
 @requirement("OPT-015", "NaN payloads, infinities, denormals and signed zeros MUST cross the host unchanged.")
-def test_special_values(offload: Any) -> None:
+def test_special_values(offload: Any, device: str) -> None:
     bits = torch.tensor([0x7FC00001, 0x7F800001, 0x7F800000, 1, -(2**31), 0x7FFFFFFF, 0, -1] * 16, dtype=torch.int32)
     special = bits.view(torch.float32)
-    with proven() as device:
-        twins = Twins(offload, device, "SGD", [values((128,), 0), values((128,), 1)])
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "SGD", [values((128,), 0), values((128,), 1)])
         twins.step()
         state = twins.plain.state_dict()
         for number in state["state"]:
@@ -150,11 +150,11 @@ def test_special_values(offload: Any) -> None:
 
 @requirement("OPT-016", "Scalar, empty and odd-sized parameters MUST be stepped like any other.")
 @pytest.mark.parametrize("kind", ["Adam", "Rprop"])
-def test_odd_sizes(offload: Any, kind: str) -> None:
+def test_odd_sizes(offload: Any, device: str, kind: str) -> None:
     sizes: list[tuple[int, ...]] = [(), (0,), (3, 0), (1,), (15,), (17,), (255,), (257,)]
     # Rprop reads the sign of a scalar's gradient on the host.
-    with proven(this_branch_only=kind == "Rprop") as device:
-        twins = Twins(offload, device, kind, [values(size, i) for i, size in enumerate(sizes)])
+    with proven_on(device, this_branch_only=kind == "Rprop") as place:
+        twins = Twins(offload, place, kind, [values(size, i) for i, size in enumerate(sizes)])
         for _ in range(3):
             twins.step()
             twins.check()
@@ -162,19 +162,19 @@ def test_odd_sizes(offload: Any, kind: str) -> None:
 
 
 @requirement("OPT-017", "State MUST keep the strides that the plain optimizer gives it.")
-def test_strides(offload: Any) -> None:
+def test_strides(offload: Any, device: str) -> None:
     image = values((2, 3, 4, 5), 0).to(memory_format=torch.channels_last)
-    with proven() as device:
-        twins = Twins(offload, device, "Adam", [image, values((6, 4), 1).t()])
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "Adam", [image, values((6, 4), 1).t()])
         for _ in range(2):
             twins.step()
             twins.check()
         twins.offloader.close()
         # A momentum begins as a copy of the gradient, with the gradient's strides.
-        twins = Twins(offload, device, "SGD", [values((4, 6), 2)])
+        twins = Twins(offload, place, "SGD", [values((4, 6), 2)])
         for number in range(2):
             for arm in (twins.plain_params, twins.params):
-                arm[0].grad = values((6, 4), 3 + number).t()
+                arm[0].grad = twins.placed(values((6, 4), 3 + number).t())
             twins.plain.step()
             twins.optimizer.step()
             twins.check()
@@ -188,9 +188,11 @@ def test_strides(offload: Any) -> None:
     fraction=st.floats(0, 1),
     seed=st.none() | st.integers(0, 2**16),
 )
-def test_any_partition(offload: Any, chunk_bytes: int, slots: int, fraction: float, seed: int | None) -> None:
-    with proven(late=seed is not None, seed=seed) as device:
-        twins = Twins(offload, device, chunk_bytes=chunk_bytes, slots=slots, fraction=fraction)
+def test_any_partition(
+    offload: Any, device: str, chunk_bytes: int, slots: int, fraction: float, seed: int | None
+) -> None:
+    with proven_on(device, late=seed is not None, seed=seed) as place:
+        twins = Twins(offload, place, chunk_bytes=chunk_bytes, slots=slots, fraction=fraction)
         for _ in range(3):
             twins.step()
         twins.check()
@@ -199,9 +201,9 @@ def test_any_partition(offload: Any, chunk_bytes: int, slots: int, fraction: flo
 
 @requirement("OPT-021", "At least the asked fraction of the bytes MUST move, by at most one parameter more; 0 is none.")
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])
-def test_fraction(offload: Any, fraction: float) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, "Adam", options={}, fraction=fraction)
+def test_fraction(offload: Any, device: str, fraction: float) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "Adam", options={}, fraction=fraction)
         twins.step()
         payload = twins.offloader.stats().payload_bytes
         twins.offloader.close()
@@ -231,10 +233,10 @@ def test_unsupported(offload: Any) -> None:
 
 
 @requirement("OPT-026", "A closure MUST be evaluated once, and its value returned.")
-def test_closure(offload: Any) -> None:
+def test_closure(offload: Any, device: str) -> None:
     calls: list[int] = []
-    with proven() as device:
-        twins = Twins(offload, device)
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
 
         def closure() -> float:
             twins.set_gradients()
@@ -249,10 +251,10 @@ def test_closure(offload: Any) -> None:
 
 
 @requirement("OPT-027", "Step hooks MUST run once for each logical step, whatever the number of chunks.")
-def test_hooks(offload: Any) -> None:
+def test_hooks(offload: Any, device: str) -> None:
     seen: list[str] = []
-    with proven() as device:
-        twins = Twins(offload, device, chunk_bytes=1)
+    with proven_on(device) as place:
+        twins = Twins(offload, place, chunk_bytes=1)
         twins.optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
         twins.optimizer.register_step_post_hook(lambda *_: seen.append("post"))
         twins.step()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, requirement
-from conformance.offload.cases import SHAPES, Twins, proven, values
+from conformance.offload.cases import SHAPES, Twins, proven, proven_on, values
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
@@ -27,9 +27,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @requirement("OPT-028", "Every variant of an optimizer's arithmetic MUST give the plain one's bits.")
 @pytest.mark.parametrize(("kind", "options"), VARIANTS)
-def test_variants(offload: Any, kind: str, options: dict[str, Any]) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, kind, options=options)
+def test_variants(offload: Any, device: str, kind: str, options: dict[str, Any]) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, kind, options=options)
         for _ in range(3):
             twins.step()
             twins.check()
@@ -56,9 +56,9 @@ def test_tensor_learning_rate(offload: Any) -> None:
 
 
 @requirement("OPT-010", "Gradients clipped by value MUST give the plain loop's bits, and clipping by norm its norm.")
-def test_clipping(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_clipping(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         for _ in range(2):
             twins.set_gradients()
             norms = [torch.nn.utils.clip_grad_norm_(arm, 0.5) for arm in (twins.plain_params, twins.params)]
@@ -72,11 +72,11 @@ def test_clipping(offload: Any) -> None:
 
 
 @requirement("OPT-013", "Parameters of several dtypes MUST be stepped together, each state keeping its dtype for ever.")
-def test_mixed_dtypes(offload: Any) -> None:
+def test_mixed_dtypes(offload: Any, device: str) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     params = [values(shape, i, dtype) for i, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))]
-    with proven() as device:
-        twins = Twins(offload, device, "AdamW", params, options={"lr": 0.01, "foreach": False}, chunk_bytes=1)
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "AdamW", params, options={"lr": 0.01, "foreach": False}, chunk_bytes=1)
         for _ in range(3):
             twins.step()
             twins.offloader.load_state_dict(twins.offloader.snapshot())
@@ -85,10 +85,10 @@ def test_mixed_dtypes(offload: Any) -> None:
 
 
 @requirement("OPT-018", "A parameter listed twice in a group MUST be stepped as torch steps it, and moved once.")
-def test_tied(offload: Any) -> None:
-    with proven() as device, warnings.catch_warnings():
+def test_tied(offload: Any, device: str) -> None:
+    with proven_on(device) as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate parameters")
-        twins = Twins(offload, device, "SGD", groups=[([0, 1, 0], {}), ([2, 3], {})])
+        twins = Twins(offload, place, "SGD", groups=[([0, 1, 0], {}), ([2, 3], {})])
         for _ in range(3):
             twins.step()
             twins.check()
@@ -98,12 +98,12 @@ def test_tied(offload: Any) -> None:
 
 
 @requirement("OPT-023", "Complex parameters and sizes around vector widths MUST be stepped like any other.")
-def test_complex_and_odd(offload: Any) -> None:
+def test_complex_and_odd(offload: Any, device: str) -> None:
     numbers = [1, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097]
     complex_param = torch.complex(values((6,), 1), values((6,), 2))
-    with proven() as device:
+    with proven_on(device) as place:
         for params in ([values((n,), n) for n in numbers], [complex_param, values((4,), 3)]):
-            twins = Twins(offload, device, "Adam", params, options={"foreach": False})
+            twins = Twins(offload, place, "Adam", params, options={"foreach": False})
             for _ in range(2):
                 twins.step()
                 twins.check()
@@ -113,12 +113,12 @@ def test_complex_and_odd(offload: Any) -> None:
 @requirement("OPT-022", "The order of parameters MUST NOT change a value, and the selection MUST be a function of it.")
 @given(order=st.permutations(range(len(SHAPES))), fraction=st.floats(0, 1))
 @examples(20)
-def test_order(offload: Any, order: list[int], fraction: float) -> None:
+def test_order(offload: Any, device: str, order: list[int], fraction: float) -> None:
     chosen = []
-    with proven() as device:
+    with proven_on(device) as place:
         for _ in range(2):
             params = [values(SHAPES[i], i) for i in order]
-            twins = Twins(offload, device, "AdamW", params, fraction=fraction)
+            twins = Twins(offload, place, "AdamW", params, fraction=fraction)
             for _ in range(2):
                 twins.step()
             twins.check()

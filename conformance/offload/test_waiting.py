@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, requirement
-from conformance.offload.cases import EVEN_BYTES, PLAIN_SGD, Twins, even, proven, values
+from conformance.offload.cases import EVEN_BYTES, PLAIN_SGD, Twins, even, proven, proven_on, values
 from conformance.offload.sanitizer import TorchSanitizer
 from conformance.provers.virtual_device import Costs, VirtualDevice
 from conformance.provers.virtual_device.clocks import HOST
@@ -88,12 +88,12 @@ def _calls_of(verb: Callable[[], Any]) -> int:
     "What the host does for offload(), prefetch() and a step MUST grow no faster than the number of tensors.",
     needs=("overlapped_transfers",),
 )
-def test_host_work(offload: Any) -> None:
+def test_host_work(offload: Any, device: str) -> None:
     work: dict[str, list[int]] = {"prefetch": [], "offload": [], "step": []}
     for count in (8, 16, 32):
-        with proven() as device:
+        with proven_on(device) as place:
             params = [values((64, 16), i) for i in range(count)]
-            twins = Twins(offload, device, "SGD", params, options=PLAIN_SGD, chunk_bytes=2 * EVEN_BYTES)
+            twins = Twins(offload, place, "SGD", params, options=PLAIN_SGD, chunk_bytes=2 * EVEN_BYTES)
             for _ in range(2):
                 twins.step()
             work["prefetch"].append(_calls_of(twins.offloader.prefetch))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from conformance.harness import Rank, RankPool
 from perf.harness.gates import Gate, Kind
 from perf.harness.judge import Machine, Outcome, judge, needs_more_samples
@@ -40,6 +42,7 @@ class Bench:
         clock: seconds from any moment on.
         rounds: what was measured so far, by workload.
         repeated: workloads that were measured again because a gate was undecided.
+        lacking: by workload that nothing was measured of, the component that the implementation does not have.
     """
 
     implementation: str
@@ -55,6 +58,7 @@ class Bench:
     clock: Callable[[], float] = time.monotonic
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
+    lacking: dict[str, str] = field(default_factory=dict)
 
     def chosen_gates(self) -> list[Gate]:
         """The gates that are judged in this form."""
@@ -86,7 +90,8 @@ class Bench:
                 workload, began = self.workloads[name], self.clock()
                 begins(workload, False)
                 self.rounds[name] = self._measure(pool, workload, self.seed)
-                if self.may_repeat(begun, began, self.clock()) and self._is_undecided(name):
+                may_repeat = name not in self.lacking and self.may_repeat(begun, began, self.clock())
+                if may_repeat and self._is_undecided(name):
                     # Once, and all samples count: repeating until the answer pleases is how a coin passes a gate.
                     begins(workload, True)
                     self.rounds[name] += self._measure(pool, workload, self.seed + 1)
@@ -113,7 +118,12 @@ class Bench:
     def _measure(self, pool: RankPool, workload: Workload, seed: int) -> list[Round]:
         job: Job = importlib.import_module(f"perf.{self.component}").JOBS[workload.job]
         with tempfile.TemporaryDirectory(prefix="twinproof-bench-", dir=self.folder) as folder:
-            by_rank = pool.run(
-                job, workload.rank_count, workload, folder, workload.round_count, seed, timeout_s=_TIMEOUT_S
-            )
+            try:
+                by_rank = pool.run(
+                    job, workload.rank_count, workload, folder, workload.round_count, seed, timeout_s=_TIMEOUT_S
+                )
+            except pytest.skip.Exception as reason:
+                # An implementation need not have every component; a job may need another than its own.
+                self.lacking[workload.name] = str(reason)
+                return []
         return merge_ranks(by_rank)

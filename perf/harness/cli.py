@@ -151,12 +151,14 @@ def _bench(words: list[str]) -> int:
     for workload in bench.run(None if progress is None else progress.begin_workload):
         if progress is not None:
             progress.end(workload.name)
+        if workload.name in bench.lacking:
+            continue
         lines_of = own_lines.get(workload.job, workload_lines)
         print("\n".join(["", *lines_of(workload, bench.rounds[workload.name])]), flush=True)
     outcomes = bench.outcomes()
     failed = [outcome for outcome in outcomes if outcome.failed]
     duration_s = time.monotonic() - begun
-    absent = left_out_lines(bench.form, bench.chosen_gates(), workloads, bench.rounds, bench.machine)
+    absent = left_out_lines(bench.form, bench.chosen_gates(), workloads, bench.rounds, bench.machine, bench.lacking)
     print("\n".join(["", *gate_lines(outcomes), "", *absent]))
     undecided_count = sum(outcome.result is Result.UNDECIDED for outcome in outcomes)
     print(f"{len(outcomes)} gates, {len(failed)} failed, {undecided_count} undecided, {duration_s:.0f} s")

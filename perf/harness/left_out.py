@@ -19,14 +19,19 @@ def left_out_lines(
     workloads: Mapping[str, Workload],
     rounds: Mapping[str, Sequence[Round]],
     machine: Machine,
+    lacking: Mapping[str, str],
 ) -> Iterator[str]:
-    """A line for each contender that no round has: why, and which gates are undecided without it."""
+    """A line for each contender that no round has: why, and which gates are undecided without it.
+
+    ``lacking`` says of workloads what the implementation does not have.
+    """
     found: dict[tuple[str, str], list[Gate]] = {}
     for name, measured in rounds.items():
         on_it = [gate for gate in gates if gate.workloads[form] == name]
         present = {who for each in measured for who in each}
         if not present:
-            found.setdefault((name, _why_nothing(on_it, machine)), []).extend(on_it)
+            reason = lacking.get(name) or _why_nothing(on_it, machine)
+            found.setdefault((name, reason), []).extend(on_it)
             continue
         for who in workloads[name].contenders:
             if who not in present:

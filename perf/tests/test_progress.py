@@ -132,6 +132,26 @@ def test_gates_that_cannot_be_judged_are_named(
     assert all(word in text for word in said), text
 
 
+def test_a_component_that_the_implementation_lacks_leaves_a_workload_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def run(pool: RankPool, job: Any, rank_count: int, workload: Workload, *given: Any, **options: Any) -> Any:
+        calls.append(workload.name)
+        raise pytest.skip.Exception("implementation mine has no checkpoint")
+
+    monkeypatch.setattr(RankPool, "run", run)
+    monkeypatch.setattr(cli, "measure_roofline", partial(measure_roofline, size_bytes=1 << 20, round_count=1))
+    words = ["kvstore", "--only", "kv-sort-torch", "--quiet", "--fs", str(tmp_path)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert len(calls) == 1
+    assert f"  {calls[0]}: implementation mine has no checkpoint; undecided: kv-sort-torch" in said
+    # A run that decided nothing is red where gates are asked for.
+    assert cli.main([*words, "--gates"]) == 1
+
+
 def test_an_implementation_may_lie_here_and_is_named_where_it_is_nowhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +211,7 @@ def _lines(component: str, form: str, absent: set[str]) -> list[str]:
         for name in bench.needed()
         if "gpu" not in name
     }
-    return list(left_out_lines(form, bench.chosen_gates(), WORKLOADS, rounds, MACHINE))
+    return list(left_out_lines(form, bench.chosen_gates(), WORKLOADS, rounds, MACHINE, {}))
 
 
 def test_what_is_not_installed_is_named_with_its_gates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +234,7 @@ def test_what_is_installed_and_absent_is_not_called_uninstalled(monkeypatch: pyt
 def test_what_needs_a_gpu_is_named_with_its_reason() -> None:
     bench = Bench("fastimpl", "offload", "full", WORKLOADS, GATES, MACHINE, Path())
     name = "offload-gpu-moves-1gib"
-    (_, line) = left_out_lines("full", bench.chosen_gates(), WORKLOADS, {name: []}, MACHINE)
+    (_, line) = left_out_lines("full", bench.chosen_gates(), WORKLOADS, {name: []}, MACHINE, {})
     assert line.startswith(f"  {name}: nothing was measured: it is for cuda, and this is cpu; undecided: offload-gpu-")
 
 
@@ -251,7 +271,7 @@ if __name__ == "__main__":
     bench = Bench("fastimpl", "checkpoint", "short", workloads, gates, machine, folder, repeats=False)
     for _ in bench.run():
         pass
-    left_out = left_out_lines("short", gates, workloads, bench.rounds, machine)
+    left_out = left_out_lines("short", gates, workloads, bench.rounds, machine, {})
     print("\\n".join([*gate_lines(bench.outcomes()), *left_out]))
 """
 

@@ -54,7 +54,8 @@ class OptimizerStateOffloader:
     """Optimizer state and master weights in host memory between steps; the update stays on the device.
 
     Attached to the user's own optimizer, never a wrapper: ``optimizer.step()`` drives the transfers, whatever scheduler
-    or scaler was attached, before or after. Results are those of the plain optimizer, bit for bit.
+    or scaler was attached, before or after. Results are those of the plain optimizer, bit for bit. A copy or a pickle
+    of the optimizer is a plain one: everything comes to the device for it, until the next step or ``offload()``.
 
     Args:
         optimizer: one of torch's, one that derives from ``torch.optim.Optimizer``, or a wrapper with one as its
@@ -119,7 +120,7 @@ class OptimizerStateOffloader:
         self.options = OffloadOptions(
             fraction, chunk_bytes, slots, step_device, pin_memory, chosen_release, fused_update
         )
-        self._copied_out = _CopiedOut()
+        self._copied_out, self._is_brought_for_a_copy = _CopiedOut(), False
         if master_weights is not None:
             master_weights.check_stepped_by(optimizer)
         self.engine = _engine_of(optimizer, step_device, engine, transfers)
@@ -135,6 +136,7 @@ class OptimizerStateOffloader:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing()),
             optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
         ]
+        optimizer.__getstate__ = self._state_of_a_copy  # type: ignore[method-assign]
         self.offload()
 
     @property
@@ -261,6 +263,7 @@ class OptimizerStateOffloader:
         self._driver.detach()
         for handle in self._handles:
             handle.remove()
+        del self.optimizer.__getstate__
         self.plan.bundles = []
         self.transfers.release()
         if self.masters is not None:
@@ -330,6 +333,12 @@ class OptimizerStateOffloader:
         self._copied_out.clear()
         self.to_device(self.bundles)
 
+    def _state_of_a_copy(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` and ``pickle`` take of the optimizer: as a plain one has it, on the device."""
+        self._bring_all()
+        self._is_brought_for_a_copy = True
+        return type(self.optimizer).__getstate__(self.optimizer)
+
     def _check_gradients(self) -> None:
         check_gradients(self.plan.known if self.masters is None else self.masters.pairs.values())
 
@@ -339,6 +348,11 @@ class OptimizerStateOffloader:
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
         self.plan.adopt(self.transfers)
+        if self._is_brought_for_a_copy:
+            self._is_brought_for_a_copy = False
+            # A step on the CPU has its states there when it begins.
+            if self.options.step_device == "cpu":
+                self.offload()
         self._check_gradients()
         if self.masters is not None:
             self.masters.check(self.masters.pairs)

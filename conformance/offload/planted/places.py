@@ -26,3 +26,16 @@ def chunks_stay_on_the_host(original: Any, transfers: Any, chunk: Any, slot: tor
 def pageable_homes(original: Any, plan: Any, size_bytes: int) -> torch.Tensor:
     """States live in memory that is not pinned."""
     return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+@fault(kills="OPT-346", at="twinproof.offload.offloader:OptimizerStateOffloader._state_of_a_copy")
+def copies_with_states_of_the_host(original: Any, offloader: Any) -> Any:
+    """A copy has the states where they lie between steps."""
+    return torch.optim.Optimizer.__getstate__(offloader.optimizer)
+
+
+@fault(kills="OPT-347", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
+def states_of_a_cpu_step_left_on_the_device(original: Any, offloader: Any, arithmetic: Any) -> None:
+    """A step on the CPU begins with states on the device, where a copy was made."""
+    offloader._is_brought_for_a_copy = False
+    original(offloader, arithmetic)

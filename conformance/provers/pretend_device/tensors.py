@@ -7,6 +7,7 @@ The backend is the process's, as torch has one at most; ``watchers`` are told wh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -197,7 +198,24 @@ def _storage_of(tensor: PretendTensor) -> Any:
     return storage if tensor.is_parked else PretendStorage(storage)
 
 
+def _deep_copied(tensor: PretendTensor, memo: dict[int, Any]) -> PretendTensor:
+    """As torch's own, which copies a storage that does not lie here: strides are kept where elements leave no gap."""
+    if id(tensor) in memo:
+        found: PretendTensor = memo[id(tensor)]
+        return found
+    if not tensor.is_leaf:
+        raise RuntimeError("only tensors that no operator made, leaves of a graph, can be deep-copied")
+    with torch.no_grad():
+        made: Any = tensor.detach().clone(memory_format=torch.preserve_format)
+    made.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = made
+    if tensor.grad is not None:
+        made.grad = copy.deepcopy(tensor.grad, memo)
+    return made  # type: ignore[no-any-return]
+
+
 _FUNCTIONS: dict[str, Any] = {
+    "__deepcopy__": _deep_copied,
     "tolist": _as_list,
     "numpy": _refuse_read,
     "__array__": _refuse_read,
