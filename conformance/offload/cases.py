@@ -166,6 +166,7 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
             where = f"state {name} of parameter {number}"
             if isinstance(value, torch.Tensor):
                 found = got["state"][number][name]
+                assert_equal(isinstance(found, torch.Tensor), True, where=f"{where} is a tensor")
                 assert_same_tensor(on_host(found).cpu(), on_host(value).cpu(), where=where)
                 assert_equal(found.stride(), value.stride(), where=f"strides of {where}")
             else:
