@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Chained", "Clipped", "Distributed", "Factored", "FusedAdam", "Prepared", "Renamed", "Shared"]
+__all__ = ["Chained", "Clipped", "Distributed", "Factored", "Flat", "FusedAdam", "Prepared", "Renamed", "Shared"]
 
 
 class Renamed(torch.optim.AdamW):
@@ -86,6 +86,19 @@ class Shared(Factored):
         super().step(closure)
         for state in self.state.values():
             state["head"] = state["row"][:1]
+
+
+class Flat(Factored):
+    """Two states that lie side by side in one piece of memory, without a byte between them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None and not self.state[param]:
+                flat = param.grad.reshape(param.shape[0], -1)
+                memory = torch.ones(flat.shape[0] + flat.shape[1], device=param.device)
+                self.state[param].update(row=memory[: flat.shape[0]], column=memory[flat.shape[0] :])
+        super().step(closure)
 
 
 class Distributed:

@@ -141,3 +141,25 @@ def test_written_meanwhile(offload: Any) -> None:
             twins.step()
             twins.check()
             twins.offloader.close()
+
+
+@requirement(
+    "OPT-364",
+    "A state that is new to some parameters of a chunk only, the first or a later one, MUST leave the device with "
+    "offload().",
+)
+def test_new_state_of_one(offload: Any) -> None:
+    for number in (0, -1):
+        with proven() as device:
+            twins = Twins(offload, device, "SGD", chunk_bytes=0)
+            twins.step()
+            for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                optimizer.state[params[number]]["average"] = torch.zeros_like(params[number])
+            twins.offloader.offload()
+            twins.offloader.settle()
+            found = twins.optimizer.state[twins.params[number]]["average"]
+            assert_equal(device.engine.holds(found), False, where=f"a new state of parameter {number} on the device")
+            twins.check()
+            twins.step()
+            twins.check()
+            twins.offloader.close()

@@ -10,7 +10,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
 from conformance.offload.cases import SHAPES, assert_same_state, proven, values
-from conformance.offload.foreign import Chained, Clipped, Distributed, Factored, FusedAdam, Prepared, Renamed, Shared
+from conformance.offload.foreign import (
+    Chained,
+    Clipped,
+    Distributed,
+    Factored,
+    Flat,
+    FusedAdam,
+    Prepared,
+    Renamed,
+    Shared,
+)
 from twinproof.errors import ConfigError, PlanError, UnsupportedError
 
 MAKERS: dict[str, Any] = {
@@ -144,6 +154,23 @@ def test_shared_memory(offload: Any) -> None:
         arms = _Arms(offload, device, Shared)
         with raises(UnsupportedError, mentions=("share memory", "head")):
             arms.step()
+
+
+@requirement(
+    "OPT-365", "States that lie side by side in one piece of memory, and share none of it, MUST move as others do."
+)
+def test_side_by_side(offload: Any) -> None:
+    with proven() as device:
+        arms, refused = _Arms(offload, device, Flat), list[str]()
+        for _ in range(2):
+            try:
+                arms.step()
+            except UnsupportedError as error:
+                refused.append(str(error))
+            assert_equal(refused, [], where="what was refused")
+            arms.check()
+            assert_equal(arms.offloader.residency().device_bytes, 0, where="states left on the device")
+        arms.offloader.close()
 
 
 @requirement(

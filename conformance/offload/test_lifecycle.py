@@ -247,6 +247,31 @@ def test_written_after_prefetch(offload: Any, device: str) -> None:
 
 
 @requirement(
+    "OPT-363",
+    "What the host writes to any block of its memory after a prefetch has arrived MUST be in the next step, though no "
+    "call says so.",
+)
+def test_written_without_a_word(offload: Any) -> None:
+    for written in (0, -1):
+        with proven() as device:
+            # What comes with a later group lies in a block of its own.
+            twins = Twins(offload, device, "SGD", groups=[([0], {})], slots=2)
+            for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                optimizer.add_param_group({"params": params[1:2]})
+            twins.step()
+            twins.offloader.prefetch()
+            for stream in ("offload-h2d", "offload-d2h"):
+                device.engine.synchronize_stream(stream)
+            for params, optimizer in ((twins.plain_params[:2], twins.plain), (twins.params[:2], twins.optimizer)):
+                optimizer.state[params[written]]["momentum_buffer"].fill_(0.5)
+            twins.step()
+            with _disable_current_modes():
+                for plain, param in zip(twins.plain_params, twins.params, strict=True):
+                    assert_same_tensor(param.detach(), plain.detach(), where=f"after a write to block {written}")
+            twins.offloader.close()
+
+
+@requirement(
     "OPT-243",
     "A parameter that is taken out of its group MUST be stepped no more and its state moved no more; the order of the "
     "others MUST NOT matter, and it MUST take part again when it is listed again.",

@@ -111,6 +111,37 @@ def test_release(offload: Any) -> None:
         Twins(offload, device, release="on_request", step_device="cpu")
 
 
+@requirement(
+    "OPT-362",
+    "With release on request release_gpu_memory() MUST let go what any offload() since the last use has copied out, "
+    "both kinds in one call or each in its own, and lose nothing.",
+)
+@pytest.mark.parametrize("calls", [("states", "masters"), ("masters", "states"), ("masters",)])
+def test_released_by_kind(offload: Any, calls: tuple[str, ...]) -> None:
+    with proven() as device:
+        # Places of one unit of alignment each: between two of states lies exactly one of a master.
+        params: list[torch.Tensor] = [torch.nn.Parameter(values((64,), i, torch.bfloat16)) for i in range(3)]
+        masters = offload.MasterWeights(params)
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=device.engine, master_weights=masters, release="on_request"
+        )
+        for number in range(2):
+            _step(offloader, params, number)
+            expected = [master.detach().clone() for master in masters.parameters()]
+            for kind in calls:
+                offloader.offload(states=kind == "states", masters=kind == "masters")
+            offloader.release_gpu_memory()
+            offloader.settle()
+            size_bytes = 3 * 4 * 64
+            kept_bytes = 2 * size_bytes if calls == ("masters",) else 0
+            assert_equal(offloader.residency().device_bytes, kept_bytes, where=f"kept after {calls}")
+            with _disable_current_modes():
+                for master, value in zip(masters.parameters(), expected, strict=True):
+                    assert_same_tensor(master.detach(), value, where=f"master released after {calls}")
+        offloader.close()
+
+
 @requirement("OPT-259", "Masters that are read between offload() and the release MUST be those of the last step.")
 def test_masters_read_in_between(offload: Any) -> None:
     with proven(late=True) as device:

@@ -215,6 +215,38 @@ def test_copies(pipeline: Any, by_offsets: bool) -> None:
 
 
 @requirement(
+    "PIPE-397",
+    "After copy_ a batch whose features differ in size MUST answer every question about sizes as its source does, "
+    "whatever it answered before; one of other inverse indices, or of none, MUST be refused before a byte is written.",
+)
+def test_copied_sizes(pipeline: Any) -> None:
+    def made(ranks: list[list[int]], first: int, rows: torch.Tensor | None) -> Any:
+        lengths, values = torch.ones(6, dtype=torch.int64), torch.arange(first, first + 6)
+        inverse = None if rows is None else (["a", "b"], rows)
+        return pipeline.KeyedJaggedTensor(
+            ["a", "b"], values, lengths=lengths, stride_per_key_per_rank=ranks, inverse_indices=inverse
+        )
+
+    def sizes(batch: Any) -> list[Any]:
+        return [
+            batch.stride(), batch.stride_per_key(), batch.stride_per_key_per_rank(), batch.length_per_key(),
+            batch.offset_per_key(), batch.lengths_offset_per_key(), batch.variable_stride_per_key(), as_lists(batch),
+        ]  # fmt: skip
+
+    target, source = made([[3], [3]], 0, None), made([[1], [5]], 10, None)
+    before, expected = sizes(target), sizes(made([[1], [5]], 10, None))
+    assert_equal(sizes(target.copy_(source)), expected, where=f"sizes of a copy that was {before}")
+    rows = torch.zeros(2, 5, dtype=torch.int64)
+    with_rows, short_rows = made([[1], [5]], 20, rows), made([[1], [5]], 30, rows[:, :4])
+    wrong = ((source, with_rows, ConfigError), (with_rows, source, ConfigError), (with_rows, short_rows, ShapeError))
+    for mine, other, error in wrong:
+        kept = mine.values().clone()
+        with raises(error, mentions=("inverse",)):
+            mine.copy_(other)
+        assert_bits(mine.values(), kept, "values of a target that refused other inverse indices")
+
+
+@requirement(
     "PIPE-212",
     "Pooled columns MUST be put together along cat_dim, regrouped under names, moved and counted in bytes; a repeated "
     "key means its last columns.",

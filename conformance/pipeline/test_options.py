@@ -48,6 +48,29 @@ def test_enqueued_behind(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-396",
+    "After reset() an error that a loader raised behind the last forward MUST NOT come out of a later call.",
+)
+def test_reset_behind(pipeline: Any) -> None:
+    name = "TrainPipelineSparseDist"
+    job, loop = Job(pipeline, 5), Job(pipeline, 5)
+    schedule = job.schedule(name, enqueue_batch_after_forward=True)
+    schedule.progress(Breaking(job.batches(6), {2}, LoaderError("of the loader before")))
+    loop.step(loop.batches(1)[0])
+    schedule.reset()
+    raised, outputs, loader = list[str](), list[Any](), iter(job.batches(3, 20))
+    for _ in range(3):
+        try:
+            outputs.append(schedule.progress(loader))
+        except LoaderError as error:
+            raised.append(str(error))
+    assert_equal(raised, [], where="what was raised after reset()")
+    for number, (output, batch) in enumerate(zip(outputs, loop.batches(3, 20), strict=True)):
+        assert_bits(output, loop.step(batch), f"output {number} after reset()")
+    assert_same_state(job, loop, "after reset()")
+
+
+@requirement(
     "PIPE-285",
     "context_type MUST make what stages are given beside a batch, one for each with its number, and contexts MUST "
     "hold those of the batches in flight.",

@@ -749,16 +749,19 @@ class KeyedMoves(Eager):
         """Fill every part from a batch of the same features and sizes; returns self. Raises ShapeError, ConfigError."""
         if list(kjt.keys()) != self._keys:
             raise ConfigError("not a batch of these features", got=list(kjt.keys()), expected=self._keys)
+        mine, theirs = self._inverse_indices, kjt.inverse_indices_or_none()
+        if (mine is None) != (theirs is None):
+            raise ConfigError("one batch has inverse indices and one has none", where="copy_")
+        if mine is not None and mine[1].shape != theirs[1].shape:
+            got, expected = tuple(theirs[1].shape), tuple(mine[1].shape)
+            raise ShapeError("not inverse indices of these sizes", got=got, expected=expected, where="copy_")
         self._copy_parts(kjt, non_blocking)
         known = ("_stride_per_key_per_rank", "_stride_per_key", "_length_per_key", "_lengths_offset_per_key")
-        for name in (*known, "_offset_per_key", "_index_per_key"):
+        for name in (*known, "_stride", "_offset_per_key", "_index_per_key"):
             setattr(self, name, getattr(kjt, name))
         self._jt_dict, self._checked, self._is_cut = None, False, False
-        mine, theirs = self._inverse_indices, kjt.inverse_indices_or_none()
-        if mine is not None and theirs is not None:
+        if mine is not None:
             self._inverse_indices = (theirs[0], mine[1].copy_(theirs[1], non_blocking=non_blocking))
-        elif mine is not None or theirs is not None:
-            raise ConfigError("one batch has inverse indices and one has none", where="copy_")
         return self
 
     def clear_storage(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="OPT-221", at="fastimpl.offload.packing:pack")
@@ -45,4 +45,15 @@ lists_of_the_cpu = patched(
     "Lists of device tensors are cut where those of host tensors are.",
     swap("fastimpl.offload.packing:_DEVICE_BATCH", 64),
     kills="OPT-262",
+)
+
+first_states_only = patched(
+    "Only the states of a chunk's first parameter are looked at for new ones.",
+    mutated("fastimpl.offload.layout:ChunkLayout.has_others", "set().union(*states)", "set(states[0])"),
+    kills="OPT-364",
+)
+last_states_only = patched(
+    "Only the states of a chunk's last parameter are looked at for new ones.",
+    mutated("fastimpl.offload.layout:ChunkLayout.has_others", "set().union(*states)", "set(states[-1])"),
+    kills="OPT-364",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills=("OPT-252", "OPT-260"), at="twinproof.offload.offloader:OptimizerStateOffloader._step_whole")
@@ -61,3 +61,10 @@ def shared_memory_parted(original: Any, param: Any, state: Any, number: Any) -> 
 def masters_of_wrapper_stay(original: Any, given: Any) -> Any:
     """The masters of a wrapper stay on the device."""
     return original(given)[0], []
+
+
+neighbours_refused = patched(
+    "States that lie side by side count as states that share memory.",
+    mutated("twinproof.offload.states:check_separate", "other_begin < end", "other_begin <= end"),
+    kills="OPT-365",
+)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.offload.planted.planting import altered
 
 
@@ -120,3 +120,19 @@ def prefetched_values_trusted() -> Iterator[None]:
     )
     with only_once(), wrap("fastimpl.offload.transfers:StreamedTransfers.settle_for_writing", _fetched_anyway)():
         yield
+
+
+first_version_only = patched(
+    "Of the blocks that were prefetched from only the first is looked at for writes.",
+    mutated(
+        "fastimpl.offload.transfers:StreamedTransfers._fetch_first",
+        "any(c.version != c.memory._version for c in self._chunks[: self._fetched])",
+        "self._chunks[0].version != self._chunks[0].memory._version",
+    ),
+    kills="OPT-363",
+)
+no_version = patched(
+    "What was written to host memory without a word after a prefetch is lost.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers._fetch_first", "c.version != c.memory._version", "False"),
+    kills="OPT-363",
+)

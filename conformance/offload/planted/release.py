@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.offload.states import copied, is_movable
 
 
@@ -56,3 +56,16 @@ def loaded_states_stay_on_the_host(original: Any, plan: Any, group: Any, name: s
     """A load leaves states in host memory, where a step on request does not look for them."""
     is_left = moves and is_movable(value) and plan.options.release == "on_request"
     return copied(value) if is_left else original(plan, group, name, value, moves=moves)
+
+
+forgets_the_other_kind = patched(
+    "offload() of one kind forgets that the other kind was copied out before.",
+    mutated("twinproof.offload.offloader:_CopiedOut.note", "for bundle,", "self._noted = {}\n    for bundle,"),
+    kills="OPT-362",
+)
+
+place_of_another_as_padding = patched(
+    "A hole of one place between neighbours counts as padding, and what it has in host memory is written over.",
+    mutated("fastimpl.offload.packing:_runs", ">= ALIGN_BYTES", "> ALIGN_BYTES"),
+    kills="OPT-362",
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from conformance.pipeline.planted.planting import accepted
 
 
@@ -76,3 +76,19 @@ first_columns = patched(
 def equal_by_values(original: Any, one: Any, other: Any) -> bool:
     """Batches of the same values are equal."""
     return one.values().shape == other.values().shape and torch.equal(one.values(), other.values())
+
+
+stride_of_before = patched(
+    "copy_ keeps the number of samples that was known of the batch before.",
+    mutated("twinproof.pipeline.jagged:KeyedMoves.copy_", '*known, "_stride"', "*known"),
+    kills="PIPE-397",
+)
+written_before_refused = patched(
+    "copy_ looks at inverse indices when it has written the other parts.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves.copy_",
+        "mine, theirs =",
+        "self._copy_parts(kjt, non_blocking)\n    mine, theirs =",
+    ),
+    kills="PIPE-397",
+)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 def _never_late(schedule: Any) -> int:
@@ -55,3 +55,14 @@ def evaluation_never_prefetches(original: Any, schedule: Any, *args: Any, **opti
     """enable_embedding_lookup_prefetch is taken and ignored."""
     options.pop("enable_embedding_lookup_prefetch", None)
     original(schedule, *args, **options)
+
+
+error_kept_by_reset = patched(
+    "reset() keeps what a loader raised behind the last forward.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.reset",
+        "self._current = self._made = self._deferred = None",
+        "self._current = self._made = None",
+    ),
+    kills="PIPE-396",
+)
