@@ -158,6 +158,42 @@ def test_postproc(pipeline: Any) -> None:
             assert_equal(models[0].shifted.calls, 5, where=f"{where} calls of the module, detached")
 
 
+@requirement(
+    "PIPE-398",
+    "A forward that somebody put on a driven module itself, as hooks of other libraries do, MUST be there again after "
+    "detach(), and MUST be what runs ahead where the module does.",
+)
+def test_forwards_of_others(pipeline: Any) -> None:
+    job = Job(pipeline, 5, kinds=("table_wise", "row_wise"))
+    model, called = Between(job.model, Shifted(pipeline)), list[str]()
+    driven = {"shifted": model.shifted, "collection": job.collections[0]}
+
+    def hooked(name: str, module: torch.nn.Module) -> Any:
+        original = module.forward
+
+        def forward(*given: Any) -> Any:
+            called.append(name)
+            return original(*given)
+
+        return forward
+
+    own = {name: hooked(name, module) for name, module in driven.items()}
+    for name, module in driven.items():
+        module.forward = own[name]
+    schedule = pipeline.TrainPipelineSparseDist(model, job.optimizer, pipeline_postproc=True)
+    for number in range(2):
+        outputs_of(schedule, iter(job.batches(2)))
+        assert_equal(called.count("shifted"), 2, where="calls of what runs ahead")
+        schedule.detach()
+        schedule.detach()
+        found = {name: vars(module).get("forward") is own[name] for name, module in driven.items()}
+        assert_equal(found, dict.fromkeys(own, True), where=f"own forwards after {number + 1} times of detach()")
+        called.clear()
+        model(job.batch(0))
+        assert_equal(sorted(called), ["collection", "shifted"], where="calls of the model, detached")
+        called.clear()
+
+
 class DistributedModelParallel(torch.nn.Module):
     """What torchrec's wrapper is to a pipeline: a model inside of a model."""
 

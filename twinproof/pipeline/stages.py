@@ -7,6 +7,7 @@ refused before the first update, or averaged where the pipeline is asked for it:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import sys
@@ -121,7 +122,10 @@ class FromBatch:
         if str(node.target) in self._postprocs:
             # Its own forward, for the pipeline's stands in for it on the module.
             module = self._postprocs[str(node.target)]
-            self.results[str(node.target)] = type(module).forward(module, *positional, **named)
+            forward = vars(module).get("forward")
+            forward = forward.replaced if isinstance(forward, Prepared) else forward
+            forward = functools.partial(type(module).forward, module) if forward is None else forward
+            self.results[str(node.target)] = forward(*positional, **named)
             return self.results[str(node.target)]
         raise LookupError(node.target)
 
@@ -213,20 +217,29 @@ class Attachment:
         for call in calls:
             self._driven |= call.postprocs
         for name, module in self._driven.items():
-            module.forward = Prepared(name, result_of)
+            module.forward = Prepared(name, result_of, vars(module).get("forward"))
 
     def close(self) -> None:
         """Twice is harmless."""
         for module in self._driven.values():
-            module.__dict__.pop("forward", None)
+            found = module.__dict__.pop("forward", None)
+            if isinstance(found, Prepared) and found.replaced is not None:
+                # Somebody's own, as a hook of another library: it is the user's, and not ours to drop.
+                module.forward = found.replaced
         self._driven = {}
 
 
 class Prepared:
-    """Stands in for a driven module's forward."""
+    """Stands in for a driven module's forward.
 
-    def __init__(self, name: str, result_of: Callable[[str], Any]) -> None:
+    Attributes:
+        replaced: the forward that the module itself had, None where it has its class's only. What another pipeline
+            put there is none of the module's.
+    """
+
+    def __init__(self, name: str, result_of: Callable[[str], Any], before: Callable[..., Any] | None = None) -> None:
         self._name, self._result_of = name, result_of
+        self.replaced = before.replaced if isinstance(before, Prepared) else before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

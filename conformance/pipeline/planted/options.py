@@ -66,3 +66,14 @@ error_kept_by_reset = patched(
     ),
     kills="PIPE-396",
 )
+
+forwards_of_others_dropped = patched(
+    "detach() drops a forward that somebody put on a module.",
+    mutated("twinproof.pipeline.stages:Attachment.close", "found.replaced is not None", "False"),
+    kills="PIPE-398",
+)
+own_forward_ahead = patched(
+    "What runs ahead is the forward of a module's class, whatever somebody put on the module.",
+    mutated("twinproof.pipeline.stages:FromBatch._compute", "if forward is None", "if True"),
+    kills="PIPE-398",
+)
