@@ -42,8 +42,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # Sizes without padding, so that bytes moved are the payload; an optimizer that keeps no counter for the host to read.
 EVEN: list[tuple[int, ...]] = [(64, 16)] * 8
 EVEN_BYTES = 4 * 64 * 16
-# What one thread packs at a time.
+# What one thread packs at a time, and what it updates.
 TASK_BYTES = 256 << 10
+BLOCK_ELEMENTS = 1 << 16
 PLAIN_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
 
 

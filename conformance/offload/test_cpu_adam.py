@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
-from conformance.offload.cases import assert_same_numbers, values
+from conformance.offload.cases import BLOCK_ELEMENTS, assert_same_numbers, values
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
 
@@ -92,6 +93,25 @@ def test_threads(offload: Any) -> None:
                 assert_same_tensor(mine[0], theirs[0], where=f"{name} with {count} threads")
     finally:
         torch.set_num_threads(before)
+
+
+@requirement(
+    "OPT-367",
+    "A parameter that is larger than what a thread takes at a time MUST have the formula's bits in every element, one "
+    "that is left over for itself among them.",
+    needs=ADAM,
+)
+@pytest.mark.parametrize("count", [BLOCK_ELEMENTS - 1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 2 * BLOCK_ELEMENTS + 1])
+def test_blocks(offload: Any, count: int) -> None:
+    from fastimpl import ops
+
+    ops.available()
+    hyper = AdamHyper.of(lr=0.01, betas=(0.9, 0.999), eps=1e-8, step=2, weight_decay=0.1, decoupled=True)
+    lists, expected = (_arguments(count, torch.bfloat16, torch.bfloat16, True, 3) for _ in range(2))
+    ops.adam_step(hyper, *lists)
+    adam_step(hyper, *(column[0] for column in expected))
+    for name, mine, theirs in zip(_NAMES, lists, expected, strict=True):
+        assert_same_numbers(mine[0], theirs[0], where=f"{name} of {count} elements")
 
 
 @requirement("OPT-213", "Operators MUST pass torch.library.opcheck, and version counters see writes.", needs=ADAM)

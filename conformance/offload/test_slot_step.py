@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
-from conformance.offload.cases import FUSED, SHAPES, Twins, assert_same_numbers, in_host_memory, proven, values
+from conformance.offload.cases import (
+    BLOCK_ELEMENTS,
+    FUSED,
+    SHAPES,
+    Twins,
+    assert_same_numbers,
+    in_host_memory,
+    proven,
+    values,
+)
 from conformance.offload.foreach import foreach_step
 from conformance.provers.virtual_device import VirtualDevice
 
@@ -42,9 +51,18 @@ _STATES = {
 }
 
 
+# Numbers at which a formula takes its other form.
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam-half": ("Adam", {"lr": 0.02, "betas": (0.5, 0.95)}),
+    "adam-above": ("Adam", {"lr": 0.02, "betas": (0.5000001, 0.95)}),
+    "adam-whole": ("AdamW", {"lr": 0.02, "betas": (0.0, 0.0)}),
+    "sgd-whole": ("SGD", {"lr": 1.0, "momentum": 1.0, "nesterov": True}),
+}
+
+
 def _options(name: str) -> tuple[str, dict[str, Any]]:
     """Optimizer and complete options, as a group has them."""
-    kind, given_options = COVERED[name]
+    kind, given_options = {**COVERED, **TURNS}[name]
     group = getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(1))], **given_options).param_groups[0]
     return kind, {key: value for key, value in group.items() if key != "params"}
 
@@ -103,6 +121,28 @@ def test_bits(offload: Any, name: str, count: int, dtype: torch.dtype, step: int
     assert_same_numbers(param, expected, where=f"parameter of {name}")
     for key, value in states.items():
         assert_same_numbers(value, state[key], where=f"{key} of {name}")
+
+
+@requirement(
+    "OPT-366",
+    "An update in a slot MUST have these roundings too at the numbers where a formula takes its other form, and in "
+    "every element of a parameter that is larger than what a thread takes at a time.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 200) for name in TURNS), ("adam", BLOCK_ELEMENTS + 1), ("sgd", 2 * BLOCK_ELEMENTS + 1)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_turns(offload: Any, name: str, count: int, dtype: torch.dtype) -> None:
+    kind, options = _options(name)
+    expected, grad, theirs = _call(name, count, dtype)
+    state: dict[str, Any] = {**theirs, "step": 1}
+    foreach_step(kind, options, expected, grad, state)
+    param, grad, states = _call(name, count, dtype)
+    _step(name, param, grad, states, 2)
+    assert_same_numbers(param, expected, where=f"parameter of {name}, {count} elements")
+    for key, value in states.items():
+        assert_same_numbers(value, state[key], where=f"{key} of {name}, {count} elements")
 
 
 @requirement("OPT-273", "Neither threads nor vectors MUST change a bit of an update in a slot.", needs=FUSED)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
@@ -320,6 +323,33 @@ def test_copies_in_place(pipeline: Any) -> None:
         schedule.reset()
         schedule.progress(iter(told))
     assert_equal(copied_on, ["memcpy"] * 2, where="streams that a batch was told to copy on")
+
+
+@requirement(
+    "PIPE-399",
+    "What a loader gave MUST be held while its batch is in flight, wherever the copy's memory is allocated: until then "
+    "nobody knows that the copy from it is over. Behind the batch's step it MUST be let go.",
+    needs=("streams",),
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_held_while_copied(pipeline: Any, in_place: bool) -> None:
+    job, device, seen = Job(pipeline, 6, kinds=KINDS), VirtualDevice(), list[Any]()
+    given = [[b.dense, *b.ids, b.target] for b in on_host(device, job.batches(6))]
+
+    def loader() -> Iterator[Any]:
+        while given:
+            seen.append(weakref.ref(given[0][0]))
+            yield given.pop(0)
+
+    with device:
+        schedule = pipeline.TrainPipelineSparseDist(
+            Unpacked(job.model), job.optimizer, engine=device.engine, enable_inplace_copy_batch=in_place
+        )
+        batches = loader()
+        for step in range(1, 7):
+            schedule.progress(batches)
+            held = [number for number, ref in enumerate(seen) if ref() is not None]
+            assert_equal(held, list(range(step, len(seen))), where=f"batches held behind step {step}")
 
 
 @requirement(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault
+from conformance.offload.cases import BLOCK_ELEMENTS
 
 
 @fault(kills="OPT-211", at="fastimpl.ops:adam_step")
@@ -53,3 +54,13 @@ def cpu_moments_decayed_before_checks(original: Any, hyper: Any, *lists: Sequenc
     for average in lists[2]:
         average.mul_(hyper.beta1)
     original(hyper, *lists, isa=isa)
+
+
+@fault(kills="OPT-367", at="fastimpl.ops:adam_step")
+def cpu_last_left_out(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
+    """An element that is left over for itself is not updated."""
+    kept = [master.clone() for master in lists[1]]
+    original(hyper, *lists, isa=isa)
+    for master, before in zip(lists[1], kept, strict=True):
+        if master.numel() > BLOCK_ELEMENTS and master.numel() % BLOCK_ELEMENTS == 1:
+            master[-1:].copy_(before[-1:])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, mutated, patched, swap
+from conformance.offload.cases import BLOCK_ELEMENTS
 from conformance.offload.planted.planting import altered
 
 
@@ -133,3 +134,20 @@ devices_by_the_alphabet = patched(
     mutated("fastimpl.offload.slot_step:SlotUpdates._why_nowhere", 'device.type != "cuda"', 'device.type <= "cuda"'),
     kills="OPT-355",
 )
+
+
+@fault(kills="OPT-366", at="fastimpl.ops:slot_step")
+def slot_half_as_less(original: Any, kind: int, params: Any, grads: Any, states: Any, sets: Any, hypers: Any) -> None:
+    """A weight of exactly one half takes the form of smaller weights."""
+    below = [0.5 - 2**-25 if at % 9 == 2 and number == 0.5 else number for at, number in enumerate(hypers)]
+    original(kind, params, grads, states, sets, below)
+
+
+@fault(kills="OPT-366", at="fastimpl.ops:slot_step")
+def slot_last_left_out(original: Any, kind: int, params: Any, *lists: Any) -> None:
+    """An element that is left over for itself is not updated."""
+    kept = [param.clone() for param in params]
+    original(kind, params, *lists)
+    for param, before in zip(params, kept, strict=True):
+        if param.numel() > BLOCK_ELEMENTS and param.numel() % BLOCK_ELEMENTS == 1:
+            param.view(-1)[-1:].copy_(before.view(-1)[-1:])

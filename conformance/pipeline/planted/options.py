@@ -77,3 +77,22 @@ own_forward_ahead = patched(
     mutated("twinproof.pipeline.stages:FromBatch._compute", "if forward is None", "if True"),
     kills="PIPE-398",
 )
+
+let_go_in_place = patched(
+    "What a loader gave is let go while it is copied in place.",
+    mutated(
+        "fastimpl.pipeline.stages:StreamedStages._copied_in_place",
+        "StreamedBatch(moved, batch, engine)",
+        "StreamedBatch(moved, None, engine)",
+    ),
+    kills="PIPE-399",
+)
+let_go_beside = patched(
+    "What a loader gave is let go while it is copied on a stream of its own.",
+    mutated(
+        "fastimpl.pipeline.stages:StreamedStages.copy",
+        "StreamedBatch(move_batch(batch, self._copied, self._device), batch, engine)",
+        "StreamedBatch(move_batch(batch, self._copied, self._device), None, engine)",
+    ),
+    kills="PIPE-399",
+)
