@@ -40,6 +40,28 @@ def test_detach(pipeline: Any) -> None:
         getattr(pipeline, FUSED)(twice, job.optimizer)
 
 
+@requirement(
+    "PIPE-400",
+    "A batch in flight MUST be sent and looked up anew after detach(): one that takes its place meanwhile is what the "
+    "next call processes, however far the first had come.",
+)
+def test_changed_while_detached(pipeline: Any) -> None:
+    semi_sync = ("TrainPipelineSemiSync", {"start_batch": 10**6})
+    variants = ((name, {}) for name in EXACT)
+    for name, options in (*variants, (FUSED, {"embedding_lookup_before_optimizer": True}), semi_sync):
+        job, loop = Job(pipeline, 9), Job(pipeline, 9)
+        schedule, loader = job.schedule(name, **options), iter(job.batches(5))
+        expected = loop.batches(5)
+        assert_bits(schedule.progress(loader), loop.step(expected[0]), f"{name} {options} step 0")
+        schedule.detach()
+        stride = expected[1].dense.shape[0]
+        expected[1] = loop.batch(20, stride)
+        schedule.batches[0] = job.batch(20, stride)
+        for step, batch in enumerate(expected[1:], 1):
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {options} step {step}")
+        assert_same_state(job, loop, f"{name} {options}")
+
+
 class Twice(torch.nn.Module):
     """Calls its sharded module two times."""
 

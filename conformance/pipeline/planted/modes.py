@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import Any
 
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from conformance.pipeline.planted.planting import not_forgotten
 
 
@@ -60,4 +60,11 @@ hoisted_lookup_kept = patched(
     "A hoisted lookup outlives edits and modes.",
     wrap("fastimpl.pipeline.schedules:forget_outdated", not_forgotten),
     kills="PIPE-099",
+)
+
+
+kept_of_the_exchange = patched(
+    "What the exchange of a batch gave is kept when the batch is recalled.",
+    mutated("fastimpl.pipeline.stages:StreamedBatch.forget", "self.given.clear()", "pass"),
+    kills="PIPE-400",
 )
