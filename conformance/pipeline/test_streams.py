@@ -62,6 +62,40 @@ def test_no_hazard(pipeline: Any) -> None:
                 assert_same_state(job, loop, f"{name} {options} late {late}")
 
 
+class PastCounters(torch.optim.SGD):
+    """Writes where no version counter sees it, as the kernels of other libraries do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Plain SGD."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
+@requirement(
+    "PIPE-401",
+    "A lookup of what the optimizer updates MUST be ordered behind that, whichever of the modules reads it and whether "
+    "or not a version counter has seen the write.",
+    needs=("streams",),
+)
+def test_behind_the_optimizer(pipeline: Any) -> None:
+    for placed in ({}, {"emb_lookup_stream": "new"}, {"embedding_lookup_before_optimizer": True}):
+        kinds, device = ("table_wise", "data_parallel"), VirtualDevice()
+        # By this seed the first collection has whole tables only, and the second a replicated one.
+        job = Job(pipeline, 9, kinds=kinds)
+        job.optimizer = PastCounters(job.model.parameters(), lr=0.05)
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
+        with device:
+            schedule, loader = job.schedule(FUSED, engine=device.engine, **placed), iter(batches)
+            late = [schedule.is_late(call) for call in schedule.calls]
+            assert_equal(late, [False, True], where="modules that read what the optimizer updates")
+            for _ in range(4):
+                schedule.progress(loader)
+        assert_equal([str(hazard) for hazard in device.hazards], [], where=f"hazards of {placed}")
+
+
 def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS, rank: Rank | None = None) -> list[str]:
     """What the virtual device finds in a few training steps of each schedule."""
     found = []

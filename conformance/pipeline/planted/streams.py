@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.pipeline.planted.planting import never_late
 
 
@@ -124,3 +124,12 @@ def grids_stay_small(original: Any, collection: Any, max_blocks: int) -> Iterato
     for engine in (collection._engine, *(lookup._engine for lookup in collection.lookups)):
         engine.max_blocks = max_blocks
     yield
+
+
+first_module_decides = patched(
+    "Only the first of the modules decides whether a lookup waits for the optimizer.",
+    mutated(
+        "fastimpl.pipeline.stages:StreamedStages.look_up", "any(call in late for call in wanted)", "wanted[0] in late"
+    ),
+    kills="PIPE-401",
+)
