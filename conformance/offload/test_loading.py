@@ -53,6 +53,28 @@ def test_places_after_a_load(offload: Any, variant: str, fraction: float) -> Non
         twins.offloader.close()
 
 
+@requirement(
+    "OPT-368", "A load MUST give a parameter that is listed twice in its group the states that it was saved with."
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("listed", [[0, 0, 1], [0, 1, 0]])
+def test_listed_twice(offload: Any, listed: list[int]) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "Adam", groups=[(listed, {})])
+        twins.step()
+        state = twins.offloader.snapshot()
+        twins.step()
+        twins.offloader.load_state_dict(in_host_memory(device, state))
+        twins.plain.load_state_dict(reread(state))
+        assert_equal(
+            sorted(twins.offloader.snapshot()["state"]), sorted(state["state"]), where="parameters with states"
+        )
+        for _ in range(2):
+            twins.step()
+            twins.check()
+        twins.offloader.close()
+
+
 @requirement("OPT-054", "A load into another variant MUST free the places of states that it no longer has.")
 def test_other_variant(offload: Any, device: str) -> None:
     with proven_on(device) as place:

@@ -277,3 +277,26 @@ def test_nested(pipeline: Any) -> None:
     holes = jagged(torch.arange(5), offsets=torch.tensor([0, 2, 4, 5]), lengths=torch.tensor([2, 1, 1]))
     with raises(ShapeError, mentions=("between", "f0")):
         collection({**nested, "f0": holes})
+
+
+@requirement(
+    "PIPE-403",
+    "Jagged nested tensors of different numbers of bags MUST stay the bags of their own features: rows of each are "
+    "looked up, and pooling, which has no batch for them, MUST refuse them in words.",
+)
+def test_nested_of_different_sizes(pipeline: Any) -> None:
+    # In all they have as many bags as two features of three samples.
+    sizes = {"f0": [1, 2], "f1": [1, 0, 1, 2]}
+    nested: dict[str, torch.Tensor] = {}
+    for name, counts in sizes.items():
+        ends = torch.tensor([0, *counts]).cumsum(0)
+        nested[name] = torch.nested.nested_tensor_from_jagged(torch.arange(sum(counts)), offsets=ends)
+    configs = [pipeline.EmbeddingConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    rows = pipeline.EmbeddingCollection(configs)
+    for name, found in rows(nested).items():
+        weight = rows.embeddings[f"t{name[1]}"].weight
+        assert_equal(found.lengths().tolist(), sizes[name], where=f"lengths of {name}")
+        assert_bits(found.values().detach(), weight.detach()[: sum(sizes[name])], f"rows of {name}")
+    pooled = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    with raises(ConfigError, mentions=("inverse_indices",)):
+        pipeline.EmbeddingBagCollection(pooled)(nested)

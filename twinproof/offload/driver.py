@@ -742,6 +742,8 @@ def check_states(plan: MovePlan, state_dict: dict[str, Any]) -> dict[torch.Tenso
     for group, other in zip(optimizer.param_groups, saved, strict=True):
         options = {key: value for key, value in {**group, **other}.items() if key != "params"}
         for param, number in zip(group["params"], other["params"], strict=True):
+            if param in found and number not in states:
+                continue  # Listed twice, under one number: its states were taken already.
             found[param] = states.pop(number, {})
             _check_state(plan, param, found[param], options, f"parameter {number}")
     if states:

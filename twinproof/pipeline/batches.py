@@ -1014,12 +1014,12 @@ def _of_nested(parts: dict[str, Any]) -> KeyedJaggedTensor:
     for name, part in parts.items():
         sizes = part.offsets().diff()
         if part.lengths() is not None and not torch.equal(part.lengths(), sizes):
-            raise ShapeError(
-                "values between the bags of a nested tensor", got=part.lengths(), expected=sizes, where=name
-            )
+            fault = "values between the bags of a nested tensor"
+            raise ShapeError(fault, got=part.lengths(), expected=sizes, where=name)
         lengths.append(sizes)
     values = torch.cat([part.values() for part in parts.values()])
-    return KeyedJaggedTensor(list(parts), values, lengths=torch.cat(lengths))
+    ranks = [[sizes.numel()] for sizes in lengths] if len({sizes.numel() for sizes in lengths}) > 1 else None
+    return KeyedJaggedTensor(list(parts), values, lengths=torch.cat(lengths), stride_per_key_per_rank=ranks)
 
 
 def _check(features: KeyedJaggedTensor, names: Sequence[str], weights: torch.Tensor | None) -> None:

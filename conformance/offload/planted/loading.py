@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-075", at="twinproof.offload.driver:lies_on_device")
@@ -54,3 +54,10 @@ def loaded_options_merged(original: Any, plan: Any, state_dict: Any) -> None:
     original(plan, state_dict)
     for group, old in zip(plan.optimizer.param_groups, before, strict=True):
         group.update({key: value for key, value in old.items() if key not in group})
+
+
+listed_twice_loaded_once = patched(
+    "A parameter that is listed twice loses its states at the second place.",
+    mutated("twinproof.offload.driver:check_states", "number not in states", "False"),
+    kills="OPT-368",
+)

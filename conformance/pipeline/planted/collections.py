@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.pipeline.config import EmbeddingConfig
 
 
@@ -58,3 +58,10 @@ def foreign_ids_turned(original: Any, batch: Any) -> Any:
 def nested_under_other_names(original: Any, parts: Any) -> Any:
     """Nested tensors change their names."""
     return original(dict(zip(parts, reversed(parts.values()), strict=True)))
+
+
+nested_of_one_size = patched(
+    "Nested tensors are taken for features of equally many bags, whatever each has.",
+    mutated("twinproof.pipeline.batches:_of_nested", "stride_per_key_per_rank=ranks", "stride_per_key_per_rank=None"),
+    kills="PIPE-403",
+)
