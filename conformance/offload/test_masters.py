@@ -173,3 +173,41 @@ def test_masters_of_another_optimizer(offload: Any, stepped: int, others: int, s
         # What was refused is free for another.
         right = torch.optim.SGD(masters.parameters(), lr=0.1)
         offload.OptimizerStateOffloader(right, engine=device.engine, master_weights=masters).close()
+
+
+@requirement(
+    "OPT-369",
+    "A float32 parameter of a group that is added beside masters MUST be stepped as its own master, on either step "
+    "device, and its sparse gradient be refused as any other.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_added_beside_masters(offload: Any, step_device: str) -> None:
+    with proven() as device:
+        made = []
+        for masters in (offload.MasterWeights([torch.nn.Parameter(values(SHAPES[0], 0, torch.bfloat16))]), None):
+            params = [torch.nn.Parameter(values(shape, 7)) for shape in SHAPES[:2]]
+            optimizer = torch.optim.AdamW(params[:1] if masters is None else masters.parameters(), lr=0.01)
+            offloader = offload.OptimizerStateOffloader(
+                optimizer, engine=device.engine, master_weights=masters, step_device=step_device
+            )
+            optimizer.add_param_group({"params": params[1:]})
+            for number in range(2):
+                params[1].grad = values(SHAPES[1], number)
+                said = _error_of(optimizer.step)
+            assert_equal(said, "", where=f"what a step on {step_device} raised")
+            params[1].grad = values(SHAPES[1], 9).to_sparse()
+            refused = _error_of(optimizer.step).partition(":")[0]
+            assert_equal(refused, "UnsupportedError", where="what a sparse gradient raised")
+            offloader.close()
+            made.append(params[1])
+        with _disable_current_modes():
+            assert_same_tensor(made[0].detach(), made[1].detach(), where=f"beside masters, stepped on {step_device}")
+
+
+def _error_of(step: Any) -> str:
+    """What a step raises, in words; empty if nothing."""
+    try:
+        step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -346,7 +346,8 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
     group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
     found: list[Update] = []
     for bundle in bundles:
-        model = bundle.param if masters is None else masters.pairs[bundle.param]
+        # What a later group added beside the masters is its own.
+        model = bundle.param if masters is None else masters.pairs.get(bundle.param, bundle.param)
         if bundle.param not in group_of or model.grad is None:
             continue
         where = f"parameter of shape {tuple(model.shape)}"

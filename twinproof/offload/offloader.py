@@ -340,7 +340,10 @@ class OptimizerStateOffloader:
         return type(self.optimizer).__getstate__(self.optimizer)
 
     def _check_gradients(self) -> None:
-        check_gradients(self.plan.known if self.masters is None else self.masters.pairs.values())
+        known: Iterable[torch.Tensor] = self.plan.known
+        if self.masters is not None:
+            known = [*self.masters.pairs.values(), *(self.plan.known - self.masters.pairs.keys())]
+        check_gradients(known)
 
     def _run(self, arithmetic: Callable[[], None]) -> None:
         if self.engine.is_capturing():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-049", at="fastimpl.offload.transfers:StreamedTransfers.unplace")
@@ -62,3 +62,23 @@ def stale_masters_unnoticed(original: Any, masters: Any, some: Any) -> Any:
 def masters_written_under_a_copy_in(original: Any, offloader: Any) -> Any:
     """refresh_masters() writes host memory that a copy in still reads."""
     return offloader.settle()
+
+
+masters_of_all = patched(
+    "Whatever the CPU steps beside masters is looked for among them.",
+    mutated(
+        "twinproof.offload.driver:updates_of",
+        "masters.pairs.get(bundle.param, bundle.param)",
+        "masters.pairs[bundle.param]",
+    ),
+    kills="OPT-369",
+)
+gradients_of_masters_only = patched(
+    "Beside masters no gradient is looked at.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._check_gradients",
+        "*(self.plan.known - self.masters.pairs.keys())",
+        "",
+    ),
+    kills="OPT-369",
+)
