@@ -59,6 +59,45 @@ def test_dtypes(pipeline: Any, dtype: torch.dtype, by_offsets: bool) -> None:
 
 
 @requirement(
+    "PIPE-402",
+    "A lookup MUST take lengths of any integer dtype, however many values they count in all: pooled, by rows, sharded, "
+    "by position, and of features that differ in size.",
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_narrow_lengths(pipeline: Any, dtype: torch.dtype) -> None:
+    counts, ids = torch.tensor([3, 2] * 80), torch.arange(400) % 6
+    rows, ranks = torch.stack([torch.arange(80)] * 2), [[80], [80]]
+    sizes: dict[str, Any] = {"stride_per_key_per_rank": ranks, "inverse_indices": (["f0", "f1"], rows)}
+    features = {"feature_names": ["f0", "f1"]}
+    pooled = pipeline.EmbeddingBagConfig(6, 4, "t", **features)
+    whole, weighted = (pipeline.EmbeddingBagCollection([pooled], is_weighted=each) for each in (False, True))
+    processors = pipeline.PositionWeightedModuleCollection({"f0": 3, "f1": 4})
+    each = {name: pipeline.PositionWeightedModule(4) for name in ("f0", "f1")}
+    lookups = {
+        "pooled": whole,
+        "by position, each": pipeline.FeatureProcessedEmbeddingBagCollection(weighted, each),
+        "rows": pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", **features)]),
+        "sharded": pipeline.ShardedEmbeddingBagCollection(whole, {"t": pipeline.row_wise()}),
+        "by position": pipeline.FeatureProcessedEmbeddingBagCollection(weighted, processors),
+    }
+    for name, module in lookups.items():
+        for more in ({}, sizes if name != "rows" else {}):
+            found, refused = [], ""
+            for kind in (torch.int64, dtype):
+                try:
+                    batch = pipeline.KeyedJaggedTensor(["f0", "f1"], ids, lengths=counts.to(kind), **more)
+                    result = module(batch)
+                except ShapeError as error:
+                    refused = str(error)
+                    break
+                parts = [part.values() for part in result.values()] if name == "rows" else [result.values()]
+                found.append(torch.cat(parts).detach())
+            where = f"{name} with {sorted(more)}"
+            assert_equal(refused, "", where=f"what was refused, {where}")
+            assert_bits(found[1], found[0], where)
+
+
+@requirement(
     "PIPE-203",
     "Values of any dtype and of more dimensions, and weights likewise, MUST be cut as they are; a lookup of what is "
     "no flat id, or of another number of weights, MUST be refused by name.",

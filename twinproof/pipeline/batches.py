@@ -1068,7 +1068,7 @@ def _spread_over_batch(features: KeyedJaggedTensor, names: Sequence[str]) -> Bag
         # Rows are known to the host a line further down; until then one that is outside is another.
         inside = mine.clamp(min=0, max=max(part.lengths().numel() - 1, 0))
         lengths.append(torch.nn.functional.pad(part.lengths(), (0, 1))[inside].to(torch.int64))
-        begins.append(part.offsets()[inside].to(torch.int64))
+        begins.append(part.bags().offsets[inside])
         seen.append(torch.stack([mine.min(), mine.max(), lengths[-1].sum()]))
     found = torch.stack(seen).tolist()
     for name, part, (least, most, _) in zip(names, parts, found, strict=True):

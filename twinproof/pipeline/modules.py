@@ -838,7 +838,7 @@ def _weighted_bags(features: JaggedTensor, weight: torch.Tensor, is_processed: b
     else:
         positions = _positions(features.lengths(), features.values().size(0))
     weights = _of_positions(weight, positions, "position_weight")
-    return JaggedTensor(features.values(), weights, features.lengths(), features.offsets())
+    return JaggedTensor(features.values(), weights, features.lengths(), features.offsets_or_none())
 
 
 @torch.fx.wrap
@@ -862,7 +862,7 @@ def _weighted_batch(
         features.values(),
         torch.cat(parts) if len(parts) > 0 else features.weights_or_none(),
         features.lengths(),
-        features.offsets(),
+        features.offsets_or_none(),
         features.stride(),
         features._stride_per_key_per_rank if features.variable_stride_per_key() else None,
         length_per_key=features.length_per_key(),
@@ -1000,7 +1000,7 @@ class _Each(FeatureProcessorsCollection):
         self._feature_processors = processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        parts, keys = features.to_dict(), features.keys()
+        parts, keys = features.to_dict(compute_offsets=False), features.keys()
         found = {key: self._feature_processors[key](parts[key]) for key in keys if key in self._feature_processors}
         ones = torch.ones(features.values().shape[0], device=features.device())
         weights = [found[key].weights() if key in found else ones[: parts[key].values().shape[0]] for key in keys]
@@ -1059,7 +1059,8 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
                 # Only what is looked up; a trace takes the whole batch.
                 batch = _picked(batch, self._feature_names)
             return self._feature_processors(batch)
-        parts = batch.to_dict() if is_traced else _picked(batch, self._feature_names).to_dict()
+        picked = batch if is_traced else _picked(batch, self._feature_names)
+        parts = picked.to_dict(compute_offsets=is_traced)
         found = [self._feature_processors[name](parts[name]) for name in self._feature_names]
         values, weights, lengths = (
             torch.cat([getattr(part, name)() for part in found]) for name in ("values", "weights", "lengths")

@@ -92,3 +92,28 @@ written_before_refused = patched(
     ),
     kills="PIPE-397",
 )
+
+bags_in_the_dtype_of_lengths = patched(
+    "A lookup takes offsets in the dtype of lengths.",
+    mutated("twinproof.pipeline.jagged:Eager.bags", "offsets_of(self._lengths.reshape(-1))", "self.offsets()"),
+    kills="PIPE-402",
+)
+spread_in_the_dtype_of_lengths = patched(
+    "Features that differ in size are spread by offsets in the dtype of lengths.",
+    mutated("twinproof.pipeline.batches:_spread_over_batch", "part.bags().offsets[", "part.offsets().to(torch.int64)["),
+    kills="PIPE-402",
+)
+weighted_in_the_dtype_of_lengths = patched(
+    "Weights by position come with offsets in the dtype of lengths.",
+    mutated("twinproof.pipeline.modules:_weighted_batch", "features.offsets_or_none()", "features.offsets()"),
+    kills="PIPE-402",
+)
+each_in_the_dtype_of_lengths = patched(
+    "A processor of its own for each feature gets offsets in the dtype of lengths.",
+    mutated(
+        "twinproof.pipeline.modules:FeatureProcessedEmbeddingBagCollection._processed",
+        "compute_offsets=is_traced",
+        "compute_offsets=True",
+    ),
+    kills="PIPE-402",
+)
