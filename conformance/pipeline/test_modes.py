@@ -47,7 +47,7 @@ def test_detach(pipeline: Any) -> None:
 )
 def test_changed_while_detached(pipeline: Any) -> None:
     semi_sync = ("TrainPipelineSemiSync", {"start_batch": 10**6})
-    variants = ((name, {}) for name in EXACT)
+    variants: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in EXACT]
     for name, options in (*variants, (FUSED, {"embedding_lookup_before_optimizer": True}), semi_sync):
         job, loop = Job(pipeline, 9), Job(pipeline, 9)
         schedule, loader = job.schedule(name, **options), iter(job.batches(5))

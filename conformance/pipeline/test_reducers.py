@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.batches import values_of
-from conformance.pipeline.cases import EVALUATION, TRAINING
+from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING
 from conformance.pipeline.jobs import Job, assert_same_state
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError
@@ -120,6 +122,44 @@ def _reduced(rank: Rank, name: str) -> None:
         expected = loop.step(batch)
         assert_bits(schedule.progress(loader), expected, f"{name} step {step}")
         assert_same_state(job, loop, f"{name} step {step}")
+
+
+def _thawed(rank: Rank, name: str, *, added: bool) -> None:
+    """A part that begins to train later: it was frozen, or comes in a group of its own."""
+    pipeline = rank.component("pipeline")
+    loop, job, apart = (Job(pipeline, 4, rank, reduces=each) for each in (True, False, False))
+    for each in (loop, job, apart):
+        each.model.bottom.requires_grad_(added)
+        given = each.model.top if added else each.model
+        each.optimizer = torch.optim.SGD(given.parameters(), lr=0.05)
+    options: dict[str, Any] = {"start_batch": 10**6} if "Semi" in name else {}
+    schedule, loader = job.schedule(name, reduce_dense_gradients=True, **options), iter(job.batches(4))
+    refused, wrong = apart.schedule(name, **options), iter(apart.batches(4))
+    apart.model.top.requires_grad_(False)
+    where = f"{name}, {'added' if added else 'thawed'}"
+    for step, batch in enumerate(loop.batches(4)):
+        if step < 2:
+            refused.progress(wrong)
+        if step == 2:
+            for each in (loop, job, apart):
+                each.model.bottom.requires_grad_(True)
+                if added:
+                    each.optimizer.add_param_group({"params": each.model.bottom.parameters()})
+            assert_equal(len(_refusals([("", apart, refused)])), 1, where=f"{where}: refusals")
+        expected = loop.step(batch)
+        assert_bits(schedule.progress(loader), expected, f"{where}, step {step}")
+        assert_same_state(job, loop, f"{where}, step {step}")
+
+
+@requirement(
+    "PIPE-404",
+    "Parameters that begin to train later, thawed or in a group that is added, MUST be reduced from then on, or "
+    "refused as if they had been there from the first.",
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_thawed(rank_pool: Any, added: bool) -> None:
+    for name in ("TrainPipelineBase", FUSED):
+        rank_pool.run(functools.partial(_thawed, added=added), 2, name)
 
 
 def _used_here_and_there(rank: Rank, name: str) -> None:

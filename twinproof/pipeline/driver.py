@@ -228,8 +228,11 @@ class Pipeline(Generic[In, Out]):
         return output
 
     def _check_reducers(self) -> None:
-        """Before the first update of an attached model, and before anything is pulled for it."""
-        if self._dense is not None or self._world_size == 1 or not self._model.training or not self.trains:
+        """Before the first update of an attached model or of other parameters, and before anything is pulled for it."""
+        if self._world_size == 1 or not self._model.training or not self.trains:
+            return
+        # Parameters are thawed and groups are added while a model trains.
+        if self._dense is not None and self._dense.is_current():
             return
         foreign = self._forward is not None
         dense = DenseGradients(self._model, self._optimizer, foreign=foreign)

@@ -239,7 +239,8 @@ class Prepared:
 
     def __init__(self, name: str, result_of: Callable[[str], Any], before: Callable[..., Any] | None = None) -> None:
         self._name, self._result_of = name, result_of
-        self.replaced = before.replaced if isinstance(before, Prepared) else before
+        own = before.replaced if isinstance(before, Prepared) else before
+        self.replaced: Callable[..., Any] | None = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -284,6 +285,14 @@ def _has_hook(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
+def _params_of(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _trained(params: Iterable[torch.Tensor]) -> list[tuple[int, bool]]:
+    return [(id(param), param.requires_grad) for param in params]
+
+
 class DenseGradients:
     """The dense parameters that an optimizer updates, of one model.
 
@@ -302,11 +311,18 @@ class DenseGradients:
         sharded = {id(param) for module in model.modules() if is_sharded(module) for param in module.parameters()}
         wrapped = {id(param) for param in _wrapped(model)} | sharded
         self.params: list[torch.Tensor] = []
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        # What is known by its id is held, so that nothing else can have it.
+        self._optimizer, self._listed = optimizer, _params_of(optimizer)
+        self._seen = _trained(self._listed)
+        for param in self._listed:
             mine = id(param) in names or (foreign and type(param) is torch.nn.Parameter)
             if mine and param.requires_grad and id(param) not in wrapped and not _is_dtensor(param):
                 self.params.append(param)
         self.names = [names.get(id(param), "a parameter that is not the model's") for param in self.params]
+
+    def is_current(self) -> bool:
+        """Whether the optimizer has the parameters that it had, and trains those of them that it did."""
+        return self._seen == _trained(_params_of(self._optimizer))
 
     def check(self) -> None:
         """Raises ConfigError if nothing is seen to reduce the gradient of a parameter."""

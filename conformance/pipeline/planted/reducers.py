@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="PIPE-290", at="twinproof.pipeline.stages:DenseGradients.check")
@@ -38,3 +38,15 @@ def absent_gradients_left_out(original: Any, dense: Any, group: Any, world_size:
         for param, count in zip(dense.params, counts.tolist(), strict=True):
             if param.grad is not None:
                 param.grad.mul_(world_size / count)
+
+
+looked_at_once = patched(
+    "Which parameters are to be reduced is asked once.",
+    mutated("twinproof.pipeline.stages:DenseGradients.is_current", "return ", "return True or "),
+    kills="PIPE-404",
+)
+thawed_unseen = patched(
+    "A parameter that was frozen when it was first looked at is never reduced.",
+    mutated("twinproof.pipeline.stages:_trained", "(id(param), param.requires_grad)", "(id(param), True)"),
+    kills="PIPE-404",
+)
