@@ -211,3 +211,31 @@ def _error_of(step: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@requirement(
+    "OPT-370",
+    "Masters that ran with a plain optimizer, as close() leaves them, MUST get their gradients chunk by chunk again "
+    "once they are offloaded anew, and run with the plain optimizer behind the next close().",
+)
+def test_attached_anew(offload: Any) -> None:
+    with proven() as device:
+        arms, held = _Arms(offload, device, offloaded=True), list[int]()
+        masters, optimizer = arms.masters, arms.optimizers[1]
+        for _ in range(2):
+            assert arms.offloader is not None
+            arms.step()
+            arms.check()
+            arms.offloader.close()
+            arms.step()
+            arms.check()
+            arms.offloader = offload.OptimizerStateOffloader(
+                optimizer, engine=device.engine, master_weights=masters, chunk_bytes=512
+            )
+        optimizer.register_step_pre_hook(
+            lambda *_: held.append(sum(master.grad is not None for master in masters.parameters()))
+        )
+        arms.step()
+        arms.check()
+        arms.offloader.close()
+    assert_equal(held, [0], where="masters that have a gradient before the first chunk")

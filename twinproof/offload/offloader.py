@@ -130,6 +130,9 @@ class OptimizerStateOffloader:
         self.transfers = transfers(self.plan)
         self.plan.adopt(self.transfers)
         self._driver = StepDriver(optimizer, self, self._run)
+        if master_weights is not None:
+            # Of an offloader that was closed before, or of the user: all gradients at once in float32.
+            master_weights.detach()
         self._handles: list[Any] = [
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
             optimizer.register_load_state_dict_pre_hook(check_saved),

@@ -259,6 +259,7 @@ class MasterWeights:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.pairs: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}
+        self._handles: list[Any] = []
         seen: set[torch.Tensor] = set()
         params = check_params(params)
         for param in params:
@@ -278,9 +279,17 @@ class MasterWeights:
         return iter(self.pairs)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Run before and after every step of a plain optimizer. Not with an offloader, which does it chunk by chunk."""
-        optimizer.register_step_pre_hook(lambda *_: self.start(self.pairs))
-        optimizer.register_step_post_hook(lambda *_: self.end(self.pairs))
+        """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this."""
+        self._handles += [
+            optimizer.register_step_pre_hook(lambda *_: self.start(self.pairs)),
+            optimizer.register_step_post_hook(lambda *_: self.end(self.pairs)),
+        ]
+
+    def detach(self) -> None:
+        """Run with no step any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def check_stepped_by(self, optimizer: Optimizer) -> None:
         """Raise ConfigError when the optimizer does not step these masters, and nothing else."""

@@ -82,3 +82,9 @@ gradients_of_masters_only = patched(
     ),
     kills="OPT-369",
 )
+
+hooks_of_before_stay = patched(
+    "What ran masters with a plain optimizer runs beside an offloader, and makes all gradients at once.",
+    mutated("twinproof.offload.states:MasterWeights.detach", "handle.remove()", "pass"),
+    kills="OPT-370",
+)
