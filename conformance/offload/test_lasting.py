@@ -110,6 +110,32 @@ def test_host_memory_goes(offload: Any) -> None:
 
 
 @requirement(
+    "OPT-371",
+    "After close() no host memory MUST be left of steps on the CPU either, and stats() MUST count none on "
+    "either device.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_host_memory_of_steps_goes(offload: Any, step_device: str) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values((64, 16), number)) for number in range(4)]
+        grads = [values((64, 16), 10 + number) for number in range(4)]
+        before, optimizer = _host_bytes(device), torch.optim.AdamW(params)
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=device.engine, step_device=step_device, chunk_bytes=EVEN_BYTES
+        )
+        for _ in range(2):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+        assert_le(2 * 4 * EVEN_BYTES, offloader.stats().host_bytes, where="bytes that are counted while attached")
+        offloader.close()
+        counters = sum(state["step"].nbytes for state in optimizer.state.values())
+        left = _host_bytes(device) - before - counters
+        assert_equal(left, 0, where=f"host bytes after close(), stepped on {step_device}")
+        assert_equal(offloader.stats().host_bytes, 0, where="bytes that are counted after close()")
+
+
+@requirement(
     "OPT-235", "A step MUST NOT retain gradients, those of masters, or temporaries: device bytes end as they began."
 )
 @pytest.mark.parametrize("with_masters", [False, True])

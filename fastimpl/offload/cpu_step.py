@@ -110,6 +110,12 @@ class HostStep:
             if number + count < len(works):
                 self._send_down(works[number + count], slot, device[slot])
 
+    def release(self) -> None:
+        """Let the host slots go."""
+        # The last step's weights may still be leaving them.
+        self.engine.synchronize(self._sent)
+        self._host = []
+
     def _make_slots(self, works: Sequence[_Work]) -> list[torch.Tensor]:
         """Device slots of this step, and host slots that are large enough for it."""
         engine, counts = self.engine, self.plan.counts

@@ -104,6 +104,7 @@ class StreamedTransfers:
 
     def release(self) -> None:
         """Let all host memory go."""
+        self._host_step.release()
         self._chunks, self._hosts = [], set()
 
     def _update(self, params: Collection[torch.Tensor], arithmetic: Callable[[], None]) -> None:

@@ -269,6 +269,7 @@ class OptimizerStateOffloader:
         del self.optimizer.__getstate__
         self.plan.bundles = []
         self.transfers.release()
+        self.plan.counts.host_bytes = 0
         if self.masters is not None:
             self.masters.attach(self.optimizer)
 

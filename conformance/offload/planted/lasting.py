@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-236", at="fastimpl.offload.transfers:StreamedTransfers._drop_fetched")
@@ -57,3 +57,15 @@ def gradients_of_masters_kept(original: Any, masters: Any, some: Any) -> None:
     some = list(some)
     masters.__dict__.setdefault("_kept", []).extend(master.grad for master in some)
     original(masters, some)
+
+
+host_slots_stay = patched(
+    "The host memory that gradients and weights of steps on the CPU pass through stays behind close().",
+    mutated("fastimpl.offload.cpu_step:HostStep.release", "self._host = []", "pass"),
+    kills="OPT-371",
+)
+counted_when_gone = patched(
+    "Host memory is counted after close().",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader.close", "self.plan.counts.host_bytes = 0", "pass"),
+    kills="OPT-371",
+)
