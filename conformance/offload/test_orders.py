@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 from conformance.harness import assert_equal, examples, requirement, run_machine
@@ -55,5 +56,29 @@ def test_nothing_is_held_after_a_release(offload: Any) -> None:
             twins.offloader.settle()
             held = list(memory.held("device").values())
             assert_equal(held, [], where=f"device memory that is alive after release {number}")
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-372",
+    "A chunk of small states that was brought to the device as one block MUST hold none of it once it has left, one "
+    "state of it replaced meanwhile or not, by offload() or by a step.",
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_no_block_is_held(offload: Any, replaced: bool) -> None:
+    with VirtualDevice() as device:
+        memory = MemoryWatch(device.engine)
+        twins = Twins(offload, device, chunk_bytes=1 << 20)
+        for leave in (twins.offloader.offload, twins.step, twins.offloader.offload):
+            twins.step()
+            twins.offloader.to_device(twins.offloader.bundles)
+            for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                state = optimizer.state[params[1]]
+                state["exp_avg"] = state["exp_avg"] + 1 if replaced else state["exp_avg"]
+            leave()
+            twins.offloader.settle()
+            held = list(memory.held("device").values())
+            assert_equal(held, [], where="device memory that is alive when all is home")
         twins.check()
         twins.offloader.close()

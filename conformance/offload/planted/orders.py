@@ -29,7 +29,7 @@ def replaced_state_lost(original: Any, transfers: Any, number: int, chunk: Any, 
     original(transfers, number, chunk, arithmetic)
 
 
-@fault(kills="OPT-342", at="fastimpl.offload.chunks:Chunk.forget_here")
+@fault(kills=("OPT-342", "OPT-372"), at="fastimpl.offload.chunks:Chunk.forget_here")
 def released_block_held(original: Any, chunk: Any) -> None:
     """A chunk goes on holding the block of the device from which its states have left."""
 
