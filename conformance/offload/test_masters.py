@@ -237,5 +237,6 @@ def test_attached_anew(offload: Any) -> None:
         )
         arms.step()
         arms.check()
+        assert arms.offloader is not None
         arms.offloader.close()
     assert_equal(held, [0], where="masters that have a gradient before the first chunk")

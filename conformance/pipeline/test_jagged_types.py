@@ -58,43 +58,61 @@ def test_dtypes(pipeline: Any, dtype: torch.dtype, by_offsets: bool) -> None:
         many.offsets()
 
 
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
+def _by_lengths(module: Any, pipeline: Any, dtype: torch.dtype, where: str, **sizes: Any) -> None:
+    """A lookup of batches whose lengths are int64, and of this dtype, which counts each bag and not all values."""
+    counts, ids, found, refused = torch.tensor([3, 2] * 80), torch.arange(400) % 6, list[torch.Tensor](), ""
+    for kind in (torch.int64, dtype):
+        try:
+            result = module(pipeline.KeyedJaggedTensor(["f0", "f1"], ids, lengths=counts.to(kind), **sizes))
+        except ShapeError as error:
+            refused = str(error)
+            break
+        parts = [part.values() for part in result.values()] if isinstance(result, dict) else [result.values()]
+        found.append(torch.cat(parts).detach())
+    assert_equal(refused, "", where=f"what was refused, {where} {sorted(sizes)}")
+    assert_bits(found[1], found[0], f"{where} {sorted(sizes)}")
+
+
+def _different_sizes() -> dict[str, Any]:
+    rows = torch.stack([torch.arange(80)] * 2)
+    return {"stride_per_key_per_rank": [[80], [80]], "inverse_indices": (["f0", "f1"], rows)}
+
+
 @requirement(
     "PIPE-402",
     "A lookup MUST take lengths of any integer dtype, however many values they count in all: pooled, by rows, sharded, "
-    "by position, and of features that differ in size.",
+    "and of features that differ in size.",
 )
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("dtype", _NARROW)
 def test_narrow_lengths(pipeline: Any, dtype: torch.dtype) -> None:
-    counts, ids = torch.tensor([3, 2] * 80), torch.arange(400) % 6
-    rows, ranks = torch.stack([torch.arange(80)] * 2), [[80], [80]]
-    sizes: dict[str, Any] = {"stride_per_key_per_rank": ranks, "inverse_indices": (["f0", "f1"], rows)}
     features = {"feature_names": ["f0", "f1"]}
-    pooled = pipeline.EmbeddingBagConfig(6, 4, "t", **features)
-    whole, weighted = (pipeline.EmbeddingBagCollection([pooled], is_weighted=each) for each in (False, True))
-    processors = pipeline.PositionWeightedModuleCollection({"f0": 3, "f1": 4})
-    each = {name: pipeline.PositionWeightedModule(4) for name in ("f0", "f1")}
-    lookups = {
-        "pooled": whole,
-        "by position, each": pipeline.FeatureProcessedEmbeddingBagCollection(weighted, each),
-        "rows": pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", **features)]),
-        "sharded": pipeline.ShardedEmbeddingBagCollection(whole, {"t": pipeline.row_wise()}),
-        "by position": pipeline.FeatureProcessedEmbeddingBagCollection(weighted, processors),
-    }
-    for name, module in lookups.items():
-        for more in ({}, sizes if name != "rows" else {}):
-            found, refused = [], ""
-            for kind in (torch.int64, dtype):
-                try:
-                    batch = pipeline.KeyedJaggedTensor(["f0", "f1"], ids, lengths=counts.to(kind), **more)
-                    result = module(batch)
-                except ShapeError as error:
-                    refused = str(error)
-                    break
-                parts = [part.values() for part in result.values()] if name == "rows" else [result.values()]
-                found.append(torch.cat(parts).detach())
-            where = f"{name} with {sorted(more)}"
-            assert_equal(refused, "", where=f"what was refused, {where}")
-            assert_bits(found[1], found[0], where)
+    whole = pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(6, 4, "t", **features)])
+    sharded = pipeline.ShardedEmbeddingBagCollection(whole, {"t": pipeline.row_wise()})
+    rows = pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", **features)])
+    for name, module in (("pooled", whole), ("sharded", sharded), ("rows", rows)):
+        _by_lengths(module, pipeline, dtype, name)
+    _by_lengths(whole, pipeline, dtype, "pooled", **_different_sizes())
+
+
+@requirement(
+    "PIPE-405",
+    "Weights by position MUST take lengths of any integer dtype too, of one processor for all features or one for "
+    "each.",
+)
+@pytest.mark.parametrize("dtype", _NARROW)
+def test_narrow_lengths_by_position(pipeline: Any, dtype: torch.dtype) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f0", "f1"])
+    weighted = pipeline.EmbeddingBagCollection([config], is_weighted=True)
+    for processors in (
+        pipeline.PositionWeightedModuleCollection({"f0": 3, "f1": 4}),
+        {name: pipeline.PositionWeightedModule(4) for name in ("f0", "f1")},
+    ):
+        module = pipeline.FeatureProcessedEmbeddingBagCollection(weighted, processors)
+        for sizes in ({}, _different_sizes()):
+            _by_lengths(module, pipeline, dtype, type(processors).__name__, **sizes)
 
 
 @requirement(

@@ -106,7 +106,7 @@ spread_in_the_dtype_of_lengths = patched(
 weighted_in_the_dtype_of_lengths = patched(
     "Weights by position come with offsets in the dtype of lengths.",
     mutated("twinproof.pipeline.modules:_weighted_batch", "features.offsets_or_none()", "features.offsets()"),
-    kills="PIPE-402",
+    kills="PIPE-405",
 )
 each_in_the_dtype_of_lengths = patched(
     "A processor of its own for each feature gets offsets in the dtype of lengths.",
@@ -115,5 +115,5 @@ each_in_the_dtype_of_lengths = patched(
         "compute_offsets=is_traced",
         "compute_offsets=True",
     ),
-    kills="PIPE-402",
+    kills="PIPE-405",
 )
