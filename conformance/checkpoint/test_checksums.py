@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -317,6 +318,55 @@ def test_quantized_sums(checkpoint: Any, tmp_path: Path) -> None:
         with raises(CorruptionError, mentions=(f"'{name}'",), where=name):
             read(targets)
         _flip(file)
+
+
+@requirement(
+    "CKPT-558",
+    "The reader of block-quantized weights MUST refuse to compare where there are no checksums, whatever is asked for, "
+    "and before any target is written.",
+)
+def test_quantized_without_sums(checkpoint: Any, tmp_path: Path) -> None:
+    state = {
+        "l.weight": torch.ones(6, 10).to(torch.float8_e4m3fn),
+        "l.weight_scale_inv": torch.ones(2, 3),
+        "plain": torch.ones(5),
+    }
+    save(checkpoint, state, tmp_path / "ck")
+    for names in (["l.weight"], ["plain"], ["l.weight", "plain"]):
+        targets = {name: torch.zeros(state[name].shape) for name in names}
+        reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "ck", block_size=4, verify_checksums=True)
+        with raises(ConfigError, mentions=("verify_checksums",), where=f"{names}"):
+            load_with(reader, targets)
+        assert_equal([name for name in names if targets[name].any()], [], where=f"{names}: targets that changed")
+
+
+def _save_in_group(rank: Rank, path: str) -> None:
+    """Two ranks of three, without the first, save and merge; rank 0 has other things to do."""
+    group = dist.new_group([1, 2], backend="gloo")
+    if rank.rank == 0:
+        return
+    checkpoint, rows = rank.component("checkpoint"), [((0, 0), (4, 37)), ((4, 0), (5, 37))]
+    value = random_bits(torch.float32, (9, 37), 1)
+    for folder, whole in (("ck", True), ("shards", False)):
+        state = {"w": tiled(value, rows, rank.rank - 1, 2)}
+        options = {"checksums": True, "check_replicas": whole, "enable_consolidation": whole, "process_group": group}
+        with checkpoint.HuggingFaceStorageWriter(Path(path) / folder, **options) as writer:
+            dcp.save(state, storage_writer=writer, process_group=group)
+    merge = checkpoint.consolidate_safetensors_files_on_every_rank
+    merge(Path(path) / "shards", Path(path) / "merged", process_group=group)
+
+
+@requirement(
+    "CKPT-556",
+    "Ranks of a group without rank 0 MUST save, compare replicas, sum and merge among themselves.",
+)
+def test_group_without_rank_0(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("saving and merging", where="two ranks of three"):
+        rank_pool.run(_save_in_group, 3, str(tmp_path))
+    state = {"w": random_bits(torch.float32, (9, 37), 1)}
+    for folder in ("ck", "merged"):
+        assert_equal(_stated(tmp_path / folder), _sums(state), where=folder)
+        assert_same_bytes(tmp_path / folder / FILE, oracle(state, {"format": "pt"}), where=folder)
 
 
 @requirement(

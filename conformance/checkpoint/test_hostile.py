@@ -173,3 +173,25 @@ def test_unlisted_files_are_ignored(checkpoint: Any, tmp_path: Path) -> None:
     with succeeds("loading beside it", "the rest of the folder"):
         load(checkpoint, targets, tmp_path)
     assert_equal(bytes(targets["a"].tolist()), b"xy")
+
+
+@requirement(
+    "CKPT-554",
+    "Each of several files with the same entries MUST be measured by itself: one that is cut short, or has a byte too "
+    "many, MUST be refused by its name, whichever it is.",
+)
+def test_files_alike(checkpoint: Any, tmp_path: Path) -> None:
+    names = [f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in (1, 2, 3)]
+    for wrong in names:
+        for length in (-2, -1, 1):
+            folder, where = tmp_path / f"{wrong}{length}", f"{wrong}, {length} bytes"
+            folder.mkdir()
+            for begin, name in zip((0, 2, 4), names, strict=True):
+                offsets = json.dumps(json.dumps({"a": {"saved_offsets": [begin]}}))
+                header = '{"__metadata__":{"DCP_SHARDING_INFO":' + offsets + "}," + entry() + "}"
+                data = b"xy" if name != wrong else b"xyz"[: 2 + length]
+                (folder / name).write_bytes(pack(header, data))
+            with raises(FormatError, mentions=(wrong,), where=where):
+                read_metadata(checkpoint, folder)
+            with raises(FormatError, mentions=(wrong,), where=where):
+                checkpoint.consolidate_safetensors_files(folder, tmp_path / "out")

@@ -33,7 +33,7 @@ from conformance.harness import (
     succeeds,
 )
 from twinproof.checkpoint.plan import assign_files
-from twinproof.errors import ConfigError, CorruptionError, PlanError, UnsupportedError
+from twinproof.errors import CheckpointExistsError, ConfigError, CorruptionError, PlanError, UnsupportedError
 
 
 @requirement("CKPT-037", "total_size MUST be the exact payload in bytes, headers not counted, float4 as bytes.")
@@ -245,3 +245,23 @@ def test_nested(checkpoint: Any, tmp_path: Path) -> None:
         {"w": target["model"]["layer"]["w"], "b": target["model"]["b"]},
         {"w": state["model"]["layer"]["w"], "b": state["model"]["b"]},
     )
+
+
+@requirement(
+    "CKPT-555",
+    "A checkpoint whose index gives its files names of another kind MUST be replaced whole, its files too, and MUST "
+    "NOT be replaced without overwrite; other files stay.",
+)
+def test_files_of_other_names(checkpoint: Any, tmp_path: Path) -> None:
+    folder, new = tmp_path / "ck", {"c": torch.ones(3)}
+    folder.mkdir()
+    weight_map = {"a": "consolidated.00.safetensors", "b": "layers.safetensors"}
+    for name, file in weight_map.items():
+        checkpoint.save_file({name: torch.zeros(2)}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    with raises(CheckpointExistsError, mentions=("consolidated.00.safetensors",)):
+        save(checkpoint, new, folder, overwrite=False)
+    save(checkpoint, new, folder)
+    assert_equal(sorted(path.name for path in folder.iterdir()), ["config.json", FILE, INDEX], where="folder")
+    assert_loads(checkpoint, folder, new)

@@ -47,7 +47,7 @@ from twinproof.errors import MissingKeyError, PlanError, UnsupportedError
 
 @requirement(
     "CKPT-052",
-    "A load MUST fill the caller's memory: same data_ptr, through views, Parameters, strides and conjugates.",
+    "A load MUST fill the caller's memory: same data_ptr, through views, Parameters, strides, conjugates, negations.",
 )
 def test_in_place(checkpoint: Any, tmp_path: Path) -> None:
     state = {
@@ -56,7 +56,7 @@ def test_in_place(checkpoint: Any, tmp_path: Path) -> None:
         "param": torch.randn(5),
         "strided": torch.randn(6, 4),
     }
-    state["conj"] = torch.randn(3, dtype=torch.complex64)
+    state["conj"], state["negated"] = torch.randn(3, dtype=torch.complex64), torch.randn(3)
     save(checkpoint, state, tmp_path / "ck")
     base = torch.zeros(10, 10)
     targets = {
@@ -65,11 +65,12 @@ def test_in_place(checkpoint: Any, tmp_path: Path) -> None:
         "param": torch.nn.Parameter(torch.zeros(5)),
         "strided": torch.zeros(4, 6).t(),
         "conj": torch.zeros(3, dtype=torch.complex64).conj(),
+        "negated": torch.zeros(3, dtype=torch.complex64).conj().imag,
     }
     before = {name: value.data_ptr() for name, value in targets.items()}
     load(checkpoint, targets, tmp_path / "ck")
     assert_equal({name: value.data_ptr() for name, value in targets.items()}, before, where="data_ptr")
-    got = {name: value.detach().resolve_conj().contiguous() for name, value in targets.items()}
+    got = {name: value.detach().resolve_conj().resolve_neg().contiguous() for name, value in targets.items()}
     assert_same_tensors(got, state)
     expected = torch.zeros(10, 10)
     expected[2:5, 1:5] = state["view"]

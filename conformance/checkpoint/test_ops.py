@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_refused, assert_same_tensor, examples, raises, requirement
+from conformance.harness import (
+    assert_equal,
+    assert_refused,
+    assert_same_tensor,
+    examples,
+    raises,
+    requirement,
+    succeeds,
+)
 
 NEEDS = ("staged_copies",)
 
@@ -265,3 +273,34 @@ def test_misfits(checkpoint: Any) -> None:
         operators.checkpoint_dequantize_fp8(values[:rows, :columns], table, scales, *more, torch.zeros(rows, columns))
         values4, scales4, skip, _ = _mxfp4_arguments()
         operators.checkpoint_dequantize_mxfp4(values4[:rows], scales4[:rows], skip, torch.zeros(min(rows, 2), columns))
+
+
+@requirement(
+    "CKPT-551",
+    "Every operator MUST count elements, places in a tensor and places in a file in 64 bits.",
+    needs=NEEDS,
+)
+def test_far_places(checkpoint: Any) -> None:
+    from fastimpl import ops
+
+    ops.available()
+    for far in (1 << 31, 1 << 32, 1 << 33, (1 << 40) + (1 << 32)):
+        # Columns 2 to 6 of the last three rows of a tensor of rows of 8 bytes, whose last rows lie that far.
+        rows, skip = far // 8 + 3, far // 8 * 4
+        words = torch.tensor([2, 24, skip, 12, rows, 8, 0, 2, rows, 4])
+        window, dense = torch.zeros(24, dtype=torch.uint8), torch.arange(1, 13, dtype=torch.uint8)
+        with succeeds("placing", where=f"{far}"):
+            ops.place_rectangles(window, 24 + far, dense, words)
+        expected = torch.zeros(3, 8, dtype=torch.uint8)
+        expected[:, 2:6] = dense.view(3, 4)
+        assert_same_tensor(window, expected.view(-1), where=f"placed at {far}")
+        back = torch.zeros_like(dense)
+        ops.take_rectangles(window, 24 + far, back, words)
+        assert_same_tensor(back, dense, where=f"taken at {far}")
+        # Elements of an expanded tensor, of which memory holds five.
+        many, count = torch.arange(5, dtype=torch.int16).expand(far // 5 + 2, 5), 7
+        start = far // 5 * 5 + 3
+        got = torch.zeros(2 * count, dtype=torch.uint8)
+        ops.strided_gather(many, start, got)
+        numbers = torch.arange(3, 3 + count, dtype=torch.int16) % 5
+        assert_same_tensor(got.view(torch.int16), numbers, where=f"gathered at {start}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from conformance.checkpoint.crash_folders import (
 )
 from conformance.harness import Mismatch, assert_equal, requirement, succeeds
 from conformance.harness.compare import assert_same_tensors
-from conformance.provers.faults import DiskState, FaultServer, Snapshot, power_cut_states
+from conformance.provers.faults import DiskState, Fault, FaultServer, Snapshot, power_cut_states
 
 # One process loads natively here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -151,3 +152,26 @@ def test_not_durable(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp
     assert_equal(seen, {OLD, NEW}, where="states that were seen")
     synced = [event.path for event in crashes.record() if event.call in SYNCS]
     assert_equal(synced, [], where="calls that sync")
+
+
+@requirement(
+    "CKPT-552",
+    "A durable save over a checkpoint MUST sync the folder that names both after the new one took its name, before it "
+    "deletes anything of the old one, with an exchange of the two and without.",
+)
+def test_old_one_outlives_the_new_name(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
+    crashes = _crashes(server, tmp_path, impl.__name__, golden(checkpoint, tmp_path), 1)
+    number = 1 + [event.path2 for event in crashes.record().only("rename")].index(str(crashes.root / "ck"))
+    for where, faults in (
+        ("an exchange", ()),
+        ("two renames", (Fault("rename", number, "errno", errno=errno.EINVAL),)),
+    ):
+        struck = crashes.run(*faults, where=where)
+        struck.outcome.value()
+        trace = struck.outcome.trace
+        named = [event for event in trace.only("rename") if event.succeeded and event.path2 == str(crashes.root / "ck")]
+        shown = max(event.end for event in named)
+        deleted = [event.begin for event in trace.only(("unlink", "rmdir")) if event.begin > shown]
+        synced = [event.end for event in trace.only("fsync") if event.path == str(crashes.root) and event.begin > shown]
+        assert_equal(bool(deleted), True, where=f"{where}: the old one is deleted")
+        assert_equal(bool(synced) and min(synced) < min(deleted), True, where=f"{where}: the names are synced first")

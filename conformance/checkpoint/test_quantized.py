@@ -154,6 +154,26 @@ def test_mxfp4(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, data: 
     assert_parts(_canonical(piece), expected, where=f"{shape} {part}")
 
 
+@requirement(
+    "CKPT-549",
+    "Any run of values of MXFP4 in groups of 16 bytes MUST be read with the scale of each value's own group, wherever "
+    "in a group it begins and ends, into every dtype.",
+)
+def test_runs_of_groups(checkpoint: Any, tmp_path: Path) -> None:
+    state = _groups([2, 5, 16], 7)
+    _save(checkpoint, state, tmp_path)
+    whole = mxfp4_oracle(*state.values())
+    # Groups hold 32 values: runs inside one, to its end, over one border, and with whole groups behind a part of one.
+    runs = [(0, 32), (1, 30), (31, 2), (5, 64), (1, 95), (31, 129), (33, 127), (32, 96), (159, 1)]
+    for target in TARGETS:
+        expected = _rounded(whole, target)
+        for begin, count in runs:
+            part = (slice(0, 2), slice(begin, begin + count))
+            piece = _empty_part(whole.shape, part, target, is_strided=False)
+            _load(checkpoint, tmp_path, "w_blocks", piece, target_dtype=target)
+            assert_parts(_canonical(piece), expected, where=f"{target}, {count} from {begin}")
+
+
 def _save_shards(rank: Rank, path: str) -> None:
     state = {**_matrix([37, 29], 4, torch.float8_e4m3fn, 1), **_groups([10, 3, 4], 2)}
     mesh = mesh_of(rank)

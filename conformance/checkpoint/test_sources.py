@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
-from conformance.checkpoint.cases import random_bits
-from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+from conformance.checkpoint.cases import Tiled, random_bits, save_ranks, tiled
+from conformance.harness import Rank, assert_equal, assert_same_tensor, examples, raises, requirement
 from twinproof.errors import PlanError
 
 
@@ -134,3 +136,45 @@ def test_ranges_of_rows(
         for skip in range(count):
             with raises(PlanError, mentions=["int16", f"{[count - skip, *row_shape]}", f"{wrong.dtype}"]):
                 strange.dense(skip * row_bytes, len(expected))
+
+
+class _LostRows(Tiled):
+    """Rows that are read when they are due, and cannot be."""
+
+    row_offset = 0
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        raise LookupError("rows are gone")
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        raise LookupError("rows are gone")
+
+
+def _save_lost(rank: Rank, path: str, failing: int) -> list[str]:
+    """Rows of two ranks that share every block; those of one cannot be read. What each rank raised."""
+    value = random_bits(torch.float32, (8, 3), 1)
+    part: Any = tiled(value, [((0, 0), (4, 3)), ((4, 0), (4, 3))], rank.rank, 2)
+    if rank.rank == failing:
+        lost: Any = torch.Tensor._make_subclass(_LostRows, torch.empty(0))
+        lost.parts, lost.whole, lost.row_offset = part.parts, part.whole, 4 * rank.rank
+        part = lost
+    try:
+        save_ranks(rank, {"w": part}, Path(path))
+    except CheckpointException as error:
+        return [f"{type(found[0]).__name__}: {found[0]}" for _, found in sorted(error.failures.items())]
+    return []
+
+
+@requirement(
+    "CKPT-557",
+    "Where rows of one rank cannot be read while they are sent or written, that rank MUST raise its own error, the "
+    "others a DistributedError, and nothing MUST become visible.",
+)
+def test_lost_rows(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for failing in (0, 1):
+        for found in rank_pool.run(_save_lost, 2, str(tmp_path / "ck"), failing):
+            assert_equal(len(found), 2, where=f"rank {failing} fails: failures")
+            assert_equal(found[failing], "LookupError: rows are gone", where=f"rank {failing} fails: its own error")
+            kind = found[1 - failing].partition(":")[0]
+            assert_equal(kind, "DistributedError", where=f"rank {failing} fails: the other's error")
+        assert_equal(list(tmp_path.iterdir()), [], where=f"rank {failing} fails: what became visible")

@@ -26,6 +26,10 @@ def test_values(checkpoint: Any, tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "conjugated": complex_.conj(),
         "negated": complex_.conj().imag,
+        # Views of the same memory with the same strides, of other values.
+        "plain": complex_,
+        "imaginary": complex_.imag,
+        "bits": whole.view(torch.int32),
         "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 5),
         "strided": whole.t()[1::2],
         "one": whole,
@@ -42,6 +46,7 @@ def test_values(checkpoint: Any, tmp_path: Path) -> None:
         staged = writer.stage(state)
         assert_equal(staged["one"].data_ptr() == staged["same"].data_ptr(), True, where="tied memory")
         assert_equal(staged["one"].data_ptr() == whole.data_ptr(), False, where="memory of its own")
+        assert_equal((staged["one"].dtype, staged["bits"].dtype), (torch.float32, torch.int32), where="dtypes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             future: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)

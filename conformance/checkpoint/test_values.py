@@ -25,7 +25,15 @@ from conformance.checkpoint.cases import (
     zeros_like,
 )
 from conformance.checkpoint.hostile import pack
-from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, examples, raises, requirement
+from conformance.harness import (
+    assert_equal,
+    assert_same_bytes,
+    assert_same_tensors,
+    examples,
+    raises,
+    requirement,
+    succeeds,
+)
 from twinproof.errors import UnsupportedError
 
 
@@ -180,3 +188,31 @@ def test_parameters_and_meta(checkpoint: Any, device: str, tmp_path: Path) -> No
     with raises(UnsupportedError, mentions=("ghost",)):
         save(checkpoint, {"ghost": torch.empty(3, device="meta")}, tmp_path / "no")
     assert_equal((tmp_path / "no").exists(), False, where="a refused save")
+
+
+@requirement(
+    "CKPT-550",
+    "Rows, and parts of rows with small and with large gaps, MUST be read right where they lie beyond 2 GiB and 4 GiB "
+    "of their tensor.",
+    needs=("ranged_reads",),
+)
+def test_rows_beyond_2_gib(checkpoint: Any, tmp_path: Path) -> None:
+    rows, columns = (4 << 30) // 4200 + 9, 4200
+    header = b'{"big":{"dtype":"U8","shape":[%d,%d],"data_offsets":[0,%d]}}' % (rows, columns, rows * columns)
+    header += b" " * (-len(header) % 8)
+    path, places = tmp_path / "model.safetensors", [(2 << 30) // columns - 2, rows - 5]
+    written = random_bits(torch.uint8, (5, columns), 1)
+    with path.open("wb") as file:
+        file.write(pack(header))
+        for row in places:
+            file.seek(8 + len(header) + row * columns)
+            file.write(written.numpy().tobytes())
+    for first in places:
+        # What is read at once, in windows with the gaps between, and run by run.
+        for column, count in ((0, columns), (1, columns - 100), (7, 50)):
+            offsets = (first, column)
+            target = Tiled.of((rows, columns), {offsets: torch.zeros(5, count, dtype=torch.uint8)}, torch.uint8)
+            with succeeds("a load", where=f"{count} columns at {offsets}"):
+                load(checkpoint, {"big": target}, path)
+            expected = {"big": written[:, column : column + count].contiguous()}
+            assert_same_tensors({"big": target.parts[offsets]}, expected, where=f"{count} columns at {offsets}")

@@ -159,3 +159,26 @@ last_byte_alone_not_read = patched(
     mutated("twinproof.checkpoint.catalog:_summed", "range(0, sizes[key],", "range(0, sizes[key] - 1 or 1,"),
     kills="CKPT-502",
 )
+
+
+_QUANTIZED = "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader.read_data"
+
+quantized_alone_not_asked = patched(
+    "A load of quantized tensors alone does not ask whether there are checksums.",
+    mutated(
+        _QUANTIZED,
+        "future = super().read_data(plain, planner)",
+        "future = super().read_data(plain, planner) if plain.items else None",
+    ),
+    kills="CKPT-558",
+)
+first_of_all_ranks_gathers = patched(
+    "What a group gathers goes to rank 0 of all ranks.",
+    mutated("twinproof.checkpoint.publish:gather_first", "group_dst=0", "dst=0"),
+    kills="CKPT-556",
+)
+first_of_all_ranks_scatters = patched(
+    "What a group is told comes from rank 0 of all ranks.",
+    mutated("twinproof.checkpoint.publish:scatter", "group_src=0", "src=0"),
+    kills="CKPT-556",
+)

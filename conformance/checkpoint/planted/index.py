@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import first_only, nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.errors import PlanError, UnsupportedError
 
 
@@ -201,4 +201,11 @@ one_leaf_shown = patched(
     "Of the leaves that are no tensors only the first is shown.",
     swap("twinproof.checkpoint.plan:UnsupportedError", first_only(UnsupportedError)),
     kills="CKPT-049",
+)
+
+
+files_of_other_names_kept = patched(
+    "Of a checkpoint that is replaced only files with names of a save's own count as its files.",
+    mutated("twinproof.checkpoint.publish:Staging._old_checkpoint", "or name in listed", "or False"),
+    kills="CKPT-555",
 )

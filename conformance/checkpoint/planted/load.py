@@ -165,3 +165,14 @@ chunks_by_number_alone = patched(
     ),
     kills="CKPT-545",
 )
+
+negated_target_not_filled = patched(
+    "What is read for a negated view goes to memory that is forgotten.",
+    mutated("fastimpl.checkpoint.reader:ReadRanges.read", "target.is_conj() or target.is_neg()", "target.is_conj()"),
+    kills="CKPT-052",
+)
+reference_negated_target_not_filled = patched(
+    "The same in the reference.",
+    mutated("refimpl.checkpoint:ReadWholeFiles.read", " and not target.is_neg()", ""),
+    kills="CKPT-052",
+)

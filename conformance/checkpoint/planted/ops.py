@@ -82,3 +82,15 @@ def cuts_that_descend_are_sorted() -> Iterator[None]:
 
     with wrap("torch:ops.twinproof.checkpoint_crc32", around):
         yield
+
+
+@fault(kills="CKPT-551", at="fastimpl.ops:place_rectangles")
+def files_of_4_gib(original: Any, window: Any, start: int, dense: Any, words: Any) -> None:
+    """Where a window begins in its file is counted in 32 bits."""
+    original(window, start % (1 << 32), dense, words)
+
+
+@fault(kills="CKPT-551", at="fastimpl.ops:strided_gather")
+def elements_in_32_bits(original: Any, source: Any, start: int, dense: Any) -> None:
+    """The first element is counted in 32 bits."""
+    original(source, start % (1 << 32), dense)

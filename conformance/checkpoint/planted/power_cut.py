@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="CKPT-460", at="twinproof.checkpoint.publish:_create")
@@ -37,3 +37,25 @@ def durable_all_the_same(original: Any, staging: Any, path: Any) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+_PUBLISH = "twinproof.checkpoint.publish:Staging._publish_folder"
+
+old_one_deleted_first = patched(
+    "The old checkpoint is deleted before the new name is on disk.",
+    mutated(
+        _PUBLISH,
+        "self._sync(self.target.parent)\n        self._drop(self.folder)",
+        "self._drop(self.folder)\n        self._sync(self.target.parent)",
+    ),
+    kills="CKPT-552",
+)
+previous_one_deleted_first = patched(
+    "The same where two folders cannot be exchanged.",
+    mutated(
+        _PUBLISH,
+        "self._sync(self.target.parent)\n        self._drop(previous)",
+        "self._drop(previous)\n        self._sync(self.target.parent)",
+    ),
+    kills="CKPT-552",
+)

@@ -88,3 +88,22 @@ last_row_beyond_pieces_left_out = patched(
     mutated("twinproof.checkpoint.catalog:cut_rectangle", "in range(sizes[0])", "in range(sizes[0] - 1)"),
     kills="CKPT-513",
 )
+
+
+@fault(kills="CKPT-549", at="fastimpl.ops:dequantize_mxfp4")
+def scale_of_the_group_before(original: Any, values: Any, scales: Any, skip: int, out: Any) -> None:
+    """Whole groups behind a part of one are given the scale of the group before them."""
+    group = 2 * values.size(2)
+    changed = scales.clone()
+    if skip:
+        last = (skip + out.size(1)) // group
+        changed[:, 1:last] = scales[:, : last - 1]
+    original(values, changed, skip, out)
+
+
+@fault(kills="CKPT-549", at="refimpl.checkpoint:QuantizedHuggingFaceStorageReader._dequantize")
+def reference_scale_of_the_group_before(original: Any, piece: Any, out: Any) -> None:
+    """The same in the reference."""
+    if piece.kind == "mxfp4" and piece.first[1]:
+        piece = dataclasses.replace(piece, scales=piece.scales.roll(1, -1))
+    original(piece, out)

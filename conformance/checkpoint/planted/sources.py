@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from conformance.harness import mutated, patched
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
+from twinproof.errors import DistributedError
 
 casts_begin_at_the_first_element = patched(
     "A range of cast values is counted from the byte before it.",
@@ -25,3 +28,22 @@ cut_rows_left_out = patched(
     ),
     kills="CKPT-509",
 )
+
+error_of_a_sender_lost = patched(
+    "A rank whose bytes cannot be read sends that it failed, and forgets why.",
+    mutated(
+        "fastimpl.checkpoint.exchange:Exchange.start",
+        "current.failure = current.failure or error",
+        "current.failure = current.failure or None",
+    ),
+    kills="CKPT-557",
+)
+
+
+@fault(kills="CKPT-557", at="refimpl.checkpoint:GatherAndSave.write")
+def reference_forgets_why(original: Any, engine: Any, job: Any, *rest: Any) -> Any:
+    """The same in the reference."""
+    try:
+        return original(engine, job, *rest)
+    except LookupError:
+        raise DistributedError("a sending rank failed", where=f"rank {job.rank}") from None

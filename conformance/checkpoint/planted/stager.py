@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="CKPT-422", at="twinproof.checkpoint.plan:_copied")
@@ -23,3 +23,20 @@ def meta_staged_as_memory(original: Any, value: Any, memo: Any) -> Any:
     """A meta tensor is staged as memory that nobody filled."""
     # As torch's stager does: what has no memory becomes memory.
     return torch.zeros(value.shape) if value.is_meta else original(value, memo)
+
+
+conjugate_taken_for_plain = patched(
+    "Two views of the same memory are staged as one where they differ in conjugation.",
+    mutated("twinproof.checkpoint.plan:_identity", "value.is_conj()", "0"),
+    kills="CKPT-422",
+)
+negation_taken_for_plain = patched(
+    "Two views of the same memory are staged as one where they differ in negation.",
+    mutated("twinproof.checkpoint.plan:_identity", "value.is_neg()", "0"),
+    kills="CKPT-422",
+)
+dtypes_taken_for_one = patched(
+    "Two views of the same memory are staged as one where they differ in dtype.",
+    mutated("twinproof.checkpoint.plan:_identity", "value.dtype", "0"),
+    kills="CKPT-422",
+)

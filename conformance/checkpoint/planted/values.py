@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import math
 from typing import Any
 
 import torch
@@ -146,3 +148,20 @@ def dimensions_beyond_16_ignored(original: Any, source: torch.Tensor, start: int
         rest = source.shape[15:].numel()
         source = source.as_strided((*source.shape[:15], rest), (*source.stride()[:15], 1))
     original(source, start, dense)
+
+
+@fault(kills="CKPT-550", at="fastimpl.ops:read_rectangle")
+def windows_in_32_bits(original: Any, file: int, dense: Any, window: Any, words: Any) -> Any:
+    """Where a window begins in its tensor is counted in 32 bits: beyond 2 GiB the file has no such place."""
+    ndim, _, skip, _, *rectangle = words.tolist()
+    shape, offsets, sizes = (rectangle[i * ndim : (i + 1) * ndim] for i in range(3))
+    row = offsets[0] + skip // math.prod(sizes[1:])
+    if row * math.prod(shape[1:]) >= 1 << 31:
+        return errno.EINVAL, 1, 0
+    return original(file, dense, window, words)
+
+
+@fault(kills="CKPT-550", at="fastimpl.checkpoint.geometry:Geometry.locate")
+def places_in_32_bits(original: Any, geometry: Any, position: int) -> int:
+    """A place in a tensor is counted in 32 bits."""
+    return int(original(geometry, position)) % (1 << 32)
