@@ -324,15 +324,23 @@ class Staging:
     def _publish_in_place(self) -> None:
         names = sorted(os.listdir(self.folder), key=lambda name: (name in _LAST_NAMES, name))
         self._sync(self.folder)
-        for name in names:
-            if name in _LAST_NAMES:
-                self._sync(self.target)
-            os.rename(self.folder / name, self.target / name)
-        self._sync(self.target)
-        self.folder.rmdir()
+        shown: list[str] = []
+        try:
+            for name in names:
+                if name in _LAST_NAMES:
+                    self._sync(self.target)
+                os.rename(self.folder / name, self.target / name)
+                shown.append(name)
+            self._sync(self.target)
+        except OSError:
+            # Files of a save that failed would keep the next one out. The index goes first.
+            for name in reversed(shown):
+                os.rename(self.target / name, self.folder / name)
+            raise
+        self._drop(self.folder)
 
     def _drop(self, folder: Path) -> None:
-        # The new checkpoint is already in force; failing to clear the old one must not make the save fail.
+        # The new checkpoint is already in force; failing to clear what it leaves must not make the save fail.
         try:
             shutil.rmtree(folder)
         except OSError as error:

@@ -1,0 +1,101 @@
+"""Saves into folders that cannot be renamed, such as mount points: files appear in them one by one, the index last."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.checkpoint.cases import FILE, INDEX, assert_folder, random_bits, save
+from conformance.checkpoint.trainer import Trainer, alone
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from twinproof.errors import CheckpointExistsError
+
+FILES = {f"model-{number:05d}-of-00003.safetensors": [f"{number}"] for number in (1, 2, 3)}
+MAPPING = {f"{number}": number for number in (1, 2, 3)}
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {name: random_bits(torch.float32, (7, 3), number) for name, number in MAPPING.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file of others that says of itself that something is mounted there."""
+    path = tmp_path / "mounted"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    monkeypatch.setattr(os.path, "ismount", lambda given: os.path.realpath(given) == str(path))
+    return path
+
+
+@requirement(
+    "CKPT-603",
+    "A save into a folder that cannot be renamed MUST give the same files beside those of others and nothing else, and "
+    "MUST sync the folder before its index, or torch's metadata, appears there, and after it.",
+)
+@pytest.mark.parametrize("kind", ["hf", "native"])
+def test_order(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    rename, fsync, inode = os.rename, os.fsync, folder.stat().st_ino
+    events: list[str] = []
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        rename(source, target, **options)
+        if Path(target).parent == folder:
+            events.append(Path(target).name)
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.fstat(descriptor).st_ino == inode:
+            events.append("sync")
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    if kind == "hf":
+        save(checkpoint, _state(), folder, fqn_to_index_mapping=MAPPING)
+        assert_folder(folder, FILES, _state())
+        files, last = list(FILES), INDEX
+    else:
+        trainer = Trainer(1)
+        with alone():
+            checkpoint.save_training(folder, trainer.model, trainer.optimizer, 3)
+            assert_equal(checkpoint.load_training(folder, trainer.model, trainer.optimizer), 3, where="the step")
+        files, last = ["__0_0.distcp"], ".metadata"
+    assert_equal(sorted(os.listdir(folder)), sorted(["config.json", last, *files]), where="the folder")
+    assert_equal(sorted(name for name in events if name != "sync"), sorted([last, *files]), where="what was renamed")
+    assert_equal(events[-3:], ["sync", last, "sync"], where="the end of what happened")
+
+
+@requirement(
+    "CKPT-604",
+    "A save that fails while its files appear in a folder that cannot be renamed MUST raise the cause and leave the "
+    "folder as it was, so that the next save succeeds; a checkpoint that is there MUST NOT be touched.",
+)
+def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+    for failing in range(len(FILES) + 1):
+        count = 0
+
+        def renamed(source: Any, target: Any, failing: int = failing, **options: Any) -> None:
+            nonlocal count
+            if Path(target).parent == folder and Path(source).parent != folder:
+                count += 1
+                if count == failing + 1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(source))
+            rename(source, target, **options)
+
+        monkeypatch.setattr(os, "rename", renamed)
+        with raises(BaseException, mentions=("Input/output error",), where=f"file {failing} of four"):
+            save(checkpoint, _state(), folder, fqn_to_index_mapping=MAPPING)
+        assert_equal(os.listdir(folder), ["config.json"], where=f"file {failing} of four: the folder")
+    monkeypatch.setattr(os, "rename", rename)
+    with succeeds("the next save", where="after failures"):
+        save(checkpoint, {"w": torch.ones(2)}, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with raises(CheckpointExistsError, mentions=("cannot be renamed", FILE)):
+        save(checkpoint, _state(), folder, fqn_to_index_mapping=MAPPING)
+    assert_equal({path.name: path.read_bytes() for path in folder.iterdir()}, before, where="what was there")
