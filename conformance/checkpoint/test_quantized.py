@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from conformance.checkpoint.cases import INDEX, Tiled, assert_parts, load_with, mesh_of, random_bits, sharded
 from conformance.checkpoint.trainer import alone
-from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from twinproof.checkpoint import dcp as storage
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
@@ -362,3 +362,47 @@ def test_manager(checkpoint: Any, tmp_path: Path) -> None:
     weight = model.state_dict()["0.weight"]
     expected = fp8_oracle(state["weight"], state["weight_scale_inv"], 128)
     assert_same_tensor(_rounded(weight, torch.float32), _rounded(expected, torch.float32), where="the weight")
+
+
+@requirement(
+    "CKPT-559",
+    "A manager that verifies MUST compare the checksums of a quantized HF checkpoint that it starts from.",
+)
+def test_manager_compares(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"weight": random_bits(FP8[0], [20, 10], 1), "weight_scale_inv": _scales([1, 1], 2), "bias": torch.ones(20)}
+    checkpoint.save_file(
+        {f"0.{name}": value for name, value in state.items()}, tmp_path / "model.safetensors", checksums=True
+    )
+    options = {"initial_load_path": tmp_path, "initial_load_in_hf": True, "initial_load_in_hf_quantized": True}
+    for flipped in (False, True):
+        content = bytearray((tmp_path / "model.safetensors").read_bytes())
+        content[-1] ^= flipped
+        (tmp_path / "model.safetensors").write_bytes(content)
+        model = torch.nn.Sequential(torch.nn.Linear(10, 20))
+        run = tmp_path / f"{flipped}"
+        with (
+            checkpoint.CheckpointManager(run, model=model, interval=1, verify_checksums=True, **options) as manager,
+            alone(),
+        ):
+            if not flipped:
+                assert_equal(manager.load(), True, where="loaded")
+                continue
+            with raises(CorruptionError, mentions=["0.weight"], where="a flipped bit"):
+                manager.load()
+
+
+@requirement(
+    "CKPT-600",
+    "A quantized tensor MUST be read into a target that is negated lazily, dense or not, as into any other.",
+)
+def test_negated_targets(checkpoint: Any, tmp_path: Path) -> None:
+    state = _matrix([6, 10], 4, FP8[0], 1) | _groups([3, 2, 16], 2)
+    _save(checkpoint, state, tmp_path)
+    matrix = fp8_oracle(state["w.weight"], state["w.weight_scale_inv"], 4)
+    for name, whole in (("w.weight", matrix), ("w_blocks", mxfp4_oracle(state["w_blocks"], state["w_scales"]))):
+        dense, apart = torch.zeros(whole.shape), torch.zeros(whole.shape, dtype=torch.complex64).conj().imag
+        for where, target in (("dense", torch._neg_view(dense)), ("of a conjugate", apart)):
+            with succeeds("a load", where=f"{name}, {where}"):
+                _load(checkpoint, tmp_path, name, target, block_size=4)
+            got = _rounded(target.resolve_neg().contiguous(), torch.float32)
+            assert_same_tensor(got, _rounded(whole, torch.float32), where=f"{name}, {where}")

@@ -27,7 +27,8 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
     """Write the values of a piece. ``out``: any floating point dtype and strides, on the CPU."""
     rows = out.unsqueeze(0) if out.dim() == 1 else out.flatten(0, -2)
-    is_seen = out.dtype in _NARROW and rows.data_ptr() == out.data_ptr() and (rows.stride(1) == 1 or rows.size(1) <= 1)
+    is_plain = out.dtype in _NARROW and not out.is_neg() and rows.data_ptr() == out.data_ptr()
+    is_seen = is_plain and (rows.stride(1) == 1 or rows.size(1) <= 1)
     numbers = rows if is_seen else torch.empty(rows.shape, dtype=torch.float32)
     if piece.kind == dcp.FP8:
         values, table = piece.values.view(torch.uint8), _table(piece.values.dtype)

@@ -107,3 +107,20 @@ def reference_scale_of_the_group_before(original: Any, piece: Any, out: Any) -> 
     if piece.kind == "mxfp4" and piece.first[1]:
         piece = dataclasses.replace(piece, scales=piece.scales.roll(1, -1))
     original(piece, out)
+
+
+quantized_numbers_not_compared = patched(
+    "A manager that is to verify reads a quantized checkpoint without comparing.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._hf_reader",
+        "return type(self)._quantized_reader(path, self._thread_count, verify_checksums=self._verifies)",
+        "return type(self)._quantized_reader(path, self._thread_count)",
+    ),
+    kills="CKPT-559",
+)
+
+negated_targets_written_as_they_lie = patched(
+    "A negated target is written as if it were what its memory holds.",
+    mutated("fastimpl.checkpoint.quantized:dequantize", "not out.is_neg()", "True"),
+    kills="CKPT-600",
+)
