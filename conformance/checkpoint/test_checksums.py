@@ -398,6 +398,32 @@ def test_hostile_sums(checkpoint: Any, tmp_path: Path, stated: Any, error: type[
 
 
 @requirement(
+    "CKPT-606",
+    "verify MUST name a tensor of which one shard has no checksum as not checked, compare its other shards all the "
+    "same, and a load that compares MUST name it too.",
+)
+def test_shards_partly_summed(checkpoint: Any, tmp_path: Path) -> None:
+    whole = {name: random_bits(torch.float32, (4, 3), number) for number, name in enumerate("ab")}
+    for rank in (0, 1):
+        part = {name: value[2 * rank : 2 * rank + 2].clone() for name, value in whole.items()}
+        info = json.dumps({name: {"saved_offsets": [2 * rank, 0]} for name in part})
+        summed = part if rank == 0 else {"a": part["a"]}
+        metadata = {"DCP_SHARDING_INFO": info, KEY: json.dumps(_sums(summed))}
+        # The library's writer takes that key, which a save keeps for itself.
+        (tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors").write_bytes(oracle(part, metadata))
+    found = verify(tmp_path)
+    assert_equal((found.checked, found.unchecked), (("a",), ("b",)), where="verify")
+    reader = checkpoint.HuggingFaceStorageReader(tmp_path, verify_checksums=True)
+    targets = {name: torch.zeros(4, 3) for name in whole}
+    load_with(reader, targets)
+    assert_same_tensors(targets, whole)
+    assert_equal(reader.unverified, ("b",), where="a load")
+    _flip(tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    with raises(CorruptionError, mentions=("'b'",), where="a flipped bit of the shard that has a sum"):
+        verify(tmp_path)
+
+
+@requirement(
     "CKPT-529",
     "The combined checksum of two pieces MUST be zlib's of both, one after the other, whatever their lengths.",
 )

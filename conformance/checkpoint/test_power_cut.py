@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_folders import (
     NEW,
     OLD,
+    STRAY,
     assert_stray,
     golden,
     nothing,
@@ -175,3 +177,23 @@ def test_old_one_outlives_the_new_name(checkpoint: Any, impl: ModuleType, server
         synced = [event.end for event in trace.only("fsync") if event.path == str(crashes.root) and event.begin > shown]
         assert_equal(bool(deleted), True, where=f"{where}: the old one is deleted")
         assert_equal(bool(synced) and min(synced) < min(deleted), True, where=f"{where}: the names are synced first")
+
+
+@requirement(
+    "CKPT-605",
+    "Where a file of others cannot have a second name, its copy MUST be on disk before the new checkpoint is shown, "
+    "with its content and its mode.",
+)
+def test_copies_of_others(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
+    crashes = _crashes(server, tmp_path, impl.__name__, golden(checkpoint, tmp_path), 1)
+    (tmp_path / "golden/ck/config.json").chmod(0o640)
+    for code in (errno.EPERM, errno.EXDEV, errno.EMLINK):
+        struck = crashes.run(Fault("link", 1, "errno", errno=code, times=0), where=os.strerror(code))
+        struck.outcome.value()
+        assert_stray(crashes.root / "ck", struck.where)
+        assert_equal((crashes.root / "ck/config.json").stat().st_mode & 0o777, 0o640, where=f"{struck.where}: mode")
+        trace = struck.outcome.trace
+        shown = min(event.begin for event in trace.only("rename") if event.path2 == str(crashes.root / "ck"))
+        synced = {Path(event.path).name for event in trace.only("fsync") if event.end < shown}
+        missing = {Path(name).name for name in STRAY} - synced
+        assert_equal(missing, set(), where=f"{struck.where}: copies that are not synced")

@@ -147,19 +147,21 @@ def test_replicas_are_shared_out(checkpoint: Any, rank_pool: Any, tmp_path: Path
     assert_le(max(written) / (sum(written) / len(written)), 1.2, where=f"bytes by rank {written}")
 
 
-def _save_divergent(rank: Rank, path: str, check: bool) -> None:
-    state = {"same": torch.ones(4), "drift": torch.full((4,), float(rank.rank))}
+def _save_divergent(rank: Rank, path: str, check: bool, other: int) -> None:
+    state = {"same": torch.ones(4), "drift": torch.full((4,), float(rank.rank == other))}
     save_ranks(rank, state, Path(path), check_replicas=check)
 
 
 @requirement(
     "CKPT-036",
-    "With check_replicas, replicas that differ MUST raise on every rank by name, before anything is visible.",
+    "With check_replicas, a replica that differs, whichever rank's it is, MUST raise on every rank by name, before "
+    "anything is visible.",
 )
 def test_divergent_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
-    with raises(DistributedError, mentions=("drift",)):
-        rank_pool.run(_save_divergent, 2, str(tmp_path / "ck"), True)
-    assert_equal(list(tmp_path.iterdir()), [], where="folder after the refused save")
+    for other, said in ((0, "rank 1"), (1, "rank 1"), (2, "rank 2")):
+        with raises(DistributedError, mentions=("drift", said), where=f"rank {other} differs"):
+            rank_pool.run(_save_divergent, 3, str(tmp_path / "ck"), True, other)
+        assert_equal(list(tmp_path.iterdir()), [], where=f"rank {other} differs: folder after the refused save")
 
 
 def _merge_where_one_fails(rank: Rank, source: str, target: str, failing: int) -> str:

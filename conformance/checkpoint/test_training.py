@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.cases import mesh_of, save
-from conformance.checkpoint.trainer import Trainer, alone
+from conformance.checkpoint.trainer import Trainer, alone, load
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError
 
@@ -163,3 +163,29 @@ def test_models_in_parts(checkpoint: Any, tmp_path: Path) -> None:
     with raises(PlanError, mentions=(str(names[:5]),)), alone():
         checkpoint.save_training(tmp_path / "new", wide, each, 1)
     assert_equal((tmp_path / "new").exists(), False, where="nothing is written")
+
+
+@requirement(
+    "CKPT-601",
+    "load(0) MUST restore step-0, and of it the model alone, beside later steps; a step that is not there MUST be "
+    "refused.",
+)
+def test_step_0(checkpoint: Any, tmp_path: Path) -> None:
+    first, later = Trainer(1), Trainer(2)
+    with alone():
+        for step, trainer in ((0, first), (4, later)):
+            trainer.counter.step = step
+            with trainer.manager(checkpoint, tmp_path / "run", last_save_model_only=False) as manager:
+                assert_equal(manager.save(step, last_step=True), True, where=f"step {step} is saved")
+    found = Trainer(3)
+    found.counter.step = 7
+    with found.manager(checkpoint, tmp_path / "run") as manager:
+        assert_equal(load(manager, 0), True, where="step 0 is loaded")
+        assert_same_tensors(found.weights(), first.weights(), where="step 0")
+        assert_equal(found.counter.step, 7, where="what is not the model")
+        load(manager)
+        assert_same_tensors(found.weights(), later.weights(), where="the newest")
+        assert_equal(found.counter.step, 4, where="the newest step")
+        for step in (1, -2):
+            with raises(MissingCheckpointError, mentions=[str(step), "0, 4"], where=f"step {step}"):
+                load(manager, step)

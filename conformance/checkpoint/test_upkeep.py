@@ -121,6 +121,8 @@ def _leftovers(root: Path) -> dict[str, Path]:
     made = {
         "saving": root / f".ck.saving-{HEX}",
         "young": root / f".ck.saving-{HEX[::-1]}",
+        # Made long ago, like its folder of folders; what it holds is being written.
+        "at work": root / f".ck.saving-{HEX[6:]}{HEX[:6]}",
         "previous": root / f".ck.previous-{HEX}",
         "needed": root / f".lost.previous-{HEX}",
         "deleting": root / f".step-5.deleting-{HEX}",
@@ -134,6 +136,8 @@ def _leftovers(root: Path) -> dict[str, Path]:
     made["file"].write_bytes(b"1")
     made["link"] = root / f".link.saving-{HEX}"
     made["link"].symlink_to(made["users"])
+    (made["at work"] / "inner").mkdir()
+    (made["at work"] / "inner/model.safetensors").write_bytes(b"1")
     for name, path in made.items():
         age_s = 0 if name == "young" else 2 * DAY_S
         for each in (*path.glob("*"), path):
@@ -145,25 +149,25 @@ def _leftovers(root: Path) -> dict[str, Path]:
 @requirement(
     "CKPT-536",
     "clean MUST name what interrupted saves left and delete nothing unasked; with --delete it MUST delete what is old "
-    "enough, and never what another made, a link, or the only copy of a checkpoint.",
+    "enough, by what changed in it last, and never what another made, a link, or the only copy of a checkpoint.",
     needs=NEEDS,
 )
 def test_clean(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(checkpoint, {"w": torch.randn(3)}, tmp_path / "ck")
     made = _leftovers(tmp_path)
-    ours = {"saving", "young", "previous", "needed", "deleting", "file"}
+    ours = {"saving", "young", "at work", "previous", "needed", "deleting", "file"}
     code, facts = _run(impl, capsys, "clean", tmp_path)
     assert_equal((code, sorted(facts["leftovers"])), (0, sorted(str(made[n]) for n in ours)), where="named")
     assert_equal([name for name, path in made.items() if not os.path.lexists(path)], [], where="deleted unasked")
     code, facts = _run(impl, capsys, "clean", tmp_path / "ck")
-    beside = sorted(str(made[name]) for name in ("saving", "young", "previous"))
+    beside = sorted(str(made[name]) for name in ("saving", "young", "at work", "previous"))
     assert_equal(sorted(facts["leftovers"]), beside, where="of one checkpoint")
     code, facts = _run(impl, capsys, "clean", tmp_path, "--delete")
     gone = sorted(name for name, path in made.items() if not os.path.lexists(path))
     assert_equal((code, gone), (0, ["deleting", "file", "previous", "saving"]), where="deleted")
     _run(impl, capsys, "clean", tmp_path, "--delete", "--older-than", "0")
     gone = sorted(name for name, path in made.items() if not os.path.lexists(path))
-    assert_equal(gone, ["deleting", "file", "previous", "saving", "young"], where="of any age")
+    assert_equal(gone, ["at work", "deleting", "file", "previous", "saving", "young"], where="of any age")
 
 
 @requirement(
@@ -187,3 +191,26 @@ def test_leftovers_are_named(checkpoint: Any, tmp_path: Path, caplog: pytest.Log
     save(checkpoint, {"w": torch.randn(3)}, tmp_path / "lost")
     only = [record.getMessage() for record in caplog.records if str(made["needed"]) in record.getMessage()]
     assert_equal([("only copy" in text, "safe to delete" in text) for text in only], [(True, False)], where="only copy")
+
+
+@requirement(
+    "CKPT-602",
+    "diff MUST count differences, and name the first place, over all pieces, whatever it compares at once.",
+    needs=NEEDS,
+)
+def test_diff_of_pieces(
+    impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = random_bits(torch.int16, (3, 4, 5), 1)
+    other = whole.clone()
+    places = [(0, 1, 2), (0, 1, 3), (1, 0, 0), (2, 3, 4)]
+    for place in places:
+        other[place] ^= 1
+    save(checkpoint, {"w": whole}, tmp_path / "a")
+    save(checkpoint, {"w": other}, tmp_path / "b")
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__")
+    for piece_bytes in (1, 2, 4, 10, 12, 40, 42, 1000):
+        monkeypatch.setattr(main, "PIECE_BYTES", piece_bytes)
+        code, facts = _run(impl, capsys, "diff", tmp_path / "a", tmp_path / "b")
+        expected = {"w": "4 of 60 values, the first at [0, 1, 2]"}
+        assert_equal((code, facts["differences"]), (1, expected), where=f"{piece_bytes} bytes at once")

@@ -182,3 +182,13 @@ first_of_all_ranks_scatters = patched(
     mutated("twinproof.checkpoint.publish:scatter", "group_src=0", "src=0"),
     kills="CKPT-556",
 )
+
+one_sum_is_enough = patched(
+    "A tensor counts as checked where any of its shards has a checksum.",
+    mutated(
+        "twinproof.checkpoint.catalog:verify_catalog",
+        "{name for file, name in chunks if (file, name) not in expected}",
+        "{name for _, name in chunks} - {name for _, name in expected}",
+    ),
+    kills="CKPT-606",
+)

@@ -59,3 +59,9 @@ previous_one_deleted_first = patched(
     ),
     kills="CKPT-552",
 )
+
+copies_not_synced = patched(
+    "A file that is copied, where a second name is not possible, is not synced.",
+    mutated("twinproof.checkpoint.publish:_carry", "if stat.S_ISREG(target.lstat().st_mode):", "if False:"),
+    kills="CKPT-605",
+)

@@ -32,3 +32,19 @@ as_many_optimizers_as_parts_refused = patched(
     mutated("twinproof.checkpoint.manager:OptimizerStates.__init__", "len(parts) != len", "len(parts) >= len"),
     kills="CKPT-515",
 )
+
+
+step_0_taken_for_none = patched(
+    "Step 0 is taken for no step: the newest is loaded.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._find",
+        "max(complete) if step == -1 else step",
+        "step if step > 0 else max(complete)",
+    ),
+    kills="CKPT-601",
+)
+later_states_of_step_0 = patched(
+    "Everything is restored from step 0, which holds the model alone.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager._find", "chosen == 0", "False"),
+    kills="CKPT-601",
+)

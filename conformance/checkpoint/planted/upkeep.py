@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.checkpoint.catalog import Verified
 
 
@@ -53,4 +53,25 @@ leftovers_not_named = patched(
     "A save says nothing of what earlier ones left.",
     swap("twinproof.checkpoint.publish:warn_of_leftovers", nothing),
     kills="CKPT-537",
+)
+
+age_of_the_folder_alone = patched(
+    "What interrupted saves left is as old as its folder, whatever is written in it.",
+    mutated("twinproof.checkpoint.publish:find_leftovers", '(path, *path.rglob("*"))', "(path, path)"),
+    kills="CKPT-536",
+)
+age_of_what_lies_in_the_folder = patched(
+    "Of what interrupted saves left only the first level is looked at for its age.",
+    mutated("twinproof.checkpoint.publish:find_leftovers", "path.rglob", "path.glob"),
+    kills="CKPT-536",
+)
+first_place_of_the_last_piece = patched(
+    "The first difference is that of the last piece.",
+    mutated("fastimpl.checkpoint.__main__:_difference", "place = place or [", "place = ["),
+    kills="CKPT-602",
+)
+places_inside_the_piece = patched(
+    "The first difference is counted from the beginning of its piece.",
+    mutated("fastimpl.checkpoint.__main__:_difference", "[a + b for", "[b for"),
+    kills="CKPT-602",
 )
