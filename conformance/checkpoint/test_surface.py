@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from conformance.checkpoint.cases import FILE, assert_loads, load, load_with, oracle, random_bits, save
-from conformance.harness import assert_equal, assert_same_tensors, raises, requirement, succeeds
+from conformance.checkpoint.cases import FILE, assert_loads, load, load_with, oracle, random_bits, save, tiled
+from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
 from twinproof.errors import (
     ConfigError,
     DistributedError,
@@ -216,3 +218,43 @@ def test_options(checkpoint: Any, tmp_path: Path) -> None:
         with raises(kind, where=str(kind)) as caught:
             checkpoint.save_file({"v": value}, tmp_path / "v.safetensors")
         assert_equal(isinstance(caught.error, TwinproofError), True, where="named")
+
+
+def _placed(rank: Rank, path: str, options: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], tuple[Any, ...]]:
+    """What the metadata of a save says of every item: its file, the offset of its tensor there, and its bytes."""
+    state: dict[str, Any] = {
+        "w": tiled(torch.rand(9, 4), [((0, 0), (5, 4)), ((5, 0), (4, 4))], rank.rank, 2),
+        "n": torch.arange(3),
+        "kept": torch.ones(2),
+    }
+    with rank.component("checkpoint").HuggingFaceStorageWriter(path, **options) as writer:
+        found = dcp.save(state, storage_writer=writer)
+    data = found.storage_data.items()
+    return {(i.fqn, tuple(i.offset or ())): (s.relative_path, s.offset, s.length) for i, s in data}
+
+
+@requirement(
+    "CKPT-607",
+    "The metadata that dcp.save returns MUST say on every rank, of every item of every rank, the file that holds it, "
+    "the offset of its tensor there, and its bytes as they are stored.",
+)
+def test_metadata_of_a_save(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for name, options in {
+        "files": {"fqn_to_index_mapping": {"w": 1, "n": 2, "kept": 2}},
+        "cast": {"export_dtype": "bfloat16", "export_keep": ["kept"]},
+        "shards": {"enable_consolidation": False},
+    }.items():
+        folder = tmp_path / name
+        results = rank_pool.run(_placed, 2, str(folder), options)
+        assert_equal(results[1], results[0], where=f"{name}: what the ranks are told")
+        items = {("w", (0, 0)): 20, ("w", (5, 0)): 16, ("n", (0,)): 3, ("kept", (0,)): 2}
+        assert_equal(sorted(results[0]), sorted(items), where=f"{name}: items")
+        for (fqn, offsets), (file, offset, size_bytes) in results[0].items():
+            where = f"{name}: {fqn} at {offsets}"
+            assert_equal((folder / file).is_file(), True, where=f"{where}: {file!r} is a file")
+            content = (folder / file).read_bytes()
+            start = 8 + int.from_bytes(content[:8], "little")
+            entry = json.loads(content[8:start])[fqn]
+            begin, end = entry["data_offsets"]
+            width = (end - begin) // math.prod(entry["shape"])
+            assert_equal((offset, size_bytes), (start + begin, items[fqn, offsets] * width), where=where)

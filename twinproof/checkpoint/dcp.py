@@ -75,6 +75,7 @@ from twinproof.checkpoint.plan import (
     check_local_plan,
     checksums,
     compare_checksums,
+    exported_dtype,
     staged,
 )
 from twinproof.checkpoint.publish import (
@@ -374,10 +375,11 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         instruction, folder = self._instructed(planner)
         failure: Exception | None = None
         parts: Sequence[Part] = ()
+        places: Mapping[str, tuple[str, int]] = {}
         job = SaveJob(self.options, self.rank, self.group, plan.items, self.local_items, planner, begun_s)
         try:
             if self.options.writes_shards:
-                write_shards(
+                places = write_shards(
                     folder, self._engine.file_bytes, self.rank, plan.items, planner, self.options, type(self)._crc32
                 )
             else:
@@ -388,7 +390,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         if self.options.checksums:
             self._parts = [part for found in gather_first(parts, self.group) for part in found]
         future: Future[list[WriteResult]] = Future()
-        future.set_result([self._result(item) for item in plan.items])
+        future.set_result([self._result(item, places) for item in plan.items])
         return future
 
     def _check_replicas(self, planner: SavePlanner) -> None:
@@ -448,11 +450,13 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                 raise failure
             raise_first(failures)
 
-    def _result(self, item: WriteItem) -> WriteResult:
-        # Only the coordinator knows the offsets, and only its results are kept.
-        size_bytes = item.tensor_storage_size() or 0
-        tensor = self.arrangement.tensors[item.index.fqn] if self.arrangement is not None else None
-        info = StorageInfo(tensor.file if tensor else "", tensor.begin if tensor else 0, size_bytes)
+    def _result(self, item: WriteItem, places: Mapping[str, tuple[str, int]]) -> WriteResult:
+        # Where a tensor lies in final files only the coordinator knows, who adds it at the end.
+        assert item.tensor_data is not None
+        file, begin = places.get(item.index.fqn, ("", 0))
+        dtype = exported_dtype(item.index.fqn, item.tensor_data.properties.dtype, self.options)
+        size_bytes = item.tensor_data.chunk.sizes.numel() * dtype.itemsize
+        info = StorageInfo(file, begin, size_bytes)
         return WriteResult(index=item.index, size_in_bytes=size_bytes, storage_data=info)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -466,7 +470,13 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         except BaseException:
             self.staging.discard()
             raise
-        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_data = {result.index: self._placed(result) for rank in results for result in rank}
+
+    def _placed(self, result: WriteResult) -> StorageInfo:
+        info: StorageInfo = result.storage_data
+        assert self.arrangement is not None
+        tensor = self.arrangement.tensors[result.index.fqn]
+        return info if self.options.writes_shards else StorageInfo(tensor.file, tensor.begin, info.length)
 
     def _index(self, arrangement: Arrangement) -> bytes:
         sums = []

@@ -174,8 +174,12 @@ def write_shards(
     planner: SavePlanner,
     options: WriterOptions,
     crc: Crc32 = crc32,
-) -> None:
-    """Write this rank's shard files. Raises PlanError for two chunks of one tensor on a rank, StorageError."""
+) -> dict[str, tuple[str, int]]:
+    """Write this rank's shard files; returns the file of each tensor, and its offset there.
+
+    Raises:
+        PlanError: two chunks of one tensor on a rank. StorageError.
+    """
     mapping = options.mapping
     groups: dict[int, list[_Shard]] = {}
     for shard in [_shard(item, planner, options) for item in items]:
@@ -195,6 +199,7 @@ def write_shards(
     for file, tensors, layout in files:
         folder.put(file, file_bytes(tensors, layout))
         meter.add(layout.file_bytes)
+    return {name: (file, begin) for file, _, layout in files for name, begin in layout.begins.items()}
 
 
 # Consolidation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from twinproof.errors import CorruptionError, DistributedError, TwinproofError
 
 
@@ -72,4 +72,28 @@ place_asked_of_an_object = patched(
     "Whether a writer can save at a place has to be asked of a writer.",
     swap("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.validate_checkpoint_id", lambda writer, place: True),
     kills="CKPT-426",
+)
+
+other_ranks_items_nowhere = patched(
+    "Of items of other ranks the metadata of a save says no file.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._placed",
+        "if self.options.writes_shards",
+        "if self.options.writes_shards or result.index.offset",
+    ),
+    kills="CKPT-607",
+)
+bytes_before_the_cast = patched(
+    "The metadata of a save counts bytes as they were before an export cast.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._result",
+        "dtype.itemsize",
+        "item.tensor_data.properties.dtype.itemsize",
+    ),
+    kills="CKPT-607",
+)
+shards_begin_at_0 = patched(
+    "The metadata of a save of shards says no offset.",
+    mutated("twinproof.checkpoint.shards:write_shards", "{name: (file, begin)", "{name: (file, 0)"),
+    kills="CKPT-607",
 )
