@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from conformance.checkpoint.cases import (
     save_ranks,
     sharded,
 )
-from conformance.harness import Rank, assert_equal, assert_le, requirement
+from conformance.harness import Rank, assert_equal, assert_le, requirement, succeeds
 from conformance.harness.cli import main as twinproof
 
 NEEDS = ("staged_copies",)
@@ -214,3 +215,48 @@ def test_diff_of_pieces(
         code, facts = _run(impl, capsys, "diff", tmp_path / "a", tmp_path / "b")
         expected = {"w": "4 of 60 values, the first at [0, 1, 2]"}
         assert_equal((code, facts["differences"]), (1, expected), where=f"{piece_bytes} bytes at once")
+
+
+@requirement(
+    "CKPT-608",
+    "The command line's consolidate MUST refuse by name a mapping that is no JSON object of names and numbers, and two "
+    "rules for the files, before anything is written.",
+    needs=NEEDS,
+)
+def test_refused_merges(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(checkpoint, {"w": torch.ones(3)}, tmp_path / "in", enable_consolidation=False)
+    good, out = tmp_path / "good.json", tmp_path / "out"
+    good.write_text('{"w": 1}')
+    for text in ("", "{", '["w"]', "3", '{"w": "1"}', '{"w": 0}', '{"w": 1, "w": 2}', "\xff"):
+        wrong = tmp_path / "wrong.json"
+        wrong.write_bytes(text.encode("latin-1"))
+        with succeeds("the command", where=f"a mapping {text!r}"):
+            code, facts = _run(impl, capsys, "consolidate", tmp_path / "in", out, "--mapping", wrong)
+        named = facts["error"] in ("FormatError", "ConfigError")
+        assert_equal((code, named, out.exists()), (1, True, False), where=f"a mapping {text!r}")
+    both = ("--mapping", good, "--max-shard-size", "1GB")
+    code, facts = _run(impl, capsys, "consolidate", tmp_path / "in", out, *both)
+    assert_equal((code, facts.get("error"), out.exists()), (1, "ConfigError", False), where="two rules")
+    code, facts = _run(impl, capsys, "consolidate", tmp_path / "in", out, *both[:2])
+    assert_equal((code, facts["ok"]), (0, True), where="one rule")
+
+
+@requirement(
+    "CKPT-609",
+    "What vanishes while leftovers of saves are looked for MUST stop neither the look nor a save.",
+)
+def test_vanishing_leftovers(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def vanishing(path: Any = ".") -> Any:
+        # Another save removes its folder between two looks at it.
+        if isinstance(path, (str, os.PathLike)) and ".ck.saving-" in os.fspath(path):
+            shutil.rmtree(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    for inner in ("", "inner"):
+        (tmp_path / f".ck.saving-{HEX}" / inner).mkdir(parents=True)
+        with succeeds("a save", where=f"beside a folder that vanishes, {inner or 'itself'}"):
+            save(checkpoint, {"w": torch.ones(2)}, tmp_path / "ck")
+        assert_equal(os.listdir(tmp_path), ["ck"], where="what is there")

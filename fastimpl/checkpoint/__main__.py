@@ -33,7 +33,7 @@ from twinproof.checkpoint.catalog import (
     stored_ranges,
     verify,
 )
-from twinproof.checkpoint.format import as_bits, torch_dtype
+from twinproof.checkpoint.format import as_bits, parse_json_object, torch_dtype
 from twinproof.checkpoint.plan import check_count, parse_size
 from twinproof.checkpoint.publish import Leftover, find_leftovers, remove_leftover
 from twinproof.errors import MissingCheckpointError, TwinproofError, UnsupportedError
@@ -180,7 +180,7 @@ def _progress(json_output: bool) -> Callable[[int, int], None]:
 def _consolidate(options: argparse.Namespace) -> dict[str, Any]:
     mapping = None
     if options.mapping is not None:
-        mapping = {str(name): index for name, index in json.loads(options.mapping.read_text()).items()}
+        mapping = parse_json_object(options.mapping.read_bytes(), str(options.mapping))
     consolidate_with_progress(
         options.path,
         options.output,

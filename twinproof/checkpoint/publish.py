@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,15 +161,22 @@ def find_leftovers(folder: Path, name: str | None = None) -> list[Leftover]:
             continue
         path = Path(entry.path)
         target = path.with_name(match[1]) if match[1] else path.parent
-        changed_s = max(map(_changed_s, (path, *path.rglob("*"))))
+        changed_s = max(map(_changed_s, _below(path)))
         is_needed = match[2] == "previous" and not target.exists()
         found.append(Leftover(path, target, match[2], time.time() - changed_s, is_needed))
     return found
 
 
-def _changed_s(path: Path) -> float:
+def _below(path: Path) -> Iterator[StrPath]:
+    """The path and everything in it; a folder that vanishes meanwhile is passed over, as its save is at work."""
+    yield path
+    for folder, folders, files in os.walk(path):
+        yield from (os.path.join(folder, name) for name in (*folders, *files))
+
+
+def _changed_s(path: StrPath) -> float:
     try:
-        return path.lstat().st_mtime
+        return os.lstat(path).st_mtime
     except FileNotFoundError:
         return time.time()  # It vanished a moment ago: a save is still at work.
 

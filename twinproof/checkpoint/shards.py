@@ -312,11 +312,14 @@ def consolidate(
 
     Raises:
         FormatError, PlanError, StorageError. DistributedError: another rank failed.
+        ConfigError: ``mapping`` together with ``max_shard_size``.
         CorruptionError: shards with gaps or overlaps, or that were replaced meanwhile.
     """
     together_with = None
     if on_every_rank and dist.is_available() and dist.is_initialized():
         together_with = process_group or dist.group.WORLD
+    if mapping is not None and max_shard_size is not None:
+        raise ConfigError("two rules for the files", got="both", expected="one of the mapping and max_shard_size")
     source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
     check_count(num_threads, "num_threads")
     rank = 0 if together_with is None else dist.get_rank(together_with)

@@ -57,13 +57,23 @@ leftovers_not_named = patched(
 
 age_of_the_folder_alone = patched(
     "What interrupted saves left is as old as its folder, whatever is written in it.",
-    mutated("twinproof.checkpoint.publish:find_leftovers", '(path, *path.rglob("*"))', "(path, path)"),
+    mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path,)"),
     kills="CKPT-536",
 )
 age_of_what_lies_in_the_folder = patched(
     "Of what interrupted saves left only the first level is looked at for its age.",
-    mutated("twinproof.checkpoint.publish:find_leftovers", "path.rglob", "path.glob"),
+    mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path, *path.glob('*'))"),
     kills="CKPT-536",
+)
+vanished_folders_raise = patched(
+    "A folder that vanishes while its age is looked at is an error.",
+    mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path, *path.rglob('*'))"),
+    kills="CKPT-609",
+)
+rule_of_sizes_ignored = patched(
+    "Of two rules for the files of a merge the second is passed over.",
+    mutated("twinproof.checkpoint.shards:consolidate", "mapping is not None and max_shard_size is not None", "False"),
+    kills="CKPT-608",
 )
 first_place_of_the_last_piece = patched(
     "The first difference is that of the last piece.",
