@@ -163,7 +163,9 @@ def test_not_durable(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp
 )
 def test_old_one_outlives_the_new_name(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path) -> None:
     crashes = _crashes(server, tmp_path, impl.__name__, golden(checkpoint, tmp_path), 1)
-    number = 1 + [event.path2 for event in crashes.record().only("rename")].index(str(crashes.root / "ck"))
+    renamed = [event.path2 for event in crashes.record().only("rename")]
+    assert_equal(str(crashes.root / "ck") in renamed, True, where="the checkpoint is shown by a rename")
+    number = 1 + renamed.index(str(crashes.root / "ck"))
     for where, faults in (
         ("an exchange", ()),
         ("two renames", (Fault("rename", number, "errno", errno=errno.EINVAL),)),
@@ -193,7 +195,9 @@ def test_copies_of_others(checkpoint: Any, impl: ModuleType, server: FaultServer
         assert_stray(crashes.root / "ck", struck.where)
         assert_equal((crashes.root / "ck/config.json").stat().st_mode & 0o777, 0o640, where=f"{struck.where}: mode")
         trace = struck.outcome.trace
-        shown = min(event.begin for event in trace.only("rename") if event.path2 == str(crashes.root / "ck"))
+        renamed = [event.begin for event in trace.only("rename") if event.path2 == str(crashes.root / "ck")]
+        assert_equal(len(renamed), 1, where=f"{struck.where}: the checkpoint is shown by a rename")
+        shown = renamed[0]
         synced = {Path(event.path).name for event in trace.only("fsync") if event.end < shown}
         missing = {Path(name).name for name in STRAY} - synced
         assert_equal(missing, set(), where=f"{struck.where}: copies that are not synced")
