@@ -549,3 +549,21 @@ def test_manager_saves_and_compares(checkpoint: Any, tmp_path: Path) -> None:
     _flip(folder / FILE)
     with Trainer(3).manager(checkpoint, tmp_path / "last", **started) as manager, raises(CorruptionError):
         load_managed(manager)
+
+
+@requirement(
+    "CKPT-614",
+    "A checksum in the index that is not the one that the tensor's file states MUST be refused by name.",
+)
+def test_two_sums_of_one_tensor(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"a": torch.randn(3), "b": torch.randn(2)}
+    checkpoint.save_file(state, tmp_path / "model.safetensors", checksums=True)
+    for wrong in (None, "a", "b"):
+        stated = {name: f"{int(crc, 16) ^ (name == wrong):08x}" for name, crc in _sums(state).items()}
+        index = {"metadata": {KEY: stated}, "weight_map": dict.fromkeys(state, "model.safetensors")}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        if wrong is None:
+            assert_equal(verify(tmp_path).checked, ("a", "b"), where="the same sums")
+            continue
+        with raises(CorruptionError, mentions=("different checksums", f"'{wrong}'"), where=f"of {wrong}"):
+            verify(tmp_path)

@@ -265,3 +265,27 @@ def test_files_of_other_names(checkpoint: Any, tmp_path: Path) -> None:
     save(checkpoint, new, folder)
     assert_equal(sorted(path.name for path in folder.iterdir()), ["config.json", FILE, INDEX], where="folder")
     assert_loads(checkpoint, folder, new)
+
+
+@requirement(
+    "CKPT-612",
+    "Links among files of others, to files, to folders and to nothing, MUST stay the links that they are over a save, "
+    "and folders MUST keep their modes.",
+)
+def test_links_of_others(checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    save(checkpoint, {"w": torch.ones(2)}, folder)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/inner").write_text("1")
+    (folder / "private").mkdir()
+    (folder / "private").chmod(0o750)
+    links = {"folder": tmp_path / "outside", "file": tmp_path / "outside/inner", "nothing": tmp_path / "absent"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+        (folder / "private" / name).symlink_to(target)
+    save(checkpoint, {"w": torch.ones(3)}, folder)
+    for place in (folder, folder / "private"):
+        found = {name: (place / name).readlink() if (place / name).is_symlink() else None for name in links}
+        assert_equal(found, links, where=f"links in {place.name}")
+    assert_equal((folder / "private").stat().st_mode & 0o777, 0o750, where="the folder's mode")
+    assert_loads(checkpoint, folder, {"w": torch.ones(3)})

@@ -42,7 +42,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.errors import MissingKeyError, PlanError, UnsupportedError
+from twinproof.errors import MissingKeyError, PlanError, TwinproofError, UnsupportedError
 
 
 @requirement(
@@ -292,3 +292,28 @@ def test_numbers_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
         assert_same_tensor(target, whole, where=where)
         with raises(PlanError, mentions=("no chunk", "w"), where=where):
             load(checkpoint, {"w": target}, tmp_path / "ck", planner=_Hinting(number, 1))
+
+
+@requirement(
+    "CKPT-611",
+    "After a load that failed, by one thread or by several, no file of the checkpoint MUST be open.",
+)
+def test_files_are_closed(checkpoint: Any, tmp_path: Path) -> None:
+    state = {f"{index}": random_bits(torch.float32, (3 << 18,), index) for index in range(4)}
+    save(checkpoint, state, tmp_path / "ck", fqn_to_index_mapping={name: int(name) + 1 for name in state})
+    for thread_count in (1, 3):
+        reader = checkpoint.HuggingFaceStorageReader(tmp_path / "ck", thread_count=thread_count)
+        read, cut = reader.read_data, tmp_path / "ck/model-00002-of-00004.safetensors"
+        kept = cut.read_bytes()
+
+        def read_too_late(*arguments: Any, read: Any = read, cut: Path = cut) -> Any:
+            os.truncate(cut, 1 << 20)
+            return read(*arguments)
+
+        reader.read_data = read_too_late
+        with raises((OSError, TwinproofError), mentions=[cut.name], where=f"{thread_count} threads"):
+            load_with(reader, {name: zeros_like(value) for name, value in state.items()})
+        cut.write_bytes(kept)
+        opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        left = [name for name in opened if name.startswith(str(tmp_path.resolve()))]
+        assert_equal(left, [], where=f"{thread_count} threads: files left open")

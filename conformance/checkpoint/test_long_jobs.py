@@ -250,3 +250,40 @@ def test_groups_of_writers(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> N
         for counts in rank_pool.run(_count_groups, rank_count, str(tmp_path / "ck")):
             own = 1 if rank_count > 1 else 0
             assert_equal([count - counts[0] for count in counts], [0, own, 0, 0, 0, 0, 0], where=f"{rank_count} ranks")
+
+
+@requirement(
+    "CKPT-610",
+    "A file that is replaced by one of other dtypes, of the same length, while it is loaded MUST give the old tensors, "
+    "the new ones, or a named error: never values of one under the dtype of the other.",
+)
+def test_other_dtypes_while_read(checkpoint: Any, tmp_path: Path) -> None:
+    old, new = {"w": torch.arange(64, dtype=torch.float32)}, {"w": torch.arange(100, 164, dtype=torch.int32)}
+    loads: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
+        "load_file": lambda path: dict(checkpoint.load_file(path)),
+        "a reader": lambda path: {"w": _read(checkpoint, path)},
+    }
+    for what, read in loads.items():
+
+        def once(nth: int, what: str = what, read: Callable[[Path], dict[str, torch.Tensor]] = read) -> Interruption:
+            path = tmp_path / what / f"{nth}" / "m.safetensors"
+            path.parent.mkdir(parents=True)
+            checkpoint.save_file(old, path)
+            with interrupted(path, nth, lambda: checkpoint.save_file(new, path)) as hook:
+                try:
+                    found = read(path)["w"]
+                except BaseException as error:
+                    if not _is_named(error):
+                        raise
+                    return hook
+            expected = old["w"] if found.dtype == torch.float32 else new["w"]
+            assert_same_tensors({"w": found}, {"w": expected}, where=f"{what}, moment {nth}")
+            return hook
+
+        each_moment(once)
+
+
+def _read(checkpoint: Any, path: Path) -> torch.Tensor:
+    target = torch.zeros(64)
+    load(checkpoint, {"w": target}, path)
+    return target

@@ -270,3 +270,19 @@ def test_broken_tilings(checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptu
             said = " ".join(r.getMessage() for r in caplog.records if r.name.endswith("default_planner"))
         assert_equal("broken" in said, True, where=f"{kind}: the tensor is named in {said!r}")
         assert_equal((tmp_path / kind).exists(), False, where=f"{kind}: folder")
+
+
+def _save_two_dtypes(rank: Rank, path: str) -> None:
+    value = torch.ones(8, 3, dtype=torch.float32 if rank.rank == 0 else torch.int32)
+    save_ranks(rank, {"w": tiled(value, [((0, 0), (4, 3)), ((4, 0), (4, 3))], rank.rank, 2)}, Path(path))
+
+
+@requirement(
+    "CKPT-613",
+    "Ranks whose parts of a tensor have different dtypes MUST be refused by its name, with both, before any file "
+    "is made.",
+)
+def test_parts_of_two_dtypes(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with raises(PlanError, mentions=("w", "int32", "float32", "rank 1")):
+        rank_pool.run(_save_two_dtypes, 2, str(tmp_path / "ck"))
+    assert_equal(list(tmp_path.iterdir()), [], where="what is there")

@@ -184,7 +184,7 @@ def test_leftovers_are_named(checkpoint: Any, tmp_path: Path, caplog: pytest.Log
     named = [
         name for name, path in made.items() if f"{path}," in f"{caplog.text.strip()}," or f"{path} " in caplog.text
     ]
-    assert_equal(sorted(named), ["previous", "saving", "young"], where="folder")
+    assert_equal(sorted(named), ["at work", "previous", "saving", "young"], where="folder")
     caplog.clear()
     checkpoint.save_file({"w": torch.randn(3)}, tmp_path / "x.safetensors")
     assert_equal(str(made["file"]) in caplog.text, True, where="file")

@@ -209,3 +209,14 @@ files_of_other_names_kept = patched(
     mutated("twinproof.checkpoint.publish:Staging._old_checkpoint", "or name in listed", "or False"),
     kills="CKPT-555",
 )
+
+links_to_folders_become_folders = patched(
+    "A link to a folder becomes a folder.",
+    mutated("twinproof.checkpoint.publish:_carry", " and not source.is_symlink()", ""),
+    kills="CKPT-612",
+)
+modes_of_folders_lost = patched(
+    "A folder of others is given the mode of a new one.",
+    mutated("twinproof.checkpoint.publish:_carry", "target.chmod(stat.S_IMODE(source.stat().st_mode))", "pass"),
+    kills="CKPT-612",
+)

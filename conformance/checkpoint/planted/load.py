@@ -176,3 +176,9 @@ reference_negated_target_not_filled = patched(
     mutated("refimpl.checkpoint:ReadWholeFiles.read", " and not target.is_neg()", ""),
     kills="CKPT-052",
 )
+
+files_left_open = patched(
+    "A load that fails leaves the files open that it had begun to read.",
+    mutated("fastimpl.checkpoint.readio:run_jobs", "file.close()", "file.path"),
+    kills="CKPT-611",
+)

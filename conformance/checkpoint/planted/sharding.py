@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import bytes_where, nothing, parts_changed, values_changed, zero
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills=("CKPT-021", "CKPT-022", "CKPT-096"), at="fastimpl.checkpoint.exchange:_frame")
@@ -110,4 +110,10 @@ last_row_lost = patched(
     "The last row of a shard with an odd number of rows is not stored.",
     values_changed(_without_last_row),
     kills="CKPT-022",
+)
+
+dtype_of_the_first_rank = patched(
+    "The first rank's dtype is taken for that of all parts of a tensor.",
+    mutated("twinproof.checkpoint.plan:_collect", " or data.properties.dtype != sources[name]", ""),
+    kills="CKPT-613",
 )
