@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.checkpoint.cases import mesh_of, save
@@ -189,3 +191,27 @@ def test_step_0(checkpoint: Any, tmp_path: Path) -> None:
         for step in (1, -2):
             with raises(MissingCheckpointError, mentions=[str(step), "0, 4"], where=f"step {step}"):
                 load(manager, step)
+
+
+@requirement(
+    "CKPT-615",
+    "A manager's saves of either format, and save_training, MUST sync nothing where durable=False, and MUST sync else.",
+)
+def test_durability_of_managers(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, synced.append)
+    for durable in (False, True):
+        trainer = Trainer(1)
+        with alone():
+            for in_hf in (False, True):
+                run = tmp_path / f"{durable}{in_hf}"
+                with trainer.manager(checkpoint, run, durable=durable, last_save_in_hf=in_hf) as manager:
+                    for step in (2, 3):
+                        synced.clear()
+                        assert_equal(manager.save(step, last_step=step == 3), True, where=f"step {step}")
+                        where = f"durable={durable}, in_hf={in_hf}, step {step}: syncs"
+                        assert_equal(bool(synced), durable, where=where)
+            synced.clear()
+            checkpoint.save_training(tmp_path / f"{durable}", trainer.model, trainer.optimizer, 1, durable=durable)
+            assert_equal(bool(synced), durable, where=f"durable={durable}: syncs of save_training")

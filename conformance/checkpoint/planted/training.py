@@ -48,3 +48,13 @@ later_states_of_step_0 = patched(
     mutated("twinproof.checkpoint.manager:CheckpointManager._find", "chosen == 0", "False"),
     kills="CKPT-601",
 )
+
+native_saves_always_durable = patched(
+    "A manager's native saves are synced whatever was asked for.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._native_writer",
+        "NativeStorageWriter(folder, durable=self.policy.durable)",
+        "NativeStorageWriter(folder)",
+    ),
+    kills="CKPT-615",
+)
