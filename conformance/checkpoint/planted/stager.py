@@ -28,15 +28,15 @@ def meta_staged_as_memory(original: Any, value: Any, memo: Any) -> Any:
 conjugate_taken_for_plain = patched(
     "Two views of the same memory are staged as one where they differ in conjugation.",
     mutated("twinproof.checkpoint.plan:_identity", "value.is_conj()", "0"),
-    kills="CKPT-422",
+    kills="CKPT-616",
 )
 negation_taken_for_plain = patched(
     "Two views of the same memory are staged as one where they differ in negation.",
     mutated("twinproof.checkpoint.plan:_identity", "value.is_neg()", "0"),
-    kills="CKPT-422",
+    kills="CKPT-616",
 )
 dtypes_taken_for_one = patched(
     "Two views of the same memory are staged as one where they differ in dtype.",
     mutated("twinproof.checkpoint.plan:_identity", "value.dtype", "0"),
-    kills="CKPT-422",
+    kills="CKPT-616",
 )

@@ -55,11 +55,6 @@ leftovers_not_named = patched(
     kills="CKPT-537",
 )
 
-age_of_the_folder_alone = patched(
-    "What interrupted saves left is as old as its folder, whatever is written in it.",
-    mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path,)"),
-    kills="CKPT-536",
-)
 age_of_what_lies_in_the_folder = patched(
     "Of what interrupted saves left only the first level is looked at for its age.",
     mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path, *path.glob('*'))"),
