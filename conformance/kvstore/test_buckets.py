@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,25 @@ def test_bucket_sort(kvstore: Any, data: st.DataObject, total: int, mode: str, s
     assert_equal(found[:, 0].tolist(), sorted(keys, key=lambda key: (bucket(key), key)), where="order")
     expected = [sum(bucket(key) == b for key in keys) for b in range(total)]
     assert_equal(counts[:, 0].tolist(), expected, where="counts")
+
+
+@requirement(
+    "KV-216",
+    "Sorting by bucket MUST count every id to its own bucket, the largest that there is among them, however large "
+    "buckets are and however many of them lie behind all ids.",
+)
+def test_large_buckets(kvstore: Any) -> None:
+    for total in (3, 256, 257, 600, 5000):
+        for size in (2**50 + 1, 2**55, 2**62 - 1, 2**62, 2**63 - 1):
+            cuts = [size * place for place in (0, 1, 2, 3, total - 1)] + [2**63]
+            keys = {key for cut in cuts for key in (cut - 1, cut) if 0 <= key < 2**63 and key // size < total}
+            found, counts = kvstore.sort_ids_by_bucket(
+                ids_of(sorted(keys, reverse=True)), total_buckets=total, hash_mode="chunk", bucket_size=size
+            )
+            where = f"{total} buckets of {size}"
+            assert_equal(found[:, 0].tolist(), sorted(keys), where=where)
+            expected = dict(sorted(Counter(key // size for key in keys).items()))
+            assert_equal({b: n for b, n in enumerate(counts[:, 0].tolist()) if n}, expected, where=f"{where}: counts")
 
 
 @requirement(

@@ -50,6 +50,16 @@ def bucket_order_by_arrival(original: Any, ids: Any, *arguments: Any, **options:
     return (torch.cat(parts) if parts else found), counts
 
 
+@fault(kills="KV-216", at="sort_ids_by_bucket")
+def last_bucket_has_the_largest(original: Any, ids: Any, *arguments: Any, **options: Any) -> Any:
+    """Of many buckets that lie behind all ids the last is given the largest id that there is."""
+    found, counts = original(ids, *arguments, **options)
+    if counts.numel() > 512 and found.numel() and int(found[-1]) == 2**63 - 1:
+        counts[counts[:, 0].nonzero()[-1]] -= 1
+        counts[-1] += 1
+    return found, counts
+
+
 @fault(kills="KV-033", at="twinproof.kvstore.rows:bucket_of")
 def negative_ids_mirrored(original: Any, ids: torch.Tensor, kinds: Any) -> torch.Tensor:
     """The bucket of a negative id is that of its absolute value."""

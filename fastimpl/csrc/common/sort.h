@@ -171,10 +171,10 @@ class BucketRule {
 
   // Whether of two ids the lesser has never the greater bucket.
   bool keeps_order() const { return divides_; }
-  // The least id of a bucket, where order is kept; for a bucket behind the last that has ids, the largest there is.
-  int64_t first_id(int64_t bucket) const {
-    const auto first = static_cast<unsigned __int128>(bucket) * divisor_;
-    return first > INT64_MAX ? INT64_MAX : static_cast<int64_t>(first);
+  // The largest id of a bucket, where order is kept; the largest there is for those that it would lie behind.
+  int64_t last_id(int64_t bucket) const {
+    const auto behind = static_cast<unsigned __int128>(bucket + 1) * divisor_;
+    return behind > INT64_MAX ? INT64_MAX : static_cast<int64_t>(behind) - 1;
   }
 
  private:
@@ -323,7 +323,7 @@ inline void sort_group(uint64_t* words, int64_t count, const BucketRule& rule, i
   for (int64_t bucket = 0; is_one_run && bucket < bucket_count; ++bucket) {
     const int64_t* const end = bucket + 1 == bucket_count
                                    ? ids + count
-                                   : std::lower_bound(begin, ids + count, rule.first_id(first_bucket + bucket + 1));
+                                   : std::upper_bound(begin, ids + count, rule.last_id(first_bucket + bucket));
     counts[bucket] = end - begin;
     begin = end;
   }
