@@ -116,3 +116,25 @@ def test_words_are_set(kvstore: Any) -> None:
         assert_equal(found, [word | used for word in words], where=f"words after {words}")
         assert_equal(store.contains("t", ids_of([1, 2, 3, 50])).tolist(), [True] * 3 + [False], where=f"{words}")
     assert_same_tensor(store.get("t", ids_of([1, 2, 3])), weights, where="weights")
+
+
+@requirement(
+    "KV-217",
+    "A state dict of views of the store itself MUST be loaded as the rows are when the load begins, also where the "
+    "load clears their table, and where it writes the table that they are of before it reads them.",
+)
+def test_rows_of_its_own(kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinproof.kvstore.statedict.LOAD_CHUNK_ROWS", 2)
+    layout, swapped = kvstore.RowLayout(6, optimizer="adam"), {"a": "b", "b": "a"}
+    for whole in (False, True):
+        for clear in (False, True):
+            store, where = store_of(kvstore, {"a": layout, "b": layout}, return_whole_row=whole), f"{whole=}, {clear=}"
+            store.set_rows("a", random_rows(store, [1, 2, 3, 4, 5], 1, "a"))
+            store.set_rows("b", random_rows(store, [3, 4, 5, 1, 2], 2, "b"))
+            before = contents(store)
+            store.load_state_dict(store.state_dict(snapshot=False), clear=clear)
+            assert_contents(store, before, where=where)
+            state = store.state_dict(snapshot=False)
+            store.load_state_dict({swapped[name[0]] + name[1:]: value for name, value in state.items()}, clear=clear)
+            assert_contents(store, {"a": before["b"], "b": before["a"]}, where=f"{where}, tables swapped")
+            assert_equal(store.stats().snapshot_count, 0, where=f"{where}: moments that are left")

@@ -8,7 +8,8 @@ fill, so rows that were read are written to the store, chunk by chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from twinproof.kvstore.rows import (
     Buckets,
     RowEngine,
     RowStore,
+    Snapshot,
     TrackedSource,
     assemble_rows,
     check_convertible,
@@ -131,6 +133,15 @@ class _Incoming:
     metadata: torch.Tensor | None
     states: dict[str, torch.Tensor]
     step: int | None = None
+
+    def of_this_moment(self, store: RowStore, moments: dict[int, Any]) -> _Incoming:
+        """The same; what are views of this store are views of its present moment, one for all tables."""
+
+        def kept(value: Any) -> Any:
+            return value.staged(moments) if isinstance(value, KVTensor) and value.source is store else value
+
+        states = {name: kept(value) for name, value in self.states.items()}
+        return replace(self, weight=kept(self.weight), metadata=kept(self.metadata), states=states)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.ids.numel(), LOAD_CHUNK_ROWS):
@@ -253,14 +264,20 @@ def load_state_dict(
         # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
         for table, incoming in found.items():
             engine.reserve(table, _row_count_after(store, table, incoming.ids))
-    for table, incoming in found.items():
-        if clear:
-            store.clear(table)
-        evict_for_load(store, table, incoming.ids)
-        for start, length in incoming.chunks():
-            engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
-        if incoming.step is not None:
-            store.set_step_count(table, incoming.step)
+    moments: dict[int, Snapshot] = {}
+    with ExitStack() as opened:
+        # Rows of the store itself would be read when they are gone, or are those of another table.
+        kept = {table: incoming.of_this_moment(store, moments) for table, incoming in found.items()}
+        for moment in moments.values():
+            opened.enter_context(moment)
+        for table, incoming in kept.items():
+            if clear:
+                store.clear(table)
+            evict_for_load(store, table, incoming.ids)
+            for start, length in incoming.chunks():
+                engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
+            if incoming.step is not None:
+                store.set_step_count(table, incoming.step)
     return {table: incoming.ids.numel() for table, incoming in found.items()}
 
 

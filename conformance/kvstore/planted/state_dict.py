@@ -30,3 +30,17 @@ half_words_set = patched(
     mutated("twinproof.kvstore.store:KVStore.set_metadata", "values, -1", "values, 2**32 - 1"),
     kills="KV-238",
 )
+own_rows_read_too_late = patched(
+    "Views of the store itself are read when the load has begun to write.",
+    mutated("twinproof.kvstore.statedict:load_state_dict", "incoming.of_this_moment(store, moments)", "incoming"),
+    kills="KV-217",
+)
+moments_left_open = patched(
+    "The moment of which views are read is held for as long as the store.",
+    mutated(
+        "twinproof.kvstore.statedict:load_state_dict",
+        "opened.enter_context(moment)",
+        "store.__dict__.setdefault('_held', []).append(moment)",
+    ),
+    kills="KV-217",
+)
