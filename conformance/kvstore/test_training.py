@@ -182,6 +182,35 @@ def test_modules(kvstore: Any, tolerance_factor: float) -> None:
         assert_equal(store.size("t"), size + 1, where="backward inserts")
 
 
+@requirement(
+    "KV-218",
+    "A backward MUST step the rows that were looked up: it MUST be refused, and take no step, where their ids were "
+    "written over meanwhile, and where it is a second one that retain_graph did not announce.",
+)
+def test_backward_of_other_ids(kvstore: Any) -> None:
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "one row each": lambda store: kvstore.KVEmbedding(store, lr=LR),
+        "sums": lambda store: kvstore.KVEmbeddingBag(store, mode="sum", lr=LR),
+    }
+    for name, kind in kinds.items():
+        store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adagrad"))
+        module, ids = kind(store), ids_of([1, 2, 3, 4]).reshape(2, 2)
+        out = module(ids).sum()
+        ids[0, 0] = 9
+        with raises(RuntimeError, mentions=["modified by an inplace operation"], where=f"{name}: ids written over"):
+            out.backward()
+        assert_equal((store.size("t"), module.step_count), (0, 0), where=f"{name}: after ids were written over")
+        out = module(ids).sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        before = contents(store)
+        assert_equal((store.ids("t").tolist(), module.step_count), ([2, 3, 4, 9], 2), where=f"{name}: two backwards")
+        with raises(RuntimeError, mentions=["second time"], where=f"{name}: a third backward"):
+            out.backward()
+        assert_contents(store, before, where=f"{name}: after a third backward")
+        assert_equal(module.step_count, 2, where=f"{name}: steps after a third backward")
+
+
 @requirement("KV-094", "Modules MUST refuse tables without an optimizer, other modes, and offsets that do not cut.")
 def test_refused_modules(kvstore: Any) -> None:
     plain = store_of(kvstore, kvstore.RowLayout(4))

@@ -29,12 +29,15 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, module: _StoreRows, ids: torch.Tensor) -> torch.Tensor:
-        ctx.module, ctx.ids = module, ids
+        # Ids are the caller's memory: torch refuses a backward whose ids were written over meanwhile.
+        ctx.save_for_backward(ids)
+        ctx.module = module
         return module.store.get(module.table, ids).to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.module._step(ctx.ids, grads[0].contiguous())
+        (ids,) = ctx.saved_tensors
+        ctx.module._step(ids, grads[0].contiguous())
         return None, None, None
 
 

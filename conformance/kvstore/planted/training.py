@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from conformance.kvstore.planted.planting import engines
 from refimpl import optimizers as formulas
 from twinproof.errors import ShapeError
@@ -81,4 +81,10 @@ steps_never_scaled = patched(
     swap("refimpl.optimizers:FORMULAS", formulas.FORMULAS | {"lamb": formulas.adam}),
     wrap("fastimpl.kvstore.native:_table_message", _told_adam),
     kills="KV-160",
+)
+ids_kept_as_they_are = patched(
+    "A lookup keeps the ids beside what torch saves for a backward.",
+    mutated("twinproof.kvstore.modules:_Lookup.forward", "ctx.save_for_backward(ids)", "ctx.ids = ids"),
+    mutated("twinproof.kvstore.modules:_Lookup.backward", "(ids,) = ctx.saved_tensors", "ids = ctx.ids"),
+    kills="KV-218",
 )
