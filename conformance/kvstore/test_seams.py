@@ -200,6 +200,29 @@ def test_streamed_rows(kvstore: Any, tmp_path: Path, dim: int, dtype: torch.dtyp
 
 
 @requirement(
+    "KV-219",
+    "Bytes of rows MUST be read right from any byte of a row into any byte of memory, in batches of sizes next to that "
+    "from which they are written past the caches.",
+)
+def test_streamed_reads(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(1020, torch.float16, "rowwise_adagrad"), num_shards=2)
+    width = 2016
+    most = STREAMED_BYTES // width + 1
+    ids, row_bytes = torch.arange(most), store.layout("t").row_bytes
+    rows = random_rows(store, [7], 3).repeat(most, 1)
+    rows[:, :8] = ids.reshape(-1, 1).view(torch.uint8)
+    store.set_rows("t", rows)
+    memory = torch.empty(most * width + 64, dtype=torch.uint8)
+    for count in (most - 1, most):
+        for offset in (0, 8, 16, 17, row_bytes - width):
+            for shift in (0, 1, 8):
+                out = memory[shift : shift + count * width].view(count, width)
+                store.get_rows("t", ids[:count], offset_bytes=offset, width_bytes=width, out=out)
+                where = f"{count} rows from byte {offset} to byte {shift} of memory"
+                assert_bits(out, rows[:count, offset : offset + width].contiguous(), where=where)
+
+
+@requirement(
     "KV-194",
     "Of duplicates the last MUST win, occurrences be counted and gradients be added in the order of the batch, for any "
     "number of threads and shards, in batches of sizes next to those that are cut for threads.",
@@ -242,8 +265,9 @@ def test_duplicates_at_seams(kvstore: Any, count: int) -> None:
     needs=LARGE,
 )
 def test_listing_at_seams(kvstore: Any) -> None:
-    # Two threads share a table from 65536 rows each on; a snapshot sees other rows in one half than in the other.
-    count = 2 * 65536 + 1
+    # Two threads share a table from 65536 rows each on, also when the ten have gone; a snapshot sees other rows in one
+    # half than in the other.
+    count = 2 * 65536 + 10
     store = store_of(kvstore, kvstore.RowLayout(1), track_changes=True)
     ids = torch.arange(count) * 3 - count
     store.set("t", ids, torch.zeros(count, 1))

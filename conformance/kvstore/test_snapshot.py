@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -56,6 +57,58 @@ def test_isolation(kvstore: Any, first: list[int], second: list[int]) -> None:
         assert_equal(store.stats().snapshot_count, 2 - number, where="after close")
     with raises(StoreClosedError, where="a closed snapshot"):
         moments[0][0].get("t", ids_of([1]))
+
+
+@requirement(
+    "KV-241",
+    "Closing a snapshot MUST change nothing that the store or another snapshot shows, in whichever order they are "
+    "closed, of rows that came, changed, went and came back before, between and after their moments.",
+)
+def test_closing_orders(kvstore: Any) -> None:
+    # In each of three spans a row is left alone, written or removed; at first every other is there.
+    spans, keys = 3, range(2 * 3**3)
+    for order in permutations(range(spans)):
+        store = store_of(kvstore, kvstore.RowLayout(2), track_changes=True)
+        store.set("t", ids_of(keys[::2]), weights_of(store, len(keys) // 2, 9))
+        taken = []
+        for span in range(spans):
+            snapshot = store.snapshot()
+            taken.append((snapshot, contents(snapshot), [found.tolist() for found in snapshot.changes("t", 0)]))
+            what = {key: key // 2 // 3**span % 3 for key in keys}
+            written = [key for key in keys if what[key] == 1]
+            store.set("t", ids_of(written), weights_of(store, len(written), span))
+            store.delete("t", ids_of([key for key in keys if what[key] == 2]))
+        now = contents(store)
+        for closed, number in enumerate(order, start=1):
+            taken[number][0].close()
+            where = f"closed {order[:closed]}"
+            assert_contents(store, now, where=where)
+            for left in order[closed:]:
+                snapshot, expected, changes = taken[left]
+                assert_contents(snapshot, expected, where=f"{where}, snapshot {left}")
+                there = [key in expected["t"] for key in keys]
+                assert_equal(snapshot.contains("t", ids_of(keys)).tolist(), there, where=f"{where}, snapshot {left}")
+                found = [found.tolist() for found in snapshot.changes("t", 0)]
+                assert_equal(found, changes, where=f"{where}, changes of snapshot {left}")
+
+
+@requirement(
+    "KV-242",
+    "Rows that stay MUST keep every byte when most rows of a table go, however many stay and however wide they are; "
+    "so MUST rows that come after it.",
+)
+def test_rows_that_stay(kvstore: Any) -> None:
+    for dim in (1, 40, 300):
+        for left in (1, 13, 14, 84, 85, 86, 170, 255, 340, 341):
+            store = store_of(kvstore, kvstore.RowLayout(dim))
+            ids = torch.arange(1000)
+            weights = weights_of(store, 1000, left)
+            store.set("t", ids, weights)
+            store.delete("t", ids[left:].contiguous())
+            where = f"{left} rows of {dim} left"
+            assert_bits(store.get("t", ids[:left].contiguous()), weights[:left], where=where)
+            store.set("t", ids, weights)
+            assert_bits(store.get("t", ids), weights, where=f"{where}, and all of them again")
 
 
 @requirement(

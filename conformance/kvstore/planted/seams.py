@@ -87,6 +87,15 @@ def padding_streamed(original: Any, store: Any, table: str, rows: torch.Tensor) 
             store.write(table, keys_of(rows), rows[:, begin:end].contiguous(), begin, 0, visit=False)
 
 
+@fault(kills="KV-219", at=engines("read"))
+def reads_streamed_by_lines(
+    original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor
+) -> None:
+    """Rows that are read past the caches begin at a multiple of 16 bytes."""
+    shift = begin % 16 if out.nbytes >= STREAMED_BYTES else 0
+    original(store, table, ids, begin - shift, end - shift, out)
+
+
 @fault(kills="KV-194", at=engines("write"))
 def parts_written_in_any_order(
     original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
@@ -116,6 +125,21 @@ def id_lost_between_threads(original: Any, store: Any, table: str, begin: int, l
     found: torch.Tensor = original(store, table, begin, last)
     half = found.numel() // 2
     return torch.cat([found[: half - 1], found[half:]]) if found.numel() > 65536 else found
+
+
+@fault(kills="KV-195", at=engines("snapshot"))
+def large_moments_of_today(original: Any, store: Any) -> Any:
+    """A snapshot of a table that threads share lists no row that changed or went since."""
+    taken = original(store)
+    listed = taken.ids
+
+    def ids(table: str, begin: int, last: int) -> torch.Tensor:
+        found: torch.Tensor = listed(table, begin, last)
+        is_shared = torch.get_num_threads() > 1 and store.size(table) >= 2 * 65536
+        return found[store.find(table, found)] if is_shared else found
+
+    taken.ids = ids
+    return taken
 
 
 @fault(kills="KV-196", at="fastimpl.kvstore.files:StreamedFiles.open")
