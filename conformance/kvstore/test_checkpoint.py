@@ -7,12 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     FILE,
@@ -29,7 +31,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
-from twinproof.errors import ConfigError, CorruptionError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, DistributedError, TwinproofError
 
 
 @requirement("KV-042", "What is saved and loaded into an empty store MUST be the same rows, to the byte.")
@@ -281,6 +283,79 @@ def test_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
     failures = rank_pool.run(save_foreign, 2, str(tmp_path / "no"))
     assert_equal(failures, ["DistributedError"] * 2, where="errors by rank")
     assert_equal(os.path.exists(tmp_path / "no"), False, where="nothing is written")
+
+
+def save_lonely(rank: Any, path: str, owner: int) -> None:
+    """Save a table whose rows are all of one rank, and one without rows; as a store and as a state dict."""
+    kvstore, checkpoint = rank.component("kvstore"), rank.component("checkpoint")
+    store = fresh(kvstore)
+    if rank.rank == owner:
+        store.set_rows("a", random_rows(store, range(2 * owner, 24, 4), 1, "a"))
+    buckets = kvstore.Buckets(4)
+    save(kvstore, store, Path(path) / "store", buckets=buckets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = checkpoint.HuggingFaceStorageWriter(Path(path) / "dict", durable=False)
+        dcp.save(store.state_dict(buckets=buckets, chunk_rows=4), storage_writer=writer)
+
+
+@requirement(
+    "KV-253",
+    "A rank without rows of a table that others have rows of MUST lose none of them, nor add any, whichever rank it "
+    "is; a table that has rows on no rank MUST be there.",
+)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_rank_without_rows(kvstore: Any, checkpoint: Any, rank_pool: Any, tmp_path: Path, owner: int) -> None:
+    with succeeds("a save by two ranks", where=f"rows of rank {owner}"):
+        rank_pool.run(save_lonely, 2, str(tmp_path), owner)
+    other, expected = fresh(kvstore), fresh(kvstore)
+    expected.set_rows("a", random_rows(expected, range(2 * owner, 24, 4), 1, "a"))
+    with succeeds("load", where=f"rows of rank {owner}"):
+        kvstore.load(other, tmp_path / "store")
+    assert_contents(other, contents(expected), where="saved")
+    names = expected.state_dict()
+    state = {name: torch.full(tuple(value.shape), 3, dtype=value.dtype) for name, value in names.items()}
+    state |= {f"{table}.bucket": torch.zeros(4, 1, dtype=torch.int64) for table in "ab"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = checkpoint.HuggingFaceStorageReader(tmp_path / "dict")
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    again = fresh(kvstore)
+    again.load_state_dict(state)
+    assert_contents(again, contents(expected), where="from a state dict")
+
+
+@requirement(
+    "KV-252",
+    "Whatever one rank meets while all agree on a save or a state dict, an error of any class MUST be told to the "
+    "others, and be raised by all.",
+)
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, MemoryError, OSError, KeyError])
+def test_any_error_is_told(kvstore: Any, tmp_path: Path, monkeypatch: Any, kind: type[Exception]) -> None:
+    store = store_of(kvstore)
+    told: list[Any] = []
+
+    def fails(table: str) -> torch.Tensor:
+        raise kind("of this rank")
+
+    def snapshot(original: Any = store.snapshot) -> Any:
+        taken = original()
+        taken.ids = fails
+        return taken
+
+    def all_gather_object(results: list[Any], mine: Any, group: Any = None) -> None:
+        told.append(mine)
+        results[:] = [mine, ({}, None)]
+
+    store.snapshot = snapshot
+    for module in ("statedict", "disk"):
+        monkeypatch.setattr(f"twinproof.kvstore.{module}.rank_and_world", lambda group: (0, 2))
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    acts = {"save": lambda: save(kvstore, store, tmp_path / "ck"), "state_dict": store.state_dict}
+    for number, (name, act) in enumerate(acts.items(), start=1):
+        with raises(DistributedError, mentions=[kind.__name__], where=f"{name}: this rank's error"):
+            act()
+        assert_equal(len(told), number, where=f"{name}: what the others hear")
 
 
 @requirement(

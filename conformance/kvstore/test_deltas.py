@@ -203,3 +203,71 @@ def test_ranks_name_alike(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
     parts = rank_pool.run(load_chain, 3, str(tmp_path))
     union = {key: row for part in parts for key, row in part.items()}
     assert_equal((sum(map(len, parts)), union), (38, contents(alone)["t"]), where="rows over three ranks")
+
+
+@requirement(
+    "KV-244",
+    "A load of a part of the buckets MUST bring and remove ids of that part alone, and report how many of each, into "
+    "empty tables and beside the rows of the other parts.",
+)
+def test_parts_of_a_delta(kvstore: Any, tmp_path: Path) -> None:
+    total, keys = 3, range(-9, 9)
+    store = filled(kvstore, keys, track_changes=True)
+    buckets = kvstore.Buckets(total)
+    mark = save(kvstore, store, tmp_path / "full", buckets=buckets).mark
+    before = contents(store)["a"]
+    store.delete("a", ids_of(range(-9, 0)))
+    store.set("a", ids_of(range(5, 14)), weights_of(store, 9, 3, "a"))
+    save(kvstore, store, tmp_path / "delta", since=mark, buckets=buckets)
+    after = contents(store)["a"]
+    for begin, end in ((0, 0), (0, 1), (1, 3), (2, 3), (0, 3)):
+        mine = {key for key in range(-9, 14) if begin <= key % total < end}
+        alone, every = fresh(kvstore), fresh(kvstore)
+        report = kvstore.load(alone, tmp_path / "full", owned=(begin, end))
+        where = f"buckets {begin} to {end}"
+        assert_equal(report.row_counts["a"], len(mine & set(before)), where=f"{where}: rows of the full save")
+        kvstore.load(every, tmp_path / "full")
+        for other, others in ((alone, {}), (every, {key: row for key, row in before.items() if key not in mine})):
+            report = kvstore.load(other, tmp_path / "delta", owned=(begin, end))
+            found = (report.row_counts["a"], report.deleted_counts["a"])
+            assert_equal(found, (len(mine & set(range(5, 14))), len(mine & set(range(-9, 0)))), where=where)
+            assert_equal(contents(other)["a"], {k: r for k, r in after.items() if k in mine} | others, where=where)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    raw = (path / FILE).read_bytes()
+    metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    content: dict[str, Any] = json.loads(metadata["kvstore.content"])
+    return content
+
+
+@requirement(
+    "KV-245",
+    "A delta of a store that was loaded MUST name what was loaded as its base where the table held just that, and no "
+    "base where it held other rows too, or states or values that the load left out or rounded.",
+)
+def test_bases_of_loads(kvstore: Any, tmp_path: Path) -> None:
+    def tracked(dtype: torch.dtype = torch.float32) -> Any:
+        return store_of(kvstore, kvstore.RowLayout(4, dtype, "adagrad"), track_changes=True)
+
+    source = tracked()
+    source.set_rows("t", random_rows(source, range(6), 1))
+    save(kvstore, source, tmp_path / "full")
+    name = _content(tmp_path / "full")["moments"]["t"]
+    beside = tracked()
+    beside.set("t", ids_of([50]), torch.ones(1, 4))
+    covered = tracked()
+    covered.set("t", ids_of([3]), torch.ones(1, 4))
+    cases: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+        "just that": (tracked(), {}, [name]),
+        "rows that it replaces": (covered, {}, [name]),
+        "rows beside": (beside, {}, []),
+        "weights only": (tracked(), {"weights_only": True}, []),
+        "rounded": (tracked(torch.bfloat16), {}, []),
+    }
+    for case, (store, options, bases) in cases.items():
+        kvstore.load(store, tmp_path / "full", **options)
+        mark = store.mark()
+        store.delete("t", ids_of([2]))
+        save(kvstore, store, tmp_path / case, since=mark)
+        assert_equal(_content(tmp_path / case)["bases"].get("t", []), bases, where=case)

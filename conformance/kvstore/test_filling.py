@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ def test_looked_at_meanwhile(kvstore: Any, tmp_path: Path) -> None:
             seen.append((store.mark(), store.snapshot(), contents(store)))
             if writes is not None:
                 store.set_rows(writes, extra)
+                seen.append((store.mark(), store.snapshot(), contents(store)))
 
         store.add_listener(look)
         kvstore.load(store, tmp_path / "ck")
@@ -76,14 +79,14 @@ def test_looked_at_meanwhile(kvstore: Any, tmp_path: Path) -> None:
             wanted[writes][99] = extra.numpy().tobytes()
         assert_contents(store, wanted, where=f"a write to {writes}")
         assert_contents(before, {table: {} for table in expected}, where="a snapshot before")
-        mark, snapshot, then = seen[0]
-        assert_contents(snapshot, then, where="a snapshot meanwhile")
-        for table in store.tables:
-            assert_equal(store.changes(table, 0)[0].tolist(), sorted(wanted[table]), where=f"{table}, from the start")
-            unnoticed = set(wanted[table]) - set(then[table]) - set(store.changes(table, mark)[0].tolist())
-            assert_equal(sorted(unnoticed), [], where=f"{table}, not changed")
-        for taken in (before, snapshot):
-            taken.close()
+        for mark, snapshot, then in seen:
+            assert_contents(snapshot, then, where="a snapshot meanwhile")
+            for table in store.tables:
+                assert_equal(store.changes(table, 0)[0].tolist(), sorted(wanted[table]), where=f"{table}, in all")
+                unnoticed = set(wanted[table]) - set(then[table]) - set(store.changes(table, mark)[0].tolist())
+                assert_equal(sorted(unnoticed), [], where=f"{table}, not changed")
+            snapshot.close()
+        before.close()
 
 
 @requirement(
@@ -108,3 +111,25 @@ def test_seams(kvstore: Any, tmp_path: Path) -> None:
                     kvstore.load(other, tmp_path / "ck", chunk_rows=chunk_rows)
                 assert_contents(other, before, where=f"{name}, {chunk_rows} rows a chunk")
     assert_equal(store.contains("a", ids_of([3])).tolist(), [True], where="the store that was saved")
+
+
+@requirement(
+    "KV-250",
+    "A load MUST leave no file open, whether it ends well or finds a row wrong, in an empty store and beside rows.",
+)
+def test_files_are_closed(kvstore: Any, tmp_path: Path) -> None:
+    save(kvstore, filled(kvstore, range(20)), tmp_path / "ck")
+    raw = (tmp_path / "ck" / FILE).read_bytes()
+    last = _at(raw, "b.rows")[1] - 1
+
+    def load_all() -> None:
+        for content in (raw, raw[: _at(raw, "a.rows")[0]] + b"\x55" + raw[_at(raw, "a.rows")[0] + 1 :], raw[:last]):
+            (tmp_path / "ck" / FILE).write_bytes(content)
+            for store in (fresh(kvstore), filled(kvstore, [50])):
+                with contextlib.suppress(TwinproofError):
+                    kvstore.load(store, tmp_path / "ck", chunk_rows=7)
+
+    load_all()
+    before = len(os.listdir("/proc/self/fd"))
+    load_all()
+    assert_equal(len(os.listdir("/proc/self/fd")), before, where="open files")

@@ -185,3 +185,22 @@ def test_staging(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
     _load(checkpoint, targets, tmp_path / "ck", None)
     for name, value in expected.items():
         assert_bits(targets[name], value, where=name)
+
+
+@requirement(
+    "KV-249",
+    "A planner that loads a second time MUST load what it is given then, and leave what it loaded before alone.",
+)
+def test_planner_again(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    for whole in (True, False):
+        first, second = (filled(kvstore, KEYS, return_whole_row=whole) for _ in range(2))
+        expected, planner = contents(first), kvstore.KVLoadPlanner()
+        _saved(checkpoint, first.state_dict(), tmp_path / str(whole))
+        for turn, store in enumerate((first, second, first)):
+            for each in (first, second):
+                each.set("b", each.ids("b"), torch.full((each.size("b"), 4), float(turn)))
+            others = [(each, contents(each)) for each in (first, second) if each is not store]
+            _load(checkpoint, store.state_dict(snapshot=False), tmp_path / str(whole), planner)
+            assert_contents(store, expected, where=f"load {turn}, whole={whole}")
+            for each, before in others:
+                assert_contents(each, before, where=f"the other store after load {turn}, whole={whole}")

@@ -53,20 +53,33 @@ def test_load_that_cannot_fit(kvstore: Any, tmp_path: Path, monkeypatch: Any) ->
     "A load into a table with a capacity MUST keep every row that it lists, and of the others those that one write of "
     "all its rows would keep, whatever the chunks are.",
 )
-@pytest.mark.parametrize("by", ["timestamp", "count"])
+@pytest.mark.parametrize("by", ["nothing", "ttl", "count", "ttl_count", "l2", "timestamp", "score"])
 def test_load_makes_room(kvstore: Any, tmp_path: Path, monkeypatch: Any, by: str) -> None:
-    options = {"capacity": 6, "eviction": kvstore.EvictionPolicy.count(1) if by == "count" else None}
+    policies = {
+        "ttl": kvstore.EvictionPolicy.ttl(10**6),
+        "count": kvstore.EvictionPolicy.count(1),
+        "ttl_count": kvstore.EvictionPolicy.ttl_count(10**6, 1),
+        "l2": kvstore.EvictionPolicy.l2(0.5),
+        "timestamp": kvstore.EvictionPolicy.older_than(1),
+        "score": kvstore.EvictionPolicy.score(6),
+    }
+    options = {"capacity": 6, "eviction": policies.get(by)}
     # The listed rows are older than all others, so that a later chunk would rather evict an earlier one.
     source, there = aged(kvstore, {7: 1, 8: 2, 9: 3, 2: 4}), {1: 50, 2: 60, 3: 40, 4: 55, 5: 45, 6: 65}
     save(kvstore, source, tmp_path / "ck", buckets=kvstore.Buckets(3))
-    expected = aged(kvstore, there, **options)
-    expected.set("t", ids_of([6, 5]), torch.zeros(2, 6))
+
+    def full() -> Any:
+        store = aged(kvstore, there, **options)
+        # The oldest are those that were written most often.
+        store.set_metadata("t", ids_of([3, 1]), torch.tensor([[9 << 32 | 40], [8 << 32 | 50]]))
+        return store
+
+    expected = full()
     expected.set_rows("t", source.get_rows("t", source.ids("t")))
     for chunk in (1, 2, 3, 4, 9):
         monkeypatch.setattr("twinproof.kvstore.statedict.LOAD_CHUNK_ROWS", chunk)
         for way in ("load", "load_state_dict"):
-            store = aged(kvstore, there, **options)
-            store.set("t", ids_of([6, 5]), torch.zeros(2, 6))
+            store = full()
             if way == "load":
                 kvstore.load(store, tmp_path / "ck", chunk_rows=chunk)
             else:

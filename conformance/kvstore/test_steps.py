@@ -170,3 +170,58 @@ def test_modules(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
             with raises(RuntimeError, mentions=[loud, next(iter(change))], where="strict"):
                 other.load_state_dict(broken)
             other.load_state_dict(broken, strict=False)
+
+
+@requirement(
+    "KV-246",
+    "A module's step MUST be the one after its table's last, whoever took that: the module, another one, the store "
+    "itself, a load or a number that was set.",
+)
+def test_steps_of_the_table(kvstore: Any, tmp_path: Path) -> None:
+    store, plain = _adam(kvstore), _adam(kvstore)
+    modules = [
+        kvstore.KVEmbedding(store, table="a", lr=0.1),
+        kvstore.KVEmbeddingBag(store, table="a", mode="sum", lr=0.1),
+    ]
+    ids, grads = ids_of([1, 2, 3]), torch.ones(3, 4)
+
+    def direct(each: Any, step: int) -> None:
+        each.apply_gradients("a", ids, grads, 0.1, step)
+
+    def module(number: int) -> None:
+        modules[number](ids.reshape(1, 3)).sum().backward()
+
+    def loaded(each: Any) -> None:
+        kvstore.load(each, tmp_path / "ck")
+
+    acts: list[tuple[str, Any, Any]] = [
+        ("the first", lambda: module(0), lambda: direct(plain, 1)),
+        ("the other", lambda: module(1), lambda: direct(plain, 2)),
+        ("the first again", lambda: module(0), lambda: direct(plain, 3)),
+        ("saved", lambda: save(kvstore, store, tmp_path / "ck"), lambda: None),
+        ("the store", lambda: direct(store, 4), lambda: direct(plain, 4)),
+        ("after the store", lambda: module(0), lambda: direct(plain, 5)),
+        ("loaded", lambda: loaded(store), lambda: loaded(plain)),
+        ("after a load", lambda: module(1), lambda: direct(plain, 4)),
+        ("set by a module", lambda: setattr(modules[1], "step_count", 40), lambda: plain.set_step_count("a", 40)),
+        ("after it was set", lambda: module(0), lambda: direct(plain, 41)),
+        ("set in the store", lambda: store.set_step_count("a", 9), lambda: plain.set_step_count("a", 9)),
+        ("at last", lambda: module(0), lambda: direct(plain, 10)),
+    ]
+    for name, act, expected in acts:
+        act()
+        expected()
+        assert_contents(store, contents(plain), where=name)
+        assert_equal([m.step_count for m in modules], [plain.step_count("a")] * 2, where=name)
+
+
+@requirement("KV-248", "The steps of a snapshot MUST stay those of its moment, and be what is saved of it.")
+def test_steps_of_a_moment(kvstore: Any) -> None:
+    store = _adam(kvstore)
+    bag = kvstore.KVEmbeddingBag(store, table="a", lr=0.1)
+    _train(bag, 0, 2)
+    with store.snapshot() as taken:
+        _train(bag, 2, 5)
+        store.set_step_count("b", 8)
+        assert_equal([taken.step_count(table) for table in "ab"], [2, 0], where="the moment's")
+    assert_equal([store.step_count(table) for table in "ab"], [5, 8], where="the store's")

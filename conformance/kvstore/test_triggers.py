@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -94,3 +95,28 @@ def test_listeners(kvstore: Any) -> None:
         writes, steps = ([name for name in left if name[0] == kind] for kind in "ws")
         expected = [(name, table) for table in "ut" for name in writes] + [(name, "t") for name in steps]
         assert_equal(heard, expected, where=f"without {gone}")
+
+
+@requirement(
+    "KV-251",
+    "Waiting for a background evictor MUST end only when no round is running, with the rounds that ran.",
+)
+def test_waiting_in_a_round(kvstore: Any) -> None:
+    store, count = _stored(kvstore), 2000
+    begin, running = store.start_eviction, threading.Event()
+
+    def start_eviction(*arguments: Any, **options: Any) -> Any:
+        found = begin(*arguments, **options)
+        if threading.current_thread() is not threading.main_thread():
+            running.set()
+        return found
+
+    store.start_eviction = start_eviction
+    policy = kvstore.EvictionPolicy.count(2)
+    # A round of so many slices that it is running still when the main thread goes on.
+    with kvstore.BackgroundEvictor(store, "t", trigger_rows=100, policy=policy, slice_rows=1) as evictor:
+        store.set("t", ids_of(range(count)), torch.zeros(count, 4))
+        assert_equal(running.wait(20), True, where="a round begins")
+        rounds = evictor.wait()
+        assert_equal([stats.processed_count for stats in rounds], [count], where="rounds")
+        assert_equal(store.ids("t").tolist(), list(range(100)), where="kept: written twice")

@@ -242,3 +242,26 @@ def test_refused_views(kvstore: Any) -> None:
             make()
     raw = rows_tensor([bytes(16)], 16)
     assert_equal(raw.shape, (1, 16), where="helper")
+
+
+@requirement(
+    "KV-247",
+    "A view that is given another source MUST show and write the same part of its rows, wherever it lies in them.",
+)
+def test_attached_to_another_layout(kvstore: Any) -> None:
+    half, full = (store_of(kvstore, kvstore.RowLayout(6, dtype, "adam")) for dtype in (torch.float16, torch.float32))
+    for store in (half, full):
+        store.set_rows("t", random_rows(store, KEYS, 3))
+    for source, target in ((half, full), (full, half)):
+        for name in ("metadata", "momentum1", "momentum2"):
+            view = pickle.loads(pickle.dumps(kvstore.KVTensor(source, ids_of(KEYS), name))).attach(target)
+            expected = kvstore.KVTensor(target, ids_of(KEYS), name).full_tensor()
+            assert_bits(view.full_tensor(), expected, where=f"{name} attached")
+            out = torch.empty(6, view.shape[1] * view.dtype.itemsize, dtype=torch.uint8)
+            view.read_rows_into(0, 6, out)
+            assert_bits(out, expected.view(torch.uint8), where=f"{name} as bytes")
+            if name != "metadata":
+                weights, values = target.get("t", ids_of(KEYS)), random_bits(view.dtype, (6, 6), 8)
+                view.set_range(0, 0, 6, values)
+                assert_bits(target.get_state("t", name, ids_of(KEYS)), values, where=f"{name} written")
+                assert_bits(target.get("t", ids_of(KEYS)), weights, where=f"weights after a write of {name}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import assert_bits, assert_contents, contents, header, ids_of, random_rows, store_of
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 
 KEYS = [4, -2, 2**40, 0]
@@ -78,6 +78,29 @@ def test_wrapper(kvstore: Any) -> None:
         plain.set_embedding_rocks_dp_wrapper(apart)
         expected = apart.get("t", ids_of(range(offset, offset + 3)))
         assert_bits(plain.narrow(0, 0, 3), expected, where="ids in a row")
+
+
+@requirement(
+    "KV-243",
+    "A write of any columns of an id without a row MUST make a row whose other columns are as a row begins: the "
+    "initial weight, zero states, the time, and no count.",
+)
+def test_columns_of_new_rows(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4, torch.float16, "adam"))
+    row_bytes = store.layout("t").row_bytes
+    ranges = [(begin, end) for begin in range(16, row_bytes, 2) for end in range(begin + 2, row_bytes + 1, 2)]
+    expected = store.get_rows("t", torch.arange(len(ranges)))
+    for key, (begin, end) in enumerate(ranges):
+        columns = kvstore.KVTensorWrapper(
+            [1, (end - begin) // 2], torch.float16, key, width_offset=(begin - 16) // 2, sorted_indices=ids_of([0])
+        )
+        columns.set_dram_db_wrapper(store)
+        values = torch.full((1, (end - begin) // 2), 7.0, dtype=torch.float16)
+        columns.set_range(0, 0, 1, values)
+        expected[key, begin:end] = values.view(torch.uint8)
+        expected[key, :16] = torch.frombuffer(bytearray(header(key, 1000, 0)), dtype=torch.uint8)
+    for key, found in enumerate(store.get_rows("t", torch.arange(len(ranges)))):
+        assert_bits(found, expected[key], where=f"bytes {ranges[key]} written")
 
 
 @requirement(

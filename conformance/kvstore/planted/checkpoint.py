@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.kvstore.planted.planting import CHUNKS, bytes_of, engines, keys_of
 from twinproof.kvstore.disk import SavedRows
 
@@ -123,4 +123,23 @@ separate_form_loses_headers = patched(
     wrap("twinproof.kvstore.disk:assemble_rows", _no_metadata),
     wrap("refimpl.kvstore:assemble_rows", _no_metadata),
     kills=("KV-054", "KV-042"),
+)
+
+
+own_errors_told_alone = patched(
+    "Errors that are not the package's own are told to no other rank.",
+    mutated("twinproof.kvstore.statedict:gathered", "except Exception as error", "except ConfigError as error"),
+    kills="KV-252",
+)
+chunks_without_rows = patched(
+    "A rank without rows of a table names a chunk of none.",
+    mutated("twinproof.kvstore.views:LazyRows.global_chunks", "self.global_row_count == 0", "not starts"),
+    kills="KV-253",
+)
+no_chunk_of_empty_tables = patched(
+    "A table that has rows on no rank is not saved.",
+    mutated(
+        "twinproof.kvstore.views:LazyRows.global_chunks", "self.global_row_count == 0", "self.global_row_count < 0"
+    ),
+    kills="KV-253",
 )

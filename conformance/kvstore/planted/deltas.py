@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="KV-125", at="twinproof.kvstore.disk:check_base")
@@ -46,3 +46,36 @@ def old_deltas_keep_what_they_remove(original: Any, metadata: Any, path: str) ->
     """Removed ids of a version 2 delta stay."""
     content = original(metadata, path)
     return dataclasses.replace(content, kind="full") if content.version == 2 else content
+
+
+removals_of_every_part = patched(
+    "A load of a part of a delta removes the ids of all parts.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "removed[(found >= begin) & (found < end)]", "removed"),
+    kills="KV-244",
+)
+
+
+@fault(kills="KV-244", at="twinproof.kvstore.disk:_Load.write")
+def rows_of_every_part(original: Any, job: Any, table: str, waiting: Any) -> int:
+    """A load of a part into an empty table reports the rows of all parts."""
+    was_empty = job.store.size(table) == 0
+    count = int(original(job, table, waiting))
+    return int(job.saved.size(table)) if was_empty else count
+
+
+_NOTE = "twinproof.kvstore.deltas:note_load"
+weights_alone_are_a_base = patched(
+    "A load of weights alone counts as all that was saved.",
+    mutated(_NOTE, " and not weights_only", ""),
+    kills="KV-245",
+)
+rounded_rows_are_a_base = patched(
+    "A load that rounds its rows counts as what was saved.",
+    mutated(_NOTE, "saved.layouts[table] == store.layout(table)", "True"),
+    kills="KV-245",
+)
+other_rows_are_a_base = patched(
+    "A load beside other rows counts as what was saved.",
+    mutated(_NOTE, "counts[table] == store.size(table)", "True"),
+    kills="KV-245",
+)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+import torch
+
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import CHUNKS
 
 
@@ -29,3 +31,30 @@ def chunks_each_alone(original: Any, files: Any, saved: Any, table: str, begin: 
     first, behind = saved.saved_table(table).rows_of(begin, end)
     for start in range(first, behind, chunk_rows):
         yield saved.rows(table, start, min(chunk_rows, behind - start))
+
+
+@fault(kills="KV-138", at="fastimpl.kvstore.files:fill")
+def filled_at_a_guessed_moment(
+    original: Any, part_rows: int, store: Any, saved: Any, table: str, rows: range, weights_only: bool, ahead: int
+) -> Any:
+    """Loaded rows count as changed at the moment that was guessed when the load began."""
+    guessed, loaded = store.mark() + 1 + ahead, saved.ids(table)
+    engine, changes = store._engine, store._engine.changes
+
+    def changed(name: str, since: int) -> Any:
+        found, gone = changes(name, since)
+        return (found[~torch.isin(found, loaded)] if name == table and since >= guessed else found), gone
+
+    engine.changes = changed
+    return original(part_rows, store, saved, table, rows, weights_only, ahead)
+
+
+file_left_open = patched(
+    "A load that finds a row wrong leaves its file open.",
+    mutated(
+        "fastimpl.kvstore.filling:WaitingRows.read",
+        "os.close(descriptor)",
+        "__import__('sys').exc_info()[0] is None and os.close(descriptor)",
+    ),
+    kills="KV-250",
+)

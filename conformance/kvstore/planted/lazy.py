@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills=("KV-150", "CKPT-420"), at="twinproof.kvstore.views:_check_operation")
@@ -29,3 +29,14 @@ def metadata_not_loaded(original: Any, view: Any, start: int, rows: Any) -> None
 def snapshot_for_each_view(original: Any, view: Any, memo: Any) -> Any:
     """Each view of a state dict is staged at a moment of its own."""
     return original(view, {})
+
+
+words_of_the_last_load = patched(
+    "A planner that loads again sets the timestamps and counts of the load before once more.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.finish_plan",
+        "self._waiting: list[tuple[KVTensor, int, torch.Tensor]] = []",
+        "self._waiting = self.__dict__.get('_waiting', [])",
+    ),
+    kills="KV-249",
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from twinproof.kvstore.disk import SavedRows
 
 
@@ -41,3 +41,16 @@ def removals_after_writes(original: Any, store: Any, path: Any, **options: Any) 
     for table, ids in gone.items():
         store.delete(table, ids)
     return report
+
+
+_KINDS = '("score", "count", "ttl_count")'
+oldest_instead_of_rarest = patched(
+    "A load makes room by time under ttl_count.",
+    mutated("twinproof.kvstore.deltas:evict_for_load", _KINDS, '("score", "count")'),
+    kills="KV-113",
+)
+oldest_instead_of_lowest = patched(
+    "A load makes room by time under score.",
+    mutated("twinproof.kvstore.deltas:evict_for_load", _KINDS, '("count", "ttl_count")'),
+    kills="KV-113",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="KV-140", at="twinproof.kvstore.deltas:SavedContent.metadata")
@@ -25,3 +25,19 @@ def old_files_reset_the_step(original: Any, saved: Any, *arguments: Any, **optio
 def module_keeps_other_rows(original: Any, store: Any, state: Any, **options: Any) -> Any:
     """A module that was loaded keeps rows that the state dict does not have."""
     return original(store, state, **options | {"clear": False})
+
+
+modules_count_alone = patched(
+    "A module counts its own steps from the first that it took.",
+    mutated(
+        "twinproof.kvstore.modules:_StoreRows._step",
+        "step = self.step_count + 1",
+        "step = self.__dict__['_taken'] = self.__dict__.get('_taken', self.step_count) + 1",
+    ),
+    kills="KV-246",
+)
+steps_of_today = patched(
+    "A snapshot tells the store's steps of today.",
+    mutated("twinproof.kvstore.store:KVStore.snapshot", "dict(self._steps)", "self._steps"),
+    kills="KV-248",
+)

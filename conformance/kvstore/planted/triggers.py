@@ -38,3 +38,10 @@ other_listeners_removed = patched(
     ),
     kills="KV-236",
 )
+
+
+waits_for_the_next_alone = patched(
+    "Waiting ends when a round has begun.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "(self._due or self._busy)", "self._due"),
+    kills="KV-251",
+)

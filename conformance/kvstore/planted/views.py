@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from twinproof.kvstore.rows import check_row_range
 
 
@@ -107,3 +107,14 @@ def detached_view_reads_zeros(original: Any, view: Any, ids: torch.Tensor) -> to
 @fault(kills="KV-084", at="twinproof.kvstore.views:check_keys")
 def view_takes_any_keys(original: Any, *arguments: Any) -> None:
     """set_range does not look at the keys of the rows."""
+
+
+range_of_another_layout = patched(
+    "A view that is attached to another source keeps the bytes of the first one's layout.",
+    mutated(
+        "twinproof.kvstore.views:KVTensor.attach",
+        "self._source, self._range = source, (begin, end)",
+        "self._source = source",
+    ),
+    kills="KV-247",
+)

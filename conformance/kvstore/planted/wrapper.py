@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault
+from conformance.kvstore.planted.planting import engines, missing
 
 
 @fault(kills="KV-156", at="twinproof.kvstore.modules:KVTensorWrapper.get_weights_by_ids")
@@ -24,3 +25,15 @@ def wrapper_replaces_keys(original: Any, wrapper: Any, weights: Any, ids: Any) -
     if weights.dtype == torch.uint8 and weights.shape[0] == ids.numel():
         weights = torch.cat([ids.reshape(-1, 1).view(torch.uint8), weights[:, 8:]], dim=1)
     return original(wrapper, weights, ids)
+
+
+@fault(kills="KV-243", at=engines("write"))
+def rest_of_weights_zero(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    """A write that begins where the weight does leaves zeros in the columns of a new row that it does not name."""
+    new, behind = ids[missing(store, table, ids)], 16 + values.shape[1]
+    original(store, table, ids, values, begin, now, visit=visit)
+    rest = 16 + store.options.rows[table].weight_bytes - behind
+    if begin == 16 and rest > 0:
+        original(store, table, new, torch.zeros(new.numel(), rest, dtype=torch.uint8), behind, now, visit=False)
