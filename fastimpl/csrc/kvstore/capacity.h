@@ -70,6 +70,7 @@ inline Inserted insert_rows(Table& table, const Parallel& parallel, const int64_
     const int64_t distinct = distinct_count(parallel, ids, count);
     if (distinct > table.format.capacity) throw CapacityExceeded(distinct);
   }
+  compact_when_long(table);
   Inserted inserted{table.find(parallel, ids, count, Table::Missing::kInsert, {0, kHeaderBytes}, skip, now), {}};
   try {
     inserted.excess = choose_excess(table, inserted.found);

@@ -62,21 +62,4 @@ inline Ids list_removed(const Table& table, const Parallel& parallel, uint64_t s
   return ids;
 }
 
-// Drops removals that a row or a later removal of the same id has followed. Under the exclusive lock; snapshots keep
-// the log they saw. Throws std::bad_alloc, and then the log is as it was.
-inline void compact_removals(Table& table) {
-  const Removals& log = *table.removals;
-  std::vector<std::pair<int64_t, size_t>> last;
-  for (size_t i = 0; i < log.size(); ++i) {
-    if (table.rows.find(hash_key(log[i].key), log[i].key) == nullptr) last.emplace_back(log[i].key, i);
-  }
-  std::sort(last.begin(), last.end());
-  auto kept = std::make_shared<Removals>();
-  for (size_t i = 0; i < last.size(); ++i) {
-    if (i + 1 == last.size() || last[i + 1].first != last[i].first) kept->push_back(log[last[i].second]);
-  }
-  table.compacted_count = kept->size();
-  table.removals = std::move(kept);
-}
-
 }  // namespace fastimpl::kvstore

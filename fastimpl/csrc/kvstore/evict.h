@@ -27,6 +27,7 @@ inline bool condemned(const EvictionPlan& plan, const RowFormat& format, const u
 inline int64_t evict_rows(Table& table, const Parallel& parallel, const int64_t* ids, int64_t count,
                           const EvictionPlan& plan, Change change) {
   const Range fetched = plan.policy == Policy::kL2 ? Range{0, table.format.weight_end()} : Range{0, kHeaderBytes};
+  compact_when_long(table);
   auto found = table.find(parallel, ids, count, Table::Missing::kSkip, fetched, {0, 0}, change.now);
   Removing removing;
   std::vector<float> scratch(static_cast<size_t>(table.format.dim));

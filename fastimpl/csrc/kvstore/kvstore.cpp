@@ -174,16 +174,11 @@ int64_t kvstore_update(Tensor handle, int64_t table_index, Tensor ids, Tensor gr
   });
 }
 
-void compact_when_long(Table& table) {
-  if (table.removals->size() > 2 * table.compacted_count + 4096) compact_removals(table);
-}
-
 // Returns [status, rows removed].
 Tensor kvstore_delete(Tensor handle, int64_t table_index, Tensor ids) {
   const int64_t* const keys = ids_of(ids);
   int64_t removed_count = 0;
   const int64_t status = change_table(handle, table_index, 0, [&](Table& table, Change change) {
-    compact_when_long(table);
     removed_count = remove_rows(table, parallel_of(), keys, ids.numel(), change);
   });
   return longs(handle, {status, removed_count});
@@ -218,7 +213,6 @@ Tensor kvstore_evict(Tensor handle, int64_t table_index, Tensor ids, Tensor plan
   const EvictionPlan chosen = plan_of(m);
   int64_t evicted_count = 0;
   const int64_t status = change_table(handle, table_index, 0, [&](Table& table, Change change) {
-    compact_when_long(table);
     evicted_count = evict_rows(table, parallel_of(), keys, ids.numel(), chosen, change);
   });
   return longs(handle, {status, evicted_count});

@@ -1,15 +1,43 @@
 // Removing rows: the last rows of the pool take the places of those that go. Under the exclusive lock.
 #pragma once
 
+#include "common/regimes.h"
 #include "kvstore/table.h"
 
 namespace fastimpl::kvstore {
+
+// So many removals are logged before those are dropped that no longer count.
+constexpr int64_t kLoggedRemovals = regime(4096, 8);
 
 // One change of a table: the number it gets, and the clock.
 struct Change {
   uint64_t version;
   uint64_t now;
 };
+
+// Drops removals that a row or a later removal of the same id has followed. Under the exclusive lock; snapshots keep
+// the log they saw. Throws std::bad_alloc, and then the log is as it was.
+inline void compact_removals(Table& table) {
+  const Removals& log = *table.removals;
+  std::vector<std::pair<int64_t, size_t>> last;
+  for (size_t i = 0; i < log.size(); ++i) {
+    if (table.rows.find(hash_key(log[i].key), log[i].key) == nullptr) last.emplace_back(log[i].key, i);
+  }
+  std::sort(last.begin(), last.end());
+  auto kept = std::make_shared<Removals>();
+  for (size_t i = 0; i < last.size(); ++i) {
+    if (i + 1 == last.size() || last[i + 1].first != last[i].first) kept->push_back(log[last[i].second]);
+  }
+  table.compacted_count = kept->size();
+  table.removals = std::move(kept);
+}
+
+// The first step of every change that removes rows: without it the log would grow with every removal for ever. Throws
+// std::bad_alloc, and then nothing has changed.
+inline void compact_when_long(Table& table) {
+  if (static_cast<int64_t>(table.removals->size()) > 2 * static_cast<int64_t>(table.compacted_count) + kLoggedRemovals)
+    compact_removals(table);
+}
 
 // Removes the rows at these slots, each listed once. Nothing here allocates but what `prepare_removal` allocated.
 struct Removing {
@@ -52,6 +80,7 @@ inline void remove_slots(Table& table, Removing& removing, Change change) noexce
 
 // Removes the rows of a batch; how many there were.
 inline int64_t remove_rows(Table& table, const Parallel& parallel, const int64_t* ids, int64_t count, Change change) {
+  compact_when_long(table);
   auto found = table.find(parallel, ids, count, Table::Missing::kSkip, {0, kHeaderBytes}, {0, 0}, change.now);
   Removing removing;
   removing.slots.assign(found.slots.begin(), found.slots.end());

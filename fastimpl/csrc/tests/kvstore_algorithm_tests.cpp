@@ -161,6 +161,34 @@ void capacity_is_kept() {
   }
 }
 
+// Rows that come and go for ever, by a capacity, by rounds and by name, leave a log of bounded length.
+void logs_of_removals_stay_short() {
+  RowFormat format = format_of(4, false);
+  format.capacity = 100;
+  Table table(format, 3);
+  std::vector<int64_t> keys(200);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i);
+  const Bytes values(16 * 100, 0);
+  const EvictionPlan all{Policy::kTimestamp, 0, 0, 1 << 30, 1.0, 0.0, 0, ~uint64_t{0}, false, 0, 0};
+  const auto limit = static_cast<size_t>(2 * 200 + kLoggedRemovals + 100);
+  uint64_t version = 0, gone = 0;
+  for (const char* const way : {"capacity", "rounds", "names"}) {
+    for (int turn = 0; turn < 100; ++turn) {
+      const int64_t* const some = keys.data() + turn % 2 * 100;
+      ++version;
+      write_values(table, threads(2), some, 100, values.data(), {kHeaderBytes, 32}, true, {version, version});
+      ++version;
+      if (way[0] == 'r') gone += evict_rows(table, threads(2), some, 100, all, {version, version}) == 100;
+      if (way[0] == 'n') gone += remove_rows(table, threads(2), some, 100, {version, version}) == 100;
+      require(table.removals->size() <= limit, way);
+    }
+  }
+  require(gone == 200 && table.evicted_count == 20000, "all of them went");
+  require(list_removed(table, threads(1), 0, nullptr).size() == 200 &&
+              list_removed(table, threads(1), version - 1, nullptr).size() == 100,
+          "removals that still count");
+}
+
 void halves_round_to_nearest_even() {
   for (uint32_t half = 0; half < 65536; ++half) {
     const auto bits = static_cast<uint16_t>(half);
@@ -235,4 +263,5 @@ void kvstore_algorithm_tests() {
   steps_do_not_depend_on_threads();
   evictions_remove_what_the_policy_condemns();
   capacity_is_kept();
+  logs_of_removals_stay_short();
 }
