@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,46 @@ def test_rank_without_rows(kvstore: Any, checkpoint: Any, rank_pool: Any, tmp_pa
     again = fresh(kvstore)
     again.load_state_dict(state)
     assert_contents(again, contents(expected), where="from a state dict")
+
+
+def save_apart(rank: Any, path: str) -> list[str]:
+    """Ask for other things than the other rank does; what each way raises."""
+    kvstore = rank.component("kvstore")
+    chosen = kvstore.Buckets(4), kvstore.Buckets(4, "chunk", 10)
+    store = store_of(kvstore, kvstore.RowLayout(4), track_changes=True)
+    # These ids are of this rank's buckets, in either way.
+    keys = [key for key in range(40) if key % 4 // 2 == key // 20 == rank.rank]
+    store.set("t", ids_of(keys), torch.zeros(len(keys), 4))
+    ways: dict[str, Callable[[], Any]] = {
+        "buckets": lambda: save(kvstore, store, Path(path), buckets=chosen[rank.rank]),
+        "forms": lambda: save(kvstore, store, Path(path), buckets=chosen[0], form=["rows", "separate"][rank.rank]),
+        "kinds": lambda: save(kvstore, store, Path(path), buckets=chosen[0], since=[None, 0][rank.rank]),
+        "views": lambda: store.state_dict(buckets=chosen[rank.rank]),
+        "no form": lambda: save(kvstore, store, Path(path), buckets=chosen[0], form=["rows", "?"][rank.rank]),
+        "no chunk": lambda: save(kvstore, store, Path(path), buckets=chosen[0], chunk_rows=[None, 0][rank.rank]),
+    }
+    found = []
+    for name, way in ways.items():
+        try:
+            way()
+            found.append(f"{name}: no error")
+        except TwinproofError as error:
+            found.append(f"{name}: {type(error).__name__}")
+    return found
+
+
+@requirement(
+    "KV-254",
+    "Ranks that ask for different buckets, forms or kinds of a save, or for different views, and ranks of which one "
+    "asks for what there is not, MUST all be refused, with nothing written.",
+)
+def test_ranks_that_disagree(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        found = rank_pool.run(save_apart, 2, str(tmp_path / "ck"), timeout_s=20)
+    expected = [f"{name}: ConfigError" for name in ("buckets", "forms", "kinds", "views")]
+    expected += [f"{name}: DistributedError" for name in ("no form", "no chunk")]
+    assert_equal(found, [expected] * 2, where="by rank")
+    assert_equal(os.path.exists(tmp_path / "ck"), False, where="nothing is written")
 
 
 @requirement(

@@ -57,7 +57,7 @@ from twinproof.kvstore.rows import (
     convert_rows,
     rank_buckets,
 )
-from twinproof.kvstore.statedict import gathered, rank_and_world
+from twinproof.kvstore.statedict import check_agreed, gathered, rank_and_world
 from twinproof.kvstore.store import KVStore
 from twinproof.kvstore.views import check_keys, view_slice
 
@@ -396,14 +396,11 @@ class StoreFiles:
             writer_options: further options of ``HuggingFaceStorageWriter``.
 
         Raises:
-            ConfigError: an id outside this rank's buckets, changes that are not tracked; on every rank.
+            ConfigError: an id outside this rank's buckets, changes that are not tracked, ranks that ask for different
+                buckets, forms or kinds; on every rank.
             CheckpointExistsError, StorageError, DistributedError.
         """
         check_store(store)
-        if form not in FORMS:
-            raise ConfigError("not a form", got=form, expected=FORMS, where="form")
-        if chunk_rows is not None:
-            _check_chunk(chunk_rows)
         chosen = Buckets() if buckets is None else buckets
         started = time.perf_counter()
         with store.snapshot() as source:
@@ -518,21 +515,34 @@ def _parts(
     process_group: Any,
     chunk_rows: int | None,
 ) -> tuple[list[SavePart], SaveNames]:
-    """This rank's part of every table, with names and steps that all ranks agreed on in one exchange."""
+    """This rank's part of every table, with names and steps that all ranks agreed on in one exchange.
+
+    What one rank must not be asked is found in that exchange, where the others hear of it.
+    """
     rank, world_size = rank_and_world(process_group)
-    begin, end = rank_buckets(buckets.total_count, world_size, rank)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     deleted: dict[str, torch.Tensor] = {}
 
-    def local_parts() -> dict[str, TableSummary]:
+    def local_parts() -> tuple[Any, dict[str, TableSummary]]:
+        if form not in FORMS:
+            raise ConfigError("not a form", got=form, expected=FORMS, where="form")
+        if chunk_rows is not None:
+            _check_chunk(chunk_rows)
+        begin, end = rank_buckets(buckets.total_count, world_size, rank)
         for table in store.tables:
             ids, gone = (source.ids(table), None) if since is None else source.changes(table, since)
             sorted_ids[table] = store.sort_ids(ids, buckets, begin, end)
             if gone is not None:
                 deleted[table] = gone
-        return {t: summary_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()}
+        asked = {"buckets": buckets, "form": form, "delta": since is not None, "tables": tuple(sorted_ids)}
+        return asked, {
+            t: summary_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()
+        }
 
-    by_rank = gathered(local_parts, process_group)
+    told = gathered(local_parts, process_group)
+    check_agreed([asked for asked, _ in told])
+    by_rank = [summaries for _, summaries in told]
+    begin, _ = rank_buckets(buckets.total_count, world_size, rank)
     parts = [
         SavePart(
             source=source,

@@ -37,7 +37,7 @@ from twinproof.kvstore.rows import (
 )
 from twinproof.kvstore.views import KVTensor, LazyRows, check_keys, dense_rows
 
-__all__ = ["KVLoadPlanner", "gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
+__all__ = ["KVLoadPlanner", "check_agreed", "gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
 
 
 LOAD_CHUNK_ROWS = regime(65536, 2)
@@ -67,6 +67,13 @@ def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
     return [found for found, _ in results]
 
 
+def check_agreed(asked: list[Any]) -> None:
+    """Demand that all ranks, in order, asked for the same. Raises ConfigError."""
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            raise ConfigError("ranks that ask for different things", got=other, expected=asked[0], where=f"rank {rank}")
+
+
 def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
     """Tell this rank's rows where they stand among those of all ranks."""
     for lazy in rows:
@@ -85,16 +92,20 @@ def state_dict(
 ) -> dict[str, Any]:
     """See ``KVStore.state_dict``."""
     rank, world_size = rank_and_world(process_group)
-    begin, end = rank_buckets(buckets.total_count, world_size, rank)
     source: TrackedSource = store.snapshot() if snapshot else store
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def local_counts() -> dict[str, tuple[int, int]]:
+    def local_counts() -> tuple[Any, dict[str, tuple[int, int]]]:
+        begin, end = rank_buckets(buckets.total_count, world_size, rank)
         for table in tables:
             sorted_ids[table] = engine.sort_ids(source.ids(table), buckets, begin, end)
-        return {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
+        asked = {"buckets": buckets, "tables": tuple(tables), "whole rows": store.return_whole_row}
+        return asked, {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
 
-    by_rank = gathered(local_counts, process_group)
+    told = gathered(local_counts, process_group)
+    check_agreed([asked for asked, _ in told])
+    by_rank = [counts for _, counts in told]
+    begin, _ = rank_buckets(buckets.total_count, world_size, rank)
     result: dict[str, Any] = {}
     for table, (ids, bucket_counts) in sorted_ids.items():
         whole = store.return_whole_row

@@ -372,7 +372,8 @@ class KVStore(DeltaStore):
             tables: only these; None is all of this store.
 
         Raises:
-            ConfigError: an id outside this rank's buckets, on every rank.
+            ConfigError: an id outside this rank's buckets, ranks that ask for different buckets, tables or rows; on
+                every rank.
         """
         chosen = Buckets() if buckets is None else buckets
         names = self.tables if tables is None else tables
