@@ -23,7 +23,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
-from twinproof.errors import DeltaBaseError
+from twinproof.errors import DeltaBaseError, TwinproofError
 
 
 def chain(kvstore: Any, folder: Path, length: int, **options: Any) -> tuple[Any, list[Path], list[Any]]:
@@ -271,3 +271,56 @@ def test_bases_of_loads(kvstore: Any, tmp_path: Path) -> None:
         store.delete("t", ids_of([2]))
         save(kvstore, store, tmp_path / case, since=mark)
         assert_equal(_content(tmp_path / case)["bases"].get("t", []), bases, where=case)
+    delta = _content(tmp_path / "just that")["moments"]["t"]
+    for case, bases in (("a delta", [delta]), ("a delta beside a newer row", [])):
+        store = tracked()
+        kvstore.load(store, tmp_path / "full")
+        if not bases:
+            store.set("t", ids_of([60]), torch.ones(1, 4))
+        kvstore.load(store, tmp_path / "just that")
+        mark = store.mark()
+        store.delete("t", ids_of([4]))
+        save(kvstore, store, tmp_path / case, since=mark)
+        assert_equal(_content(tmp_path / case)["bases"].get("t", []), bases, where=case)
+
+
+@requirement(
+    "KV-258",
+    "A table whose load ended in the middle MUST take no delta, not that of what it held before either, until it is "
+    "loaded whole.",
+)
+def test_load_that_ended(kvstore: Any, tmp_path: Path) -> None:
+    _, paths, held = chain(kvstore, tmp_path, 1)
+    save(kvstore, filled(kvstore, range(3, 12)), tmp_path / "other")
+    for into in (fresh(kvstore), filled(kvstore, [50])):
+        kvstore.load(into, paths[0])
+
+        def end(table: str) -> None:
+            raise InterruptedError(table)
+
+        into.add_listener(end)
+        with raises(InterruptedError, where="a load that a listener ends"):
+            kvstore.load(into, tmp_path / "other", chunk_rows=2)
+        into.remove_listener(end)
+        before = contents(into)
+        with raises(DeltaBaseError, where="a delta of what was loaded before"):
+            kvstore.load(into, paths[1])
+        assert_contents(into, before, where="after a refusal")
+        for table in "ab":
+            into.clear(table)
+        for path in paths:
+            kvstore.load(into, path)
+        assert_contents(into, held[-1], where="loaded whole")
+
+
+@requirement("KV-259", "A save that fails MUST be the base of no delta: what it would have named is in no file.")
+def test_save_that_failed(kvstore: Any, tmp_path: Path) -> None:
+    store = filled(kvstore, range(-4, 5), track_changes=True)
+    (tmp_path / "file").write_bytes(b"")
+    for wrong in ({"path": tmp_path / "file" / "ck"}, {"path": tmp_path / "ck", "no_such_option": 1}):
+        with raises((OSError, TypeError, TwinproofError), where=str(wrong)):
+            kvstore.save(store, durable=False, **wrong)
+    mark = store.mark()
+    store.delete("a", ids_of([1]))
+    save(kvstore, store, tmp_path / "delta", since=mark)
+    assert_equal(_content(tmp_path / "delta")["bases"], {}, where="bases")

@@ -284,3 +284,50 @@ def test_capacity(kvstore: Any, program: list[tuple[int, list[int]]]) -> None:
         for _, key in candidates[: max(0, len(model) - 5)]:
             del model[key]
         assert_equal(store.ids("t").tolist(), sorted(model), where=f"after {keys} at {clock.now}")
+
+
+@requirement(
+    "KV-261",
+    "A round that is cancelled MUST look at no other row, at whichever slice it is, and tell what it did until then.",
+)
+def test_cancelled_rounds(kvstore: Any) -> None:
+    for steps in range(5):
+        store = store_of(kvstore)
+        store.set("t", ids_of(range(10)), weights_of(store, 10, 1))
+        round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(5), slice_rows=3)
+        for _ in range(steps):
+            round_.step()
+        round_.cancel()
+        looked = min(3 * steps, 10)
+        where = f"cancelled after {steps} slices"
+        assert_equal((round_.done, round_.step()), (True, False), where=where)
+        stats = round_.run()
+        assert_equal((stats.processed_count, stats.evicted_count), (looked, looked), where=where)
+        assert_equal(store.ids("t").tolist(), list(range(looked, 10)), where=where)
+
+
+@requirement(
+    "KV-262",
+    "Evicting MUST run a round of the table that is named, or of each that has a policy, the one that is given before "
+    "the table's own; a table that has none and is named MUST be refused.",
+)
+def test_which_tables(kvstore: Any) -> None:
+    layout, own = kvstore.RowLayout(4), kvstore.EvictionPolicy.count(2)
+    policies = {"a": own, "b": None, "c": kvstore.EvictionPolicy.count(1)}
+    for table in (None, "a", "b", "c"):
+        for policy in (None, kvstore.EvictionPolicy.count(3)):
+            store = store_of(kvstore, dict.fromkeys("abc", layout), eviction=policies)
+            for name in "abc":
+                store.set(name, ids_of([1, 2, 2]), weights_of(store, 3, 1, name))
+            where = f"table {table}, policy {policy}"
+            chosen = {name: policy or policies[name] for name in ([table] if table else "abc")}
+            if table == "b" and policy is None:
+                with raises(ConfigError, where=where):
+                    store.evict(table)
+                continue
+            found = store.evict(table, policy=policy)
+            gone = {name: min(2, each.count_threshold - 1) for name, each in chosen.items() if each is not None}
+            assert_equal({name: stats.evicted_count for name, stats in found.items()}, gone, where=where)
+            assert_equal(
+                {name: store.size(name) for name in "abc"}, {n: 2 - gone.get(n, 0) for n in "abc"}, where=where
+            )

@@ -225,3 +225,23 @@ def test_steps_of_a_moment(kvstore: Any) -> None:
         store.set_step_count("b", 8)
         assert_equal([taken.step_count(table) for table in "ab"], [2, 0], where="the moment's")
     assert_equal([store.step_count(table) for table in "ab"], [5, 8], where="the store's")
+
+
+@requirement(
+    "KV-257",
+    "A module's step MUST have the learning rate, eps and betas that the module has when its backward runs.",
+)
+def test_hyperparameters_change(kvstore: Any) -> None:
+    store, plain = _adam(kvstore), _adam(kvstore)
+    ids, values = ids_of([1, 2, 3]), {"lr": 0.1, "eps": 1e-3, "beta1": 0.8, "beta2": 0.9}
+    module = kvstore.KVEmbedding(store, table="a", **values)
+    changes: list[dict[str, float]] = [{}, {"lr": 0.4}, {"eps": 0.5}, {"beta1": 0.1}, {"beta2": 0.3}, {"lr": 0.0}]
+    for step, change in enumerate(changes, start=1):
+        out = module(ids).sum()
+        for name, value in change.items():
+            setattr(module, name, value)
+        out.backward()
+        values |= change
+        options = {name: value for name, value in values.items() if name != "lr"}
+        plain.apply_gradients("a", ids, torch.ones(3, 4), values["lr"], step, **options)
+        assert_contents(store, contents(plain), where=f"step {step}, {change} is new")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.cases import ids_of, store_of
+from conformance.kvstore.cases import assert_bits, ids_of, random_rows, store_of
 from twinproof.errors import ConfigError
 
 
@@ -120,3 +123,49 @@ def test_waiting_in_a_round(kvstore: Any) -> None:
         rounds = evictor.wait()
         assert_equal([stats.processed_count for stats in rounds], [count], where="rounds")
         assert_equal(store.ids("t").tolist(), list(range(100)), where="kept: written twice")
+
+
+@requirement(
+    "KV-255",
+    "Listeners MUST hear of a write or a step when it is done: rows, headers, marks and steps that they ask for are "
+    "those after it.",
+)
+def test_what_listeners_see(kvstore: Any) -> None:
+    store, seen = _stored(kvstore), []
+
+    def look(table: str) -> None:
+        taken = store.snapshot()
+        seen.append((store.get(table, ids_of([1, 2000])), store.size(table), taken.step_count(table), store.mark()))
+        taken.close()
+
+    for steps in (False, True):
+        store.add_listener(look, steps=steps)
+    acts: dict[str, Callable[[], Any]] = {
+        "set": lambda: store.set("t", ids_of([2000]), torch.ones(1, 4)),
+        "set_rows": lambda: store.set_rows("u", random_rows(store, [1, 2000], 3, "u")),
+        "step": lambda: store.apply_gradients("t", ids_of([1, 7000]), torch.ones(2, 4), 0.5, 11),
+    }
+    for name, act in acts.items():
+        seen.clear()
+        act()
+        table = "u" if name == "set_rows" else "t"
+        now = (store.size(table), store.step_count(table), store.mark())
+        assert_equal([found[1:] for found in seen], [now] * (2 if name == "step" else 1), where=name)
+        for rows, *_ in seen:
+            assert_bits(rows, store.get(table, ids_of([1, 2000])), where=f"{name}: rows")
+
+
+@requirement("KV-256", "A store MUST let go of a background evictor that was closed, whatever triggered its rounds.")
+def test_closed_evictors(kvstore: Any) -> None:
+    store = _stored(kvstore)
+    left = {}
+    for trigger in ("trigger_rows", "trigger_bytes", "trigger_steps"):
+        evictor = kvstore.BackgroundEvictor(store, "t", policy=kvstore.EvictionPolicy.count(1), **{trigger: 1})
+        _step(store, "t", 0)
+        evictor.close()
+        left[trigger] = weakref.ref(evictor)
+        del evictor
+    gc.collect()
+    assert_equal(
+        [trigger for trigger, found in left.items() if found() is not None], [], where="evictors that are left"
+    )

@@ -265,3 +265,26 @@ def test_attached_to_another_layout(kvstore: Any) -> None:
                 view.set_range(0, 0, 6, values)
                 assert_bits(target.get_state("t", name, ids_of(KEYS)), values, where=f"{name} written")
                 assert_bits(target.get("t", ids_of(KEYS)), weights, where=f"weights after a write of {name}")
+
+
+@requirement(
+    "KV-260",
+    "Views and wrappers MUST go on showing the ids that they were made with: neither a write to the tensor that they "
+    "were given, nor one to a tensor that they hand out, MUST change them.",
+)
+def test_ids_are_their_own(kvstore: Any) -> None:
+    store = filled(kvstore)
+    for dtype in (torch.int64, torch.int32):
+        keys = [5, 0, 17]
+        given_ids = torch.tensor(keys, dtype=dtype)
+        view = kvstore.KVTensor(store, given_ids, "weight")
+        wrapper = kvstore.KVTensorWrapper([3, 6], torch.float16, 0, sorted_indices=given_ids)
+        wrapper.set_dram_db_wrapper(store)
+        given_ids.fill_(-2)
+        view.ids.fill_(-2)
+        expected = store.get("t", ids_of(keys))
+        assert_bits(view.ids, ids_of(keys), where=f"ids of a view, {dtype}")
+        assert_bits(view.full_tensor(), expected, where=f"rows of a view, {dtype}")
+        view.full_tensor().fill_(3)
+        assert_bits(view.narrow(0, 0, 3), expected, where=f"rows that were handed out, {dtype}")
+        assert_bits(wrapper.narrow(0, 0, 3), expected, where=f"rows of a wrapper, {dtype}")

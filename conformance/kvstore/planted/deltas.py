@@ -79,3 +79,24 @@ other_rows_are_a_base = patched(
     mutated(_NOTE, "counts[table] == store.size(table)", "True"),
     kills="KV-245",
 )
+newer_rows_are_a_base = patched(
+    "A delta that was loaded beside rows newer than its base counts as what was saved.",
+    mutated(
+        _NOTE, "bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))", "bool(saved.bases)"
+    ),
+    kills="KV-245",
+)
+names_outlive_broken_loads = patched(
+    "A load that ends in the middle leaves the name of what was loaded before.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "store.fingerprints.set_loaded(table, None)", "pass"),
+    kills="KV-258",
+)
+failed_saves_named = patched(
+    "A save is remembered before it is written.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.save",
+        "metadata = content.metadata()",
+        "store.fingerprints.note(mark, fingerprints); metadata = content.metadata()",
+    ),
+    kills="KV-259",
+)

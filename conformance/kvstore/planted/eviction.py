@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.kvstore.planted.planting import engines, missing
 
 
@@ -152,3 +152,30 @@ def as_many_as_there_are_but_one(original: Any, store: Any, table: str, policy: 
     if plan.policy.kind == "score" and plan.policy.keep_count == plan.ids.numel() - 1:
         return dataclasses.replace(plan, cutoff=None)
     return plan
+
+
+one_slice_after_the_end = patched(
+    "A round that is cancelled looks at one more slice.",
+    mutated(
+        "twinproof.kvstore.eviction:EvictionRound.cancel",
+        "self._plan.ids[: self._processed_count]",
+        "self._plan.ids[: self._processed_count + self._slice_rows]",
+    ),
+    kills="KV-261",
+)
+given_policy_for_a_few = patched(
+    "A policy that is given is used for the tables that have one of their own.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.evict", "policy or self.options.evictions[t]", "self.options.evictions[t]"
+    ),
+    kills="KV-262",
+)
+own_policy_first = patched(
+    "A table's own policy is used before the one that is given.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.start_eviction",
+        "policy if policy is not None else self.options.evictions[table]",
+        "self.options.evictions[table] or policy",
+    ),
+    kills="KV-262",
+)

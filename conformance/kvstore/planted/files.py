@@ -103,6 +103,16 @@ def replaced_files_read(original: Any, catalog: Any, files: Any = None) -> None:
     """Nobody looks whether the files that are read are still those whose headers were read."""
 
 
+replaced_files_written = patched(
+    "Nobody looks whether the files were replaced while their rows were written.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.load", "saved.catalog.check_unchanged()\n        note_load", "note_load"
+    ),
+    kills="KV-161",
+    of="fastimpl",
+)
+
+
 too_few_counted_taken = patched(
     "Counts of buckets that are too small are taken.",
     mutated("twinproof.kvstore.disk:SavedRows._table_of", "int(counts.sum()) != ids[0]", "int(counts.sum()) > ids[0]"),

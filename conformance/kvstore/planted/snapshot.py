@@ -63,9 +63,9 @@ def marks_lost_with_a_snapshot(original: Any, store: Any) -> Any:
         if before and taken in earlier:
             earlier.remove(taken)
             older, listed = before[-1], before[-1].ids
-            older.ids = lambda table, begin, last: torch.cat(
-                [listed(table, begin, last), store.ids(table, begin, last)]
-            ).unique()
+            older.ids = lambda table, begin, last: torch.unique(
+                torch.cat([listed(table, begin, last), store.ids(table, begin, last)])
+            )
         close()
 
     taken.close = closing

@@ -41,3 +41,17 @@ steps_of_today = patched(
     mutated("twinproof.kvstore.store:KVStore.snapshot", "dict(self._steps)", "self._steps"),
     kills="KV-248",
 )
+
+
+_STEP, _MADE = "twinproof.kvstore.modules:_StoreRows._step", "self.__dict__.setdefault('_first_{0}', self.{0})"
+rate_of_the_first_step = patched(
+    "A module steps with the learning rate that it had at its first step.",
+    mutated(_STEP, "self.lr", _MADE.format("lr")),
+    kills="KV-257",
+)
+second_beta_left_out = patched(
+    "A module's beta2 does not come to its optimizer.", mutated(_STEP, ", beta2=self.beta2", ""), kills="KV-257"
+)
+eps_left_out = patched(
+    "A module's eps does not come to its optimizer.", mutated(_STEP, "eps=self.eps, ", ""), kills="KV-257"
+)

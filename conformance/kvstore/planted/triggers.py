@@ -45,3 +45,22 @@ waits_for_the_next_alone = patched(
     mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "(self._due or self._busy)", "self._due"),
     kills="KV-251",
 )
+steps_counted_late = patched(
+    "The step is counted when those who listen have heard of it.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.apply_gradients",
+        "self._steps[table] = step\n    self.tell_written(table)",
+        "self.tell_written(table)\n    self._steps[table] = step",
+    ),
+    kills="KV-255",
+)
+closed_and_still_told_of_steps = patched(
+    "An evictor of steps stays among those that its store tells of them.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.close", "self._store.remove_listener(self._stepped)", "pass"),
+    kills="KV-256",
+)
+closed_and_still_told_of_writes = patched(
+    "An evictor of rows or bytes stays among those that its store tells of writes.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.close", "self._store.remove_listener(self._written)", "pass"),
+    kills="KV-256",
+)

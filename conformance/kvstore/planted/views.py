@@ -118,3 +118,18 @@ range_of_another_layout = patched(
     ),
     kills="KV-247",
 )
+ids_of_the_caller = patched(
+    "A view keeps the caller's tensor of ids.",
+    mutated("twinproof.kvstore.views:KVTensor.__new__", "check_ids(ids).clone()", "check_ids(ids)"),
+    kills="KV-260",
+)
+ids_handed_out = patched(
+    "A view hands out the very ids that it reads by.",
+    mutated("twinproof.kvstore.views:KVTensor.ids", "self._ids.clone()", "self._ids"),
+    kills="KV-260",
+)
+indices_of_the_caller = patched(
+    "A wrapper keeps the caller's tensor of ids.",
+    mutated("twinproof.kvstore.modules:KVTensorWrapper.__init__", ".clone()", ""),
+    kills="KV-260",
+)
