@@ -324,3 +324,24 @@ def test_save_that_failed(kvstore: Any, tmp_path: Path) -> None:
     store.delete("a", ids_of([1]))
     save(kvstore, store, tmp_path / "delta", since=mark)
     assert_equal(_content(tmp_path / "delta")["bases"], {}, where="bases")
+
+
+@requirement(
+    "KV-263",
+    "A table that was loaded from a state dict MUST take no delta of what it was loaded from before; its other tables "
+    "go on taking theirs.",
+)
+def test_state_dict_between_deltas(kvstore: Any, tmp_path: Path) -> None:
+    _, paths, held = chain(kvstore, tmp_path, 1)
+    other = filled(kvstore, range(30, 35))
+    for tables in (("a",), ("b",), ("a", "b")):
+        store = fresh(kvstore)
+        kvstore.load(store, paths[0])
+        store.load_state_dict(other.state_dict(tables=tables), tables=tables, clear=True)
+        before = contents(store)
+        with raises(DeltaBaseError, where=f"{tables} from a state dict"):
+            kvstore.load(store, paths[1])
+        assert_contents(store, before, where=f"{tables}: after a refusal")
+        for table in {"a", "b"} - set(tables):
+            kvstore.load(store, paths[1], tables=(table,))
+            assert_equal(contents(store)[table], held[1][table], where=f"{table}: its delta")

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from twinproof import regime
 from twinproof.checkpoint.publish import raise_first
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
-from twinproof.kvstore.deltas import check_load_fits, evict_for_load
+from twinproof.kvstore.deltas import DeltaStore, check_load_fits, evict_for_load
 from twinproof.kvstore.options import RowLayout, check_ids
 from twinproof.kvstore.rows import (
     Buckets,
@@ -257,7 +257,7 @@ def _row_count_after(store: RowStore, table: str, ids: torch.Tensor) -> int:
 
 
 def load_state_dict(
-    store: RowStore,
+    store: DeltaStore,
     engine: RowEngine,
     state: Mapping[str, Any],
     *,
@@ -282,6 +282,8 @@ def load_state_dict(
         for moment in moments.values():
             opened.enter_context(moment)
         for table, incoming in kept.items():
+            # What it was loaded from before is no base of deltas any more.
+            store.fingerprints.set_loaded(table, None)
             if clear:
                 store.clear(table)
             evict_for_load(store, table, incoming.ids)
