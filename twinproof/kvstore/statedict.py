@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -344,6 +344,9 @@ class KVLoadPlanner(DefaultLoadPlanner):
         if isinstance(view, LazyRows):
             if tensor.shape[1:] != view.shape[1:]:
                 raise PlanError("rows that were cut apart", got=tuple(tensor.shape), expected=tuple(view.shape[1:]))
+            if isinstance(view, KVTensor):
+                # As a load of a state dict: a delta finds its base here no more.
+                cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)
             first = int((read_item.dest_index.offset or (0,))[0]) - view.row_offset + int(read_item.dest_offsets[0])
             if isinstance(view, KVTensor) and view.view_name == "metadata":
                 self._waiting.append((view, first, tensor))

@@ -105,3 +105,12 @@ state_dicts_change_no_name = patched(
     mutated("twinproof.kvstore.statedict:load_state_dict", "store.fingerprints.set_loaded(table, None)", "pass"),
     kills="KV-263",
 )
+views_change_no_name = patched(
+    "A table that was loaded through its views goes by the name of what it was loaded from before.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor",
+        'cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)',
+        "pass",
+    ),
+    kills="KV-263",
+)
