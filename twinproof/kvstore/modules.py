@@ -140,6 +140,7 @@ class KVEmbedding(_StoreRows):
         """Weights of ids of any shape, float32 [*shape, D]; a missing id has its initial weight.
 
         Backward reduces duplicates in ascending position, applies the optimizer and inserts missing ids.
+        Torch refuses it where the ids were written over meanwhile, and a second one without ``retain_graph``.
         """
         return self._lookup(input).reshape(*input.shape, self.embedding_dim)
 
