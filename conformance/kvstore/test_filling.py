@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.cases import FILE, assert_contents, contents, filled, fresh, ids_of, random_rows, save
+from conformance.kvstore.cases import (
+    FILE,
+    assert_bits,
+    assert_contents,
+    contents,
+    filled,
+    fresh,
+    ids_of,
+    random_rows,
+    save,
+)
 from twinproof.errors import CorruptionError, TwinproofError
 
 
@@ -79,6 +89,16 @@ def test_looked_at_meanwhile(kvstore: Any, tmp_path: Path) -> None:
             wanted[writes][99] = extra.numpy().tobytes()
         assert_contents(store, wanted, where=f"a write to {writes}")
         assert_contents(before, {table: {} for table in expected}, where="a snapshot before")
+        nothing = fresh(kvstore)
+        for snapshot, then in ((before, {table: {} for table in wanted}), *(found[1:] for found in seen)):
+            for table, keys in wanted.items():
+                there, missing = (
+                    [key in then[table] for key in keys],
+                    ids_of([key for key in keys if key not in then[table]]),
+                )
+                assert_equal(snapshot.contains(table, ids_of([*keys])).tolist(), there, where=f"{table}, contained")
+                initial = nothing.get_rows(table, missing)
+                assert_bits(snapshot.get_rows(table, missing), initial, where=f"{table}, rows that came later")
         for mark, snapshot, then in seen:
             assert_contents(snapshot, then, where="a snapshot meanwhile")
             for table in store.tables:

@@ -148,3 +148,23 @@ def test_definition_in_words(
     for index, (table, kind) in enumerate(kinds.items()):
         made = initial_weights(kind, seed, index, ids_of(keys), 5, dtype)
         assert_bits(made, store.get(table, ids_of(keys)), where=f"{table}, {kind}")
+
+
+@requirement(
+    "KV-264",
+    "Any bytes of the row of an id without a row MUST be those of its whole initial row, as bytes of a row that is "
+    "there are those of that row.",
+)
+def test_parts_of_initial_rows(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4, torch.float16, "adam"))
+    store.set_rows("t", random_rows(store, [3], 1))
+    ids, row_bytes = ids_of([3, 9, 3, -9]), store.layout("t").row_bytes
+    whole = store.get_rows("t", ids)
+    # What a read does not write stays as it was.
+    memory = torch.full((4 * row_bytes,), 0x55, dtype=torch.uint8)
+    for begin in range(row_bytes):
+        for end in range(begin + 1, row_bytes + 1):
+            width = end - begin
+            out = memory[: 4 * width].view(4, width).fill_(0x55)
+            store.get_rows("t", ids, offset_bytes=begin, width_bytes=width, out=out)
+            assert_equal(torch.equal(out, whole[:, begin:end]), True, where=f"bytes {begin} to {end}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, mutated, patched
-from conformance.kvstore.planted.planting import CHUNKS
+from conformance.kvstore.planted.planting import CHUNKS, engines
 
 
 @fault(kills="KV-137", at="fastimpl.kvstore.filling:WaitingRows.read")
@@ -47,6 +47,15 @@ def filled_at_a_guessed_moment(
 
     engine.changes = changed
     return original(part_rows, store, saved, table, rows, weights_only, ahead)
+
+
+@fault(kills="KV-138", at=engines("snapshot"))
+def loaded_rows_found_before(original: Any, store: Any) -> Any:
+    """A snapshot of an empty table lists none of the rows that a load brings later, but finds them."""
+    taken = original(store)
+    find, empty = taken.find, {table for table in store.options.rows if store.size(table) == 0}
+    taken.find = lambda table, ids: store.find(table, ids) if table in empty else find(table, ids)
+    return taken
 
 
 file_left_open = patched(

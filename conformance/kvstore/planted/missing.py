@@ -90,3 +90,16 @@ words_mixed_otherwise = patched(
     mutated("twinproof.kvstore.options:mix", "_shift(words, 27)", "_shift(words, 26)"),
     kills="KV-232",
 )
+
+
+@fault(kills="KV-264", at=engines("read"))
+def states_left_as_they_were(
+    original: Any, store: Any, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor
+) -> None:
+    """Of an id without a row, what begins with the weight is read no farther than the weight."""
+    behind = 16 + store.options.rows[table].weight_bytes
+    before = out.clone()
+    original(store, table, ids, begin, end, out)
+    if begin == 16 and end > behind:
+        new = ~store.find(table, ids)
+        out[new, behind - begin :] = before[new, behind - begin :]
