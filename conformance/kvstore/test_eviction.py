@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -331,3 +332,30 @@ def test_which_tables(kvstore: Any) -> None:
             assert_equal(
                 {name: store.size(name) for name in "abc"}, {n: 2 - gone.get(n, 0) for n in "abc"}, where=where
             )
+
+
+@requirement(
+    "KV-265",
+    "A row that the very first change after a round's beginning wrote MUST stay, by whichever verb, although the "
+    "policy would still evict it; all others MUST go.",
+)
+def test_first_write_of_a_round(kvstore: Any) -> None:
+    one = ids_of([2])
+    verbs: dict[str, Callable[[Any], Any]] = {
+        "set": lambda store: store.set("t", one, torch.zeros(1, 6)),
+        "set_rows": lambda store: store.set_rows("t", store.get_rows("t", one)),
+        "set_state": lambda store: store.set_state("t", "momentum1", one, torch.ones(1, 6)),
+        "set_scores": lambda store: store.set_scores("t", one, torch.zeros(1)),
+        "set_metadata": lambda store: store.set_metadata("t", one, store.metadata("t", one)),
+        "apply_gradients": lambda store: store.apply_gradients("t", one, torch.zeros(1, 6), 0.1),
+    }
+    for name, verb in verbs.items():
+        for policy in (kvstore.EvictionPolicy.count(1000), kvstore.EvictionPolicy.l2(1e6)):
+            store = store_of(kvstore)
+            store.set("t", ids_of(range(5)), torch.zeros(5, 6))
+            round_ = store.start_eviction("t", policy=policy, slice_rows=2)
+            verb(store)
+            stats = round_.run()
+            where = f"{name} under {policy.kind}"
+            assert_equal((stats.processed_count, stats.evicted_count), (5, 4), where=where)
+            assert_equal(store.ids("t").tolist(), [2], where=where)

@@ -179,3 +179,9 @@ own_policy_first = patched(
     ),
     kills="KV-262",
 )
+
+
+@fault(kills="KV-265", at=engines("evict_some"))
+def first_write_is_old(original: Any, store: Any, plan: Any, ids: torch.Tensor) -> int:
+    """The first change after a round began counts as one before it."""
+    return int(original(store, dataclasses.replace(plan, mark=plan.mark + 1), ids))
