@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_within_derived, examples, requirement
+from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, examples, raises, requirement
 from conformance.kvstore.model import dense_steps, f32, root
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import (
@@ -261,3 +261,56 @@ def test_step_count(pipeline: Any) -> None:
         lookups(*batch.flat())
         train(lookups, naive, batch, step, f"step {step}")
     assert_equal(lookups.fused_optimizer.step_count, 3, where="steps")
+
+
+@requirement(
+    "PIPE-363",
+    "A backward MUST give gradients to the rows that were looked up: where ids, offsets or weights were written over "
+    "meanwhile it MUST be refused and step nothing, and so MUST a second one that retain_graph did not announce.",
+)
+@pytest.mark.parametrize("kind", ["lookups", "bags", "rows"])
+def test_backward_of_other_ids(pipeline: Any, kind: str) -> None:
+    module, given = _one_table(pipeline, kind, torch.arange(12.0).reshape(6, 2))
+    begun = {name: value.clone() for name, value in module.state_dict().items()}
+    # Rows one by one are looked up by a copy of the ids, which nobody writes to.
+    for name, tensor in () if kind == "rows" else given.items():
+        out = _looked_up(pipeline, kind, module, given)
+        tensor[1] += 1
+        with raises(RuntimeError, mentions=["modified by an inplace operation"], where=f"{name} written over"):
+            out.backward()
+        tensor[1] -= 1
+        _check_same(module, begun, f"after {name} were written over")
+    out = _looked_up(pipeline, kind, module, given)
+    out.backward(retain_graph=True)
+    out.backward()
+    stepped = {name: value.clone() for name, value in module.state_dict().items()}
+    with raises(RuntimeError, mentions=["second time"], where="a third backward"):
+        out.backward()
+    _check_same(module, stepped, "after a third backward")
+
+
+def _check_same(module: Any, expected: dict[str, torch.Tensor], where: str) -> None:
+    for name, value in module.state_dict().items():
+        assert_same_tensor(value, expected[name], where=f"{name} {where}")
+
+
+def _one_table(pipeline: Any, kind: str, weight: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A module of one table, and the tensors of a batch with two ids in a bag."""
+    given = {"ids": torch.tensor([0, 1, 2, 3])}
+    if kind == "rows":
+        return pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 2, "t", feature_names=["f"])]), given
+    given["weights"] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    config = pipeline.EmbeddingBagConfig(6, 2, "t", feature_names=["f"])
+    if kind == "bags":
+        return pipeline.EmbeddingBagCollection([config], is_weighted=True), given
+    given["offsets"] = torch.tensor([0, 2, 4])
+    return lookups_of(pipeline, [config], [weight], "sgd"), given
+
+
+def _looked_up(pipeline: Any, kind: str, module: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    if kind == "lookups":
+        result: torch.Tensor = module(given["ids"], given["offsets"], given["weights"])
+        return result.sum()
+    batch = pipeline.KeyedJaggedTensor(["f"], given["ids"], given.get("weights"), lengths=torch.tensor([2, 2]))
+    found = module(batch)
+    return (found["f"].values() if kind == "rows" else found.values()).sum()

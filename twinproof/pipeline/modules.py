@@ -178,17 +178,29 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)
 
 
+def _watch(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """Batches are the caller's memory: torch is to see whether they are written over before the backward."""
+    ctx.save_for_backward(*(tensor.detach() for tensor in tensors if tensor is not None))
+
+
+def _check_watched(ctx: Any) -> None:
+    """Raise torch's RuntimeError where they were, and for a second backward that ``retain_graph`` did not announce."""
+    tuple(ctx.saved_tensors)
+
+
 class _Lookup(torch.autograd.Function):
     """Pooled rows; the backward takes the optimizer's step."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, module: Any, bags: Bags) -> torch.Tensor:
         ctx.module, ctx.bags = module, bags
+        _watch(ctx, bags.indices, bags.offsets, bags.weights)
         pooled: torch.Tensor = module._pool(bags)
         return pooled
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _check_watched(ctx)
         grad, module = grads[0].contiguous(), ctx.module
         # From the rows as they were looked up, before the step changes them.
         weights = module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None
@@ -496,10 +508,12 @@ class Pooled(torch.autograd.Function):
         ]
         ctx.features = [index for index, table in enumerate(tables) for _ in table.feature_names]
         ctx.engine, ctx.bags = engine, bags
+        _watch(ctx, bags.indices, bags.offsets, bags.weights)
         return engine.pool(ctx.held, ctx.features, bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _check_watched(ctx)
         grad, held, engine = grads[0].contiguous(), ctx.held, ctx.engine
         weights = None
         if ctx.needs_input_grad[3]:
@@ -641,10 +655,12 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Lookup, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.engine, ctx.ids, ctx.shape, ctx.dtype = engine, ids, tuple(weight.shape), weight.dtype
+        _watch(ctx, ids)
         return weight.detach()[ids].to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _check_watched(ctx)
         ids, grad = ctx.ids, grads[0].contiguous()
         # Each id is a bag of its own, and one step of -1 from zero is the sum: duplicates are added as in every lookup.
         sums = torch.zeros(ctx.shape, device=grad.device)

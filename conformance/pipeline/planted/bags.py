@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.pipeline.planted.planting import exported, lookups
 from twinproof.pipeline.jagged import Bags, offsets_of
 
@@ -188,3 +188,20 @@ def eps_too_large(original: Any, config: Any, lr: float, step: int) -> Any:
 def bias_correction_one_late(original: Any, config: Any, lr: float, step: int) -> Any:
     """Adam's step counts from 2."""
     return original(config, lr, step + 1)
+
+
+def _unwatched(function: str) -> Any:
+    return mutated(f"twinproof.pipeline.modules:{function}.backward", "_check_watched(ctx)", "pass")
+
+
+written_ids_stepped = patched(
+    "A lookup steps the rows of the ids that stand there at its backward.", _unwatched("_Lookup"), kills="PIPE-363"
+)
+written_ids_given_gradients = patched(
+    "A pooling gives gradients to the rows of the ids that stand there at its backward.",
+    _unwatched("Pooled"),
+    kills="PIPE-363",
+)
+rows_stepped_twice = patched(
+    "A second backward of rows, of which nobody knew, adds gradients.", _unwatched("_Rows"), kills="PIPE-363"
+)
