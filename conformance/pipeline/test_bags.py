@@ -270,7 +270,7 @@ def test_step_count(pipeline: Any) -> None:
 )
 @pytest.mark.parametrize("kind", ["lookups", "bags", "rows"])
 def test_backward_of_other_ids(pipeline: Any, kind: str) -> None:
-    module, given = _one_table(pipeline, kind, torch.arange(12.0).reshape(6, 2))
+    module, given = _one_table(pipeline, kind, torch.arange(24.0).reshape(6, 4))
     begun = {name: value.clone() for name, value in module.state_dict().items()}
     # Rows one by one are looked up by a copy of the ids, which nobody writes to.
     for name, tensor in () if kind == "rows" else given.items():
@@ -298,19 +298,19 @@ def _one_table(pipeline: Any, kind: str, weight: torch.Tensor) -> tuple[Any, dic
     """A module of one table, and the tensors of a batch with two ids in a bag."""
     given = {"ids": torch.tensor([0, 1, 2, 3])}
     if kind == "rows":
-        return pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 2, "t", feature_names=["f"])]), given
+        return pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", feature_names=["f"])]), given
     given["weights"] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    config = pipeline.EmbeddingBagConfig(6, 2, "t", feature_names=["f"])
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
     if kind == "bags":
         return pipeline.EmbeddingBagCollection([config], is_weighted=True), given
     given["offsets"] = torch.tensor([0, 2, 4])
     return lookups_of(pipeline, [config], [weight], "sgd"), given
 
 
-def _looked_up(pipeline: Any, kind: str, module: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+def _looked_up(pipeline: Any, kind: str, module: Any, given: dict[str, torch.Tensor]) -> Any:
+    """The sum of what is looked up."""
     if kind == "lookups":
-        result: torch.Tensor = module(given["ids"], given["offsets"], given["weights"])
-        return result.sum()
+        return module(given["ids"], given["offsets"], given["weights"]).sum()
     batch = pipeline.KeyedJaggedTensor(["f"], given["ids"], given.get("weights"), lengths=torch.tensor([2, 2]))
     found = module(batch)
     return (found["f"].values() if kind == "rows" else found.values()).sum()
