@@ -76,6 +76,28 @@ def test_views_of_one_memory(checkpoint: Any, tmp_path: Path) -> None:
         assert_same_tensors(found, {name: expected[name].contiguous() for name in names}, where="values")
 
 
+@requirement(
+    "CKPT-620",
+    "Views that begin at the same memory MUST be staged apart where they differ in strides or in shape: a square "
+    "matrix and its transpose, a row, a column, one number repeated.",
+)
+def test_other_views_of_one_memory(checkpoint: Any, tmp_path: Path) -> None:
+    square = torch.arange(9.0).reshape(3, 3)
+    state = {
+        "square": square,
+        "transpose": square.t(),
+        "row": square[0],
+        "column": square[:, 0],
+        "repeated": square[0, :1].expand(3),
+        "rows": square[:2],
+    }
+    for names in (list(state), list(state)[::-1]):
+        with checkpoint.HuggingFaceStorageWriter(tmp_path / names[0]) as writer:
+            staged = writer.stage({name: state[name] for name in names})
+        found = {name: value.contiguous() for name, value in staged.items()}
+        assert_same_tensors(found, {name: state[name].contiguous() for name in names}, where="values")
+
+
 def _refused(rank: Rank, path: str, kind: str) -> None:
     checkpoint = rank.component("checkpoint")
     bad = {"meta": torch.empty(3, device="meta"), "sparse": torch.eye(3).to_sparse(), "object": [1, 2]}[kind]

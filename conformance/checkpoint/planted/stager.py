@@ -40,3 +40,13 @@ dtypes_taken_for_one = patched(
     mutated("twinproof.checkpoint.plan:_identity", "value.dtype", "0"),
     kills="CKPT-616",
 )
+strides_taken_for_one = patched(
+    "Two views of the same memory and shape are staged as one where they differ in strides.",
+    mutated("twinproof.checkpoint.plan:_identity", ", value.stride()", ""),
+    kills="CKPT-620",
+)
+shapes_taken_for_one = patched(
+    "Two views of the same memory and strides are staged as one where they differ in shape.",
+    mutated("twinproof.checkpoint.plan:_identity", ", tuple(value.shape)", ""),
+    kills="CKPT-620",
+)
