@@ -28,6 +28,7 @@ from conformance.checkpoint.hostile import pack
 from conformance.harness import (
     assert_equal,
     assert_same_bytes,
+    assert_same_tensor,
     assert_same_tensors,
     examples,
     raises,
@@ -216,3 +217,22 @@ def test_rows_beyond_2_gib(checkpoint: Any, tmp_path: Path) -> None:
                 load(checkpoint, {"big": target}, path)
             expected = {"big": written[:, column : column + count].contiguous()}
             assert_same_tensors({"big": target.parts[offsets]}, expected, where=f"{count} columns at {offsets}")
+
+
+@requirement(
+    "CKPT-618",
+    "A tensor whose rows lie further apart in memory than 2**31 and 2**32 elements MUST be saved from there and loaded "
+    "to there.",
+)
+def test_strides_beyond_4_gib(checkpoint: Any, tmp_path: Path) -> None:
+    # A sparse file for memory, of which a few pages are touched.
+    stride = (2 << 30) + 8
+    memory = torch.from_file(str(tmp_path / "memory"), shared=True, size=2 * stride + 4096, dtype=torch.uint8)
+    far = memory.as_strided((3, 4, 5), (stride, 64, 2))
+    values = torch.arange(1, 61, dtype=torch.uint8).reshape(far.shape)
+    far.copy_(values)
+    save(checkpoint, {"far": far}, tmp_path / "ck")
+    assert_loads(checkpoint, tmp_path / "ck", {"far": values})
+    far.zero_()
+    load(checkpoint, {"far": far}, tmp_path / "ck")
+    assert_same_tensor(far.clone(memory_format=torch.contiguous_format), values, where="loaded into far rows")

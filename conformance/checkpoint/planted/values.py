@@ -165,3 +165,36 @@ def windows_in_32_bits(original: Any, file: int, dense: Any, window: Any, words:
 def places_in_32_bits(original: Any, geometry: Any, position: int) -> int:
     """A place in a tensor is counted in 32 bits."""
     return int(original(geometry, position)) % (1 << 32)
+
+
+def _in_32_bits(strided: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Memory as one row, and places there of so many elements, in 32 bits; None where these are enough."""
+    last = sum((size - 1) * step for size, step in zip(strided.shape, strided.stride(), strict=True))
+    if last < 1 << 32:
+        return None
+    places = torch.zeros((), dtype=torch.int64)
+    for size, step in zip(strided.shape, strided.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * step
+    return strided.as_strided((last + 1,), (1,)), places.flatten()[start : start + count] % (1 << 32)
+
+
+@fault(kills="CKPT-618", at="fastimpl.ops:strided_gather")
+def gathered_in_32_bits(original: Any, source: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """Where an element of a strided tensor lies in memory is counted in 32 bits, on the way out."""
+    found = _in_32_bits(source, start, dense.numel() // source.element_size())
+    if found is None:
+        original(source, start, dense)
+        return
+    memory, places = found
+    dense.copy_(memory[places].view(torch.uint8))
+
+
+@fault(kills="CKPT-618", at="fastimpl.ops:strided_scatter")
+def scattered_in_32_bits(original: Any, target: torch.Tensor, start: int, dense: torch.Tensor) -> None:
+    """Where an element of a strided tensor lies in memory is counted in 32 bits, on the way in."""
+    found = _in_32_bits(target, start, dense.numel() // target.element_size())
+    if found is None:
+        original(target, start, dense)
+        return
+    memory, places = found
+    memory[places] = dense.view(target.dtype)
