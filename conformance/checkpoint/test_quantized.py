@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard
 
 from conformance.checkpoint.cases import INDEX, Tiled, assert_parts, load_with, mesh_of, random_bits, sharded
@@ -406,3 +407,61 @@ def test_negated_targets(checkpoint: Any, tmp_path: Path) -> None:
                 _load(checkpoint, tmp_path, name, target, block_size=4)
             got = _rounded(target.resolve_neg().contiguous(), torch.float32)
             assert_same_tensor(got, _rounded(whole, torch.float32), where=f"{name}, {where}")
+
+
+class _Replacing(DefaultLoadPlanner):
+    """Puts another file in the place of one when the first target is asked for: headers are read, values are not."""
+
+    def __init__(self, new: Path, old: Path) -> None:
+        super().__init__()
+        self._new, self._old = new, old
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        if self._new.exists():
+            self._new.replace(self._old)
+        target: torch.Tensor = super().resolve_tensor(read_item)
+        return target
+
+
+@requirement(
+    "CKPT-617",
+    "A file of values and a file of scales MUST each be noticed, by its name, where it is replaced during a load.",
+)
+def test_files_replaced_while_read(checkpoint: Any, tmp_path: Path) -> None:
+    forms = {"fp8": _matrix([20, 10], 8, torch.float8_e4m3fn, 1), "mxfp4": _groups([3, 2, 16], 1)}
+    for form, state in forms.items():
+        name, shape = ("w.weight", (20, 10)) if form == "fp8" else ("w_blocks", (3, 64))
+        for replaced in (*state, None):
+            folder = tmp_path / f"{form}-{replaced}"
+            folder.mkdir()
+            for tensor, value in state.items():
+                checkpoint.save_file({tensor: value}, folder / f"{tensor}.safetensors")
+            (folder / INDEX).write_text(json.dumps({"weight_map": {each: f"{each}.safetensors" for each in state}}))
+            reader = checkpoint.QuantizedHuggingFaceStorageReader(folder, block_size=8)
+            new, old = folder / ".new", folder / f"{replaced}.safetensors"
+            if replaced is None:
+                with succeeds("nothing is replaced", where=form):
+                    load_with(reader, {name: torch.empty(shape)}, _Replacing(new, old))
+                continue
+            # Of another length, as a clock may give two files one time.
+            checkpoint.save_file({replaced: state[replaced]}, new, {"saved": "later"})
+            with raises(CorruptionError, mentions=[old.name], where=f"{form}: {replaced}"):
+                load_with(reader, {name: torch.empty(shape)}, _Replacing(new, old))
+
+
+@requirement(
+    "CKPT-619",
+    "Quantized values MUST be read into a target whose rows lie further apart in memory than 2**32 elements.",
+)
+def test_far_rows(checkpoint: Any, tmp_path: Path) -> None:
+    forms = {"fp8": _matrix([3, 40], 8, torch.float8_e4m3fn, 1), "mxfp4": _groups([3, 2, 16], 1)}
+    for form, state in forms.items():
+        name, columns = ("w.weight", 40) if form == "fp8" else ("w_blocks", 64)
+        _save(checkpoint, state, tmp_path)
+        near = _load(checkpoint, tmp_path, name, torch.empty(3, columns, dtype=torch.float16), block_size=8)
+        # A sparse file for memory, of which three pages are touched.
+        stride = (2 << 30) + 8
+        place = str(tmp_path / f"{form}.memory")
+        memory = torch.from_file(place, shared=True, size=2 * stride + columns, dtype=torch.float16)
+        far = _load(checkpoint, tmp_path, name, memory.as_strided((3, columns), (stride, 1)), block_size=8)
+        assert_same_tensor(far.clone(memory_format=torch.contiguous_format), near, where=form)

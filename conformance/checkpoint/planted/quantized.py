@@ -124,3 +124,31 @@ negated_targets_written_as_they_lie = patched(
     mutated("fastimpl.checkpoint.quantized:dequantize", "not out.is_neg()", "True"),
     kills="CKPT-600",
 )
+
+
+files_of_scales_not_looked_at = patched(
+    "A file that holds scales alone may be replaced while it is read.",
+    mutated(f"{_READER}.read_data", "read | {self.quantized[name].scales for name in read}", "read"),
+    kills="CKPT-617",
+)
+files_of_values_not_looked_at = patched(
+    "A file that holds quantized values alone may be replaced while it is read.",
+    mutated(
+        f"{_READER}.read_data",
+        "read | {self.quantized[name].scales for name in read}",
+        "{self.quantized[name].scales for name in read}",
+    ),
+    kills="CKPT-617",
+)
+
+
+@fault(kills="CKPT-619", at=_DEQUANTIZE)
+def rows_in_32_bits(original: Any, piece: Any, out: torch.Tensor) -> None:
+    """Where a row of the target begins is counted in 32 bits."""
+    if out.dim() != 2 or out.stride(0) * (out.size(0) - 1) < 1 << 32:
+        original(piece, out)
+        return
+    whole = torch.empty(out.shape, dtype=out.dtype)
+    original(piece, whole)
+    for row, values in enumerate(whole):
+        out[0].as_strided((out.size(1),), (1,), out.storage_offset() + row * out.stride(0) % (1 << 32)).copy_(values)
