@@ -255,3 +255,17 @@ def test_generator(pipeline: Any, is_drawn: bool) -> None:
         before = torch.get_rng_state()
         pipeline.ShardedEmbeddingBagCollection(meta, {"t0": plan, "t1": plan}, seed=3)
         assert_same_tensor(torch.get_rng_state(), before, where=f"the generator's state, {plan.kind}")
+
+
+@requirement(
+    "PIPE-414",
+    "Tables of one collection on meta MUST NOT start alike where init_fn draws: each from a seed of its own, which is "
+    "the collection's and the table's place.",
+)
+def test_seeds_of_tables(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"], init_fn=_drawn) for i in range(3)]
+    meta = pipeline.EmbeddingBagCollection(configs, device="meta")
+    sharded = pipeline.ShardedEmbeddingBagCollection(meta, {f"t{i}": pipeline.row_wise() for i in range(3)}, seed=3)
+    for number in range(3):
+        torch.manual_seed(3 + number)
+        assert_bits(sharded.local_shards()[f"t{number}"][1], torch.randn(6, 4), f"table {number}")

@@ -37,3 +37,9 @@ generator_seeded = patched(
     mutated("twinproof.pipeline.sharding:initial_shard", "torch.random.fork_rng(devices=[])", "torch.no_grad()"),
     kills="PIPE-408",
 )
+
+one_seed_of_all_tables = patched(
+    "First weights by init_fn are drawn from the same seed for every table.",
+    mutated("twinproof.pipeline.sharding:initial_shard", "torch.manual_seed(seed + index)", "torch.manual_seed(seed)"),
+    kills="PIPE-414",
+)
