@@ -136,6 +136,36 @@ def test_host_memory_of_steps_goes(offload: Any, step_device: str) -> None:
 
 
 @requirement(
+    "OPT-373",
+    "stats() MUST count the host memory that is there, on either device, as parameters get gradients, and as "
+    "groups come and go.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_host_memory_is_counted(offload: Any, step_device: str) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values((32 << number, 16), number)) for number in range(4)]
+        before, optimizer = _host_bytes(device), torch.optim.AdamW(params[:3])
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=device.engine, step_device=step_device, chunk_bytes=EVEN_BYTES
+        )
+        for number in range(5):
+            for at, param in enumerate(params):
+                # One more in each step, the largest last.
+                param.grad = values(param.shape, 10 + at) if at <= number else None
+            if number == 3:
+                optimizer.add_param_group({"params": params[3:]})
+            if number == 4:
+                del optimizer.state[optimizer.param_groups.pop(1)["params"][0]]
+            offloader.offload()
+            optimizer.step()
+            offloader.settle()
+            counters = sum(state["step"].nbytes for state in optimizer.state.values())
+            alive = _host_bytes(device) - before - counters
+            assert_equal(offloader.stats().host_bytes, alive, where=f"bytes of step {number} on {step_device}")
+        offloader.close()
+
+
+@requirement(
     "OPT-235", "A step MUST NOT retain gradients, those of masters, or temporaries: device bytes end as they began."
 )
 @pytest.mark.parametrize("with_masters", [False, True])

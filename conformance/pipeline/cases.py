@@ -14,6 +14,8 @@ TRAINING = (*EXACT, "PrefetchTrainPipelineSparseDist", "TrainPipelineSemiSync")
 WITHOUT_PREFETCH = (*EXACT, "TrainPipelineSemiSync")
 # So many ids and bags are a part for a thread; so many words are worth a thread that sorts them.
 PART_IDS, SPLIT_WORDS = 512, 65536
+# So many bytes are worth a thread that copies them; a row of so many occurrences is summed by columns.
+COPIED_BYTES, LONG_ROW = 65536, 4096
 EVALUATION = ("EvalPipelineSparseDist", EVAL_FUSED)
 
 Variants = tuple[tuple[str, dict[str, Any]], ...]

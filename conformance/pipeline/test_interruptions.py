@@ -218,3 +218,29 @@ def _failed_on_ranks(rank: Rank, name: str) -> None:
 def test_failed_on_ranks(rank_pool: Any) -> None:
     for name in WITHOUT_PREFETCH:
         rank_pool.run(_failed_on_ranks, 2, name)
+
+
+def _reset_with_held(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    job, seen = Job(pipeline, 7, rank), list[torch.Tensor]()
+
+    def forward(batch: Any) -> Any:
+        seen.append(batch.dense)
+        return job.model(batch)
+
+    schedule = job.schedule("TrainPipelineSparseDist", custom_model_fwd=forward)
+    outputs_of(schedule, iter(job.batches(4 if rank.rank == 0 else 2)))
+    schedule.reset()
+    seen.clear()
+    outputs_of(schedule, iter(job.batches(2, 20)))
+    assert_equal(len(seen), 2, where="steps after reset()")
+    for number, batch in enumerate(job.batches(2, 20)):
+        assert_bits(seen[number], batch.dense, f"the batch of step {number} after reset()")
+
+
+@requirement(
+    "PIPE-417",
+    "reset() MUST forget what a rank holds because another rank had no batch: what follows is the new loader's first.",
+)
+def test_held_is_forgotten(rank_pool: Any) -> None:
+    rank_pool.run(_reset_with_held, 2)

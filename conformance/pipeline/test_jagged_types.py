@@ -15,6 +15,7 @@ from conformance.pipeline.batches import as_lists, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.type_names import SIGNATURES
 from twinproof.errors import ConfigError, LengthTypeError, ShapeError
+from twinproof.pipeline.stages import move_batch
 
 
 @requirement(
@@ -269,6 +270,44 @@ def test_copies(pipeline: Any, by_offsets: bool) -> None:
     none = make.empty_like(source)
     assert_equal((none.keys(), none.stride(), none.values().numel()), ([], source.stride(), 0), where="empty_like")
     assert_equal(source.clear_storage() > 0 and source.values().untyped_storage().nbytes(), 0, where="clear_storage")
+
+
+@requirement(
+    "PIPE-412",
+    "to_dict() MUST be of the parts that the batch has now, whatever dictionary it was made with: after copy_, in "
+    "empty_like's memory, and where a pipeline moved it.",
+)
+def test_dictionary_of_before(pipeline: Any) -> None:
+    def made(first: int, lengths: list[int], known: Any = None) -> Any:
+        values, scales = torch.arange(first, first + 3), torch.zeros(3)
+        return pipeline.KeyedJaggedTensor(["a", "b"], values, scales, torch.tensor(lengths), jt_dict=known)
+
+    def parts(batch: Any) -> list[Any]:
+        return [(each.values().tolist(), each.weights().tolist()) for each in batch.to_dict().values()]
+
+    source, known = made(10, [2, 1]), made(0, [1, 2]).to_dict()
+    expected = [([10, 11], [0.0, 0.0]), ([12], [0.0])]
+    target = made(0, [1, 2], known)
+    assert_equal(parts(target.copy_(source)), expected, where="copy_")
+    room = pipeline.KeyedJaggedTensor.empty_like(made(0, [1, 2], known), torch.device("cpu"))
+    assert_equal(parts(room.copy_(source)), expected, where="copy_ into empty_like")
+    moved = move_batch(made(0, [1, 2], known), torch.clone, torch.device("cpu"))
+    known["a"].values().fill_(7)
+    assert_equal(parts(moved), [([0], [0.0]), ([1, 2], [0.0, 0.0])], where="a batch that a pipeline moved")
+
+
+@requirement(
+    "PIPE-416",
+    "After copy_ parts that disagree MUST be refused as in a batch that is made of them, also where those of before "
+    "were looked at.",
+)
+def test_copied_parts_are_checked(pipeline: Any) -> None:
+    def made(lengths: list[int]) -> Any:
+        return pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor(lengths))
+
+    target = made([1, 2]).sync()
+    with raises(ShapeError, mentions=("cut the values",)):
+        target.copy_(made([4, -1]))["a"]
 
 
 @requirement(

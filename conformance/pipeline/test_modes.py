@@ -9,7 +9,7 @@ import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.cases import EXACT, FUSED, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
-from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, PipelineError
 
@@ -112,6 +112,51 @@ def test_edits(pipeline: Any) -> None:
                     with torch.no_grad():
                         each.model.top.weight.add_(0.25)
             assert_same_state(job, loop, f"{name} {options}")
+
+
+@requirement(
+    "PIPE-413",
+    "So MUST edits of the tables of one of several modules, whichever it is, where lookups were hoisted.",
+)
+def test_edits_of_one_module(pipeline: Any) -> None:
+    for edited in (0, 1):
+        # By this seed both have lookups that are hoisted: no table is the optimizer's.
+        job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+        schedule = job.schedule(FUSED, embedding_lookup_before_optimizer=True)
+        loader = iter(job.batches(4))
+        for step, batch in enumerate(loop.batches(4)):
+            assert_bits(schedule.progress(loader), loop.step(batch), f"module {edited} edited, step {step}")
+            for each in (job, loop):
+                for _, weight, _ in each.collections[edited].local_shards().values():
+                    weight.mul_(1.5)
+        assert_same_state(job, loop, f"module {edited} edited")
+
+
+@requirement(
+    "PIPE-415",
+    "A batch that was looked up ahead MUST be looked up anew after detach(): its step begins with the model as it is "
+    "then, whatever the schedule.",
+)
+def test_looked_up_anew(pipeline: Any) -> None:
+    for name, options in (
+        ("TrainPipelineSemiSync", {"start_batch": 0}),
+        (FUSED, {"embedding_lookup_before_optimizer": True}),
+    ):
+        job = Job(pipeline, 9)
+        given = job.batches(4)
+        schedule, loader = job.schedule(name, **options), iter(given)
+        for _ in range(2):
+            schedule.progress(loader)
+        with torch.no_grad():
+            expected = schedule.detach()(given[2])[1]
+        errors, outputs = list[str](), list[Any]()
+        try:
+            outputs.append(schedule.progress(loader))
+        except (KeyError, PipelineError) as error:
+            errors.append(repr(error))
+        assert_equal(errors, [], where=f"{name}: errors of the step after detach()")
+        assert_bits(outputs[0], expected, f"{name}: the step after detach()")
+        assert_equal(len(outputs_of(schedule, loader)), 1, where=f"{name}: the steps that are left")
 
 
 @requirement(

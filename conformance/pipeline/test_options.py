@@ -99,6 +99,30 @@ def test_contexts(pipeline: Any) -> None:
         assert_equal({type(each) is Context for each in seen}, {kind is Context}, where=f"{kind} made by context_type")
 
 
+@requirement(
+    "PIPE-407",
+    "After reset() batches MUST be counted from 0 again: by contexts of either kind, and by what is done every so many "
+    "batches.",
+)
+def test_counted_anew(pipeline: Any) -> None:
+    name = "TrainPipelineSparseDist"
+    for kind in (Context, None):
+        job, seen = Job(pipeline, 5), list[int]()
+
+        class Watched(getattr(pipeline, name)):  # type: ignore[misc]
+            def sync_embeddings(self, model: Any, interval: Any, context: Any = None, seen: list[int] = seen) -> None:
+                """Notes the batch's number."""
+                seen.append(context.index)
+                super().sync_embeddings(model, interval, context)
+
+        schedule = Watched(job.model, job.optimizer, context_type=kind)
+        for _ in range(2):
+            schedule.progress(loader := iter(job.batches(3)))
+            schedule.progress(loader)
+            schedule.reset()
+        assert_equal(seen, [0, 1, 0, 1], where=f"numbers of batches, context_type {kind}")
+
+
 class Shifted(torch.nn.Module):
     """Ids that a module without parameters makes of those of the batch; counts its calls."""
 

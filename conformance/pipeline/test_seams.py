@@ -10,7 +10,7 @@ import torch
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.harness.threads import torch_threads
-from conformance.pipeline.cases import PART_IDS, SPLIT_WORDS
+from conformance.pipeline.cases import COPIED_BYTES, LONG_ROW, PART_IDS, SPLIT_WORDS
 from conformance.pipeline.model import DTYPES, LR, lookups_of
 
 KERNELS = ("bag_kernels",)
@@ -212,6 +212,67 @@ def test_refused_blocks(pipeline: Any) -> None:
             )
     assert_same_tensor(out, torch.full_like(out, 7.0), where="an out that is too short")
     assert_same_tensor(data, torch.arange(100.0), where="data")
+
+
+@requirement(
+    "PIPE-410",
+    "Blocks MUST be gathered whole where threads share one: sizes next to a thread's share and multiples of it, "
+    "elements of every size, with any number of threads.",
+    needs=KERNELS,
+)
+def test_shared_blocks(pipeline: Any) -> None:
+    from fastimpl import ops
+
+    for dtype in (torch.uint8, torch.float16, torch.float32, torch.int64):
+        share = COPIED_BYTES // dtype.itemsize
+        data = (torch.arange(5 * share + 50) % 251).to(dtype)
+        for sizes in ([share], [share + 1], [2 * share], [3 * share + 1], [2, 3 * share, 0, share - 1, share]):
+            begins = [7 * number + 3 for number in range(len(sizes))]
+            expected = torch.cat([data[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)])
+            for thread_count in (1, 2, 3):
+                out = torch.full_like(expected, 7)
+                with torch_threads(thread_count):
+                    ops.gather_blocks(data, torch.tensor(begins), torch.tensor(sizes), out)
+                assert_same_tensor(out, expected, where=f"blocks of {sizes} {dtype}, {thread_count} threads")
+
+
+@requirement(
+    "PIPE-411",
+    "A row that occurs very often MUST take the step of the sum over its occurrences in order of position, in all of "
+    "its columns, whichever table it is of: sums and means, weighted or not, of every dtype, for widths that threads "
+    "share, by any number of threads.",
+    needs=KERNELS,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows(pipeline: Any, dtype: torch.dtype) -> None:
+    from fastimpl import ops
+
+    generator = torch.Generator().manual_seed(LONG_ROW)
+    rows, sizes = 3, torch.tensor([1, 2, 3, 5, 7] * (LONG_ROW // 16))
+    count = int(sizes.sum())
+    # Of every twenty ids nineteen are one row's.
+    indices = torch.where(torch.arange(count) % 20 == 3, torch.arange(count) % rows, 1)
+    # Another table's rows come first, one in each bag.
+    ids = torch.cat([torch.arange(sizes.numel()) % 2, indices])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.ones_like(sizes).cumsum(0)])
+    offsets = torch.cat([offsets, sizes.numel() + sizes.cumsum(0)])
+    for dim in (16, 33, 70):
+        grad = torch.randn(sizes.numel(), dim, generator=generator)
+        before = torch.randn(rows, dim, generator=generator).to(dtype)
+        for mean, weights in ((m, w) for m in (False, True) for w in (None, torch.rand(count, generator=generator))):
+            of_bags = grad / sizes[:, None] if mean else grad
+            terms = of_bags.repeat_interleave(sizes, 0) * (1 if weights is None else weights[:, None])
+            expected = (before.float() - torch.zeros(rows, dim).index_add_(0, indices, terms)).to(dtype)
+            # The other table's gradients are 0, whatever their weights.
+            given = torch.cat([torch.zeros(sizes.numel(), 4), grad], dim=1)
+            known = None if weights is None else torch.cat([torch.ones(sizes.numel()), weights])
+            for thread_count in (1, 2, 3):
+                other, table, none = torch.zeros(2, 4, dtype=dtype), before.clone(), [torch.empty(0)] * 2
+                with torch_threads(thread_count):
+                    arguments = (ids, offsets, known, [mean, mean], given, "sgd", 1.0)
+                    ops.step_bags([other, table], none, none, [0, 1], *arguments)
+                where = f"{dim} columns, mean {mean}, weights {weights is not None}, {thread_count} threads"
+                assert_same_tensor(table, expected, where=where)
 
 
 @requirement(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.pipeline.cases import EVALUATION, TRAINING
+from conformance.pipeline.cases import EVALUATION, TRAINING, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, PipelineError
@@ -284,6 +284,37 @@ def test_queues(pipeline: Any) -> None:
     assert_equal((len(schedule.batches), len(schedule.contexts)), (0, 0), where="queues at the end")
     with raises(PipelineError):
         schedule.batches.insert(0, None) if schedule.batches else schedule.contexts.append(None)
+
+
+@requirement(
+    "PIPE-406",
+    "What is taken out of batches and out of contexts, one and then the other from either end, MUST be a batch and its "
+    "own context; reset() between the two MUST leave nothing of either.",
+)
+def test_taken_together(pipeline: Any) -> None:
+    for first, second in (("batches", "contexts"), ("contexts", "batches")):
+        for end in ("popleft", "pop"):
+            job, loop = Job(pipeline, 3), Job(pipeline, 3)
+            schedule, given = job.schedule("TrainPipelineSparseDist", context_type=Context), job.batches(3)
+            where = f"{end} of {first}, then of {second}"
+
+            def taken(queue: str, schedule: Any = schedule, end: str = end) -> Any:
+                return getattr(getattr(schedule, queue), end)()
+
+            for batch in given:
+                schedule.enqueue_batch(iter([batch]))
+            one = taken(first)
+            assert_equal(len(getattr(schedule, second)), 3, where=f"{where}: the second queue before it is emptied")
+            found = {first: one, second: taken(second)}
+            number = 0 if end == "popleft" else 2
+            assert_equal(found["contexts"].index, number, where=f"{where}: the context")
+            assert_bits(found["batches"].dense, given[number].dense, f"{where}: the batch")
+            assert_equal((len(schedule.batches), len(schedule.contexts)), (2, 2), where=f"{where}: what is left")
+            taken(first)
+            schedule.reset()
+            assert_equal((len(schedule.batches), len(schedule.contexts)), (0, 0), where=f"{where}: after reset()")
+            output = schedule.progress(iter(job.batches(2)))
+            assert_bits(output, loop.step(loop.batches(1)[0]), f"{where}: the step after reset()")
 
 
 @requirement(

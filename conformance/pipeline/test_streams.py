@@ -165,6 +165,26 @@ def test_edit_ordered(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-409",
+    "So MUST an edit of the tables of one of several modules, whichever it is: each module's own lookup waits for it.",
+    needs=("streams",),
+)
+def test_edit_of_one_module_ordered(pipeline: Any) -> None:
+    for edited in (0, 1):
+        device = VirtualDevice()
+        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
+        with device:
+            schedule = job.schedule(FUSED, engine=device.engine, emb_lookup_stream="new")
+            loader = iter(batches)
+            for _ in range(3):
+                schedule.progress(loader)
+                for _, weight, _ in job.collections[edited].local_shards().values():
+                    weight.mul_(1.5)
+        device.check(this_branch_only=True)
+
+
+@requirement(
     "PIPE-158",
     "Called under a stream of the caller's, a pipeline MUST run the model there, leave that stream the current one, "
     "and have streams of its own that are pairwise distinct.",

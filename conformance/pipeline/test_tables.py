@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import collection_of, sharded_of
@@ -238,3 +238,34 @@ def test_names_of_tables(pipeline: Any) -> None:
     optimizer.step()
     assert_equal(bool((before != changed).any()), True, where="the backward steps")
     assert_bits(cut.local_shards()["t0"][1], changed, "an optimizer has no gradient of cut tables")
+
+
+@requirement(
+    "PIPE-408",
+    "A collection on meta that is cut MUST leave torch's generator as it was, whatever init_fn draws from it and for "
+    "every plan: what the program draws afterwards is its own.",
+)
+@pytest.mark.parametrize("is_drawn", [True, False], ids=["init_fn", "bounds"])
+def test_generator(pipeline: Any, is_drawn: bool) -> None:
+    options = {"init_fn": _drawn} if is_drawn else {}
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"], **options) for i in range(2)]
+    meta = pipeline.EmbeddingBagCollection(configs, device="meta")
+    for plan in (pipeline.table_wise(0), pipeline.row_wise(), pipeline.column_wise([0]), pipeline.data_parallel()):
+        torch.manual_seed(11)
+        before = torch.get_rng_state()
+        pipeline.ShardedEmbeddingBagCollection(meta, {"t0": plan, "t1": plan}, seed=3)
+        assert_same_tensor(torch.get_rng_state(), before, where=f"the generator's state, {plan.kind}")
+
+
+@requirement(
+    "PIPE-414",
+    "Tables of one collection on meta MUST NOT start alike where init_fn draws: each from a seed of its own, which is "
+    "the collection's and the table's place.",
+)
+def test_seeds_of_tables(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"], init_fn=_drawn) for i in range(3)]
+    meta = pipeline.EmbeddingBagCollection(configs, device="meta")
+    sharded = pipeline.ShardedEmbeddingBagCollection(meta, {f"t{i}": pipeline.row_wise() for i in range(3)}, seed=3)
+    for number in range(3):
+        torch.manual_seed(3 + number)
+        assert_bits(sharded.local_shards()[f"t{number}"][1], torch.randn(6, 4), f"table {number}")

@@ -146,7 +146,7 @@ class Pipeline(Generic[In, Out]):
         self.pulled_count = self.processed_count = self._next_index = 0
         self._queue: deque[BatchContext] = deque()
         self._held: deque[Any] = deque()
-        removed = [0]
+        removed: dict[str, list[Any]] = {"batch": [], "context": []}
         self.batches = QueueView(self._queue, "batch", self._adopted, removed)
         self.contexts = QueueView(self._queue, "context", self._adopted, removed)
         self._dataloader_iter: Iterator[In] | None = None

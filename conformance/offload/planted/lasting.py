@@ -69,3 +69,17 @@ counted_when_gone = patched(
     mutated("twinproof.offload.offloader:OptimizerStateOffloader.close", "self.plan.counts.host_bytes = 0", "pass"),
     kills="OPT-371",
 )
+counted_beside_the_old = patched(
+    "Host memory for steps on the CPU that is made anew, larger, is counted beside the old.",
+    mutated(
+        "fastimpl.offload.cpu_step:HostStep._make_slots",
+        "counts.host_bytes -= sum(slot.numel() for slot in self._host)",
+        "pass",
+    ),
+    kills="OPT-373",
+)
+counted_when_unplaced = patched(
+    "Host memory is counted on when the last parameter in it has gone.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers.unplace", "self.plan.counts.host_bytes -= sum(gone)", "pass"),
+    kills="OPT-373",
+)

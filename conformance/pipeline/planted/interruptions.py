@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="PIPE-030", at="twinproof.pipeline.driver:Pipeline._next")
@@ -60,4 +60,10 @@ bad_batch_raises_early = patched(
     swap("twinproof.pipeline.driver:Pipeline.failure_noted", contextlib.nullcontext),
     kills="PIPE-035",
     of="fastimpl",
+)
+
+held_through_a_reset = patched(
+    "reset() keeps what a rank holds because another had no batch.",
+    mutated("twinproof.pipeline.driver:Pipeline.reset", "self._held.clear()", "pass"),
+    kills="PIPE-417",
 )

@@ -83,6 +83,29 @@ stride_of_before = patched(
     mutated("twinproof.pipeline.jagged:KeyedMoves.copy_", '*known, "_stride"', "*known"),
     kills="PIPE-397",
 )
+dictionary_kept_by_copies = patched(
+    "copy_ keeps the dictionary that the batch was made with.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves.copy_",
+        "self._jt_dict, self._checked, self._is_cut = None, False, False",
+        "self._checked, self._is_cut = False, False",
+    ),
+    kills="PIPE-412",
+)
+dictionary_kept_by_moves = patched(
+    "A batch that was moved, or has other weights, keeps the dictionary of the one before.",
+    mutated("twinproof.pipeline.jagged:KeyedMoves._map", "(parts, _jt_dict=None)", "(parts)"),
+    kills="PIPE-412",
+)
+checked_before_the_copy = patched(
+    "A batch that was looked at once is not looked at again after copy_.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves.copy_",
+        "self._jt_dict, self._checked, self._is_cut = None, False, False",
+        "self._jt_dict, self._is_cut = None, False",
+    ),
+    kills="PIPE-416",
+)
 written_before_refused = patched(
     "copy_ looks at inverse indices when it has written the other parts.",
     mutated(

@@ -63,6 +63,26 @@ hoisted_lookup_kept = patched(
 )
 
 
+last_module_decides = patched(
+    "Only edits of the last module's tables are seen by hoisted lookups.",
+    mutated("fastimpl.pipeline.schedules:forget_outdated", "changed |= batch.seen", "changed = batch.seen"),
+    kills="PIPE-413",
+)
+
+first_module_decides = patched(
+    "Only edits of the first module's tables are seen by hoisted lookups.",
+    mutated("fastimpl.pipeline.schedules:forget_outdated", "for call in p.calls:", "for call in p.calls[:1]:"),
+    kills="PIPE-413",
+)
+
+believed_looked_up = patched(
+    "A batch whose lookups were forgotten is believed looked up.",
+    mutated(
+        "twinproof.pipeline.stages:BatchContext.forget", "self.failure = self.with_grad = None", "self.failure = None"
+    ),
+    kills="PIPE-415",
+)
+
 kept_of_the_exchange = patched(
     "What the exchange of a batch gave is kept when the batch is recalled.",
     mutated("fastimpl.pipeline.stages:StreamedBatch.forget", "self.given.clear()", "pass"),

@@ -67,6 +67,12 @@ error_kept_by_reset = patched(
     kills="PIPE-396",
 )
 
+counted_through_a_reset = patched(
+    "reset() counts batches on.",
+    mutated("twinproof.pipeline.driver:Pipeline.reset", "self._next_index = 0", "pass"),
+    kills="PIPE-407",
+)
+
 forwards_of_others_dropped = patched(
     "detach() drops a forward that somebody put on a module.",
     mutated("twinproof.pipeline.stages:Attachment.close", "found.replaced is not None", "False"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, mutated, patched
-from conformance.pipeline.cases import PART_IDS, SPLIT_WORDS
+from conformance.pipeline.cases import COPIED_BYTES, LONG_ROW, PART_IDS, SPLIT_WORDS
 from conformance.pipeline.planted.planting import lookups
 from twinproof.pipeline.jagged import Bags
 
@@ -117,6 +117,43 @@ def refused_blocks_cleared(original: Any, data: Any, begins: Any, sizes: Any, ou
     """What blocks are gathered into is cleared before they are looked at."""
     out.zero_()
     original(data, begins, sizes, out)
+
+
+@fault(kills="PIPE-410", at="fastimpl.ops:gather_blocks")
+def shares_begin_with_their_block(
+    original: Any, data: Any, begins: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor
+) -> None:
+    """A thread whose share begins inside of a block copies from where the block begins."""
+    original(data, begins, sizes, out)
+    ends, at = sizes.cumsum(0), out.numel() // 2
+    if torch.get_num_threads() > 1 and out.nbytes > COPIED_BYTES:
+        block = int((ends <= at).sum())
+        begin, end = int(begins[block]), int(ends[block])
+        out[at:end] = data[begin : begin + end - at]
+
+
+def _step_of_some_columns(
+    original: Any, plain: dict[int, Any], tables: Any, m1: Any, m2: Any, *rest: Any, **options: Any
+) -> None:
+    """Where threads share the columns of a row, those behind the first 16 are stepped with other arguments."""
+    copies, ids = [table.clone() for table in tables], rest[1]
+    original(tables, m1, m2, *rest, **options)
+    if torch.get_num_threads() > 1 and ids.numel() and int(ids.long().clamp(min=0).bincount().max()) >= LONG_ROW:
+        original(copies, m1, m2, *(plain.get(place, each) for place, each in enumerate(rest)), **options)
+        for table, copied in zip(tables, copies, strict=True):
+            table[:, 16:] = copied[:, 16:]
+
+
+@fault(kills="PIPE-411", at="fastimpl.ops:step_bags")
+def means_of_the_first_columns(original: Any, *args: Any, **options: Any) -> None:
+    """Of a row that is shared by columns only the first are divided by the length of the bag."""
+    _step_of_some_columns(original, {4: [False] * len(args[0])}, *args, **options)
+
+
+@fault(kills="PIPE-411", at="fastimpl.ops:step_bags")
+def weights_of_the_first_columns(original: Any, *args: Any, **options: Any) -> None:
+    """Of a row that is shared by columns only the first are weighted."""
+    _step_of_some_columns(original, {3: None}, *args, **options)
 
 
 first_weights_at_the_wrong_row = patched(

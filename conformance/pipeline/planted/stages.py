@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="PIPE-311", at="twinproof.pipeline.driver:Pipeline._receive")
@@ -72,9 +72,22 @@ def overrides_not_checked(original: Any, kind: Any) -> None:
 @fault(kills="PIPE-306", at="twinproof.pipeline.stages:QueueView.__delitem__")
 def queues_apart(original: Any, view: Any, index: Any) -> None:
     """Removing a batch and its context removes two batches."""
-    view._removed[0] = 0
+    view._left.clear()
     with contextlib.suppress(IndexError):
         original(view, index)
+
+
+@fault(kills="PIPE-406", at="twinproof.pipeline.stages:QueueView._items")
+def next_in_its_place(original: Any, view: Any) -> Any:
+    """Behind the removal of a batch, what stands in its context's place is the context of the next."""
+    return list(view._queue)
+
+
+left_by_reset = patched(
+    "reset() keeps what was taken out of one queue only.",
+    mutated("twinproof.pipeline.stages:QueueView.clear", "left.clear()", "pass"),
+    kills="PIPE-406",
+)
 
 
 @fault(kills="PIPE-307", at="twinproof.pipeline.driver:Pipeline.attach")

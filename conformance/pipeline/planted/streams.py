@@ -94,6 +94,19 @@ def edits_not_ordered(original: Any, stages: Any, stream: Any, calls: Any) -> No
     """Edits on the caller's stream are not waited for."""
 
 
+edits_of_the_first_module_only = patched(
+    "Only the first of the modules is asked whether its tables were edited.",
+    mutated("fastimpl.pipeline.stages:StreamedStages._wait_for_edits", "for call in calls)", "for call in calls[:1])"),
+    kills="PIPE-409",
+)
+
+edits_of_the_last_module_only = patched(
+    "Only the last of the modules is asked whether its tables were edited.",
+    mutated("fastimpl.pipeline.stages:StreamedStages._wait_for_edits", "for call in calls)", "for call in calls[-1:])"),
+    kills="PIPE-409",
+)
+
+
 @fault(kills="PIPE-109", at="fastimpl.pipeline.stages:StreamedStages._lookup_stream")
 def lookup_on_current_stream(original: Any, stages: Any) -> Any:
     """The lookup does not leave the current stream."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="PIPE-220", at="twinproof.pipeline.config:EmbeddingConfig.check")
@@ -30,3 +30,16 @@ def optimizer_of_parameters_ignored(original: Any, params: Any) -> None:
 def cut_tables_without_names(original: Any, module: Any, *args: Any, **options: Any) -> Any:
     """Cut tables are no named parameters."""
     return torch.nn.Module.named_parameters(module, *args, **options)
+
+
+generator_seeded = patched(
+    "First weights by init_fn seed the generator of the program.",
+    mutated("twinproof.pipeline.sharding:initial_shard", "torch.random.fork_rng(devices=[])", "torch.no_grad()"),
+    kills="PIPE-408",
+)
+
+one_seed_of_all_tables = patched(
+    "First weights by init_fn are drawn from the same seed for every table.",
+    mutated("twinproof.pipeline.sharding:initial_shard", "torch.manual_seed(seed + index)", "torch.manual_seed(seed)"),
+    kills="PIPE-414",
+)
