@@ -273,13 +273,29 @@ def test_bases_of_loads(kvstore: Any, tmp_path: Path) -> None:
         store.delete("t", ids_of([2]))
         save(kvstore, store, tmp_path / case, since=mark)
         assert_equal(_content(tmp_path / case)["bases"].get("t", []), bases, where=case)
-    delta = _content(tmp_path / "just that")["moments"]["t"]
-    for case, bases in (("a delta", [delta]), ("a delta beside a newer row", [])):
+
+
+@requirement(
+    "KV-291",
+    "A delta that was loaded MUST be named as a base only where the table held what the delta was saved beside.",
+)
+def test_bases_of_loaded_deltas(kvstore: Any, tmp_path: Path) -> None:
+    def tracked() -> Any:
+        return store_of(kvstore, kvstore.RowLayout(4, optimizer="adagrad"), track_changes=True)
+
+    source = tracked()
+    source.set_rows("t", random_rows(source, range(6), 1))
+    save(kvstore, source, tmp_path / "full")
+    mark = source.mark()
+    source.delete("t", ids_of([2]))
+    save(kvstore, source, tmp_path / "delta", since=mark)
+    delta = _content(tmp_path / "delta")["moments"]["t"]
+    for case, bases in (("just that", [delta]), ("beside a newer row", [])):
         store = tracked()
         kvstore.load(store, tmp_path / "full")
         if not bases:
             store.set("t", ids_of([60]), torch.ones(1, 4))
-        kvstore.load(store, tmp_path / "just that")
+        kvstore.load(store, tmp_path / "delta")
         mark = store.mark()
         store.delete("t", ids_of([4]))
         save(kvstore, store, tmp_path / case, since=mark)

@@ -84,7 +84,7 @@ newer_rows_are_a_base = patched(
     mutated(
         _NOTE, "bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))", "bool(saved.bases)"
     ),
-    kills="KV-245",
+    kills="KV-291",
 )
 names_outlive_broken_loads = patched(
     "A load that ends in the middle leaves the name of what was loaded before.",
