@@ -126,6 +126,36 @@ def test_waiting_in_a_round(kvstore: Any) -> None:
 
 
 @requirement(
+    "KV-267",
+    "What triggers a round while one is running MUST be followed by another round, whatever the trigger is.",
+)
+def test_triggers_in_a_round(kvstore: Any) -> None:
+    for trigger in ("trigger_rows", "trigger_bytes", "trigger_steps"):
+        store, late = _stored(kvstore), [5000]
+        store.set("t", ids_of(range(100)), torch.zeros(100, 4))
+        begin = store.start_eviction
+
+        def start_eviction(
+            *arguments: Any, store: Any = store, begin: Any = begin, late: Any = late, **options: Any
+        ) -> Any:
+            found = begin(*arguments, **options)
+            # In the thread of the round: after it began, and before it ends.
+            if threading.current_thread() is not threading.main_thread() and late:
+                _step(store, "t", late.pop())
+            return found
+
+        store.start_eviction = start_eviction
+        threshold = {"trigger_rows": 100, "trigger_bytes": store.stats().row_bytes, "trigger_steps": 1}[trigger]
+        policy = kvstore.EvictionPolicy.count(2)
+        with kvstore.BackgroundEvictor(store, "t", policy=policy, **{trigger: threshold}) as evictor:
+            _step(store, "t", 2000)
+            found = [(stats.processed_count, stats.evicted_count) for stats in evictor.wait()]
+        # Rows that came after a round began are the next one's.
+        assert_equal(found, [(110, 10), (110, 10)], where=f"{trigger}: rounds")
+        assert_equal(store.ids("t").tolist(), list(range(100)), where=f"{trigger}: kept")
+
+
+@requirement(
     "KV-255",
     "Listeners MUST hear of a write or a step when it is done: rows, headers, marks and steps that they ask for are "
     "those after it.",

@@ -104,6 +104,29 @@ def test_columns_of_new_rows(kvstore: Any) -> None:
 
 
 @requirement(
+    "KV-266",
+    "The columns of a KVTensorWrapper MUST begin at the row's first byte while its store returns whole rows, and "
+    "behind the header while it does not, also where that changes after it was given the store.",
+)
+def test_columns_when_the_form_changes(kvstore: Any) -> None:
+    mine = ids_of([key + 100 for key in KEYS])
+    for first in (False, True):
+        store = _store(kvstore, first, 100)
+        # 16 bytes behind where columns begin: the weights of whole rows, and what follows the weights of others.
+        columns = _wrapper(kvstore, store, 8, torch.float16, 100, width_offset=8)
+        for whole in (first, not first, first):
+            store.set_return_whole_row(whole)
+            begin = 16 if whole else 32
+            expected = store.get_rows("t", mine)
+            shown = expected[:, begin : begin + 16].contiguous().view(torch.float16)
+            assert_bits(columns.narrow(0, 0, 4), shown, where=f"read, {first=} {whole=}")
+            values = torch.full((4, 8), 7.0 + whole, dtype=torch.float16)
+            columns.set_range(0, 0, 4, values)
+            expected[:, begin : begin + 16] = values.view(torch.uint8)
+            assert_bits(store.get_rows("t", mine), expected, where=f"written, {first=} {whole=}")
+
+
+@requirement(
     "KV-157",
     "A KVTensorWrapper MUST refuse by name what it cannot honour: no store, other shapes and columns, checkpoint "
     "handles, keys that are not the ids, and travelling without its store.",

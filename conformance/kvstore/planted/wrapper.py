@@ -37,3 +37,11 @@ def rest_of_weights_zero(
     rest = 16 + store.options.rows[table].weight_bytes - behind
     if begin == 16 and rest > 0:
         original(store, table, new, torch.zeros(new.numel(), rest, dtype=torch.uint8), behind, now, visit=False)
+
+
+@fault(kills="KV-266", at="twinproof.kvstore.modules:KVTensorWrapper._opened")
+def columns_of_the_first_call(original: Any, wrapper: Any) -> Any:
+    """A wrapper keeps the columns that its first call found, whatever its store returns afterwards."""
+    store, table, *found = original(wrapper)
+    wrapper.__dict__.setdefault("_found", found)
+    return store, table, *wrapper._found
