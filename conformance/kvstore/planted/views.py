@@ -118,6 +118,11 @@ range_of_another_layout = patched(
     ),
     kills="KV-247",
 )
+travels_with_the_first_source = patched(
+    "A view that is attached goes on travelling as one of the rows that it was made over.",
+    mutated("twinproof.kvstore.views:KVTensor.attach", "self._description = source.reopened()", "pass"),
+    kills="KV-269",
+)
 ids_of_the_caller = patched(
     "A view keeps the caller's tensor of ids.",
     mutated("twinproof.kvstore.views:KVTensor.__new__", "check_ids(ids).clone()", "check_ids(ids)"),
