@@ -271,6 +271,23 @@ def test_attached_and_sent_on(kvstore: Any, tmp_path: Any) -> None:
 
 
 @requirement(
+    "KV-273",
+    "A view that is attached to a moment or to saved rows MUST be read-only: its writes skip every row.",
+)
+def test_attached_to_a_moment(kvstore: Any, tmp_path: Any) -> None:
+    store = filled(kvstore)
+    kvstore.save(store, tmp_path / "ck", durable=False)
+    before = contents(store)
+    with store.snapshot() as moment:
+        for source in (moment, kvstore.SavedRows(tmp_path / "ck")):
+            for name in VIEWS:
+                view = pickle.loads(pickle.dumps(kvstore.KVTensor(store, ids_of(KEYS), name))).attach(source)
+                assert_equal(view.read_only, True, where=f"{name} is read-only")
+                assert_equal(view.set_range(0, 0, 6, values_for(view, KEYS, 4)), 6, where=f"skipped by {name}")
+    assert_contents(store, before, where="after writes to views of moments")
+
+
+@requirement(
     "KV-247",
     "A view that is given another source MUST show and write the same part of its rows, wherever it lies in them.",
 )

@@ -54,6 +54,24 @@ forgets_what_came_in_a_round = patched(
     ),
     kills="KV-267",
 )
+partial_rounds_not_told = patched(
+    "What a round did that was ended by close is not told.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._round",
+        "self.rounds.append(found.stats)",
+        "self.rounds.extend([found.stats] if found.done else [])",
+    ),
+    kills="KV-270",
+)
+first_failure_is_the_end = patched(
+    "A round that fails is the last one.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._work",
+        "self._due, self._busy = False, True",
+        "self._due, self._busy = False, True\n            if self._failure is not None: continue",
+    ),
+    kills="KV-271",
+)
 steps_counted_late = patched(
     "The step is counted when those who listen have heard of it.",
     mutated(
