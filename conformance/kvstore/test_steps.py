@@ -245,3 +245,20 @@ def test_hyperparameters_change(kvstore: Any) -> None:
         options = {name: value for name, value in values.items() if name != "lr"}
         plain.apply_gradients("a", ids, torch.ones(3, 4), values["lr"], step, **options)
         assert_contents(store, contents(plain), where=f"step {step}, {change} is new")
+
+
+@requirement(
+    "KV-274",
+    "The state dict of a module MUST deal its rows to buckets as the module's ``buckets`` say at that time.",
+)
+def test_buckets_of_a_module(kvstore: Any) -> None:
+    store = _adam(kvstore)
+    store.set("a", ids_of([5, 6, 7, 8, -1]), torch.ones(5, 4))
+    for make in (kvstore.KVEmbedding, kvstore.KVEmbeddingBag):
+        bag = make(store, table="a", buckets=kvstore.Buckets(2))
+        for total in (2, 3):
+            bag.buckets = kvstore.Buckets(total)
+            expected = store.state_dict(buckets=kvstore.Buckets(total), tables=("a",))
+            for name in ("weight_id", "bucket"):
+                found = bag.state_dict()[name].full_tensor()
+                assert_equal(found.tolist(), expected[f"a.{name}"].full_tensor().tolist(), where=f"{name} of {total}")

@@ -126,6 +126,91 @@ def test_waiting_in_a_round(kvstore: Any) -> None:
 
 
 @requirement(
+    "KV-267",
+    "What triggers a round while one is running MUST be followed by another round, whatever the trigger is.",
+)
+def test_triggers_in_a_round(kvstore: Any) -> None:
+    for trigger in ("trigger_rows", "trigger_bytes", "trigger_steps"):
+        store, late = _stored(kvstore), [5000]
+        store.set("t", ids_of(range(100)), torch.zeros(100, 4))
+        begin = store.start_eviction
+
+        def start_eviction(
+            *arguments: Any, store: Any = store, begin: Any = begin, late: Any = late, **options: Any
+        ) -> Any:
+            found = begin(*arguments, **options)
+            # In the thread of the round: after it began, and before it ends.
+            if threading.current_thread() is not threading.main_thread() and late:
+                _step(store, "t", late.pop())
+            return found
+
+        store.start_eviction = start_eviction
+        threshold = {"trigger_rows": 100, "trigger_bytes": store.stats().row_bytes, "trigger_steps": 1}[trigger]
+        policy = kvstore.EvictionPolicy.count(2)
+        with kvstore.BackgroundEvictor(store, "t", policy=policy, **{trigger: threshold}) as evictor:
+            _step(store, "t", 2000)
+            found = [(stats.processed_count, stats.evicted_count) for stats in evictor.wait()]
+        # Rows that came after a round began are the next one's.
+        assert_equal(found, [(110, 10), (110, 10)], where=f"{trigger}: rounds")
+        assert_equal(store.ids("t").tolist(), list(range(100)), where=f"{trigger}: kept")
+
+
+@requirement(
+    "KV-270",
+    "A background evictor that is closed in a round MUST tell what that round did until then, with the rounds before.",
+)
+def test_closed_in_a_round(kvstore: Any) -> None:
+    store, begun = _stored(kvstore), threading.Event()
+    begin = store.start_eviction
+
+    def start_eviction(*arguments: Any, **options: Any) -> Any:
+        found = begin(*arguments, **options)
+        step = found.step
+
+        def first_alone() -> bool:
+            # A round that goes on until it is closed, and has looked at one slice by then.
+            if not begun.is_set():
+                step()
+                begun.set()
+            return True
+
+        found.step = first_alone
+        return found
+
+    store.start_eviction = start_eviction
+    policy = kvstore.EvictionPolicy.count(2)
+    with kvstore.BackgroundEvictor(store, "t", trigger_rows=100, policy=policy, slice_rows=3) as evictor:
+        store.set("t", ids_of([1000]), torch.zeros(1, 4))
+        assert_equal(begun.wait(20), True, where="a round begins")
+    found = [(stats.processed_count, stats.evicted_count) for stats in evictor.rounds]
+    assert_equal(found, [(3, 3)], where="what the round did")
+
+
+@requirement(
+    "KV-271",
+    "After a round that failed a background evictor MUST go on with the next that is due, and tell of the failure "
+    "whenever it is waited for.",
+)
+def test_round_after_a_failure(kvstore: Any) -> None:
+    store, failures = _stored(kvstore), [ValueError("a round")]
+    store.set("t", ids_of(range(100)), torch.zeros(100, 4))
+    begin = store.start_eviction
+
+    def start_eviction(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and failures:
+            raise failures.pop()
+        return begin(*arguments, **options)
+
+    store.start_eviction = start_eviction
+    with kvstore.BackgroundEvictor(store, "t", trigger_rows=100, policy=kvstore.EvictionPolicy.count(2)) as evictor:
+        for first, size, rounds in ((1000, 110, 0), (2000, 100, 1)):
+            store.set("t", ids_of(range(first, first + 10)), torch.zeros(10, 4))
+            with raises(ValueError, where="a round that failed"):
+                evictor.wait()
+            assert_equal((store.size("t"), len(evictor.rounds)), (size, rounds), where=f"after rows from {first}")
+
+
+@requirement(
     "KV-255",
     "Listeners MUST hear of a write or a step when it is done: rows, headers, marks and steps that they ask for are "
     "those after it.",

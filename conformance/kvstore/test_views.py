@@ -21,7 +21,7 @@ from conformance.kvstore.cases import (
     rows_tensor,
     store_of,
 )
-from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError
+from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
 
 VIEWS = ("row", "weight", "metadata", "momentum1", "momentum2")
 WRITABLE = ("row", "weight", "momentum1", "momentum2")
@@ -242,6 +242,49 @@ def test_refused_views(kvstore: Any) -> None:
             make()
     raw = rows_tensor([bytes(16)], 16)
     assert_equal(raw.shape, (1, 16), where="helper")
+
+
+@requirement(
+    "KV-269",
+    "A view that was attached MUST travel as a view of its new source: saved rows are found again by their path, a "
+    "moment's come along, those of a store are left behind, and torch.save of them is refused.",
+)
+def test_attached_and_sent_on(kvstore: Any, tmp_path: Any) -> None:
+    stores = [store_of(kvstore, kvstore.RowLayout(6, torch.float16, "adam")) for _ in range(2)]
+    for seed, store in enumerate(stores):
+        store.set_rows("t", random_rows(store, KEYS, seed))
+        kvstore.save(store, tmp_path / str(seed), durable=False)
+    saved = [kvstore.SavedRows(tmp_path / str(seed)) for seed in range(2)]
+    expected = [store.get("t", ids_of(KEYS)) for store in stores]
+    for first in (saved[0], stores[0]):
+        view = pickle.loads(pickle.dumps(kvstore.KVTensor(first, ids_of(KEYS), "weight")))
+        found = pickle.loads(pickle.dumps(view.attach(saved[1])))
+        assert_bits(found.full_tensor(), expected[1], where="saved rows")
+        with stores[1].snapshot() as moment:
+            found = pickle.loads(pickle.dumps(view.attach(moment)))
+        assert_bits(found.full_tensor(), expected[1], where="rows of a moment")
+        view.attach(stores[1])
+        with raises(DetachedStoreError, where="rows of a store"):
+            pickle.loads(pickle.dumps(view)).full_tensor()
+        with raises(UnsupportedError, where="torch.save"):
+            torch.save(view, tmp_path / "view")
+
+
+@requirement(
+    "KV-273",
+    "A view that is attached to a moment or to saved rows MUST be read-only: its writes skip every row.",
+)
+def test_attached_to_a_moment(kvstore: Any, tmp_path: Any) -> None:
+    store = filled(kvstore)
+    kvstore.save(store, tmp_path / "ck", durable=False)
+    before = contents(store)
+    with store.snapshot() as moment:
+        for source in (moment, kvstore.SavedRows(tmp_path / "ck")):
+            for name in VIEWS:
+                view = pickle.loads(pickle.dumps(kvstore.KVTensor(store, ids_of(KEYS), name))).attach(source)
+                assert_equal(view.read_only, True, where=f"{name} is read-only")
+                assert_equal(view.set_range(0, 0, 6, values_for(view, KEYS, 4)), 6, where=f"skipped by {name}")
+    assert_contents(store, before, where="after writes to views of moments")
 
 
 @requirement(

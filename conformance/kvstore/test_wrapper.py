@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.cases import assert_bits, assert_contents, contents, header, ids_of, random_rows, store_of
-from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    DetachedStoreError,
+    ShapeError,
+    TwinproofError,
+    UnsupportedError,
+)
 
 KEYS = [4, -2, 2**40, 0]
 NAMES = (
@@ -23,6 +31,15 @@ def _store(kvstore: Any, whole: bool, offset: int) -> Any:
     store = store_of(kvstore, kvstore.RowLayout(8, torch.float16, "adam"), return_whole_row=whole)
     store.set_rows("t", random_rows(store, [key + offset for key in KEYS], 3))
     return store
+
+
+def _refusal(act: Callable[..., Any], *arguments: Any) -> type[TwinproofError] | None:
+    """The class of the error with which a call is refused; None where it is not."""
+    try:
+        act(*arguments)
+    except TwinproofError as error:
+        return type(error)
+    return None
 
 
 def _wrapper(kvstore: Any, store: Any, width: int, dtype: torch.dtype, offset: int, **options: Any) -> Any:
@@ -101,6 +118,61 @@ def test_columns_of_new_rows(kvstore: Any) -> None:
         expected[key, :16] = torch.frombuffer(bytearray(header(key, 1000, 0)), dtype=torch.uint8)
     for key, found in enumerate(store.get_rows("t", torch.arange(len(ranges)))):
         assert_bits(found, expected[key], where=f"bytes {ranges[key]} written")
+
+
+@requirement(
+    "KV-266",
+    "The columns of a KVTensorWrapper MUST begin at the row's first byte while its store returns whole rows, and "
+    "behind the header while it does not, also where that changes after it was given the store.",
+)
+def test_columns_when_the_form_changes(kvstore: Any) -> None:
+    mine = ids_of([key + 100 for key in KEYS])
+    for first in (False, True):
+        store = _store(kvstore, first, 100)
+        # 16 bytes behind where columns begin: the weights of whole rows, and what follows the weights of others.
+        columns = _wrapper(kvstore, store, 8, torch.float16, 100, width_offset=8)
+        for whole in (first, not first, first):
+            store.set_return_whole_row(whole)
+            begin = 16 if whole else 32
+            expected = store.get_rows("t", mine)
+            shown = expected[:, begin : begin + 16].contiguous().view(torch.float16)
+            assert_bits(columns.narrow(0, 0, 4), shown, where=f"read, {first=} {whole=}")
+            values = torch.full((4, 8), 7.0 + whole, dtype=torch.float16)
+            columns.set_range(0, 0, 4, values)
+            expected[:, begin : begin + 16] = values.view(torch.uint8)
+            assert_bits(store.get_rows("t", mine), expected, where=f"written, {first=} {whole=}")
+
+
+@requirement(
+    "KV-268",
+    "A KVTensorWrapper that is given another store MUST show and write that one's rows, of the table that was named or "
+    "of its only one; a store that it refuses MUST change nothing.",
+)
+def test_another_store(kvstore: Any) -> None:
+    layouts = {"t": kvstore.RowLayout(8), "u": kvstore.RowLayout(8), "narrow": kvstore.RowLayout(4)}
+    stores = {name: store_of(kvstore, {name: layout}) for name, layout in layouts.items()}
+    for seed, (name, store) in enumerate(stores.items()):
+        store.set_rows(name, random_rows(store, KEYS, seed, name))
+    columns = kvstore.KVTensorWrapper([4, 8], torch.float32, 0, sorted_indices=ids_of(KEYS))
+    for name in ("narrow", "t", "narrow", "u", "t"):
+        if name == "narrow":
+            assert_equal(
+                _refusal(columns.set_dram_db_wrapper, stores[name]), ConfigError, where="columns outside its rows"
+            )
+            continue
+        before = {other: contents(store) for other, store in stores.items() if other != name}
+        assert_equal(_refusal(columns.set_dram_db_wrapper, stores[name]), None, where=f"{name} given")
+        assert_bits(columns.narrow(0, 0, 4), stores[name].get(name, ids_of(KEYS)), where=f"{name} read")
+        columns.set_range(0, 1, 1, torch.full((1, 8), 3.0))
+        assert_bits(stores[name].get(name, ids_of(KEYS[1:2])), torch.full((1, 8), 3.0), where=f"{name} written")
+        for other, expected in before.items():
+            assert_contents(stores[other], expected, where=f"{other} after a write to {name}")
+        assert_equal(
+            _refusal(columns.set_dram_db_wrapper, stores["narrow"]), ConfigError, where="columns outside its rows"
+        )
+        written = _refusal(columns.set_range, 0, 0, 1, torch.full((1, 8), 4.0))
+        assert_equal(written, None, where=f"{name} written after a refusal")
+        assert_bits(stores[name].get(name, ids_of(KEYS[:1])), torch.full((1, 8), 4.0), where=f"{name} after a refusal")
 
 
 @requirement(

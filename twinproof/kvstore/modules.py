@@ -247,7 +247,7 @@ class KVTensorWrapper:
         only_load_weight: of whole rows that are written, only the weight is taken.
         table: needed where the store has several.
 
-    Give it the store with ``set_dram_db_wrapper`` before anything else.
+    Give it the store with ``set_dram_db_wrapper`` before anything else; another one takes the first one's place.
 
     Raises:
         ConfigError, ShapeError, UnsupportedError: arguments that cannot be honoured, as soon as the store is known.
@@ -285,8 +285,8 @@ class KVTensorWrapper:
 
     def set_dram_db_wrapper(self, db: RowStore) -> None:
         """Give it the store. Raises ConfigError: no such table, or a range outside its rows."""
-        self._table = table_of(db.tables, self._table)
-        layout, (begin, end) = db.layout(self._table), self._range(db.return_whole_row)
+        layout = db.layout(table_of(db.tables, self._table))
+        begin, end = self._range(db.return_whole_row)
         if end > layout.row_bytes:
             raise ConfigError("columns outside the row", got=(begin, end), expected=f"within {layout.row_bytes} bytes")
         if self.only_load_weight and not self._is_whole(layout, begin, end):
@@ -306,9 +306,10 @@ class KVTensorWrapper:
         return (begin, end) == (0, layout.row_bytes)
 
     def _opened(self) -> tuple[RowStore, str, int, int]:
-        if self._store is None or self._table is None:
+        if self._store is None:
             raise DetachedStoreError("no store was given", expected="set_dram_db_wrapper(store)")
-        return self._store, self._table, *self._range(self._store.return_whole_row)
+        table = table_of(self._store.tables, self._table)
+        return self._store, table, *self._range(self._store.return_whole_row)
 
     def _global(self, dim: int, start: int, length: int) -> torch.Tensor:
         check_row_range(dim, start, length, self.shape[0])

@@ -446,6 +446,8 @@ class KVTensor(LazyRows):
         if (end - begin, dtype) != (self._range[1] - self._range[0], self.dtype):
             raise ConfigError("rows of another layout", got=source.layout(self.table), where=self.table)
         self._source, self._range = source, (begin, end)
+        # It travels as a view of these rows, and not of those that it was made over.
+        self._description = source.reopened()
         self.read_only = self.read_only or source.read_only
         return self
 

@@ -45,6 +45,33 @@ waits_for_the_next_alone = patched(
     mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "(self._due or self._busy)", "self._due"),
     kills="KV-251",
 )
+forgets_what_came_in_a_round = patched(
+    "That a round is due is forgotten when it has run, with what triggered the next one meanwhile.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._work",
+        "self._due, self._busy = False, True\n        try:\n            self._round()",
+        "self._busy = True\n        try:\n            self._round()\n            self._due = False",
+    ),
+    kills="KV-267",
+)
+partial_rounds_not_told = patched(
+    "What a round did that was ended by close is not told.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._round",
+        "self.rounds.append(found.stats)",
+        "self.rounds.extend([found.stats] if found.done else [])",
+    ),
+    kills="KV-270",
+)
+first_failure_is_the_end = patched(
+    "A round that fails is the last one.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._work",
+        "self._due, self._busy = False, True",
+        "self._due, self._busy = False, True\n            if self._failure is not None: continue",
+    ),
+    kills="KV-271",
+)
 steps_counted_late = patched(
     "The step is counted when those who listen have heard of it.",
     mutated(

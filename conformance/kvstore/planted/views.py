@@ -118,6 +118,16 @@ range_of_another_layout = patched(
     ),
     kills="KV-247",
 )
+travels_with_the_first_source = patched(
+    "A view that is attached goes on travelling as one of the rows that it was made over.",
+    mutated("twinproof.kvstore.views:KVTensor.attach", "self._description = source.reopened()", "pass"),
+    kills="KV-269",
+)
+attached_and_still_written = patched(
+    "A view stays as writable as it was when it is attached to rows that nobody writes.",
+    mutated("twinproof.kvstore.views:KVTensor.attach", "self.read_only = self.read_only or source.read_only", "pass"),
+    kills="KV-273",
+)
 ids_of_the_caller = patched(
     "A view keeps the caller's tensor of ids.",
     mutated("twinproof.kvstore.views:KVTensor.__new__", "check_ids(ids).clone()", "check_ids(ids)"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import engines, missing
 
 
@@ -37,3 +37,31 @@ def rest_of_weights_zero(
     rest = 16 + store.options.rows[table].weight_bytes - behind
     if begin == 16 and rest > 0:
         original(store, table, new, torch.zeros(new.numel(), rest, dtype=torch.uint8), behind, now, visit=False)
+
+
+@fault(kills="KV-266", at="twinproof.kvstore.modules:KVTensorWrapper._opened")
+def columns_of_the_first_call(original: Any, wrapper: Any) -> Any:
+    """A wrapper keeps the columns that its first call found, whatever its store returns afterwards."""
+    store, table, *found = original(wrapper)
+    wrapper.__dict__.setdefault("_found", found)
+    return store, table, *wrapper._found
+
+
+table_of_the_first_store = patched(
+    "A wrapper takes the name of the first store's only table for the one that was asked for.",
+    mutated(
+        "twinproof.kvstore.modules:KVTensorWrapper.set_dram_db_wrapper",
+        "layout = db.layout(table_of(db.tables, self._table))",
+        "self._table = table_of(db.tables, self._table); layout = db.layout(self._table)",
+    ),
+    kills="KV-268",
+)
+refused_stores_kept = patched(
+    "A wrapper keeps a store that it refuses.",
+    mutated(
+        "twinproof.kvstore.modules:KVTensorWrapper.set_dram_db_wrapper",
+        "layout = db.layout(",
+        "self._store = db; layout = db.layout(",
+    ),
+    kills="KV-268",
+)
