@@ -139,7 +139,7 @@ def grids_stay_small(original: Any, collection: Any, max_blocks: int) -> Iterato
     yield
 
 
-first_module_decides = patched(
+first_module_is_asked = patched(
     "Only the first of the modules decides whether a lookup waits for the optimizer.",
     mutated(
         "fastimpl.pipeline.stages:StreamedStages.look_up", "any(call in late for call in wanted)", "wanted[0] in late"
