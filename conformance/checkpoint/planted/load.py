@@ -178,7 +178,7 @@ reference_negated_target_not_filled = patched(
 )
 
 files_left_open = patched(
-    "A load that fails leaves the files open that it had begun to read.",
-    mutated("fastimpl.checkpoint.readio:run_jobs", "file.close()", "file.path"),
+    "A load leaves the files open that it has read.",
+    mutated("fastimpl.checkpoint.readio:_File.close", "os.close(self._descriptor)", "pass"),
     kills="CKPT-611",
 )
