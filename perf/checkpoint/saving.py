@@ -64,8 +64,8 @@ def measure_saves(rank: Rank, workload: Workload, folder: str, round_count: int,
 def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int, seed: int) -> list[Round]:
     """Load the same files into the same preallocated tensors with every contender.
 
-    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, and ``by-page``;
-    ``plain-dcp`` does so where DCP has planned a load.
+    These are ``ours`` and ``torch``, both also ``-best``, ``plain``, which only reads the ranges, ``by-page`` and
+    ``by-512``; ``plain-dcp`` does so where DCP has planned a load.
     """
     model = Model(workload)
     path = Path(folder) / "saved"
@@ -82,8 +82,13 @@ def measure_loads(rank: Rank, workload: Workload, folder: str, round_count: int,
     def work_of(who: str) -> Callable[[], None]:
         threads = thread_count_of(who)
         whole = partial(read_plainly, workload.tensor_bytes)
-        if who in ("plain", "by-page"):
-            return whole if who == "plain" else partial(read_plainly, mmap.PAGESIZE)
+        plainly = {
+            "plain": whole,
+            "by-page": partial(read_plainly, mmap.PAGESIZE),
+            "by-512": partial(read_plainly, 512),
+        }
+        if who in plainly:
+            return plainly[who]
         if who == "plain-dcp":
             return lambda: load(dict(targets), storage_reader=plain.PlainReader(metadata, whole))
         if who.startswith("torch"):

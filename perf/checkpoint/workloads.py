@@ -65,7 +65,7 @@ WORKLOADS = (
     _count("count-4-byte-runs-2mib", shape=(262_144, 2), file_count=1, shard_dim=1, contenders=("ours", "ours-64k")),
     _load("load-rows-2gib", tensor_count=128, round_count=7, contenders=(*_TWO, "plain", "by-page")),
     _load("load-columns-2gib", tensor_count=128, shard_dim=1, round_count=5, contenders=_TWO),
-    _load("load-rows-256mib", tensor_count=16, round_count=3, contenders=(*_TWO, "plain-dcp", "by-page")),
+    _load("load-rows-256mib", tensor_count=16, round_count=3, contenders=(*_TWO, "plain-dcp", "by-512")),
     _load("load-rows-256mib-1-file", shape=_4_MIB, tensor_count=64, file_count=1, round_count=1, contenders=_TWO),
     # Into memory that the load makes: one file, and 32.
     _load_fresh("load-1-file-512mib", shape=_16_MIB, tensor_count=32, round_count=11),
