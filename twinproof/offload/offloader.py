@@ -266,7 +266,7 @@ class OptimizerStateOffloader:
         self._driver.detach()
         for handle in self._handles:
             handle.remove()
-        del self.optimizer.__getstate__
+        vars(self.optimizer).pop("__getstate__", None)
         self.plan.bundles = []
         self.transfers.release()
         self.plan.counts.host_bytes = 0
