@@ -116,7 +116,7 @@ def test_failing_allocations(kvstore: Any) -> None:
     "KV-240",
     "Where memory for the rows of a state dict of any length is short, and no snapshot lives, load_state_dict without "
     "clear MUST leave every table as it was, ready for another try.",
-    needs=("injected_allocation_failure",),
+    needs=("injected_allocation_failure", "large_batches"),
 )
 @pytest.mark.parametrize("table", ["t", "u"])
 def test_failing_long_state_dict(kvstore: Any, table: str) -> None:

@@ -5,10 +5,13 @@ The whole suite runs on it too, with ``--twinproof-device simt``.
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,3 +189,102 @@ def test_failing_allocations(kvstore: Any, capacity: int | None) -> None:
         assert_equal(contents(store), contents(expected), where=f"{name}: rows")
         needs_memory = name in ("set", "set_rows", "apply_gradients", "clear", "reserve", "snapshot")
         assert_equal(failed_count > 0, needs_memory, where=f"{name} allocates")
+
+
+@requirement(
+    "KV-285",
+    "A snapshot of a store on a device, and a save of the store, MUST take memory for the rows that change meanwhile "
+    "alone, and give it back when they end.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("memory", [{}, {"row_memory": "host", "cache_rows": {"t": 32}}])
+def test_memory_of_a_snapshot(kvstore: Any, tmp_path: Path, memory: dict[str, Any]) -> None:
+    from conformance.kvstore.simt import SimtHandle, held_bytes, store_in
+
+    # Rows of 64 KiB; memory for rows comes in pieces of 16 MiB at most.
+    layout, count, piece_bytes = kvstore.RowLayout(16_000), 300, 2**24
+    store, ids = store_in({"t": layout}, SimtHandle, memory), ids_of(range(count))
+    store.set("t", ids, torch.arange(float(count)).repeat_interleave(16_000).reshape(count, 16_000))
+
+    def taken() -> int:
+        gc.collect()
+        return held_bytes(pinned=False) + held_bytes(pinned=True)
+
+    before = taken()
+    with store.snapshot() as moment:
+        assert_equal(taken() - before < 2**16, True, where="a snapshot of rows that stay")
+        for turn in range(3):
+            store.set("t", ids[:20], torch.full((20, 16_000), -1.0 - turn))
+        assert_equal(0 < taken() - before < piece_bytes + 2**16, True, where="a snapshot of rows of which 20 changed")
+        assert_equal(moment.get("t", ids)[:, 7].tolist(), list(map(float, range(count))), where="rows as they were")
+        assert_equal(store.get("t", ids[:21])[:, 7].tolist(), [-3.0] * 20 + [20.0], where="rows as they are")
+        assert_equal(store.stats().allocated_bytes > moment.size("t") * layout.row_bytes, True, where="counted, too")
+    del moment
+    assert_equal(taken(), before, where="after the snapshot")
+    taken_by_reads: list[int] = []
+    read = SimtHandle.read
+
+    def watched(handle: Any, *arguments: Any) -> None:
+        taken_by_reads.append(held_bytes(pinned=False) + held_bytes(pinned=True) - before)
+        read(handle, *arguments)
+
+    with mock.patch.object(SimtHandle, "read", watched):
+        kvstore.save(store, tmp_path / "saved")
+    assert_equal(0 < max(taken_by_reads) < 2**16, True, where=f"reads of a save: {max(taken_by_reads)} bytes")
+
+
+def _changes(store: Any) -> dict[str, Callable[[Any], Any]]:
+    """What changes rows that a snapshot shows, by slabs and indexes of what is kept."""
+    ids = ids_of(range(-20, 150))
+    weights, rows = weights_of(store, ids.numel(), 2), random_rows(store, range(40, 200), 2)
+    return {
+        "set": lambda store: store.set("t", ids, weights),
+        "set_rows": lambda store: store.set_rows("t", rows),
+        "set_scores": lambda store: store.set_scores("t", ids[:60], torch.ones(60)),
+        "apply_gradients": lambda store: store.apply_gradients("t", ids, torch.ones(ids.numel(), 6), 0.5),
+        "delete": lambda store: store.delete("t", ids_of(range(0, 60, 2))),
+        "clear": lambda store: store.clear("t"),
+    }
+
+
+@requirement(
+    "KV-286",
+    "Where memory for what snapshots of a store on a device keep fails, the change MUST raise a named MemoryError and "
+    "leave store and snapshots as they were, ready for another try.",
+    needs=NEEDS,
+)
+def test_failing_snapshots(kvstore: Any) -> None:
+    component, layout = on_device(kvstore), kvstore.RowLayout(6, optimizer="adagrad")
+
+    def filled(component: Any) -> Any:
+        store = store_of(component, layout, track_changes=True)
+        store.set("t", ids_of(range(60)), weights_of(store, 60, 1))
+        return store
+
+    for name, verb in _changes(filled(kvstore)).items():
+        expected = filled(kvstore)
+        before = contents(expected)
+        verb(expected)
+        for failed_count in itertools.count():
+            store, where = filled(component), f"{name}, allocation {failed_count}"
+            with store.snapshot() as first, store.snapshot() as second:
+                store.fail_allocations("t", failed_count)
+                try:
+                    verb(store)
+                except MemoryError as error:
+                    assert_equal(isinstance(error, TwinproofError), True, where=f"{where}: {type(error).__name__}")
+                    store.fail_allocations("t", -1)
+                    assert_equal(contents(store), before, where=f"{where}: rows")
+                    for moment in (first, second):
+                        assert_equal(contents(moment), before, where=f"{where}: a snapshot of a change that failed")
+                    verb(store)
+                    is_done = False
+                else:
+                    store.fail_allocations("t", -1)
+                    is_done = True
+                assert_equal(contents(store), contents(expected), where=f"{where}: rows in the end")
+                for moment in (first, second):
+                    assert_equal(contents(moment), before, where=f"{where}: a snapshot")
+            if is_done:
+                break
+        assert_equal(failed_count > 1, True, where=f"{name} allocates for both snapshots")

@@ -147,7 +147,7 @@ class NativeRows(NativeReader):
 
 
 class DeviceRows(NativeRows):
-    """The rows of a store on a device: one call at a time, see ``LockedRows``. A snapshot copies them."""
+    """The rows of a store on a device: one call at a time, see ``LockedRows``."""
 
     def write_rows(self, table: str, rows: torch.Tensor) -> None:
         keys = rows[:, :METADATA_OFFSET].contiguous().view(torch.int64)[:, 0]

@@ -21,7 +21,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["TOOLS", "find_sanitizer", "main"]
+__all__ = ["TOOLS", "find_sanitizer", "find_tool", "main"]
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _NAME = "compute-sanitizer"
@@ -33,12 +33,17 @@ _ERRORS_SHOWN = 40
 _SUMMARY = {"memcheck": "ERROR SUMMARY", "racecheck": "RACECHECK SUMMARY", "synccheck": "ERROR SUMMARY"}
 
 
-def find_sanitizer() -> str | None:
-    """Where the tool is: on the search path, in the toolkit that CUDA_HOME names, or in a package of pip's."""
+def find_tool(name: str) -> str | None:
+    """Where a tool is: on the search path, in the toolkit that CUDA_HOME names, or in a package of pip's."""
     homes = [Path(home) / "bin" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
     places = [*homes, *sorted(packages.glob("*/bin"))]
-    return shutil.which(_NAME) or next((str(place / _NAME) for place in places if (place / _NAME).is_file()), None)
+    return shutil.which(name) or next((str(place / name) for place in places if (place / name).is_file()), None)
+
+
+def find_sanitizer() -> str | None:
+    """Where compute-sanitizer is."""
+    return find_tool(_NAME)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

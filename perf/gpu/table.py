@@ -2,8 +2,8 @@
 
 Phase 1: facts, the library, one launch, every operator against the CPU's bytes, the suite's GPU tests, torch's stream
 sanitizer, and each kernel's bandwidth beside a copy. Phase 2: the gates, once without repetition and then in full.
-Phase 3: what schedules hide, and the tables of torchrec PR 2916, which take 82 GB. Phase 4: compute-sanitizer around
-all operators, which is slow.
+Phase 3: what schedules hide, and the tables of torchrec PR 2916, which take 82 GB. Phase 4: captures of ncu, and
+compute-sanitizer around all operators, which is slow.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from perf.gpu.capture import CAPTURED
 from perf.gpu.sanitizer import TOOLS
 from perf.harness.steps import Step
 
@@ -93,5 +94,10 @@ def all_steps(*, device: str = "cuda") -> list[Step]:
         Step(f"sanitizer:{tool}", python("perf.gpu.sanitizer", tool, "--device", device), 170, 4, needs=_LIBRARY)
         for tool in TOOLS
     ]
+    capture = ("perf.gpu.capture", "--device", device, "--json")
+    captured = [
+        Step(f"capture:{name}", python(*capture, f"{{out}}/capture-{name}.json", name), 60, 4, needs=_LIBRARY)
+        for name in CAPTURED
+    ]
     second = [*_gates(), *(step for step in of_stems if step.phase == 2)]
-    return [*first, *middle, needed[1], *second, needed[2], *last, needed[3], *checked]
+    return [*first, *middle, needed[1], *second, needed[2], *last, needed[3], *captured, *checked]

@@ -12,7 +12,7 @@ import torch
 
 import fastimpl
 from fastimpl import ops
-from perf.gpu import bandwidth, facts, graph, launch, library, operators, run, sanitizer
+from perf.gpu import bandwidth, capture, facts, graph, launch, library, operators, run, sanitizer
 from perf.harness.steps import PASSED, read_outcomes
 
 OPERATORS = operators.listed()
@@ -226,6 +226,64 @@ def test_a_sanitizer_that_is_not_here_is_said(
     monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: None)
     assert sanitizer.main(["memcheck"]) == 1
     assert "compute-sanitizer is not here" in capsys.readouterr().out
+
+
+_FAKE_NCU = """#!/bin/sh
+echo "$@" > {folder}/said
+cat {folder}/printed
+exit {code}
+"""
+_HEAD = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+
+
+def _lines(number: int, metrics: Sequence[str]) -> list[str]:
+    """As ncu prints them."""
+    return [f'"{number}","7","void fastimpl::run<Pool>(Pool)","{name}","%","{number + 1}.5"' for name in metrics]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "is_green", "launch_count"),
+    [
+        ([_HEAD, *_lines(0, capture._METRICS), *_lines(1, capture._METRICS)], 0, True, 2),
+        ([_HEAD, *_lines(0, capture._METRICS)], 1, False, 1),
+        ([_HEAD, *_lines(0, capture._METRICS[1:])], 0, False, 1),
+        ([_HEAD], 0, False, 0),
+        (["==ERROR== ERR_NVGPUCTRPERM"], 0, False, 0),
+    ],
+)
+def test_a_capture_is_judged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lines: list[str],
+    code: int,
+    is_green: bool,
+    launch_count: int,
+) -> None:
+    (tmp_path / "printed").write_text(
+        "\n".join(["==PROF== Connected", *lines, "pipeline_pool: 4 runs compared"]) + "\n"
+    )
+    path = tmp_path / "ncu"
+    path.write_text(_FAKE_NCU.format(folder=tmp_path, code=code))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    kept = tmp_path / "capture.json"
+    assert capture.main(["pipeline_pool", "--count", "10", "--json", str(kept)]) == (0 if is_green else 1)
+    launches = json.loads(kept.read_text())["launches"]
+    assert len(launches) == launch_count
+    assert all(each["metrics"]["dram__bytes.sum"] == f"{each['number'] + 1}.5 %" for each in launches)
+    assert "-m perf.gpu.operators pipeline_pool --device cuda --counts 10" in (tmp_path / "said").read_text()
+    printed = capsys.readouterr().out
+    assert is_green or lines[-1] in printed
+    assert f"exit status {code}, {launch_count} launches" in printed
+
+
+def test_a_capture_without_the_tool_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capture, "find_tool", lambda name: None)
+    assert capture.main(["pipeline_pool"]) == 1
+    assert "ncu is not here" in capsys.readouterr().out
 
 
 @built

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from perf.gpu import run, table
+from perf.gpu.capture import CAPTURED
 from perf.gpu.sanitizer import TOOLS
 from perf.gpu.tests import not_run
 from perf.harness import steps as runner_module
@@ -261,7 +262,8 @@ def test_the_table_of_steps() -> None:
     assert names[:3] == ["facts", "library", "launch"]
     assert names.index("operators") < names.index("tests:offload") < names.index("kernels")
     assert [step.name for step in steps if step.phase == 3][-1] == "table"
-    assert [step.name for step in steps if step.phase == 4] == ["library", *(f"sanitizer:{name}" for name in TOOLS)]
+    last = [*(f"capture:{name}" for name in CAPTURED), *(f"sanitizer:{name}" for name in TOOLS)]
+    assert [step.name for step in steps if step.phase == 4] == ["library", *last]
     assert {step.phase for step in steps} == set(table.PHASES)
     for step in steps:
         known = {other.name for other in steps if other.phase == step.phase}

@@ -434,9 +434,9 @@ Rows = TypeVar("Rows", bound=TrackedReader)
 class _LockedReader(Generic[Rows]):
     """Rows that know neither threads nor closing, behind one lock and one flag."""
 
-    def __init__(self, options: StoreOptions, rows: Rows) -> None:
+    def __init__(self, options: StoreOptions, rows: Rows, lock: threading.RLock | None = None) -> None:
         self.options, self._rows = options, rows
-        self._lock = threading.RLock()
+        self._lock = lock or threading.RLock()
         self.closed = False
 
     @contextmanager
@@ -518,7 +518,8 @@ class LockedRows(_LockedReader[RowEngine]):
 
     def snapshot(self) -> _LockedReader[TrackedReader]:
         with self._held() as rows:
-            taken = _LockedReader(self.options, rows.snapshot())
+            # A snapshot may read rows where the store has them.
+            taken = _LockedReader(self.options, rows.snapshot(), self._lock)
             self._snapshots.add(taken)
             return taken
 

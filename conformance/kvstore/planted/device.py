@@ -43,3 +43,28 @@ def failed_memory_is_success(original: Any, status: int, table: str, capacity: i
     """A verb for which there was no memory says nothing."""
     if status >= 0:
         original(status, table, capacity)
+
+
+@fault(kills="KV-285", at=f"{_HANDLE}.snapshot", of="fastimpl")
+def a_snapshot_copies_every_row(original: Any, handle: Any) -> Any:
+    """A snapshot keeps every row at once, as if all were about to change."""
+    taken = original(handle)
+    ids = handle.ids(0, -(2**63), 2**63 - 1)
+    handle.write_metadata(0, ids, torch.zeros_like(ids), 0)
+    return taken
+
+
+@fault(kills="KV-286", at=f"{_HANDLE}.snapshot", of="fastimpl")
+def a_snapshot_ends_with_the_first_failure(original: Any, handle: Any) -> Any:
+    """Where memory for what a snapshot keeps fails, rows of the change are in the store all the same."""
+    taken = original(handle)
+
+    def write(table: int, ids: torch.Tensor, *arguments: Any) -> int:
+        status: int = type(handle).write(handle, table, ids, *arguments)
+        if status == -1:
+            handle.fail_after(table, -1)
+            type(handle).write(handle, table, ids[:1].clone(), arguments[0][:1].clone(), *arguments[1:])
+        return status
+
+    handle.write = write
+    return taken

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 # What a store on a device does not promise.
-LACKS = frozenset({"injected_allocation_failure", "large_batches", "operators", "shared_readers"})
+LACKS = frozenset({"large_batches", "operators", "shared_readers"})
 
 _NAMESPACE = "twinproof_simt"
 _TORCH = Path(torch.__file__).parent

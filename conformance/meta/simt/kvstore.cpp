@@ -12,7 +12,8 @@ SIMT_PROOF("removals") { prove_removals(trial); }
 SIMT_PROOF("growth") { prove_growth(trial); }
 SIMT_PROOF("cache") { prove_cache(trial); }
 SIMT_PROOF("lines") { prove_lines(trial); }
-SIMT_PROOF("clones") { prove_clones(trial); }
+SIMT_PROOF("log") { prove_log(trial); }
+SIMT_PROOF("moments") { prove_moments(trial); }
 
 int main(int count, char** arguments) {
   prove_each_optimizer([]<Optimizer kOptimizer>(simt::prover::Trial& trial) { prove_updates<kOptimizer>(trial); });

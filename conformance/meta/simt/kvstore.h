@@ -1,6 +1,9 @@
 // A table on a device beside the host's own, under any schedule: programs of verbs, and rows compared byte by byte.
 #pragma once
 
+// Logs of removals are compacted after a few.
+#define FASTIMPL_LOWERED
+
 #include <simt/prove.h>
 
 #include <map>
@@ -287,30 +290,28 @@ class Twins {
     trial_.expect(device_.evict(proven_.array(ids), plan, change.version) == gone, "as many rows are evicted");
   }
 
-  // Every row, byte by byte, and some ranges of rows; of ids that are there and of some that are not.
-  void compare() { compare(device_); }
-  void compare(device::DeviceTable<ProvenDevice>& table) {
-    const Ids expected = list_ids(host_, kSerial, INT64_MIN, INT64_MAX, nullptr);
-    trial_.expect_same(table.list(INT64_MIN, INT64_MAX, 0), std::vector<int64_t>(expected.begin(), expected.end()),
-                       "ids");
-    std::vector<int64_t> ids(expected.begin(), expected.end());
-    for (int64_t i = 0; i < 3; ++i) ids.push_back(id_of(trial_.random.below(2000)));
-    const StateSlot weight{kHeaderBytes, format_.dim, format_.weight_type};
-    compare_range(table, ids, {0, format_.row_bytes});
-    compare_range(table, ids, {weight.offset_bytes, format_.weight_end()});
-    std::vector<uint8_t> is_there(ids.size());
-    contains_rows(host_, kSerial, ids.data(), static_cast<int64_t>(ids.size()),
-                  reinterpret_cast<bool*>(is_there.data()), nullptr);
-    const auto told = trial_.uninitialized<uint8_t>("found", static_cast<int64_t>(ids.size()));
-    table.contains(proven_.array(ids), told.global());
-    trial_.expect_same(told.values(), is_there, "found");
-    const uint64_t since = trial_.random.below(static_cast<int64_t>(version_) + 1);
-    const Ids changed = list_changed(host_, kSerial, since, nullptr),
-              removed = list_removed(host_, kSerial, since, nullptr);
-    trial_.expect_same(table.list(INT64_MIN, INT64_MAX, since), std::vector<int64_t>(changed.begin(), changed.end()),
-                       "changed");
-    trial_.expect_same(table.list_removed(since), std::vector<int64_t>(removed.begin(), removed.end()), "removed");
-    trial_.expect(table.evicted_count() == host_.evicted_count, "evicted");
+  void clear() {
+    const Ids ids = list_ids(host_, kSerial, INT64_MIN, INT64_MAX, nullptr);
+    const Change change = next();
+    remove_rows(host_, kSerial, ids.data(), static_cast<int64_t>(ids.size()), change);
+    device_.clear(change.version);
+  }
+
+  // Of both tables: a moment that begins, and one that ends.
+  void begin_moment() { moments_.push_back({host_.take_snapshot(version_), device_.moment(version_)}); }
+  void end_moment() {
+    if (moments_.empty()) return;
+    const auto gone = moments_.begin() + static_cast<std::ptrdiff_t>(trial_.random.below(moments_.size()));
+    host_.release_snapshot(gone->first);
+    moments_.erase(gone);
+  }
+
+  // Every row, byte by byte, and some ranges of rows; of ids that are there and of some that are not. Of now, and of
+  // all moments.
+  void compare() {
+    compare(nullptr, nullptr);
+    trial_.expect(device_.evicted_count() == host_.evicted_count, "evicted");
+    for (const auto& [then, moment] : moments_) compare(then, moment.get());
   }
 
  private:
@@ -351,12 +352,39 @@ class Twins {
     return proven_.array(values, trial_.random.below(2) == 0 ? 0 : float_bytes(type));
   }
 
-  void compare_range(device::DeviceTable<ProvenDevice>& table, const std::vector<int64_t>& ids, Range range) {
+  using Moment = device::DeviceTable<ProvenDevice>::Moment;
+
+  void compare(const Overlay* then, Moment* moment) {
+    const Ids expected = list_ids(host_, kSerial, INT64_MIN, INT64_MAX, then);
+    trial_.expect_same(device_.list(INT64_MIN, INT64_MAX, 0, moment),
+                       std::vector<int64_t>(expected.begin(), expected.end()), "ids");
+    const int64_t row_count = moment == nullptr ? device_.size() : device_.size(*moment);
+    trial_.expect(row_count == static_cast<int64_t>(expected.size()), "the count");
+    std::vector<int64_t> ids(expected.begin(), expected.end());
+    for (int64_t i = 0; i < 3; ++i) ids.push_back(id_of(trial_.random.below(2000)));
+    const StateSlot weight{kHeaderBytes, format_.dim, format_.weight_type};
+    compare_range(ids, {0, format_.row_bytes}, then, moment);
+    compare_range(ids, {weight.offset_bytes, format_.weight_end()}, then, moment);
+    std::vector<uint8_t> is_there(ids.size());
+    contains_rows(host_, kSerial, ids.data(), static_cast<int64_t>(ids.size()),
+                  reinterpret_cast<bool*>(is_there.data()), then);
+    const auto told = trial_.uninitialized<uint8_t>("found", static_cast<int64_t>(ids.size()));
+    device_.contains(proven_.array(ids), told.global(), moment);
+    trial_.expect_same(told.values(), is_there, "found");
+    const uint64_t since = trial_.random.below(static_cast<int64_t>(version_) + 1);
+    const Ids changed = list_changed(host_, kSerial, since, then), removed = list_removed(host_, kSerial, since, then);
+    trial_.expect_same(device_.list(INT64_MIN, INT64_MAX, since, moment),
+                       std::vector<int64_t>(changed.begin(), changed.end()), "changed");
+    trial_.expect_same(device_.list_removed(since, moment), std::vector<int64_t>(removed.begin(), removed.end()),
+                       "removed");
+  }
+
+  void compare_range(const std::vector<int64_t>& ids, Range range, const Overlay* then, Moment* moment) {
     const auto count = static_cast<int64_t>(ids.size()), width = range.end - range.begin;
     std::vector<uint8_t> expected(static_cast<size_t>(count * width));
-    read_rows(host_, kSerial, ids.data(), count, range, expected.data(), nullptr);
+    read_rows(host_, kSerial, ids.data(), count, range, expected.data(), then);
     const auto made = trial_.uninitialized<uint8_t>("out", count * width, 2 * trial_.random.below(3));
-    table.read(proven_.array(ids), range, made.global());
+    device_.read(proven_.array(ids), range, made.global(), moment);
     trial_.expect_same(made.values(), expected, "rows");
   }
 
@@ -365,6 +393,7 @@ class Twins {
   const RowFormat format_;
   Table host_;
   device::DeviceTable<ProvenDevice> device_;
+  std::vector<std::pair<const Overlay*, std::shared_ptr<Moment>>> moments_;
   uint64_t version_ = 0, now_ = 1;
 };
 
@@ -482,6 +511,7 @@ inline void prove_cache(Trial& trial) {
   // Rows of one change, which are as they are in host memory, and some of which move.
   twins.write(twins.all_ids(trial.random.between(20, 30)));
   twins.prefetch(some(12));
+  if (trial.random.below(2) == 0) twins.begin_moment();
   for (int64_t i = 0; i < 3; ++i) {
     if (trial.random.below(2) == 0) twins.remove(some(trial.random.below(3) == 0 ? 60 : 6));
     if (trial.random.below(2) == 0) twins.update(some(5));
@@ -492,8 +522,6 @@ inline void prove_cache(Trial& trial) {
   }
   twins.prefetch(some(16));
   twins.compare();
-  const auto moment = twins.device().clone(twins.proven());
-  twins.compare(*moment);
 }
 
 // Which rows have lines, beside a plain model: of each set who is there, since when, and who makes room.
@@ -548,11 +576,38 @@ inline void prove_lines(Trial& trial) {
   }
 }
 
-inline void prove_clones(Trial& trial) {
+// Rows that come and go for ever leave a log that is no longer than its limit.
+inline void prove_log(Trial& trial) {
   Twins twins(trial, Optimizer::kNone, 8);
-  twins.write(twins.any_ids(12, 20));
-  const auto moment = twins.device().clone(twins.proven());
-  twins.compare(*moment);
+  for (int64_t i = 0; i < 12; ++i) {
+    twins.write({1, 2, i});
+    twins.remove({1, 2});
+  }
+  constexpr int64_t kLimit = 2 * 2 + kLoggedRemovals + 2;
+  trial.expect(twins.device().logged_count() <= static_cast<size_t>(kLimit), "removals that are logged");
+  twins.compare();
+}
+
+// What was, through changes of every kind, and through other moments that begin and end.
+inline void prove_moments(Trial& trial) {
+  const bool is_full = trial.random.below(3) == 0;
+  Twins twins(trial, Optimizer::kSgd, 8, is_full ? 9 : -1);
+  const auto some = [&](int64_t most) { return twins.any_ids(most, 16); };
+  twins.write(some(9));
+  for (int64_t i = 0; i < 4; ++i) {
+    if (i == 0 || trial.random.below(3) == 0) twins.begin_moment();
+    if (i > 1 && trial.random.below(4) == 0) twins.end_moment();
+    switch (trial.random.below(8)) {
+      case 0: twins.write_rows(some(6)); break;
+      case 1: twins.write_words(some(6)); break;
+      case 2: twins.update(some(6)); break;
+      case 3: twins.remove(some(6)); break;
+      case 4: twins.evict(); break;
+      case 5: twins.clear(); break;
+      default: twins.write(some(9));
+    }
+  }
+  twins.compare();
 }
 
 }  // namespace kvstore_proofs

@@ -8,7 +8,7 @@ using namespace kvstore_proofs;
 
 namespace {
 
-constexpr int kFaultsMax = 160;
+constexpr int kFaultsMax = 200;
 
 void add(const std::string& name, void (*body)(simt::prover::Trial&)) {
   for (int number = 0; number <= kFaultsMax; ++number) {
@@ -29,6 +29,8 @@ int main(int count, char** arguments) {
   add("growth", prove_growth);
   add("cache", prove_cache);
   add("lines", prove_lines);
+  add("log", prove_log);
+  add("moments", prove_moments);
   add("row-wise", prove_updates<Optimizer::kPartialRowwiseAdam>);
   add("scaled", prove_updates<Optimizer::kLamb>);
   return simt::prover::main(count, arguments);

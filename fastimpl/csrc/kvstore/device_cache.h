@@ -147,27 +147,6 @@ struct FillSets {
   }
 };
 
-// Writes rows that changed to their places in host memory; they keep their lines. Half a warp a line.
-struct StoreLines {
-  static constexpr int kThreads = 256;
-  Cache cache;
-
-  SIMT void operator()() const {
-    const HalfWarp group;
-    for (int64_t line = group.number(); line < cache.owners.size(); line += group.count()) {
-      const uint32_t owner = cache.owners.load(line);
-      if (owner == 0 || !cache.is_changed(line)) continue;
-      const auto row = cache.rows.cached(line);
-      Piece<16>::copy(group, cache.rows.home(owner - 1), 0, row, 0, cache.rows.stride);
-      // All have seen that it changed.
-      group.sync();
-      if (group.rank != 0) continue;
-      cache.keys.store(line, key_of(row));
-      cache.versions.store(line, cache.rows.version(row));
-    }
-  }
-};
-
 // Slots from `row_count` on have no rows, and give their lines back. One thread a line.
 struct DropLines {
   static constexpr int kThreads = 256;
@@ -236,9 +215,6 @@ class RowCache {
   }
   void drop(const RowStore& rows, int64_t row_count) {
     if (is_there()) device_.launch(DropLines{of(rows), row_count}, owners_.size());
-  }
-  void store(const RowStore& rows) {
-    if (is_there()) device_.launch(StoreLines{of(rows)}, owners_.size() * kWays);
   }
 
  private:

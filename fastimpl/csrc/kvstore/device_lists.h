@@ -73,15 +73,18 @@ struct MarkSlots {
   }
 };
 
-// 1 for each slot that is there, as a bool has it.
+// 1 for each slot that is there, as a bool has it; 0 for others, or with `passes_missing` nothing.
 struct TellFound {
   static constexpr int kThreads = 256;
   Global<const int64_t> slots;
   Global<uint8_t> is_there;
+  bool passes_missing;
 
   SIMT void operator()() const {
-    for (int64_t at = first_item(); at < slots.size(); at += item_step())
-      is_there.store(at, slots.load(at) == kNowhere ? 0 : 1);
+    for (int64_t at = first_item(); at < slots.size(); at += item_step()) {
+      const bool is_found = slots.load(at) != kNowhere;
+      if (is_found || !passes_missing) is_there.store(at, is_found ? 1 : 0);
+    }
   }
 };
 
@@ -164,13 +167,13 @@ struct SetMarks {
   }
 };
 
-// The keys of rows in the order of their slots; a mark for those in [first, last] that changed after `since`. Behind
-// the last row there are no keys, and no marks.
+// The keys of rows in the order of their slots; a mark for those in [first, last] that changed after `since`, and not
+// after `until`. Behind the last row there are no keys, and no marks.
 struct ListRows {
   static constexpr int kThreads = 256;
   RowStore rows;
   int64_t first, last;
-  uint64_t since;
+  uint64_t since, until;
   Global<int64_t> keys, marks;
   Count count = {};
 
@@ -183,8 +186,9 @@ struct ListRows {
       }
       const auto row = rows.row(at);
       const int64_t key = key_of(row);
+      const uint64_t version = rows.version(row);
       keys.store(at, key);
-      marks.store(at, first <= key && key <= last && rows.version(row) > since ? 1 : 0);
+      marks.store(at, first <= key && key <= last && since < version && version <= until ? 1 : 0);
     }
   }
 };

@@ -118,9 +118,10 @@ struct InitialRow {
   }
 };
 
-// Bytes [begin, begin + width) of each id's row into `out`, [ids, width]; of the initial row where `slots` has none.
-// Half a warp has some rows under way at once. Everything lies at multiples of kBytes.
-template <int kBytes>
+// Bytes [begin, begin + width) of each id's row into `out`, [ids, width]; where `slots` has none, of the initial row,
+// or with `kPassesMissing` nothing. Half a warp has some rows under way at once. Everything lies at multiples of
+// kBytes.
+template <int kBytes, bool kPassesMissing = false>
 struct ReadRows {
   static constexpr int kThreads = 256;
   static constexpr int kRows = 4;
@@ -152,6 +153,7 @@ struct ReadRows {
           if (is_there[r]) Piece<kBytes>::store(out, (at + r * group.count()) * width + place, value[r]);
         }
       }
+      if (kPassesMissing) continue;
       for (int r = 0; r < kRows; ++r) {
         const int64_t number = at + r * group.count();
         if (number < wanted.size() && !is_there[r])

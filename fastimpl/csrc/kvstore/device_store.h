@@ -1,4 +1,4 @@
-// The tables of a store on a device, or of one moment of it, and the number of the last change.
+// The tables of a store on a device, its moments, and the number of the last change.
 #pragma once
 
 #include "kvstore/device_table.h"
@@ -12,17 +12,19 @@ struct DeviceStore {
   Device device;
   std::vector<std::unique_ptr<Table>> tables;
   uint64_t version = 0;
-  bool is_moment = false;
 
   explicit DeviceStore(Device device_) : device(std::move(device_)) {}
+};
 
-  // The same rows in memory of their own.
-  std::shared_ptr<DeviceStore> moment() {
-    auto result = std::make_shared<DeviceStore>(device);
-    for (const auto& table : tables) result->tables.push_back(table->clone(result->device));
-    result->version = version;
-    result->is_moment = true;
-    return result;
+// A store as it was. The store lives as long, since its rows are read where they are.
+template <typename Store>
+struct StoreMoment {
+  std::shared_ptr<Store> store;
+  std::vector<std::shared_ptr<typename Store::Table::Moment>> tables;
+  uint64_t version;
+
+  explicit StoreMoment(const std::shared_ptr<Store>& store_) : store(store_), version(store_->version) {
+    for (const auto& table : store->tables) tables.push_back(table->moment(version));
   }
 };
 

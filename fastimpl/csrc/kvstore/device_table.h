@@ -22,6 +22,9 @@
 // a table holds does not: the slot of a new row is the number of rows that the device counts, plus its rank among the
 // new ids in the order of their hashes; entries are found by id; and what removes or moves rows asks for the exact
 // count first. So slots, ids, bytes and the order of lists are a pure function of the operations.
+//
+// A moment keeps the rows that change after it, when they change, in a table of its own: those whose last change is not
+// after it. Other rows it reads where they are. Where memory for what it keeps runs out, the change fails.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +36,8 @@
 
 #include "kvstore/device_cache.h"
 #include "kvstore/device_lists.h"
+#include "kvstore/device_moment.h"
+#include "kvstore/removals.h"
 
 namespace fastimpl::kvstore::device {
 
@@ -54,11 +59,21 @@ class DeviceTable {
   using Array = typename Device::template Array<T>;
   using Longs = Array<int64_t>;
 
-  // `slab_bytes` and `rows_of_bucket` are for proofs, where tables are small.
+  // What there was when so many changes had been made. It lives no longer than the table.
+  struct Moment {
+    uint64_t version;
+    DeviceTable kept;                          // Rows that changed since.
+    Longs row_count;                           // One number, on the device.
+    std::shared_ptr<const Removals> removals;  // The first `removal_count` of them.
+    size_t removal_count;
+  };
+
+  // `slab_bytes` and `rows_of_bucket` are for proofs, where tables are small. It never has more than `rows_max` rows.
   DeviceTable(Device& device, const RowFormat& format, int64_t slab_bytes = kSlabBytes,
-              int64_t rows_of_bucket = kRowsOfBucket)
+              int64_t rows_of_bucket = kRowsOfBucket, int64_t rows_max = std::numeric_limits<int64_t>::max())
       : device_(device),
         format_(format),
+        rows_max_(rows_max),
         stride_((format.row_bytes + 8 * kVersionWords + 15) / 16 * 16),
         rows_of_bucket_(rows_of_bucket),
         cache_(device, stride_, format.is_on_host ? format.cache_rows : 0) {
@@ -75,40 +90,53 @@ class DeviceTable {
     return most_rows_;
   }
   int64_t evicted_count() const { return evicted_count_; }
-  int64_t held_bytes() const { return static_cast<int64_t>(slabs_.size()) * (stride_ << shift_); }
-  int64_t map_bytes() const { return bucket_count() * (kWays * (2 + 8 + 4) + 4); }
+  // With what moments keep.
+  int64_t held_bytes() {
+    int64_t bytes = static_cast<int64_t>(slabs_.size()) * (stride_ << shift_);
+    for (const auto& moment : living()) bytes += moment->kept.held_bytes();
+    return bytes;
+  }
+  int64_t map_bytes() {
+    int64_t bytes = bucket_count() * (kWays * (2 + 8 + 4) + 4);
+    for (const auto& moment : living()) bytes += moment->kept.map_bytes();
+    return bytes;
+  }
 
-  // Bytes [range) of each id's row into `out`.
-  void read(Global<const int64_t> ids, Range range, Global<uint8_t> out) {
-    const int64_t width = range.end - range.begin;
-    if (ids.size() == 0 || width == 0) return;
-    const Found found = find(ids);
-    with_pieces(range.begin | width | address_of(out), [&](auto bytes) {
-      constexpr int kBytes = decltype(bytes)::value;
-      constexpr int kRows = ReadRows<kBytes>::kRows;
-      const ReadRows<kBytes> kernel{rows(), initial(), ids, found.slots, out, range.begin, width};
-      device_.launch(kernel, (ids.size() + kRows - 1) / kRows * kWays);
-    });
+  int64_t size(const Moment& moment) { return host(moment.row_count)[0]; }
+
+  // Bytes [range) of each id's row into `out`, as it is or as it was.
+  void read(Global<const int64_t> ids, Range range, Global<uint8_t> out, Moment* moment = nullptr) {
+    if (ids.size() == 0 || range.end == range.begin) return;
+    read_found<false>(ids, slots_of(ids, moment), range, out);
+    if (moment != nullptr) moment->kept.template read_found<true>(ids, moment->kept.find(ids).slots, range, out);
   }
 
   // 1 for each id that has a row, else 0.
-  void contains(Global<const int64_t> ids, Global<uint8_t> is_there) {
-    if (ids.size() > 0) device_.launch(TellFound{find(ids).slots, is_there}, ids.size());
+  void contains(Global<const int64_t> ids, Global<uint8_t> is_there, Moment* moment = nullptr) {
+    if (ids.size() == 0) return;
+    device_.launch(TellFound{slots_of(ids, moment), is_there, false}, ids.size());
+    if (moment != nullptr) device_.launch(TellFound{moment->kept.find(ids).slots, is_there, true}, ids.size());
   }
 
   // Keys of rows in [first, last] that changed after `since`, ascending, on the host.
-  std::vector<int64_t> list(int64_t first, int64_t last, uint64_t since) {
-    std::vector<int64_t> result = list_slots(first, last, since);
+  std::vector<int64_t> list(int64_t first, int64_t last, uint64_t since, Moment* moment = nullptr) {
+    std::vector<int64_t> result = list_slots(first, last, since, moment == nullptr ? kEver : moment->version);
+    if (moment != nullptr) {
+      const std::vector<int64_t> kept = moment->kept.list_slots(first, last, since);
+      result.insert(result.end(), kept.begin(), kept.end());
+    }
     std::sort(result.begin(), result.end());
+    // A row that was kept for a change that failed is listed twice.
+    result.erase(std::unique(result.begin(), result.end()), result.end());
     return result;
   }
 
-  // The same in the order of slots.
-  std::vector<int64_t> list_slots(int64_t first, int64_t last, uint64_t since) {
+  // The same in the order of slots, of rows that did not change after `until`.
+  std::vector<int64_t> list_slots(int64_t first, int64_t last, uint64_t since, uint64_t until = kEver) {
     const int64_t row_count = size();
     if (row_count == 0) return {};
     const Longs keys = device_.template make<int64_t>(row_count), marks = device_.template make<int64_t>(row_count);
-    device_.launch(ListRows{rows(), first, last, since, keys, marks}, row_count);
+    device_.launch(ListRows{rows(), first, last, since, until, keys, marks}, row_count);
     return host(picked(keys, marks));
   }
 
@@ -140,6 +168,7 @@ class DeviceTable {
   void write_metadata(Global<const int64_t> ids, Global<const int64_t> words, uint64_t mask, uint64_t version) {
     if (ids.size() == 0) return;
     const Batch batch = runs_of(ids);
+    keep(batch.distinct, batch.found.slots, batch.count());
     device_.launch(WriteMetadata{rows(), batch.runs(), batch.found.slots, words, mask, version}, batch.most());
   }
 
@@ -170,10 +199,11 @@ class DeviceTable {
 
   void clear(uint64_t version) {
     const std::vector<int64_t> keys = format_.logs_removals ? list(kIdMin, kIdMax, 0) : std::vector<int64_t>();
-    removals_.reserve(removals_.size() + keys.size());
+    make_log_room(keys.size());
+    keep_all();
     Memory empty = make_index(0);
     const Array<Slab> none = shown_of({});
-    for (const int64_t key : keys) removals_.push_back({key, version});
+    for (const int64_t key : keys) removals_->push_back({key, version});
     cache_.clear();
     device_.launch(CountUp{0, row_counts_.part(kRowsNow, 1)}, 1);
     set_row_count(0);
@@ -189,6 +219,7 @@ class DeviceTable {
     CondemnRows kernel{rows(), format_.dim, format_.weight_type, plan, version, false, batch.found.slots, marks};
     device_.launch(kernel, batch.most() * kWays);
     const Leaving leaving = leaving_marked(batch, marks);
+    if (has_decay(plan)) keep(batch.distinct, batch.found.slots);
     // Counts decay once nothing can fail any more.
     kernel.decays = true;
     device_.launch(kernel, batch.most() * kWays);
@@ -211,20 +242,19 @@ class DeviceTable {
   }
 
   // Ids that went after `since` and have no row, ascending.
-  std::vector<int64_t> list_removed(uint64_t since) {
+  std::vector<int64_t> list_removed(uint64_t since, Moment* moment = nullptr) {
+    const Removals& log = moment == nullptr ? *removals_ : *moment->removals;
+    const size_t count = moment == nullptr ? log.size() : moment->removal_count;
     std::vector<int64_t> gone;
-    for (const Removal& removal : removals_) {
-      if (removal.version > since) gone.push_back(removal.key);
+    for (size_t i = 0; i < count; ++i) {
+      if (log[i].version > since) gone.push_back(log[i].key);
     }
     std::sort(gone.begin(), gone.end());
     gone.erase(std::unique(gone.begin(), gone.end()), gone.end());
-    if (gone.empty()) return gone;
-    const Longs ids = device_.template make<int64_t>(static_cast<int64_t>(gone.size()));
-    device_.upload(gone, ids);
-    const std::vector<int64_t> slots = host(find(ids).slots);
+    const std::vector<uint8_t> is_there = are_there(gone, moment);
     std::vector<int64_t> result;
     for (size_t i = 0; i < gone.size(); ++i) {
-      if (slots[i] == kNowhere) result.push_back(gone[i]);
+      if (is_there[i] == 0) result.push_back(gone[i]);
     }
     return result;
   }
@@ -246,8 +276,9 @@ class DeviceTable {
     device_.launch(FillSets{cache_.of(rows()), set_count, epoch, sets, order, slots}, most * kWays);
   }
 
-  // For proofs: the line of each slot from 1 on, 0 for none.
+  // For proofs: the line of each slot from 1 on, 0 for none; and how long the log of removals is.
   std::vector<uint32_t> lines() { return host(cache_.lines()); }
+  size_t logged_count() const { return removals_->size(); }
 
   // Room for this many rows.
   void reserve(int64_t row_count) {
@@ -255,32 +286,24 @@ class DeviceTable {
     if (bucket_count() * rows_of_bucket_ < row_count) rebuild(row_count);
   }
 
-  // The rows of this moment, in memory of their own.
-  std::unique_ptr<DeviceTable> clone(Device& device) {
+  // The rows of now, after the change with number `version`. What they take is paid for when they change.
+  std::shared_ptr<Moment> moment(uint64_t version) {
     RowFormat format = format_;
     format.cache_rows = 0;
-    auto result = std::make_unique<DeviceTable>(device, format, stride_ << shift_, rows_of_bucket_);
-    result->make_room(most_rows_);
-    cache_.store(rows());
-    for (size_t i = 0; i < result->slabs_.size(); ++i) device_.copy(slabs_[i], result->slabs_[i]);
-    result->index_ = result->make_index(index_.bits);
-    device_.copy(index_.digests, result->index_.digests);
-    device_.copy(index_.ids, result->index_.ids);
-    device_.copy(index_.slots, result->index_.slots);
-    device_.copy(index_.states, result->index_.states);
-    device_.copy(row_counts_, result->row_counts_);
-    result->most_rows_ = most_rows_;
-    result->is_exact_ = is_exact_;
-    result->removals_ = removals_;
+    format.capacity = -1;
+    format.logs_removals = false;
+    const Longs row_count = device_.template keep<int64_t>(1);
+    device_.copy(row_counts_.part(kRowsNow, 1), row_count);
+    std::shared_ptr<Moment> result(new Moment{version,
+                                              {device_, format, stride_ << shift_, rows_of_bucket_, most_rows_},
+                                              row_count,
+                                              removals_,
+                                              removals_->size()});
+    moments_.push_back(result);
     return result;
   }
 
  private:
-  struct Removal {
-    int64_t key;
-    uint64_t version;
-  };
-
   struct Memory {
     int bits;
     Array<uint16_t> digests;
@@ -311,6 +334,8 @@ class DeviceTable {
     Count count() const { return {sums}; }
     RunList runs() const { return {distinct, begins, positions, count()}; }
   };
+
+  static constexpr uint64_t kEver = std::numeric_limits<uint64_t>::max();
 
   int64_t bucket_count() const { return int64_t{1} << index_.bits; }
   Index index() const { return {index_.digests, index_.ids, index_.slots, index_.states, index_.bits}; }
@@ -400,6 +425,85 @@ class DeviceTable {
     return found;
   }
 
+  // Slots of ids; of a moment, where they have not changed since.
+  Longs slots_of(Global<const int64_t> ids, const Moment* moment) {
+    const Longs slots = find(ids).slots;
+    if (moment != nullptr) device_.launch(HideNewer{rows(), moment->version, slots}, ids.size());
+    return slots;
+  }
+
+  // Where there is no slot, the initial row, or with `kPassesMissing` nothing.
+  template <bool kPassesMissing>
+  void read_found(Global<const int64_t> ids, const Longs& slots, Range range, Global<uint8_t> out) {
+    const int64_t width = range.end - range.begin;
+    with_pieces(range.begin | width | address_of(out), [&](auto bytes) {
+      constexpr int kBytes = decltype(bytes)::value;
+      using Kernel = ReadRows<kBytes, kPassesMissing>;
+      const Kernel kernel{rows(), initial(), ids, slots, out, range.begin, width};
+      device_.launch(kernel, (ids.size() + Kernel::kRows - 1) / Kernel::kRows * kWays);
+    });
+  }
+
+  // Whether ids of the host have rows.
+  std::vector<uint8_t> are_there(const std::vector<int64_t>& ids, Moment* moment) {
+    const auto count = static_cast<int64_t>(ids.size());
+    if (count == 0) return {};
+    const Longs there = device_.template make<int64_t>(count);
+    const auto told = device_.template make<uint8_t>(count);
+    device_.upload(ids, there);
+    contains(there, told, moment);
+    return host(told);
+  }
+
+  // Room in the log for so many removals. Throws std::bad_alloc, and then the log is as it was.
+  void make_log_room(size_t count) {
+    if (is_long(*removals_, compacted_count_)) {
+      std::vector<int64_t> keys;
+      for (const Removal& removal : *removals_) keys.push_back(removal.key);
+      const std::vector<uint8_t> is_there = are_there(keys, nullptr);
+      // Moments keep the log that they saw.
+      removals_ = compacted(*removals_, [&](size_t at) { return is_there[at] != 0; });
+      compacted_count_ = removals_->size();
+    }
+    reserve_log(*removals_, count);
+  }
+
+  // Rows at these slots are about to change or to go: moments that show them as they are keep them.
+  void keep(const Longs& ids, const Longs& slots, Count count = {}) {
+    if (ids.size() == 0) return;
+    for (const auto& moment : living()) {
+      const Longs marks = device_.template make<int64_t>(ids.size());
+      device_.launch(MarkOlder{rows(), moment->version, slots, marks, count}, ids.size());
+      const Longs sums = summed(marks);
+      moment->kept.take(rows(), marked(ids, sums, ids.size()), marked(slots, sums, ids.size()), sums);
+    }
+  }
+
+  void keep_all() {
+    const int64_t row_count = size();
+    if (row_count == 0 || living().empty()) return;
+    const Longs slots = counted(0, row_count), keys = device_.template make<int64_t>(row_count);
+    device_.launch(KeysOfRows{rows(), slots, keys}, row_count);
+    keep(keys, slots);
+  }
+
+  // Takes rows of another table, each listed once, whole and with their versions. The last of `sums` is their number.
+  void take(const RowStore& from, const Longs& ids, const Longs& slots, const Longs& sums) {
+    look_for_count();
+    Batch batch{ids, {}, {}, find(ids, {sums}), sums};
+    admit(batch, false, false);
+    device_.launch(CopyRows{from, rows(), slots, batch.found.slots, batch.count()}, batch.most() * kWays);
+  }
+
+  std::vector<std::shared_ptr<Moment>> living() {
+    std::vector<std::shared_ptr<Moment>> found;
+    for (const auto& weak : moments_) {
+      if (auto moment = weak.lock()) found.push_back(std::move(moment));
+    }
+    if (found.size() < moments_.size()) moments_.assign(found.begin(), found.end());
+    return found;
+  }
+
   // The host knows how many rows there are. A count that is on its way says nothing more.
   void set_row_count(int64_t row_count) {
     most_rows_ = row_count;
@@ -409,7 +513,7 @@ class DeviceTable {
 
   // At most so many rows more. A count is sent where none is on its way.
   void add_at_most(int64_t count) {
-    most_rows_ += count;
+    most_rows_ = with(count);
     is_exact_ = false;
     added_since_ += count;
     if (is_later_) return;
@@ -422,7 +526,7 @@ class DeviceTable {
   void look_for_count() {
     if (!is_later_ || !device_.arrived(later_)) return;
     is_later_ = false;
-    most_rows_ = device_.value_of(later_) + added_since_;
+    most_rows_ = std::min(device_.value_of(later_) + added_since_, rows_max_);
     is_exact_ = added_since_ == 0;
   }
 
@@ -462,6 +566,12 @@ class DeviceTable {
       batch = counted(batch);
       if (batch.most() > format_.capacity) throw TooManyIds(batch.most());
     }
+    admit(batch, is_near, true);
+    return batch;
+  }
+
+  // The same of distinct ids. `is_sorted`: in the order of their hashes.
+  void admit(Batch& batch, bool is_near, bool is_sorted) {
     const Longs marks = device_.template make<int64_t>(batch.most());
     device_.launch(MarkSlots{batch.found.slots, false, marks, batch.count()}, batch.most());
     const Longs sums = summed(marks);
@@ -474,14 +584,15 @@ class DeviceTable {
     };
     if (is_near) count_new();
     try {
-      reserve(most_rows_ + more);
+      reserve(with(more));
     } catch (const std::bad_alloc&) {
       if (is_known) throw;
       count_new();
-      reserve(most_rows_ + more);
+      reserve(with(more));
     }
     if (is_near && most_rows_ + more > format_.capacity) batch.excess = leaving_excess(batch, most_rows_ + more);
-    if (more > 0) add_new(batch, sums);
+    keep(batch.distinct, batch.found.slots, batch.count());
+    if (more > 0) add_new(batch, sums, is_sorted);
     // Also of none: those that were there before are said anew.
     device_.launch(AddRows{sums, row_counts_}, 1);
     if (is_known) {
@@ -489,16 +600,18 @@ class DeviceTable {
     } else {
       add_at_most(more);
     }
-    return batch;
   }
 
+  // How many rows there are at most, with so many more.
+  int64_t with(int64_t count) const { return std::min(most_rows_ + count, rows_max_); }
+
   // Slots and entries for the ids that have none, which are marked.
-  void add_new(const Batch& batch, const Longs& sums) {
+  void add_new(const Batch& batch, const Longs& sums, bool is_sorted) {
     device_.launch(AssignSlots{sums, row_counts_, batch.found.slots}, batch.most());
     const Longs ids = marked(batch.distinct, sums, sums.size()), slots = marked(batch.found.slots, sums, sums.size());
     const Found undone{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
     try {
-      insert(ids, slots, {sums}, true);
+      insert(ids, slots, {sums}, is_sorted);
     } catch (...) {
       // Nothing is left behind.
       device_.launch(FindIds{index(), ids, undone.entries, undone.slots, {sums}}, ids.size() * kWays);
@@ -559,7 +672,7 @@ class DeviceTable {
       if (most_rows_ == 0) return;
       const Longs keys = device_.template make<int64_t>(most_rows_), marks = device_.template make<int64_t>(most_rows_);
       const Count count{row_counts_.part(kRowsNow, 1)};
-      device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, keys, marks, count}, most_rows_);
+      device_.launch(ListRows{rows(), kIdMin, kIdMax, 0, kEver, keys, marks, count}, most_rows_);
       insert(keys, counted(0, most_rows_), count, false);
     } catch (...) {
       index_ = std::move(old);
@@ -611,8 +724,9 @@ class DeviceTable {
     Leaving result{entries, {}, {}, {}};
     if (format_.logs_removals) {
       result.keys = host(keys);
-      removals_.reserve(std::max(removals_.capacity(), removals_.size() + result.keys.size()));
+      make_log_room(result.keys.size());
     }
+    keep(keys, slots);
     // Of the last `count` rows those that stay move; as many of the others go.
     const Longs stays = device_.template make<int64_t>(count);
     device_.launch(SetMarks{counted(left, count), left, 1, stays}, count);
@@ -630,7 +744,7 @@ class DeviceTable {
   // Does it. Nothing here needs memory but what gives memory back.
   void take_away(const Leaving& leaving, uint64_t version) {
     if (leaving.size() == 0) return;
-    for (const int64_t key : leaving.keys) removals_.push_back({key, version});
+    for (const int64_t key : leaving.keys) removals_->push_back({key, version});
     device_.launch(EraseEntries{index(), leaving.entries}, leaving.size());
     if (leaving.movers.size() > 0)
       device_.launch(MoveRows{index(), rows(), leaving.movers, leaving.holes}, leaving.movers.size() * kWays);
@@ -658,6 +772,7 @@ class DeviceTable {
 
   Device& device_;
   const RowFormat format_;
+  const int64_t rows_max_;
   const int64_t stride_, rows_of_bucket_;
   int shift_ = 0;
   RowCache<Device> cache_;
@@ -672,7 +787,9 @@ class DeviceTable {
   bool is_later_ = false;  // A count is on its way; so many rows may have been added since.
   int64_t added_since_ = 0;
   int64_t evicted_count_ = 0;
-  std::vector<Removal> removals_;
+  std::shared_ptr<Removals> removals_ = std::make_shared<Removals>();
+  size_t compacted_count_ = 0;  // Removals left by the last compaction of their log.
+  std::vector<std::weak_ptr<Moment>> moments_;
 };
 
 }  // namespace fastimpl::kvstore::device

@@ -1,8 +1,8 @@
 // The row store on a CUDA device: memory, CUB's sort and sums, and the launchers of its operators, under the names that
 // they have on the CPU. A handle's tensor lies on the device and is never read there: its address is what it names.
 //
-// Calls of one store are made one at a time. Each works on the caller's stream, behind what the one before queued.
-// Never run on a GPU so far.
+// Calls of one store and its snapshots are made one at a time. Each works on the caller's stream, behind what the one
+// before queued. Never run on a GPU so far.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -67,9 +67,8 @@ class CudaDevice {
 
   // `like` lies on the device.
   explicit CudaDevice(const Tensor& like) : like_(like) { make_event(); }
-  CudaDevice(const CudaDevice& other) : like_(other.like_), stream_(other.stream_), countdown_(other.countdown_) {
-    make_event();
-  }
+  CudaDevice(CudaDevice&&) = default;
+  CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   // Around each call: what was queued before comes first, on whichever stream it was.
@@ -218,17 +217,24 @@ class CudaDevice {
 };
 
 using Store = DeviceStore<CudaDevice>;
+using Moment = StoreMoment<Store>;
 
-// Stores by the addresses of their handles' memory.
+// What a handle names: a store, or a moment of it.
+struct Named {
+  std::shared_ptr<Store> store;
+  std::shared_ptr<Moment> moment;
+};
+
+// By the addresses of the handles' memory.
 class DeviceHandles {
  public:
-  Tensor add(std::shared_ptr<Store> store) {
+  Tensor add(Named named) {
     void* memory = nullptr;
     check_cuda(cudaMalloc(&memory, kWords * sizeof(int64_t)));
-    const torch::stable::Device place = store->device.place();
+    const torch::stable::Device place = named.store->device.place();
     {
       const std::lock_guard<std::mutex> held(guard_);
-      stores_[memory] = std::move(store);
+      named_[memory] = std::move(named);
     }
     const int64_t size = kWords, stride = 1;
     return torch::stable::from_blob(memory, {&size, 1}, {&stride, 1}, place, ScalarType::Long, [](void* gone) {
@@ -236,20 +242,20 @@ class DeviceHandles {
       cudaFree(gone);
     });
   }
-  std::shared_ptr<Store> get(const Tensor& handle) {
+  Named get(const Tensor& handle) {
     const std::lock_guard<std::mutex> held(guard_);
-    const auto found = stores_.find(handle.data_ptr());
-    STD_TORCH_CHECK(found != stores_.end(), "handle: dead, or a copy; its store or snapshot is not here");
+    const auto found = named_.find(handle.data_ptr());
+    STD_TORCH_CHECK(found != named_.end(), "handle: dead, or a copy; its store or snapshot is not here");
     return found->second;
   }
-  // The store ends outside of the lock.
-  std::shared_ptr<Store> take(void* memory) {
+  // It ends outside of the lock.
+  Named take(void* memory) {
     const std::lock_guard<std::mutex> held(guard_);
-    const auto found = stores_.find(memory);
-    if (found == stores_.end()) return nullptr;
-    auto store = std::move(found->second);
-    stores_.erase(found);
-    return store;
+    const auto found = named_.find(memory);
+    if (found == named_.end()) return {};
+    Named named = std::move(found->second);
+    named_.erase(found);
+    return named;
   }
   static DeviceHandles& all() {
     // Never destroyed: handles may outlive every other global.
@@ -260,16 +266,13 @@ class DeviceHandles {
  private:
   static constexpr int64_t kWords = 3;
   std::mutex guard_;
-  std::unordered_map<void*, std::shared_ptr<Store>> stores_;
+  std::unordered_map<void*, Named> named_;
 };
 
 // One call: its store, its device, and the order of calls.
 class StoreCall {
  public:
-  explicit StoreCall(const Tensor& handle)
-      : store(DeviceHandles::all().get(handle)), guard_(handle.get_device_index()), handle_(handle) {
-    store->device.begin();
-  }
+  explicit StoreCall(const Tensor& handle) : StoreCall(handle, DeviceHandles::all().get(handle)) {}
   ~StoreCall() {
     // A call that failed has queued what it has; the next comes behind it all the same.
     try {
@@ -282,7 +285,13 @@ class StoreCall {
   StoreCall& operator=(const StoreCall&) = delete;
 
   const std::shared_ptr<Store> store;
+  const std::shared_ptr<Moment> moment;  // None of the store itself.
 
+  // Of what a moment does not have.
+  void check_is_store(const char* what) const { STD_TORCH_CHECK(moment == nullptr, "handle: ", what); }
+  Store::Table::Moment* moment_of(int64_t index) const {
+    return moment == nullptr ? nullptr : moment->tables[static_cast<size_t>(index)].get();
+  }
   Store::Table& table(int64_t index) const {
     STD_TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(store->tables.size()), "table: got ", index,
                     ", the store has ", store->tables.size());
@@ -306,7 +315,7 @@ class StoreCall {
   // Runs one change of a table and turns what it throws into a status.
   template <typename Body>
   int64_t change(int64_t index, const Body& body) const {
-    STD_TORCH_CHECK(!store->is_moment, "handle: a snapshot cannot be written");
+    check_is_store("a snapshot cannot be written");
     Store::Table& found = table(index);
     try {
       return status_of([&] { body(found, ++store->version); });
@@ -316,6 +325,11 @@ class StoreCall {
   }
 
  private:
+  StoreCall(const Tensor& handle, const Named& named)
+      : store(named.store), moment(named.moment), guard_(handle.get_device_index()), handle_(handle) {
+    store->device.begin();
+  }
+
   DeviceGuard guard_;
   Tensor handle_;
 };
@@ -349,7 +363,7 @@ Tensor kvstore_create_cuda(Tensor formats, int64_t shard_count) {
     store->tables.push_back(std::make_unique<Store::Table>(store->device, format));
   }
   store->device.end();
-  return DeviceHandles::all().add(std::move(store));
+  return DeviceHandles::all().add({std::move(store), nullptr});
 }
 
 void kvstore_close_cuda(Tensor handle) {
@@ -367,32 +381,42 @@ void kvstore_read_cuda(Tensor handle, int64_t table_index, Tensor ids, int64_t b
   STD_TORCH_CHECK(lies_beside(out, handle), "out: not a contiguous tensor of the device");
   STD_TORCH_CHECK(bytes == keys.size() * (end - begin), "out: got ", out.numel(), " elements for ", keys.size(),
                   " rows of ", end - begin, " bytes");
-  table.read(keys, {begin, end}, {static_cast<uint8_t*>(out.data_ptr()), bytes});
+  table.read(keys, {begin, end}, {static_cast<uint8_t*>(out.data_ptr()), bytes}, call.moment_of(table_index));
 }
 
 Tensor kvstore_contains_cuda(Tensor handle, int64_t table_index, Tensor ids) {
   const StoreCall call(handle);
   const auto keys = call.ids(ids);
   Tensor result = torch::stable::new_empty(ids, {keys.size()}, ScalarType::Bool);
-  call.table(table_index).contains(keys, {static_cast<uint8_t*>(result.data_ptr()), keys.size()});
+  call.table(table_index)
+      .contains(keys, {static_cast<uint8_t*>(result.data_ptr()), keys.size()}, call.moment_of(table_index));
   return result;
 }
 
 Tensor kvstore_ids_cuda(Tensor handle, int64_t table_index, int64_t first, int64_t last) {
   const StoreCall call(handle);
-  return call.longs(call.table(table_index).list(first, last, 0));
+  return call.longs(call.table(table_index).list(first, last, 0, call.moment_of(table_index)));
 }
 
-int64_t kvstore_size_cuda(Tensor handle, int64_t table_index) { return StoreCall(handle).table(table_index).size(); }
+int64_t kvstore_size_cuda(Tensor handle, int64_t table_index) {
+  const StoreCall call(handle);
+  auto& table = call.table(table_index);
+  const auto* const moment = call.moment_of(table_index);
+  return moment == nullptr ? table.size() : table.size(*moment);
+}
 
 std::tuple<Tensor, Tensor> kvstore_changes_cuda(Tensor handle, int64_t table_index, int64_t since) {
   const StoreCall call(handle);
   auto& table = call.table(table_index);
+  auto* const moment = call.moment_of(table_index);
   const auto mark = static_cast<uint64_t>(since);
-  return {call.longs(table.list(kIdMin, kIdMax, mark)), call.longs(table.list_removed(mark))};
+  return {call.longs(table.list(kIdMin, kIdMax, mark, moment)), call.longs(table.list_removed(mark, moment))};
 }
 
-int64_t kvstore_mark_cuda(Tensor handle) { return static_cast<int64_t>(StoreCall(handle).store->version); }
+int64_t kvstore_mark_cuda(Tensor handle) {
+  const StoreCall call(handle);
+  return static_cast<int64_t>(call.moment == nullptr ? call.store->version : call.moment->version);
+}
 
 int64_t kvstore_write_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor values, int64_t begin, int64_t now,
                            bool visit) {
@@ -460,7 +484,7 @@ int64_t kvstore_clear_cuda(Tensor handle, int64_t table_index) {
 
 std::tuple<Tensor, Tensor> kvstore_begin_round_cuda(Tensor handle, int64_t table_index, int64_t keep_count) {
   const StoreCall call(handle);
-  STD_TORCH_CHECK(!call.store->is_moment, "handle: a snapshot cannot be written");
+  call.check_is_store("a snapshot cannot be written");
   call.table(table_index);
   const auto [ids, facts] = begin_round(*call.store, static_cast<size_t>(table_index), keep_count);
   return {call.longs(ids), call.longs(facts)};
@@ -492,7 +516,7 @@ int64_t kvstore_reserve_cuda(Tensor handle, int64_t table_index, int64_t row_cou
 int64_t kvstore_prefetch_cuda(Tensor handle, int64_t table_index, Tensor ids) {
   const StoreCall call(handle);
   const auto keys = call.ids(ids);
-  STD_TORCH_CHECK(!call.store->is_moment, "handle: a snapshot has no cache");
+  call.check_is_store("a snapshot brings no rows near");
   try {
     call.table(table_index).prefetch(keys);
   } catch (const std::bad_alloc&) {
@@ -510,11 +534,9 @@ std::tuple<Tensor, int64_t> kvstore_stats_cuda(Tensor handle) {
 // A handle of this moment; size 0 where memory ran out.
 Tensor kvstore_snapshot_cuda(Tensor handle) {
   const StoreCall call(handle);
-  STD_TORCH_CHECK(!call.store->is_moment, "handle: a snapshot of a snapshot");
+  call.check_is_store("a snapshot of a snapshot");
   try {
-    auto taken = call.store->moment();
-    taken->device.end();
-    return DeviceHandles::all().add(std::move(taken));
+    return DeviceHandles::all().add({call.store, std::make_shared<Moment>(call.store)});
   } catch (const std::bad_alloc&) {
     return call.longs({});
   }

@@ -20,8 +20,12 @@ struct EvictionPlan {
   int64_t cutoff_key;
 };
 
+FASTIMPL_BOTH inline bool has_decay(const EvictionPlan& plan) {
+  return (plan.policy == Policy::kCount || plan.policy == Policy::kTtlCount) && plan.decay != 1.0;
+}
+
 FASTIMPL_BOTH inline uint64_t decayed_count(const EvictionPlan& plan, uint64_t count) {
-  if ((plan.policy != Policy::kCount && plan.policy != Policy::kTtlCount) || plan.decay == 1.0) return count;
+  if (!has_decay(plan)) return count;
   return static_cast<uint64_t>(std::floor(static_cast<double>(count) * plan.decay));
 }
 

@@ -1,13 +1,9 @@
 // Removing rows: the last rows of the pool take the places of those that go. Under the exclusive lock.
 #pragma once
 
-#include "common/regimes.h"
 #include "kvstore/table.h"
 
 namespace fastimpl::kvstore {
-
-// So many removals are logged before those are dropped that no longer count.
-constexpr int64_t kLoggedRemovals = regime(4096, 8);
 
 // One change of a table: the number it gets, and the clock.
 struct Change {
@@ -19,15 +15,7 @@ struct Change {
 // the log they saw. Throws std::bad_alloc, and then the log is as it was.
 inline void compact_removals(Table& table) {
   const Removals& log = *table.removals;
-  std::vector<std::pair<int64_t, size_t>> last;
-  for (size_t i = 0; i < log.size(); ++i) {
-    if (table.rows.find(hash_key(log[i].key), log[i].key) == nullptr) last.emplace_back(log[i].key, i);
-  }
-  std::sort(last.begin(), last.end());
-  auto kept = std::make_shared<Removals>();
-  for (size_t i = 0; i < last.size(); ++i) {
-    if (i + 1 == last.size() || last[i + 1].first != last[i].first) kept->push_back(log[last[i].second]);
-  }
+  auto kept = compacted(log, [&](size_t at) { return table.rows.find(hash_key(log[at].key), log[at].key) != nullptr; });
   table.compacted_count = kept->size();
   table.removals = std::move(kept);
 }
@@ -35,8 +23,7 @@ inline void compact_removals(Table& table) {
 // The first step of every change that removes rows: without it the log would grow with every removal for ever. Throws
 // std::bad_alloc, and then nothing has changed.
 inline void compact_when_long(Table& table) {
-  if (static_cast<int64_t>(table.removals->size()) > 2 * static_cast<int64_t>(table.compacted_count) + kLoggedRemovals)
-    compact_removals(table);
+  if (is_long(*table.removals, table.compacted_count)) compact_removals(table);
 }
 
 // Removes the rows at these slots, each listed once. Nothing here allocates but what `prepare_removal` allocated.
@@ -47,9 +34,7 @@ struct Removing {
 
 inline void prepare_removal(Table& table, Removing& removing) {
   removing.tail_goes.resize(removing.slots.size());
-  if (!table.format.logs_removals) return;
-  const size_t wanted = table.removals->size() + removing.slots.size();
-  if (wanted > table.removals->capacity()) table.removals->reserve(std::max(wanted, 2 * table.removals->capacity()));
+  if (table.format.logs_removals) reserve_log(*table.removals, removing.slots.size());
 }
 
 inline void remove_slots(Table& table, Removing& removing, Change change) noexcept {

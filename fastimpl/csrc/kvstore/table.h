@@ -6,14 +6,9 @@
 #pragma once
 
 #include "kvstore/batch.h"
+#include "kvstore/removals.h"
 
 namespace fastimpl::kvstore {
-
-struct Removal {
-  int64_t key;
-  uint64_t version;
-};
-using Removals = std::vector<Removal>;
 
 // What one snapshot shows otherwise than the live rows: a row as it was when it first changed after that moment, or a
 // row without the used bit where there was none.
