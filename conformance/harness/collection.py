@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from conformance.harness.devices import FIXTURES
+from conformance.harness.devices import fixtures_on
 from conformance.harness.ledger import Deviation
 from conformance.harness.planted_run import bug_of
 from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
@@ -46,9 +46,7 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
     dropped = [
         item
         for item in items
-        if item.nodeid in waived
-        or (suite.planted_mode == "only" and bug_of(item) is None)
-        or not _runs_on(suite.device, item)
+        if item.nodeid in waived or (suite.planted_mode == "only" and bug_of(item) is None) or not _runs_on(suite, item)
     ]
     if dropped:
         suite.config.hook.pytest_deselected(items=dropped)
@@ -56,8 +54,9 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if id(item) not in gone]
 
 
-def _runs_on(device: str, item: pytest.Item) -> bool:
-    return device == "cpu" or not set(FIXTURES[device]).isdisjoint(getattr(item, "fixturenames", ()))
+def _runs_on(suite: Suite, item: pytest.Item) -> bool:
+    used = getattr(item, "fixturenames", ())
+    return suite.device == "cpu" or not fixtures_on(suite.device, suite.implementation).isdisjoint(used)
 
 
 _WAIVED = pytest.StashKey[bool]()

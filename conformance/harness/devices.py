@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DEVICES", "FIXTURES", "absent_capabilities", "kernel_sources", "prepare_device"]
+__all__ = ["DEVICES", "absent_capabilities", "fixtures_on", "kernel_sources", "prepare_device"]
 
 DEVICES = ("cpu", "pretend", "simt", "simt-host", "cuda", "cuda-host")
-# The fixtures by which tests run on a device. A store is itself on it, and so are those of ranks.
-FIXTURES = {
-    "pretend": ("device",),
-    "simt": ("kvstore", "rank_pool"),
-    "simt-host": ("kvstore", "rank_pool"),
-    "cuda": ("device", "kvstore", "rank_pool"),
-    "cuda-host": ("kvstore", "rank_pool"),
-}
-_OF_STORES = ("simt", "simt-host", "cuda", "cuda-host")
+_OF_OBJECTS = ("pretend", "cuda")
+_OF_STORES = ("pretend", "simt", "simt-host", "cuda", "cuda-host")
 
 
 def kernel_sources() -> Path | None:
@@ -26,21 +19,34 @@ def kernel_sources() -> Path | None:
     return next((path for path in found if path.is_dir()), None)
 
 
-def prepare_device(name: str) -> None:
-    """Make ``torch.device(name)`` known to torch, and bind stores to it where they can lie there."""
+def fixtures_on(name: str, implementation: str) -> frozenset[str]:
+    """The fixtures by which tests run on a device: who takes one, and who has a store, which is itself on it."""
+    fixtures = {"device"} if name in _OF_OBJECTS else set()
+    if _has_stores(name, implementation):
+        # Tests of cut tables on the pretend device say themselves where their ranks put things.
+        fixtures |= {"kvstore"} if name == "pretend" else {"kvstore", "rank_pool"}
+    return frozenset(fixtures)
+
+
+def _has_stores(name: str, implementation: str) -> bool:
+    return name in _OF_STORES and implementation == "fastimpl"
+
+
+def prepare_device(name: str, implementation: str) -> None:
+    """Make ``torch.device(name)`` known to torch, and bind stores to it where the implementation's can lie there."""
     if name == "pretend":
         from conformance.provers.pretend_device import PretendDevice
 
         PretendDevice(sources=kernel_sources())
-    if name in _OF_STORES:
+    if _has_stores(name, implementation):
         from conformance.kvstore.simt import bind
 
         bind(name)
 
 
-def absent_capabilities(name: str) -> frozenset[str]:
+def absent_capabilities(name: str, implementation: str) -> frozenset[str]:
     """What an implementation does not have on that device, whatever it declares."""
-    if name not in _OF_STORES:
+    if not _has_stores(name, implementation):
         return frozenset()
     from conformance.kvstore.simt import LACKS
 

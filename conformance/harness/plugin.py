@@ -109,7 +109,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     name = item.config.stash[SUITE].implementation
     declared = implementations.capabilities(name, requirement.stem)
-    declared -= absent_capabilities(item.config.stash[SUITE].device)
+    declared -= absent_capabilities(item.config.stash[SUITE].device, name)
     absent = [need for need in requirement.needs if need not in declared]
     if absent:
         pytest.skip(f"implementation {name} lacks {', '.join(absent)}")
@@ -203,7 +203,7 @@ def _component(request: pytest.FixtureRequest, stem: str) -> implementations.Com
 @pytest.fixture(scope="session")
 def kvstore(request: pytest.FixtureRequest) -> implementations.Component:
     """The implementation's ``kvstore``; skips by name when it, or a name in it, is absent."""
-    prepare_device(request.config.stash[SUITE].device)
+    _prepared(request)
     return _component(request, "kvstore")
 
 
@@ -239,9 +239,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
     A test that asks for it is one that runs on every device; where another than the CPU is asked for, only these run.
     """
-    name: str = request.config.stash[SUITE].device
-    prepare_device(name)
-    return name
+    return _prepared(request)
+
+
+def _prepared(request: pytest.FixtureRequest) -> str:
+    suite = request.config.stash[SUITE]
+    prepare_device(suite.device, suite.implementation)
+    return suite.device
 
 
 @pytest.fixture

@@ -234,7 +234,16 @@ def _rows_of_host_on_gpu(options: StoreOptions) -> RowEngine:
     return LockedDeviceRows(device_rows(_cached(options), _Moving))
 
 
+def _rows_on_pretend(options: StoreOptions) -> RowEngine:
+    if options.device != "cpu":
+        return rows_of(options)
+    from conformance.kvstore.simt.places import rows_on_pretend
+
+    return rows_on_pretend(options)
+
+
 _ENGINES = {
+    "pretend": _rows_on_pretend,
     "simt": _rows_of,
     "simt-host": _rows_behind_a_cache,
     "cuda": _rows_on_gpu,
@@ -243,11 +252,11 @@ _ENGINES = {
 
 
 def bind(device: str) -> None:
-    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt" or "cuda", for the rest of the process.
+    """Make every ``fastimpl.kvstore.KVStore`` lie on "simt", "pretend" or "cuda", for the rest of the process.
 
     With "-host" behind, its rows lie in host memory, behind a cache of 16 that is always in use. Its tensors stay on
     the CPU, and so tests run unchanged. Raises CompileError.
     """
-    if device.startswith("simt"):
+    if not device.startswith("cuda"):
         load_operators()
     KVStore._make_engine = staticmethod(_ENGINES[device])

@@ -19,7 +19,7 @@ from fastimpl.kvstore.store import DeviceRows, KVStore, LockedDeviceRows
 from twinproof.kvstore.options import StoreOptions
 from twinproof.kvstore.rows import RowEngine
 
-__all__ = ["PretendStore"]
+__all__ = ["PretendStore", "rows_on_pretend"]
 
 # Arguments that operators take on the host: numbers of an optimizer, a plan.
 _ON_HOST = {"kvstore_update": 4, "kvstore_evict": 3}
@@ -62,12 +62,13 @@ class _PretendHandle(SimtHandle):
         return _Operators()
 
 
-def _rows_of(options: StoreOptions) -> RowEngine:
-    messages = table_messages(options).to(options.device)
+def rows_on_pretend(options: StoreOptions) -> RowEngine:
+    """The rows of a store on the pretend device, whatever its options say."""
+    messages = table_messages(options).to("pretend")
     return LockedDeviceRows(DeviceRows(options, _PretendHandle.create(messages, options.num_shards)))
 
 
-class PretendStore(KVStore, engine=_rows_of, devices=("pretend",)):
+class PretendStore(KVStore, engine=rows_on_pretend, devices=("pretend",)):
     """A ``KVStore`` on the pretend device, which has to be known to torch: see ``PretendDevice``."""
 
     def __init__(self, layouts: Any, **options: Any) -> None:

@@ -168,7 +168,7 @@ def _join_group(rank: int, world_size: int, store_path: str, implementation: str
     )
     group = dist.group.WORLD
     assert group is not None
-    prepare_device(device)
+    prepare_device(device, implementation)
     return Rank(rank, world_size, group, implementation, device)
 
 
