@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from refimpl.optimizers import reduce_duplicates, row_sum, update
-from twinproof.errors import ConfigError, DistributedError
+from twinproof.errors import ConfigError, DistributedError, sendable
 from twinproof.optimizers import Hyper
 from twinproof.pipeline import driver, modules, sharded
 from twinproof.pipeline.batches import (
@@ -209,7 +209,7 @@ class ToldEverything:
         except Exception as error:
             failure = error
         told: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(told, (value, failure), group=self.layout.process_group)
+        dist.all_gather_object(told, (value, sendable(failure)), group=self.layout.process_group)
         for rank, (_, failed) in enumerate(told):
             if failed is not None:
                 got = f"{type(failed).__name__}: {failed}"

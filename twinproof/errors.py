@@ -6,6 +6,7 @@ because torch's distributed checkpoint gathers exceptions across ranks.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "UnstorableError",
     "UnsupportedError",
     "VersionError",
+    "sendable",
 ]
 
 
@@ -160,3 +162,20 @@ class DetachedStoreError(TwinproofError, RuntimeError):
 
 class VersionError(FormatError):
     """Files of a format version that this reader does not know."""
+
+
+def sendable(error: BaseException | None) -> Any:
+    """What a rank sends to others of its error: that, or where it cannot be pickled a DistributedError that names it.
+
+    An exception that cannot be pickled would end an exchange of objects on its own rank, and leave the others waiting.
+    """
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        got = f"{type(error).__name__}: {error}"
+        told = DistributedError("an error that cannot be sent to other ranks", got=got)
+        told.__cause__ = error
+        return told
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from conformance.checkpoint.cases import Tiled, random_bits, save_ranks, tiled
-from conformance.harness import Rank, assert_equal, assert_same_tensor, examples, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
 from twinproof.errors import PlanError
 
 
@@ -138,30 +139,39 @@ def test_ranges_of_rows(
                 strange.dense(skip * row_bytes, len(expected))
 
 
+class _Unsendable(LookupError):
+    """Holds what no other process can have."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.held = threading.Lock()
+
+
 class _LostRows(Tiled):
     """Rows that are read when they are due, and cannot be."""
 
     row_offset = 0
+    error: type[Exception] = LookupError
 
     def read_rows(self, start: int, length: int) -> torch.Tensor:
-        raise LookupError("rows are gone")
+        raise self.error("rows are gone")
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        raise LookupError("rows are gone")
+        raise self.error("rows are gone")
 
 
-def _save_lost(rank: Rank, path: str, failing: int) -> list[str]:
+def _save_lost(rank: Rank, path: str, failing: int, error: type[Exception] = LookupError) -> list[str]:
     """Rows of two ranks that share every block; those of one cannot be read. What each rank raised."""
     value = random_bits(torch.float32, (8, 3), 1)
     part: Any = tiled(value, [((0, 0), (4, 3)), ((4, 0), (4, 3))], rank.rank, 2)
     if rank.rank == failing:
         lost: Any = torch.Tensor._make_subclass(_LostRows, torch.empty(0))
-        lost.parts, lost.whole, lost.row_offset = part.parts, part.whole, 4 * rank.rank
+        lost.parts, lost.whole, lost.row_offset, lost.error = part.parts, part.whole, 4 * rank.rank, error
         part = lost
     try:
         save_ranks(rank, {"w": part}, Path(path))
-    except CheckpointException as error:
-        return [f"{type(found[0]).__name__}: {found[0]}" for _, found in sorted(error.failures.items())]
+    except CheckpointException as failed:
+        return [f"{type(found[0]).__name__}: {found[0]}" for _, found in sorted(failed.failures.items())]
     return []
 
 
@@ -177,4 +187,20 @@ def test_lost_rows(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
             assert_equal(found[failing], "LookupError: rows are gone", where=f"rank {failing} fails: its own error")
             kind = found[1 - failing].partition(":")[0]
             assert_equal(kind, "DistributedError", where=f"rank {failing} fails: the other's error")
+        assert_equal(list(tmp_path.iterdir()), [], where=f"rank {failing} fails: what became visible")
+
+
+@requirement(
+    "CKPT-651",
+    "An error that cannot be pickled, on one rank of a save, MUST be told to all ranks, with its name, text and rank, "
+    "and keep none of them waiting.",
+)
+def test_errors_that_cannot_be_sent(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for failing in (0, 1):
+        with succeeds("two ranks", where=f"rank {failing} fails: an answer of both"):
+            by_rank = rank_pool.run(_save_lost, 2, str(tmp_path / "ck"), failing, _Unsendable, timeout_s=20)
+        for found in by_rank:
+            assert_equal(len(found), 2, where=f"rank {failing} fails: failures")
+            said = "_Unsendable: rows are gone" in found[failing], f"rank {failing}" in found[1 - failing]
+            assert_equal(said, (True, True), where=f"rank {failing} fails: {found}")
         assert_equal(list(tmp_path.iterdir()), [], where=f"rank {failing} fails: what became visible")

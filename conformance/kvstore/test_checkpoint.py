@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -334,6 +335,8 @@ def save_apart(rank: Any, path: str) -> list[str]:
     # These ids are of this rank's buckets, in either way.
     keys = [key for key in range(40) if key % 4 // 2 == key // 20 == rank.rank]
     store.set("t", ids_of(keys), torch.zeros(len(keys), 4))
+    closed = store_of(kvstore, kvstore.RowLayout(4), track_changes=True)
+    closed.close()
     ways: dict[str, Callable[[], Any]] = {
         "buckets": lambda: save(kvstore, store, Path(path), buckets=chosen[rank.rank]),
         "forms": lambda: save(kvstore, store, Path(path), buckets=chosen[0], form=["rows", "separate"][rank.rank]),
@@ -341,15 +344,21 @@ def save_apart(rank: Any, path: str) -> list[str]:
         "views": lambda: store.state_dict(buckets=chosen[rank.rank]),
         "no form": lambda: save(kvstore, store, Path(path), buckets=chosen[0], form=["rows", "?"][rank.rank]),
         "no chunk": lambda: save(kvstore, store, Path(path), buckets=chosen[0], chunk_rows=[None, 0][rank.rank]),
+        "no store": lambda: save(kvstore, [store, {}][rank.rank], Path(path), buckets=chosen[0]),
+        "no buckets": lambda: save(kvstore, store, Path(path), buckets=[chosen[0], 4][rank.rank]),
+        "no option": lambda: save(kvstore, store, Path(path), buckets=chosen[0], block_bytes=[64, 63][rank.rank]),
+        "no such option": lambda: save(kvstore, store, Path(path), buckets=chosen[0], **[{}, {"blocks": 1}][rank.rank]),
+        "closed": lambda: save(kvstore, [store, closed][rank.rank], Path(path), buckets=chosen[0]),
     }
-    found = []
-    for name, way in ways.items():
-        try:
-            way()
-            found.append(f"{name}: no error")
-        except TwinproofError as error:
-            found.append(f"{name}: {type(error).__name__}")
-    return found
+    return [f"{name}: {_error_of(way)}" for name, way in ways.items()]
+
+
+def _error_of(way: Callable[[], Any]) -> str:
+    try:
+        way()
+    except TwinproofError as error:
+        return type(error).__name__
+    return "no error"
 
 
 @requirement(
@@ -361,9 +370,91 @@ def test_ranks_that_disagree(kvstore: Any, rank_pool: Any, tmp_path: Path) -> No
     with succeeds("two ranks", where="an answer of both"):
         found = rank_pool.run(save_apart, 2, str(tmp_path / "ck"), timeout_s=20)
     expected = [f"{name}: ConfigError" for name in ("buckets", "forms", "kinds", "views")]
-    expected += [f"{name}: DistributedError" for name in ("no form", "no chunk")]
+    wrong = ("no form", "no chunk", "no store", "no buckets", "no option", "no such option", "closed")
+    expected += [f"{name}: DistributedError" for name in wrong]
     assert_equal(found, [expected] * 2, where="by rank")
     assert_equal(os.path.exists(tmp_path / "ck"), False, where="nothing is written")
+
+
+def save_in_groups(rank: Any, path: str) -> None:
+    """Two ranks of three save their rows, and the third its own, each in a group of its own; then all load theirs."""
+    kvstore = rank.component("kvstore")
+    groups = [(dist.new_group(ranks), ranks) for ranks in ([2, 0], [1])]
+    ((group, ranks),) = [found for found in groups if rank.rank in found[1]]
+    # Torch gives ranks of a group in ascending order.
+    place, world_size = dist.get_rank(group), len(ranks)
+    store, again = (store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")) for _ in range(2))
+    keys = [key for key in range(40) if key % 4 * world_size // 4 == place]
+    store.set("t", ids_of(keys), weights_of(store, 40, 1)[keys])
+    folder = Path(path) / f"by {world_size}"
+    save(kvstore, store, folder, buckets=kvstore.Buckets(4), process_group=group)
+    kvstore.load(again, folder, process_group=group)
+    assert_contents(again, contents(store), where=f"rank {rank.rank} loaded")
+    views = store.state_dict(buckets=kvstore.Buckets(4), process_group=group)
+    assert_equal(views["t.weight"].shape[0], len(keys), where=f"rank {rank.rank}: views")
+
+
+@requirement(
+    "KV-287",
+    "A save in a group of some of the ranks MUST involve these alone, and MUST write what one process would.",
+)
+def test_some_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("three ranks", where="an answer of all"):
+        rank_pool.run(save_in_groups, 3, str(tmp_path), timeout_s=20)
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"))
+    store.set("t", ids_of(range(40)), weights_of(store, 40, 1))
+    for world_size in (1, 2):
+        path = tmp_path / f"by {world_size}"
+        again = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"))
+        kvstore.load(again, path)
+        assert_contents(again, contents(store), where=f"saved by {world_size}")
+        assert_equal([name for name in os.listdir(path) if name.startswith(".")], [], where=f"left in {path}")
+
+
+class _Unsendable(Exception):
+    """Holds what no other process can have."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.held = threading.Lock()
+
+
+def save_with_odd_error(rank: Any, path: str) -> list[str]:
+    """One rank's store fails with such an error; what both raise, of a save and of a state dict."""
+    kvstore = rank.component("kvstore")
+    store = store_of(kvstore, kvstore.RowLayout(4))
+
+    def snapshot(original: Any = store.snapshot) -> Any:
+        taken = original()
+        if rank.rank == 1:
+            taken.ids = fails
+        return taken
+
+    def fails(table: str) -> torch.Tensor:
+        raise _Unsendable("of this rank")
+
+    store.snapshot = snapshot
+    told = []
+    for act in (lambda: save(kvstore, store, Path(path)), store.state_dict):
+        try:
+            act()
+        except DistributedError as error:
+            told.append(str(error))
+    return told
+
+
+@requirement(
+    "KV-288",
+    "An error that cannot be pickled, on one rank of a save or a state dict, MUST be told to all ranks by its name and "
+    "text, and keep none of them waiting.",
+)
+def test_errors_that_cannot_be_sent(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        by_rank = rank_pool.run(save_with_odd_error, 2, str(tmp_path / "ck"), timeout_s=20)
+    for found in by_rank:
+        assert_equal(len(found), 2, where="errors of a rank")
+        for text in found:
+            assert_equal("_Unsendable: of this rank" in text, True, where=text)
 
 
 @requirement(

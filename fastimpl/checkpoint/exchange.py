@@ -39,6 +39,7 @@ class Round:
     """What is in flight: received messages, requests to wait for, sent messages that must stay alive, first failure."""
 
     inbox: list[torch.Tensor] = field(default_factory=list)
+    senders: list[int] = field(default_factory=list)  # Who sends each of them.
     requests: list[dist.Work] = field(default_factory=list)
     outbox: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
@@ -78,6 +79,7 @@ class Exchange:
             message = torch.zeros(size_bytes, dtype=torch.uint8)
             message[0] = STATUS_FAILED  # What an owner sees of a message that never came.
             current.inbox.append(message)
+            current.senders.append(rank)
             self._post(current, partial(dist.irecv, message, group_src=rank, group=self.group, tag=turn))
         for target, parts in self.foreign.get(turn, ()):
             try:
@@ -110,8 +112,10 @@ class Exchange:
                 request.wait()
             except RuntimeError as error:
                 failure = failure or DistributedError("a rank went away during the exchange", got=str(error)[:200])
-        failed = sum(int(message[:8].view(torch.int64)[0]) != STATUS_OK for message in current.inbox)
+        messages = zip(current.senders, current.inbox, strict=True)
+        failed = [rank for rank, message in messages if int(message[:8].view(torch.int64)[0]) != STATUS_OK]
         if failure is None and failed:
-            failure = DistributedError("a sending rank failed", got=f"{failed} of {len(current.inbox)} senders")
+            got = f"{len(failed)} of {len(current.inbox)} senders"
+            failure = DistributedError("a sending rank failed", got=got, where=f"rank {failed[0]}")
         if failure is not None:
             raise failure

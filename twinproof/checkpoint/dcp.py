@@ -90,7 +90,7 @@ from twinproof.checkpoint.publish import (
 )
 from twinproof.checkpoint.shards import write_shards
 from twinproof.engine import Engine, engine_for
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, UnsupportedError
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, UnsupportedError, sendable
 
 __all__ = [
     "Dequantize",
@@ -385,7 +385,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             else:
                 parts = self._engine.write(job, instruction, folder)
         except Exception as error:
-            failure = error
+            # Torch sends what is raised to all ranks, too.
+            failure = error if self.group is None else sendable(error)
         self.settle(failure)
         if self.options.checksums:
             self._parts = [part for found in gather_first(parts, self.group) for part in found]
@@ -401,7 +402,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         try:
             outcome = checksums(self.local_items, planner)
         except Exception as error:
-            outcome = error
+            outcome = error if self.group is None else sendable(error)
         outcomes = gather(outcome, self.group)
         if isinstance(outcome, Exception):
             raise outcome
@@ -417,8 +418,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             try:
                 messages = self._instructions(planner, rank_count)
             except Exception as error:
-                failure = error
-                messages = [error] * rank_count
+                failure = error if self.group is None else sendable(error)
+                messages = [failure] * rank_count
         received = scatter(messages, self.group)
         if failure is not None:
             raise failure

@@ -17,6 +17,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,14 @@ import torch.distributed as dist
 
 from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, is_checkpoint_name
-from twinproof.errors import CheckpointExistsError, ConfigError, DistributedError, StorageError, TwinproofError
+from twinproof.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    DistributedError,
+    StorageError,
+    TwinproofError,
+    sendable,
+)
 
 __all__ = [
     "Leftover",
@@ -36,6 +44,7 @@ __all__ = [
     "fsync_path",
     "gather",
     "gather_first",
+    "group_to_save_in",
     "raise_first",
     "rank_count_of",
     "remove_leftover",
@@ -392,6 +401,33 @@ def rank_count_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+@contextmanager
+def group_to_save_in(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
+    """The group for a save by the ranks of a group: for all ranks one of their own, for some of them theirs.
+
+    None is the default group. A process alone has none. Only all ranks together can make a group that they may end.
+
+    Raises:
+        ConfigError: a group of some ranks that has no backend for the CPU.
+    """
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world_size == 1:
+        yield None
+    elif group is None or dist.get_world_size(group) == world_size:
+        made = dist.new_group(backend="gloo")
+        try:
+            yield made
+        finally:
+            dist.destroy_process_group(made)
+    else:
+        backends = dist.get_backend_config(group)
+        if "cpu:" not in backends:
+            raise ConfigError(
+                "a group that cannot carry what the CPU has", got=backends, expected="gloo", where="process_group"
+            )
+        yield group
+
+
 def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """This rank's object and every other's, in rank order."""
     if group is None:
@@ -441,7 +477,7 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = step()
     except Exception as error:
         failure = error
-    failures = gather(failure, group)
+    failures = gather(sendable(failure), group)
     if failure is not None:
         raise failure
     raise_first(failures)

@@ -21,7 +21,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from twinproof import regime
 from twinproof.checkpoint.catalog import Catalog, read_catalog
 from twinproof.checkpoint.format import buffer_of, torch_dtype
+from twinproof.checkpoint.publish import group_to_save_in
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
 from twinproof.kvstore.deltas import (
     FORMS,
@@ -400,21 +401,29 @@ class StoreFiles:
                 buckets, forms or kinds; on every rank.
             CheckpointExistsError, StorageError, DistributedError.
         """
-        check_store(store)
         chosen = Buckets() if buckets is None else buckets
-        started = time.perf_counter()
-        with store.snapshot() as source:
+        started, named_by_user = time.perf_counter(), writer_options.pop("metadata", None) or {}
+        with group_to_save_in(process_group) as group, ExitStack() as opened:
+
+            def writer_with(metadata: Mapping[str, str]) -> Any:
+                return self._files.writer_class(path, metadata=metadata, process_group=group, **writer_options)
+
+            def begun() -> TrackedSource:
+                check_store(store)
+                # Options that the writer refuses are refused while the others listen.
+                writer_with(named_by_user)
+                return opened.enter_context(store.snapshot())
+
+            source, parts, names = _parts(store, begun, chosen, since, form, process_group, chunk_rows)
+            fingerprints, bases, steps = names
             mark = source.mark()
-            parts, (fingerprints, bases, steps) = _parts(store, source, chosen, since, form, process_group, chunk_rows)
             state: dict[str, torch.Tensor] = {}
             for part in parts:
                 state |= self._files.tensors(part)
             planned = time.perf_counter()
             kind = "full" if since is None else "delta"
             content = SavedContent(store.options.rows, chosen, kind, form, fingerprints, bases, steps)
-            metadata = content.metadata() | (writer_options.pop("metadata", None) or {})
-            writer = self._files.writer_class(path, metadata=metadata, **writer_options)
-            with writer, warnings.catch_warnings():
+            with writer_with(content.metadata() | named_by_user) as writer, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 alone = rank_and_world(process_group)[1] == 1
                 dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
@@ -508,30 +517,33 @@ def _check_chunk(chunk_rows: Any) -> None:
 
 def _parts(
     store: KVStore,
-    source: TrackedSource,
+    begin: Callable[[], TrackedSource],
     buckets: Buckets,
     since: int | None,
     form: str,
     process_group: Any,
     chunk_rows: int | None,
-) -> tuple[list[SavePart], SaveNames]:
-    """This rank's part of every table, with names and steps that all ranks agreed on in one exchange.
+) -> tuple[TrackedSource, list[SavePart], SaveNames]:
+    """The moment of a save, and this rank's part of every table, with names that all ranks agreed on in one exchange.
 
     What one rank must not be asked is found in that exchange, where the others hear of it.
     """
     rank, world_size = rank_and_world(process_group)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     deleted: dict[str, torch.Tensor] = {}
+    moment: list[TrackedSource] = []
 
     def local_parts() -> tuple[Any, dict[str, TableSummary]]:
+        source = begin()
+        moment.append(source)
         if form not in FORMS:
             raise ConfigError("not a form", got=form, expected=FORMS, where="form")
         if chunk_rows is not None:
             _check_chunk(chunk_rows)
-        begin, end = rank_buckets(buckets.total_count, world_size, rank)
+        first, behind = rank_buckets(buckets.total_count, world_size, rank)
         for table in store.tables:
             ids, gone = (source.ids(table), None) if since is None else source.changes(table, since)
-            sorted_ids[table] = store.sort_ids(ids, buckets, begin, end)
+            sorted_ids[table] = store.sort_ids(ids, buckets, first, behind)
             if gone is not None:
                 deleted[table] = gone
         asked = {"buckets": buckets, "form": form, "delta": since is not None, "tables": tuple(sorted_ids)}
@@ -542,14 +554,15 @@ def _parts(
     told = gathered(local_parts, process_group)
     check_agreed([asked for asked, _ in told])
     by_rank = [summaries for _, summaries in told]
-    begin, _ = rank_buckets(buckets.total_count, world_size, rank)
+    first_bucket, _ = rank_buckets(buckets.total_count, world_size, rank)
+    (source,) = moment
     parts = [
         SavePart(
             source=source,
             table=table,
             ids=ids[:, 0],
             bucket_counts=counts[:, 0],
-            first_bucket=begin,
+            first_bucket=first_bucket,
             bucket_total=buckets.total_count,
             deleted=deleted.get(table),
             form=form,
@@ -560,7 +573,7 @@ def _parts(
         )
         for table, (ids, counts) in sorted_ids.items()
     ]
-    return parts, named(store, by_rank, since)
+    return source, parts, named(store, by_rank, since)
 
 
 def _check_table(

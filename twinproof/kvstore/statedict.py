@@ -21,7 +21,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from twinproof import regime
 from twinproof.checkpoint.publish import raise_first
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    MissingKeyError,
+    PlanError,
+    ShapeError,
+    UnsupportedError,
+    sendable,
+)
 from twinproof.kvstore.deltas import DeltaStore, check_load_fits, evict_for_load
 from twinproof.kvstore.options import RowLayout, check_ids
 from twinproof.kvstore.rows import (
@@ -62,7 +70,7 @@ def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
     except Exception as error:
         failure = error
     results: list[Any] = [None] * world_size
-    dist.all_gather_object(results, (value, failure), group=process_group)
+    dist.all_gather_object(results, (value, sendable(failure)), group=process_group)
     raise_first([failed for _, failed in results])
     return [found for found, _ in results]
 

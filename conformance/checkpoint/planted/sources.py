@@ -47,3 +47,10 @@ def reference_forgets_why(original: Any, engine: Any, job: Any, *rest: Any) -> A
         return original(engine, job, *rest)
     except LookupError:
         raise DistributedError("a sending rank failed", where=f"rank {job.rank}") from None
+
+
+@fault(kills="CKPT-651", at="twinproof.checkpoint.dcp:sendable")
+def odd_errors_are_nameless(original: Any, error: Any) -> Any:
+    """An error that cannot be sent is told without its name."""
+    found = original(error)
+    return found if found is error else DistributedError("an error that cannot be sent")

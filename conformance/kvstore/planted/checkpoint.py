@@ -155,3 +155,17 @@ ranks_never_compared = patched(
     wrap("twinproof.kvstore.statedict:check_agreed", _nothing_compared),
     kills="KV-254",
 )
+
+
+@fault(kills="KV-287", at="twinproof.kvstore.disk:StoreFiles.save", of="fastimpl")
+def every_rank_saves(
+    original: Any, files: Any, store: Any, path: Any, *, process_group: Any = None, **options: Any
+) -> Any:
+    """A save is one of all ranks, whatever the group."""
+    return original(files, store, path, **options)
+
+
+@fault(kills="KV-288", at="twinproof.kvstore.statedict:sendable")
+def odd_errors_are_nameless(original: Any, error: Any) -> Any:
+    """Others hear that there was an error, and not which."""
+    return None if error is None else ValueError("an error")
