@@ -34,7 +34,6 @@ __all__ = [
     "UnstorableError",
     "UnsupportedError",
     "VersionError",
-    "sendable",
 ]
 
 

@@ -166,6 +166,6 @@ def every_rank_saves(
 
 
 @fault(kills="KV-288", at="twinproof.kvstore.statedict:sendable")
-def odd_errors_are_nameless(original: Any, error: Any) -> Any:
+def odd_errors_lose_their_name(original: Any, error: Any) -> Any:
     """Others hear that there was an error, and not which."""
     return None if error is None else ValueError("an error")
