@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,81 @@ def test_durability_of_managers(checkpoint: Any, tmp_path: Path, monkeypatch: py
             synced.clear()
             checkpoint.save_training(tmp_path / f"{durable}", trainer.model, trainer.optimizer, 1, durable=durable)
             assert_equal(bool(synced), durable, where=f"durable={durable}: syncs of save_training")
+
+
+class _Plain:
+    """Names as they are."""
+
+    is_lost = False
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.is_lost:
+            raise LookupError("lost on one rank")
+        return state_dict
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return hf_state_dict
+
+
+class _Counter:
+    """A state of the user's."""
+
+    is_lost = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_lost:
+            raise LookupError("lost on one rank")
+        return {"count": torch.tensor(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _fail_on_one(rank: Rank, folder: str) -> list[str]:
+    """What one rank cannot give or take, in every way to save and to load; what each raises here."""
+    checkpoint, model, counter, adapter = rank.component("checkpoint"), torch.nn.Linear(2, 3), _Counter(), _Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training: Any = (model, optimizer)
+    made = checkpoint.CheckpointManager
+    options = {"interval": 1, "state_dict_adapter": adapter, "states": {"counter": counter}, "durable": False}
+    hf: Any = options | {"last_save_in_hf": True}
+    said = []
+    with made(f"{folder}/native", model=model, **options) as native, made(f"{folder}/hf", model=model, **hf) as last:
+        native.save(1)
+        last.save(1, last_step=True)
+        checkpoint.save_training(f"{folder}/plain", *training, 1, durable=False)
+        start = {**options, "initial_load_path": f"{folder}/hf/step-1"}
+        with made(f"{folder}/start", model=model, **start) as first:
+            counter.is_lost = adapter.is_lost = rank.rank == 1
+            wrong = f"{folder}/nothing" if rank.rank == 1 else f"{folder}/plain"
+            ways: dict[str, Callable[[], Any]] = {
+                "save": lambda: native.save(2),
+                "last save": lambda: last.save(2, last_step=True),
+                "load of an HF checkpoint": first.load,
+                "save_training": lambda: checkpoint.save_training(
+                    f"{folder}/next", *training, 2, states={"counter": counter}, durable=False
+                ),
+                "load_training": lambda: checkpoint.load_training(wrong, *training),
+            }
+            for name, way in ways.items():
+                try:
+                    way()
+                    said.append(f"{name}: no error")
+                except Exception as error:
+                    said.append(f"{name}: {type(error).__name__}")
+    return said
+
+
+@requirement(
+    "CKPT-652",
+    "What one rank raises before a checkpoint is written or read, in an adapter, in a state or for a path, MUST be "
+    "raised there and told to all others, which wait for nobody.",
+)
+def test_one_rank_fails_early(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        others, own = rank_pool.run(_fail_on_one, 2, str(tmp_path), timeout_s=30)
+    ways = ["save", "last save", "load of an HF checkpoint", "save_training", "load_training"]
+    assert_equal(others, [f"{way}: DistributedError" for way in ways], where="the other rank")
+    expected = [f"{way}: LookupError" for way in ways[:-1]] + ["load_training: MissingCheckpointError"]
+    assert_equal(own, expected, where="the rank that fails")
+    assert_equal(sorted(os.listdir(tmp_path / "native")), ["step-1"], where="what is left")

@@ -349,6 +349,8 @@ def save_apart(rank: Any, path: str) -> list[str]:
         "no option": lambda: save(kvstore, store, Path(path), buckets=chosen[0], block_bytes=[64, 63][rank.rank]),
         "no such option": lambda: save(kvstore, store, Path(path), buckets=chosen[0], **[{}, {"blocks": 1}][rank.rank]),
         "closed": lambda: save(kvstore, [store, closed][rank.rank], Path(path), buckets=chosen[0]),
+        "views of closed": lambda: [store, closed][rank.rank].state_dict(buckets=chosen[0]),
+        "views of no table": lambda: store.state_dict(buckets=chosen[0], tables=([("t",), ("u",)][rank.rank])),
     }
     return [f"{name}: {_error_of(way)}" for name, way in ways.items()]
 
@@ -370,7 +372,8 @@ def test_ranks_that_disagree(kvstore: Any, rank_pool: Any, tmp_path: Path) -> No
     with succeeds("two ranks", where="an answer of both"):
         found = rank_pool.run(save_apart, 2, str(tmp_path / "ck"), timeout_s=20)
     expected = [f"{name}: ConfigError" for name in ("buckets", "forms", "kinds", "views")]
-    wrong = ("no form", "no chunk", "no store", "no buckets", "no option", "no such option", "closed")
+    wrong = ["no form", "no chunk", "no store", "no buckets", "no option", "no such option", "closed"]
+    wrong += ["views of closed", "views of no table"]
     expected += [f"{name}: DistributedError" for name in wrong]
     assert_equal(found, [expected] * 2, where="by rank")
     assert_equal(os.path.exists(tmp_path / "ck"), False, where="nothing is written")

@@ -47,8 +47,8 @@ from torch.futures import Future
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
 from twinproof.checkpoint.plan import Export, check_count, exported_dtype
-from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, scatter
-from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingCheckpointError, PlanError
+from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, scatter, several_ranks, together
+from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingCheckpointError, PlanError, sendable
 
 __all__ = [
     "ASYNC_MODES",
@@ -255,9 +255,14 @@ def save_training(
     Raises:
         ConfigError: something else was given. PlanError: two states of one name. CheckpointException: torch's.
     """
-    writer = NativeStorageWriter(path, durable=durable)
+
+    def begun() -> tuple[State, NativeStorageWriter]:
+        state = _told(_training(model, optimizers, step, states)[1])
+        return state, NativeStorageWriter(path, durable=durable)
+
+    state, writer = together(begun, several_ranks(process_group))
     try:
-        dcp.save(_training(model, optimizers, step, states)[1], storage_writer=writer, process_group=process_group)
+        dcp.save(state, storage_writer=writer, process_group=process_group)
     except BaseException:
         writer.discard()
         raise
@@ -279,10 +284,14 @@ def load_training(
         MissingCheckpointError: nothing is there. FormatError: a checkpoint of HF's format, which holds the model alone.
         CheckpointException: torch's, also where the checkpoint lacks a name.
     """
-    if detect_format(path) is not CheckpointFormat.DCP:
-        expected = "a checkpoint of save_training; HuggingFaceStorageReader loads models"
-        raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=os.fspath(path))
-    parts, state = _training(model, optimizers, 0, states)
+
+    def begun() -> tuple[list[torch.nn.Module], State]:
+        if detect_format(path) is not CheckpointFormat.DCP:
+            expected, where = "a checkpoint of save_training; HuggingFaceStorageReader loads models", os.fspath(path)
+            raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=where)
+        return _training(model, optimizers, 0, states)
+
+    parts, state = together(begun, several_ranks(process_group))
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=process_group)
     for part in parts:
         set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
@@ -574,17 +583,17 @@ class CheckpointManager:
         if not self._saves_at(curr_step, last_step):
             return False
         self.maybe_wait_for_saving()
-        folder = self.policy.folder / f"step-{curr_step}"
-        if last_step and self.policy.last_save_model_only:
-            state = self._model_state()
-            if self.policy.last_save_in_hf:
-                state = state if self._adapter is None else self._adapter.to_hf(state)
-                self._save(curr_step, state, self._hf_writer(folder))
-            else:
-                self._save(curr_step, self._exported(state), self._native_writer(folder))
-        else:
-            self._save(curr_step, self._full_state(()), self._native_writer(folder))
+        self._save(curr_step, *together(lambda: self._to_save(curr_step, last_step), self._group))
         return True
+
+    def _to_save(self, step: int, last_step: bool) -> tuple[State, Any]:
+        folder = self.policy.folder / f"step-{step}"
+        if not (last_step and self.policy.last_save_model_only):
+            return _told(self._full_state(())), self._native_writer(folder)
+        state = self._model_state()
+        if not self.policy.last_save_in_hf:
+            return self._exported(state), self._native_writer(folder)
+        return state if self._adapter is None else self._adapter.to_hf(state), self._hf_writer(folder)
 
     def _saves_at(self, step: int, last_step: bool) -> bool:
         if not self.enable or self.policy.load_only:
@@ -716,6 +725,8 @@ class CheckpointManager:
                 outcome = look()
             except Exception as error:
                 outcome = error
+        if isinstance(outcome, Exception) and self._group is not None:
+            outcome = sendable(outcome)
         received = scatter([outcome] * rank_count_of(self._group), self._group)
         if isinstance(received, Exception):
             raise received
@@ -750,15 +761,22 @@ class CheckpointManager:
         return path, kind, model_only
 
     def _load_native(self, path: Path, model_only: bool) -> None:
-        state = self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
+        def targets() -> State:
+            return self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
+
+        state = together(targets, self._group)
         dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
         self._set_model(state)
 
     def _load_hf(self, path: Path) -> None:
         adapter = self._adapter
-        state = self._model_state()
-        targets = state if adapter is None else adapter.to_hf(state)
-        dcp.load(targets, storage_reader=self._hf_reader(path), process_group=self._group)
+
+        def begun() -> tuple[State, Any]:
+            state = self._model_state()
+            return state if adapter is None else adapter.to_hf(state), self._hf_reader(path)
+
+        targets, reader = together(begun, self._group)
+        dcp.load(targets, storage_reader=reader, process_group=self._group)
         self._set_model(targets if adapter is None else adapter.from_hf(targets))
 
     def _hf_reader(self, path: Path) -> Any:
@@ -773,6 +791,11 @@ class CheckpointManager:
     def _set_model(self, state: State) -> None:
         for part in self._parts:
             set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+
+
+def _told(state: State) -> State:
+    # Torch asks objects for their states where nobody hears of a rank that fails.
+    return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
 def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Mapping[str, Any]) -> dict[str, Any]:

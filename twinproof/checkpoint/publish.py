@@ -49,6 +49,7 @@ __all__ = [
     "rank_count_of",
     "remove_leftover",
     "scatter",
+    "several_ranks",
     "storage_error",
     "together",
     "warn_of_leftovers",
@@ -399,6 +400,13 @@ def build_index(
 def rank_count_of(group: dist.ProcessGroup | None) -> int:
     """Ranks of a group."""
     return 1 if group is None else dist.get_world_size(group)
+
+
+def several_ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or the default one where there are several ranks; None for a process alone."""
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
 @contextmanager

@@ -100,10 +100,13 @@ def state_dict(
 ) -> dict[str, Any]:
     """See ``KVStore.state_dict``."""
     rank, world_size = rank_and_world(process_group)
-    source: TrackedSource = store.snapshot() if snapshot else store
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    moment: list[TrackedSource] = []
 
     def local_counts() -> tuple[Any, dict[str, tuple[int, int]]]:
+        # What one rank must not be asked is found here, where the others hear of it.
+        source: TrackedSource = store.snapshot() if snapshot else store
+        moment.append(source)
         begin, end = rank_buckets(buckets.total_count, world_size, rank)
         for table in tables:
             sorted_ids[table] = engine.sort_ids(source.ids(table), buckets, begin, end)
@@ -114,6 +117,7 @@ def state_dict(
     check_agreed([asked for asked, _ in told])
     by_rank = [counts for _, counts in told]
     begin, _ = rank_buckets(buckets.total_count, world_size, rank)
+    (source,) = moment
     result: dict[str, Any] = {}
     for table, (ids, bucket_counts) in sorted_ids.items():
         whole = store.return_whole_row

@@ -6,6 +6,7 @@ from typing import Any
 
 from conformance.harness import fault, mutated, patched, swap
 from twinproof.checkpoint.manager import CheckpointFormat
+from twinproof.errors import DistributedError
 
 
 @fault(kills="CKPT-539", at="twinproof.checkpoint.manager:_training")
@@ -58,3 +59,12 @@ native_saves_always_durable = patched(
     ),
     kills="CKPT-615",
 )
+
+
+@fault(kills="CKPT-652", at="twinproof.checkpoint.manager:together")
+def nobody_says_what_was_wrong(original: Any, step: Any, group: Any) -> Any:
+    """Every rank hears that one failed, and the one at fault no more than that."""
+    try:
+        return original(step, group)
+    except Exception as error:
+        raise DistributedError("a rank failed") from error
