@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,6 +260,38 @@ def test_empty_rounds(kvstore: Any) -> None:
     with raises(ConfigError, where="no policy"):
         store.evict("t")
     assert_equal(store.evict(), {}, where="no table has a policy")
+
+
+@requirement(
+    "KV-289",
+    "run() of a round that another thread pauses MUST wait until it is resumed or cancelled, without asking meanwhile.",
+)
+@pytest.mark.parametrize("end", ["resume", "cancel"])
+def test_run_of_a_paused_round(kvstore: Any, end: str) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4), clock=Clock())
+    store.set("t", ids_of(range(12)), weights_of(store, 12, 1))
+    eviction = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(9), slice_rows=5)
+    step, paused, asked = eviction.step, threading.Event(), []
+
+    def first_step_is_paused() -> bool:
+        asked.append(True)
+        more: bool = step()
+        if len(asked) == 1:
+            eviction.pause()
+            paused.set()
+        return more
+
+    eviction.step = first_step_is_paused
+    runner = threading.Thread(target=eviction.run, daemon=True)
+    runner.start()
+    paused.wait(30)
+    # Who asks again and again does so a thousand times in this while.
+    runner.join(0.1)
+    assert_equal((runner.is_alive(), len(asked) <= 2), (True, True), where=f"asked {len(asked)} times while paused")
+    getattr(eviction, end)()
+    runner.join(30)
+    assert_equal(runner.is_alive(), False, where=f"after {end}")
+    assert_equal(eviction.stats.processed_count, 12 if end == "resume" else 5, where="rows looked at")
 
 
 @requirement(

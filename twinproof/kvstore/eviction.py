@@ -35,7 +35,8 @@ class EvictionRound:
             raise ConfigError("not a slice", got=slice_rows, expected="rows >= 1", where="slice_rows")
         self._engine, self._plan, self._slice_rows = engine, plan, slice_rows
         self._lock = threading.Lock()
-        self._paused = False
+        self._going = threading.Event()
+        self._going.set()
         self._processed_count = self._evicted_count = 0
 
     @property
@@ -49,22 +50,23 @@ class EvictionRound:
         return EvictionStats(self._processed_count, self._evicted_count)
 
     def pause(self) -> None:
-        """Make the following steps do nothing."""
-        self._paused = True
+        """Make the following steps do nothing; who is in ``run`` waits."""
+        self._going.clear()
 
     def resume(self) -> None:
         """Undo ``pause``."""
-        self._paused = False
+        self._going.set()
 
     def cancel(self) -> None:
         """End the round; rows not yet looked at stay."""
         with self._lock:
             self._plan = replace(self._plan, ids=self._plan.ids[: self._processed_count])
+        self._going.set()
 
     def step(self) -> bool:
         """Look at the next slice; whether there is more to do. A paused round does nothing and has more to do."""
         with self._lock:
-            if self._paused or self.done:
+            if not self._going.is_set() or self.done:
                 return not self.done
             ids = self._plan.ids[self._processed_count : self._processed_count + self._slice_rows]
             self._evicted_count += self._engine.evict_some(self._plan, ids)
@@ -72,10 +74,10 @@ class EvictionRound:
             return not self.done
 
     def run(self) -> EvictionStats:
-        """Look at all that is left, even if it was paused; what the round did."""
+        """Look at all that is left, even if it was paused; what the round did. Waits while another thread pauses it."""
         self.resume()
         while self.step():
-            pass
+            self._going.wait()
         return self.stats
 
 
