@@ -23,6 +23,7 @@ _PROOFS = {
     "cache",
     "growth",
     "index",
+    "left lines",
     "lines",
     "log",
     "moments",

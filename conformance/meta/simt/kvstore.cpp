@@ -12,6 +12,7 @@ SIMT_PROOF("removals") { prove_removals(trial); }
 SIMT_PROOF("growth") { prove_growth(trial); }
 SIMT_PROOF("cache") { prove_cache(trial); }
 SIMT_PROOF("lines") { prove_lines(trial); }
+SIMT_PROOF("left lines") { prove_left_lines(trial); }
 SIMT_PROOF("log") { prove_log(trial); }
 SIMT_PROOF("moments") { prove_moments(trial); }
 

@@ -524,6 +524,25 @@ inline void prove_cache(Trial& trial) {
   twins.compare();
 }
 
+// A row that moves leaves its line behind, as old as the line that it comes to: both go when others need lines.
+inline void prove_left_lines(Trial& trial) {
+  Twins twins(trial, Optimizer::kNone, 8, -1, 16);
+  twins.write(twins.all_ids(48));
+  const std::vector<int64_t> keys = twins.device().list_slots(INT64_MIN, INT64_MAX, 0);
+  const auto some = [&](int64_t begin, int64_t count) {
+    return std::vector<int64_t>(keys.begin() + begin, keys.begin() + begin + count);
+  };
+  const int64_t gone = trial.random.below(40);
+  std::vector<int64_t> batch = some(40, 8);
+  batch.push_back(keys[static_cast<size_t>(gone)]);
+  twins.prefetch(batch);
+  twins.remove(some(gone, 1));
+  for (int64_t begin = 0; begin < 40; begin += 10) {
+    twins.prefetch(some(begin, 10));
+    twins.compare();
+  }
+}
+
 // Which rows have lines, beside a plain model: of each set who is there, since when, and who makes room.
 inline void prove_lines(Trial& trial) {
   struct Line {

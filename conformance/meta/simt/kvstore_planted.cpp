@@ -29,6 +29,7 @@ int main(int count, char** arguments) {
   add("growth", prove_growth);
   add("cache", prove_cache);
   add("lines", prove_lines);
+  add("left lines", prove_left_lines);
   add("log", prove_log);
   add("moments", prove_moments);
   add("row-wise", prove_updates<Optimizer::kPartialRowwiseAdam>);

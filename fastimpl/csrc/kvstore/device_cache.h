@@ -67,12 +67,16 @@ struct ListSets {
   }
 };
 
-// Who of a set goes first: free lines, then the oldest, then the lowest id.
+// Who of a set goes first: free lines, then the oldest, then the lowest id. Two lines have one id where a row moved and
+// left its line behind: then the first of them, since all lanes have to choose the same one.
 struct Candidate {
   int64_t age, key;
   uint32_t rank;
 
-  SIMT bool is_before(const Candidate& other) const { return age < other.age || (age == other.age && key < other.key); }
+  SIMT bool is_before(const Candidate& other) const {
+    if (age != other.age) return age < other.age;
+    return key != other.key ? key < other.key : rank < other.rank;
+  }
 };
 
 // Brings rows that have no line into their sets, in order, as far as these have lines to give. Half a warp a set.
