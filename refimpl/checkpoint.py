@@ -90,14 +90,14 @@ def read_tensors(file: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
 def _tensor_of(stored: Mapping[str, Any], where: str) -> torch.Tensor:
     entry = Entry(stored["dtype"], tuple(stored["shape"]), 0, len(stored["data"]))
     if not stored["data"]:
-        return torch.empty(entry.torch_shape(), dtype=entry.torch_dtype(where))
+        return torch.empty(entry.torch_shape(), dtype=entry.torch_dtype(where), device="cpu")
     values = torch.frombuffer(stored["data"], dtype=torch.uint8)
     return values.view(entry.torch_dtype(where)).reshape(entry.torch_shape())
 
 
 def assemble(shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Part]) -> torch.Tensor:
     """The tensor that the parts tile."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     for _, offsets, bits in parts:
         as_bits(tensor)[_rectangle(offsets, bits.shape)] = bits
     return tensor
@@ -199,14 +199,16 @@ class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadWholeFil
     """Reads whole files; see ``twinproof.checkpoint.dcp.HuggingFaceStorageReader`` for the arguments."""
 
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]).double()
+FP4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
+).double()
 
 
 def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
     """Each stored number times the scale of its block, rounded to float32, then to the dtype of ``out``."""
     if piece.kind == dcp.FP8:
         rows, columns = (
-            (torch.arange(count) + first) // piece.block_size
+            (torch.arange(count, device="cpu") + first) // piece.block_size
             for count, first in zip(piece.values.shape, piece.first, strict=True)
         )
         numbers = piece.values.float() * piece.scales.float()[rows][:, columns]

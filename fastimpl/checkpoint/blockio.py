@@ -67,7 +67,7 @@ class LocalPart:
             begin = self.file_offset - window_start
             self.source.fill(self.skip, self.skip + self.count, window[begin : begin + self.count])
         else:
-            ops.place_rectangles(window, window_start, self.data(), torch.tensor(self.descriptor()))
+            ops.place_rectangles(window, window_start, self.data(), torch.tensor(self.descriptor(), device="cpu"))
 
     def descriptor(self) -> list[int]:
         """For ``ops.place_rectangles``."""

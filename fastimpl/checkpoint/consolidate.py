@@ -156,7 +156,7 @@ class _MergePlan:
                 self.sums.append(Part(piece.chunk.file, piece.chunk.begin, piece.skip, piece.count, ops.crc32(target)))
             if not piece.is_run:
                 words = piece.geometry.descriptor(piece.begin, piece.skip, piece.count)
-                ops.place_rectangles(window, block.start, target, torch.tensor(words))
+                ops.place_rectangles(window, block.start, target, torch.tensor(words, device="cpu"))
         if self.checksums:
             bases = {piece.begin for piece in pieces}
             header_bytes = len(self.headers[block.file])
@@ -168,8 +168,8 @@ class _Carrier:
 
     def __init__(self, plan: _MergePlan, files: FileSet) -> None:
         self.plan, self.files, self.inputs = plan, files, _Inputs()
-        self._window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
-        self._dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8)
+        self._window = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8, device="cpu")
+        self._dense = torch.empty(_RULES.direct_max_bytes, dtype=torch.uint8, device="cpu")
         # Bytes that the system copies are seen by nobody who could sum them.
         self._copies = not plan.checksums
 

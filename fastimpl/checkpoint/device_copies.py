@@ -72,7 +72,7 @@ class InlineCopies:
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Ordinary memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def on(self) -> AbstractContextManager[None]:
         """No change."""
@@ -166,7 +166,7 @@ def copies_for_device(device: torch.device) -> CopyStart | None:
 
 def _pinned(size_bytes: int) -> torch.Tensor:
     # torch keeps it for the next save, which then need not pin memory again.
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 ChooseCopies = Callable[[torch.device], "CopyStart | None"]
@@ -198,7 +198,7 @@ class DoubleBuffer:
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
-        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._events: list[list[object]] = [[], []]
         self._turn = 0
 

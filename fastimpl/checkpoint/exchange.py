@@ -25,9 +25,10 @@ def _frame(parts: Sequence[LocalPart], *, failed: bool) -> torch.Tensor:
     """The message for one block: status, descriptors, bytes. A failed rank sends the same length without its bytes."""
     words = [word for part in parts for word in part.descriptor()]
     data_bytes = sum(part.count for part in parts)
-    message = torch.empty(message_size_bytes(len(words), data_bytes), dtype=torch.uint8)
+    message = torch.empty(message_size_bytes(len(words), data_bytes), dtype=torch.uint8, device="cpu")
     at = 8 * (HEADER_WORDS + len(words))
-    message[:at].view(torch.int64).copy_(torch.tensor([STATUS_FAILED if failed else STATUS_OK, len(words), *words]))
+    head = [STATUS_FAILED if failed else STATUS_OK, len(words), *words]
+    message[:at].view(torch.int64).copy_(torch.tensor(head, device="cpu"))
     for part in () if failed else parts:
         message[at : at + part.count].copy_(part.data())
         at += part.count
@@ -76,7 +77,7 @@ class Exchange:
         current = Round()
         block = self.owned.get(turn)
         for rank, size_bytes in block.senders if block else ():
-            message = torch.zeros(size_bytes, dtype=torch.uint8)
+            message = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
             message[0] = STATUS_FAILED  # What an owner sees of a message that never came.
             current.inbox.append(message)
             current.senders.append(rank)

@@ -21,7 +21,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 @cache
 def _table(dtype: torch.dtype) -> torch.Tensor:
     """What each byte of an 8-bit float stands for, float32 [256]."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32)
 
 
 def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
     rows = out.unsqueeze(0) if out.dim() == 1 else out.flatten(0, -2)
     is_plain = out.dtype in _NARROW and not out.is_neg() and rows.data_ptr() == out.data_ptr()
     is_seen = is_plain and (rows.stride(1) == 1 or rows.size(1) <= 1)
-    numbers = rows if is_seen else torch.empty(rows.shape, dtype=torch.float32)
+    numbers = rows if is_seen else torch.empty(rows.shape, dtype=torch.float32, device="cpu")
     if piece.kind == dcp.FP8:
         values, table = piece.values.view(torch.uint8), _table(piece.values.dtype)
         ops.dequantize_fp8(values, table, piece.scales.to(torch.float32), piece.first, piece.block_size, numbers)

@@ -77,12 +77,12 @@ class _Thread(threading.local):
     """Memory of one reading thread, kept for all its tasks."""
 
     def __init__(self) -> None:
-        self.window = torch.empty(0, dtype=torch.uint8)
+        self.window = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.buffers: dict[torch.device, DoubleBuffer] = {}
 
     def take_window(self, size_bytes: int) -> torch.Tensor:
         if self.window.numel() < size_bytes:
-            self.window = torch.empty(size_bytes, dtype=torch.uint8)
+            self.window = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return self.window[:size_bytes]
 
 
@@ -158,7 +158,7 @@ def _fill_by_window(
     dense: torch.Tensor, part: _Slice, descriptor: int, window: Callable[[int], torch.Tensor]
 ) -> tuple[int, int]:
     # Rows are read with their gaps, and the rectangle is taken out while the bytes are still in the core's cache.
-    words = torch.tensor(part.job.geometry.descriptor(part.job.base, part.skip, part.count))
+    words = torch.tensor(part.job.geometry.descriptor(part.job.base, part.skip, part.count), device="cpu")
     status, calls, read_bytes = ops.read_rectangle(descriptor, dense, window(WINDOW_BYTES), words)
     if status > 0:
         raise storage_error(OSError(status, os.strerror(status)), "reading", part.job.file)

@@ -262,10 +262,10 @@ class _Thread:
 
     def __init__(self, starts: CopyStarts) -> None:
         self.stager = Stager(starts)
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """Scratch. Its pages only become memory where they are used."""
         if self.buffer.numel() < size_bytes:
-            self.buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return self.buffer

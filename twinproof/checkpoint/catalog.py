@@ -620,7 +620,7 @@ def stored_ranges(
     """Memory on the CPU for a rectangle of a stored tensor, and what fills it, one range a chunk."""
     dtype = torch_dtype(record.dtype)
     assert dtype is not None  # Checked by the caller.
-    memory, ranges = torch.empty(tuple(sizes), dtype=dtype), []
+    memory, ranges = torch.empty(tuple(sizes), dtype=dtype, device="cpu"), []
     for chunk in record.chunks:
         begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
         ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
@@ -888,7 +888,7 @@ def _summed(
     def piece(task: tuple[_Key, int]) -> int:
         key, at = task
         if not hasattr(local, "memory"):
-            local.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            local.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         data = local.memory[: min(PIECE_BYTES, sizes[key] - at)]
         with open(chunks[key].file, "rb", buffering=0) as file:
             file.seek(chunks[key].begin + at)

@@ -972,7 +972,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         # Rounded to the target dtype on the way, as a tensor of that dtype would be.
         is_seen = part.target.dtype == self.target_dtype or self.target_dtype == torch.float32
         is_direct = is_seen and part.target.is_cpu
-        out = part.target if is_direct else torch.empty(part.sizes, dtype=self.target_dtype)
+        out = part.target if is_direct else torch.empty(part.sizes, dtype=self.target_dtype, device="cpu")
         type(self)._dequantize(piece, out)
         if not is_direct:
             engine, stream = streams[part.target.device]

@@ -224,7 +224,7 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
         raise ConfigError("not a model and its optimizers", got=got, expected="modules, torch.optim.Optimizers")
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
-    own = {"optimizer": OptimizerStates(parts, several), "train_state": {"step": torch.tensor(step)}}
+    own = {"optimizer": OptimizerStates(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
     return parts, merged([*map(get_model_state_dict, parts), own, others])
 
 

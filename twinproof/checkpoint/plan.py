@@ -90,7 +90,7 @@ logger = logging.getLogger("twinproof.checkpoint")
 
 def _indices(size: int, dim: int, tensor: DTensor) -> torch.Tensor:
     # Which indices of one dimension are local: apply each placement to 0..size-1, outermost mesh dimension first.
-    held = torch.arange(size)
+    held = torch.arange(size, device="cpu")
     coordinate = tensor.device_mesh.get_coordinate() or ()
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_shard(dim) and not _is_strided(placement, dim):
