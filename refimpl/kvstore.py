@@ -72,9 +72,9 @@ def shifted(words: torch.Tensor, count: int) -> torch.Tensor:
 def initial_weights(initializer: Initializer, seed: int, index: int, ids: torch.Tensor, width: int) -> torch.Tensor:
     """Float32 [n, width], of ids int64 [n]."""
     if initializer.kind == "zeros":
-        return torch.zeros(ids.numel(), width)
-    table = mixed(torch.tensor(signed64(seed + GOLDEN * (index + 1))))
-    steps = torch.tensor([signed64(GOLDEN * (element + 1)) for element in range(width)])
+        return torch.zeros(ids.numel(), width, device="cpu")
+    table = mixed(torch.tensor(signed64(seed + GOLDEN * (index + 1)), device="cpu"))
+    steps = as_ids(signed64(GOLDEN * (element + 1)) for element in range(width))
     words = mixed(mixed(table ^ ids)[:, None] + steps)
     unit = shifted(words, 40).to(torch.float64) * 2.0**-24
     return (initializer.low + initializer.span * unit).to(torch.float32)
@@ -84,7 +84,7 @@ def initial_rows(options: StoreOptions, table: str, ids: torch.Tensor) -> torch.
     """Whole rows, uint8 [n, row_bytes]: key and initial weight; timestamp, count, used bit and states are zero."""
     layout, index = options.rows[table], list(options.rows).index(table)
     weights = initial_weights(options.initializers[table], options.seed, index, ids, layout.embedding_dim)
-    rows = torch.zeros(ids.numel(), layout.row_bytes, dtype=torch.uint8)
+    rows = torch.zeros(ids.numel(), layout.row_bytes, dtype=torch.uint8, device="cpu")
     rows[:, :METADATA_OFFSET] = as_bytes(ids[:, None])
     rows[:, HEADER_BYTES : HEADER_BYTES + layout.weight_bytes] = as_bytes(weights.to(layout.weight_dtype))
     return rows
@@ -101,7 +101,7 @@ def decayed(policy: EvictionPolicy, counts: torch.Tensor) -> torch.Tensor:
 def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
     """Bool [n]: which rows, uint8 [n, row_bytes], the policy evicts."""
     policy, header = plan.policy, unpack_header(rows)
-    nothing = torch.zeros(rows.shape[0], dtype=torch.bool)
+    nothing = torch.zeros_like(header.used)
     old = (plan.now - header.timestamps > min(policy.ttl_seconds, MOST)) if policy.ttl_seconds else nothing
     rare = decayed(policy, header.counts) < min(policy.count_threshold, MOST)
     if policy.kind == "ttl":
@@ -123,7 +123,7 @@ def condemned(plan: RoundPlan, layout: RowLayout, rows: torch.Tensor) -> torch.T
 
 def as_ids(keys: Iterable[int]) -> torch.Tensor:
     """Int64 [n]."""
-    return torch.tensor(list(keys), dtype=torch.int64)
+    return torch.tensor(list(keys), dtype=torch.int64, device="cpu")
 
 
 def occurrences(keys: Iterable[int]) -> dict[int, int]:
@@ -177,7 +177,7 @@ class DictReader:
             out.copy_(torch.stack([row[begin:end] for row in found if row is not None]))
 
     def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([key in self.tables[table] for key in ids.tolist()], dtype=torch.bool)
+        return torch.tensor([key in self.tables[table] for key in ids.tolist()], dtype=torch.bool, device="cpu")
 
     def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
         return as_ids(sorted(key for key in self.tables[table] if begin <= key <= last))
@@ -225,7 +225,7 @@ class DictRows(DictReader):
 
     def whole(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Whole rows, uint8 [n, row_bytes], initial where an id is missing."""
-        rows = torch.empty(ids.numel(), self.options.rows[table].row_bytes, dtype=torch.uint8)
+        rows = torch.empty(ids.numel(), self.options.rows[table].row_bytes, dtype=torch.uint8, device="cpu")
         self.read(table, ids, 0, rows.shape[1], rows)
         return rows
 
@@ -352,7 +352,8 @@ class KVStore(store.KVStore, engine=lambda options: LockedRows(DictRows(options)
 # Rows in files: {table}.rows, {table}.ids, {table}.bucket_counts, or the parts of rows one by one.
 def stored(saved: SavedRows, name: str, first: int, behind: int) -> torch.Tensor:
     """Rows [first, behind) of a tensor in a file."""
-    with safe_open(saved.file_of(name), framework="pt") as opened:
+    # safetensors makes tensors where the process does by default.
+    with torch.device("cpu"), safe_open(saved.file_of(name), framework="pt") as opened:
         found: torch.Tensor = opened.get_slice(name)[first:behind]
         return found.clone()
 

@@ -48,7 +48,7 @@ def reduce_duplicates(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Ten
 
 
 def _float32(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def sgd(weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:

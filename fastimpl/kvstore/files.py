@@ -131,7 +131,7 @@ class _Ranges:
     """Ranges of stored tensors, each read by all threads at once; exactly these bytes."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, catalog: Catalog, name: str, start: int, length: int) -> torch.Tensor:
         """Rows [start, start + length). Whole rows come in memory that the next whole rows are read into."""
@@ -141,10 +141,10 @@ class _Ranges:
         shape = (length, *chunk.sizes[1:])
         if dtype == torch.uint8 and len(shape) == 2:
             if self._bytes.numel() < math.prod(shape):
-                self._bytes = torch.empty(math.prod(shape), dtype=dtype)
+                self._bytes = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
             result = self._bytes[: math.prod(shape)].view(shape)
         else:
-            result = torch.empty(shape, dtype=dtype)
+            result = torch.empty(shape, dtype=dtype, device="cpu")
         first = chunk.begin + start * math.prod(shape[1:]) * dtype.itemsize
         descriptor = os.open(chunk.file, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -22,7 +22,7 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         ctx.ends, ctx.row_count = ends, rows.shape[0]
         places = torch.arange(rows.shape[0], device=rows.device)
-        sums = torch.empty(ends.numel() - 1, rows.shape[1], device=rows.device)
+        sums = rows.new_empty(ends.numel() - 1, rows.shape[1])
         ops.pool_bags([rows.contiguous()], [0], places, ends, None, [False], sums)
         return sums
 

@@ -95,7 +95,7 @@ TABLE_VERSION, EVICTION_VERSION = 2, 1
 
 def messages(*found: TableMessage | EvictionMessage) -> torch.Tensor:
     """Int64 [n, fields]."""
-    return torch.tensor([[int(word) for word in message] for message in found], dtype=torch.int64)
+    return torch.tensor([[int(word) for word in message] for message in found], dtype=torch.int64, device="cpu")
 
 
 def table_messages(options: StoreOptions) -> torch.Tensor:
@@ -160,4 +160,4 @@ def plan_message(plan: RoundPlan) -> torch.Tensor:
 def hyper_values(hyper: Hyper) -> torch.Tensor:
     """Float64 [8], as ``Hyper`` of csrc/common/optimizers.h; rounded to float32 once, there."""
     values = [hyper.lr, hyper.eps, hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2]
-    return torch.tensor([*values, hyper.step_size, hyper.root_correction], dtype=torch.float64)
+    return torch.tensor([*values, hyper.step_size, hyper.root_correction], dtype=torch.float64, device="cpu")

@@ -170,7 +170,7 @@ def check_base(store: DeltaStore, table: str, bases: tuple[str, ...], where: str
 
 def _digest(words: torch.Tensor) -> int:
     """Of int64 [n, w], whatever the order of the n; additive, and counts modulo 2**64."""
-    found = torch.zeros(words.shape[0], dtype=torch.int64)
+    found = torch.zeros(words.shape[0], dtype=torch.int64, device="cpu")
     for column in words.unbind(dim=1):
         found = (found ^ column) * _FACTOR
         found ^= found >> 29
@@ -221,7 +221,7 @@ def summary_of(
     since: int | None,
 ) -> TableSummary:
     """This rank's part of a table in a save of ``source``; digests only where changes are tracked."""
-    gone = torch.zeros(0, dtype=torch.int64) if deleted is None else deleted
+    gone = ids[:0] if deleted is None else deleted
     if not store.options.track_changes:
         return TableSummary(ids.numel(), gone.numel(), step=source.step_count(table))
     bases = () if since is None else store.fingerprints.at(since, table)

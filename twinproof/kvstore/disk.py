@@ -77,7 +77,7 @@ def read_range(catalog: Catalog, name: str, start: int, length: int) -> torch.Te
     """Rows [start, start + length) of a stored tensor; reads exactly these bytes. Raises CorruptionError."""
     record = catalog.tensors[name]
     chunk, dtype = record.chunks[0], torch_dtype(record.dtype)
-    rows = torch.empty((length, *chunk.sizes[1:]), dtype=dtype)
+    rows = torch.empty((length, *chunk.sizes[1:]), dtype=dtype, device="cpu")
     with open(chunk.file, "rb") as file:
         file.seek(chunk.begin + start * math.prod(chunk.sizes[1:]) * rows.element_size())
         got = file.readinto(buffer_of(rows))
@@ -118,7 +118,7 @@ class SavedRows(RowSource):
     def __init__(
         self, path: str | os.PathLike[str], *, read: ReadRange = read_range, fits: RowsFit | None = None
     ) -> None:
-        self.path, self._read_range, self._fits = os.fspath(path), read, fits
+        self.path, self._read_range, self._fits = _from_anywhere(os.fspath(path)), read, fits
         self.catalog = read_catalog(self.path)
         self.content = content = read_content(self.catalog.metadata, self.path)
         self.version, self.buckets, self.kind, self.form = content.version, content.buckets, content.kind, content.form
@@ -140,7 +140,7 @@ class SavedRows(RowSource):
                 raise CorruptionError(
                     "not the rows of this layout", got=(stored, shape), expected=expected, where=tensor
                 )
-        counts = torch.tensor(list(ids))
+        counts = torch.tensor(list(ids), device="cpu")
         if self.version > 1:
             total = self._shape(f"{name}.bucket_counts", "I64", 1)[0]
             counts = self._read_range(self.catalog, f"{name}.bucket_counts", 0, total)
@@ -203,7 +203,7 @@ class SavedRows(RowSource):
     def check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
         """Demand that ids from position ``start`` are in their buckets, ascending inside. Raises CorruptionError."""
         ends = self.saved_table(table).bucket_counts.cumsum(0)
-        buckets = torch.searchsorted(ends, torch.arange(start, start + ids.numel()), right=True)
+        buckets = torch.searchsorted(ends, torch.arange(start, start + ids.numel(), device="cpu"), right=True)
         wrong = bucket_of(ids, self.buckets) != buckets
         unsorted = (ids[1:] <= ids[:-1]) & (buckets[1:] == buckets[:-1])
         if bool(wrong.any()) or bool(unsorted.any()):
@@ -217,7 +217,7 @@ class SavedRows(RowSource):
         self, table: str, first: int, behind: int, chunk_rows: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The same of positions [first, behind)."""
-        seam = torch.zeros(0, dtype=torch.int64)
+        seam = torch.zeros(0, dtype=torch.int64, device="cpu")
         for start in range(first, behind, chunk_rows):
             ids, rows = self.rows(table, start, min(chunk_rows, behind - start))
             # The last id of a chunk and the first of the next have an order, too.
@@ -228,12 +228,17 @@ class SavedRows(RowSource):
     def deleted(self, table: str) -> torch.Tensor:
         """The ids that a delta removes, int64 [M]; of a full save none."""
         if self.kind == "full":
-            return torch.zeros(0, dtype=torch.int64)
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
         return self._read_range(self.catalog, f"{table}.deleted", 0, self._shape(f"{table}.deleted", "I64", 1)[0])
 
     def reopened(self) -> tuple[Callable[..., RowSource], tuple[Any, ...]] | None:
         """By their path."""
-        return SavedRows, (os.path.abspath(self.path),)
+        return SavedRows, (self.path,)
+
+
+def _from_anywhere(path: str) -> str:
+    """The same path, whatever the working folder is. Links are followed before "..", as the system does."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 class _SavedReader:
@@ -258,10 +263,11 @@ class _SavedReader:
             out[position] = self._saved.rows(table, places[key], 1)[1][0, begin:end]
 
     def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([key in self._places(table) for key in ids.tolist()], dtype=torch.bool)
+        return torch.tensor([key in self._places(table) for key in ids.tolist()], dtype=torch.bool, device="cpu")
 
     def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
-        return torch.tensor(sorted(k for k in self._places(table) if begin <= k <= last), dtype=torch.int64)
+        listed = sorted(key for key in self._places(table) if begin <= key <= last)
+        return torch.tensor(listed, dtype=torch.int64, device="cpu")
 
     def size(self, table: str) -> int:
         return self._saved.saved_table(table).row_count
@@ -614,7 +620,7 @@ class _Load:
                 continue
             limited = self.store.options.capacities[table] is not None
             ids = [ids for ids, _ in self._chunks(table) if limited]
-            listed[table] = torch.cat([torch.zeros(0, dtype=torch.int64), *ids])
+            listed[table] = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])
         for table in listed:
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
             if self.store.size(table) == 0:

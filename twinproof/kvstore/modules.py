@@ -65,7 +65,7 @@ class _StoreRows(torch.nn.Module):
         self.lr, self.eps, self.beta1, self.beta2 = lr, eps, beta1, beta2
         self.buckets, self.process_group = buckets, process_group
         # Autograd visits a function only when one of its inputs wants a gradient; this one never gets any.
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._anchor = torch.zeros(0, requires_grad=True, device="cpu")
 
     @property
     def embedding_dim(self) -> int:
@@ -213,7 +213,7 @@ class KVEmbeddingBag(_StoreRows):
         """Sums [bags, D] of rows [n, D], in order from +0; bag b has those from ``ends[b]`` to ``ends[b + 1]``."""
         bag_count = ends.numel() - 1
         bags = torch.arange(bag_count, device=ends.device).repeat_interleave(ends.diff(), output_size=rows.shape[0])
-        return torch.zeros(bag_count, rows.shape[1], device=rows.device).index_add(0, bags, rows)
+        return rows.new_zeros(bag_count, rows.shape[1]).index_add(0, bags, rows)
 
     def _ends(self, input: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
         """Where bags begin, and where the last one ends, int64 [bags + 1]."""
@@ -313,7 +313,9 @@ class KVTensorWrapper:
 
     def _global(self, dim: int, start: int, length: int) -> torch.Tensor:
         check_row_range(dim, start, length, self.shape[0])
-        return torch.arange(start, start + length) if self._ids is None else self._ids[start : start + length]
+        if self._ids is None:
+            return torch.arange(start, start + length, device="cpu")
+        return self._ids[start : start + length]
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows [start, start + length), fresh: [length, width]."""

@@ -578,10 +578,10 @@ def initial_weights(
 ) -> torch.Tensor:
     """The weights [n, embedding_dim] of ids int64 [n] that were never written."""
     if initializer.kind == "zeros":
-        return torch.zeros(ids.numel(), embedding_dim, dtype=dtype)
-    table = mix(torch.tensor([signed64(seed + GOLDEN * (table_index + 1))]))
+        return torch.zeros(ids.numel(), embedding_dim, dtype=dtype, device="cpu")
+    table = mix(torch.tensor([signed64(seed + GOLDEN * (table_index + 1))], device="cpu"))
     row = mix(table ^ ids)
-    elements = torch.arange(1, embedding_dim + 1) * GOLDEN
+    elements = torch.arange(1, embedding_dim + 1, device="cpu") * GOLDEN
     words = mix(row[:, None] + elements[None, :])
     unit = _shift(words, 40).to(torch.float64) * 2.0**-24
     return (initializer.low + initializer.span * unit).to(torch.float32).to(dtype)

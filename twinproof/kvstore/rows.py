@@ -545,7 +545,7 @@ def assemble_rows(
 
     Values of another dtype are rounded to nearest even; a state that is not given is zero.
     """
-    rows = torch.zeros(ids.numel(), layout.row_bytes, dtype=torch.uint8)
+    rows = torch.zeros(ids.numel(), layout.row_bytes, dtype=torch.uint8, device="cpu")
     nothing = torch.zeros_like(ids)
     rows[:, :HEADER_BYTES] = pack_header(Header(ids, nothing, nothing, nothing == 0))
     used = from_bytes(rows[:, METADATA_OFFSET:HEADER_BYTES], torch.int64)

@@ -137,7 +137,7 @@ def state_dict(
         result |= {f"{table}.{name}": value for name, value in rows.items()}
         if source.layout(table).optimizer != "none":
             # A rank whose rows nobody asked for has taken no step.
-            step = torch.tensor([[max(counts[table][1] for counts in by_rank)]])
+            step = torch.tensor([[max(counts[table][1] for counts in by_rank)]], device="cpu")
             result[f"{table}.step"] = dense_rows(step, sink=None if snapshot else _step_sink(store, table))
     return result
 
