@@ -36,6 +36,14 @@ def _load(checkpoint: Any, targets: dict[str, Any], path: Path, planner: Any) ->
         dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
 
 
+def _nest(views: dict[str, Any], others: dict[str, Any], nested: bool) -> dict[str, Any]:
+    return {"beside": others, "model": {"rows": views}} if nested else views | others
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def _refused(lazy: Any) -> dict[str, Callable[[], Any]]:
     full = lazy.full_tensor()
     return {
@@ -204,3 +212,52 @@ def test_planner_again(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
             assert_contents(store, expected, where=f"load {turn}, whole={whole}")
             for each, before in others:
                 assert_contents(each, before, where=f"the other store after load {turn}, whole={whole}")
+
+
+@requirement(
+    "KV-276",
+    "A planner MUST load views, plain tensors and objects of one state dict, nested or not, in any order of its names "
+    "and with whatever else the checkpoint has: rows, timestamps, counts, the step, tensors and objects.",
+)
+def test_loading_beside_others(kvstore: Any, tmp_path: Path) -> None:
+    store = filled(kvstore, range(-3, 3))
+    beside = {
+        "bias": torch.arange(5.0),
+        "empty": torch.zeros(0),
+        "epoch": 3,
+        "notes": {"words": ["a", "b"], "rate": 0.5},
+    }
+    # What is asked for beside the rows, and whether the names of their views stand the other way round.
+    asked = (
+        ((), True),
+        (("bias", "empty"), False),
+        (("epoch", "notes"), False),
+        (("epoch",), True),
+        (tuple(beside), True),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for nested, whole in ((False, False), (False, True), (True, False)):
+            store.set_return_whole_row(whole)
+            store.set_step_count("a", 41)
+            expected, path = contents(store), tmp_path / f"{nested}-{whole}"
+            state = _nest(store.state_dict(chunk_rows=5), beside, nested)
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+            for names, turned in asked:
+                for table in "ab":
+                    # Other headers, too.
+                    keys = store.ids(table).tolist()
+                    store.set_rows(table, random_rows(store, keys[1:] + keys[:1], 9, table))
+                store.set_step_count("a", 2)
+                views = list(store.state_dict(snapshot=False, chunk_rows=3).items())
+                blank = {"bias": torch.zeros(5), "empty": torch.zeros(0), "epoch": 0, "notes": {"words": [], "rate": 0}}
+                others = {name: blank[name] for name in names}
+                targets = _nest(dict(reversed(views) if turned else views), others, nested)
+                reader = dcp.FileSystemReader(path)
+                dcp.load(targets, storage_reader=reader, planner=kvstore.KVLoadPlanner(), no_dist=True)
+                where = f"{nested=} {whole=} {turned=}, beside {names}"
+                assert_contents(store, expected, where=where)
+                assert_equal(store.step_count("a"), 41, where=f"{where}: step")
+                for name in names:
+                    found = (targets["beside"] if nested else targets)[name]
+                    assert_equal(_listed(found), _listed(beside[name]), where=f"{where}: {name}")

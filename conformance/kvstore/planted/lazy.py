@@ -40,3 +40,31 @@ words_of_the_last_load = patched(
     ),
     kills="KV-249",
 )
+objects_are_waited_for = patched(
+    "Timestamps and counts wait for as many tensors as there are tensors and objects.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.finish_plan",
+        "sum(item.type is LoadItemType.TENSOR for item in new_plan.items)",
+        "len(new_plan.items)",
+    ),
+    kills="KV-276",
+)
+words_of_the_first_table = patched(
+    "Timestamps and counts are set when those of one table have been read.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor",
+        "if self._left == 0:\n        for waiting, first, words in self._waiting:",
+        "if self._waiting:\n        for waiting, first, words in self._waiting[:1]:",
+    ),
+    kills="KV-276",
+)
+objects_left_out = patched(
+    "What is no tensor is left out of a plan that has views.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan",
+        "plan = create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load)",
+        "plan = create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load)\n"
+        "    plan.items = [item for item in plan.items if item.type is LoadItemType.TENSOR]",
+    ),
+    kills="KV-276",
+)
