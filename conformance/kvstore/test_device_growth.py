@@ -84,33 +84,36 @@ def test_any_time(kvstore: Any) -> None:
     from conformance.kvstore.simt import late_copies
 
     for capacity in (None, 150):
-        clock = Clock()
+        clock, generator = Clock(), torch.Generator().manual_seed(capacity or 0)
         plain = store_of(kvstore, kvstore.RowLayout(6, optimizer="adam"), capacity=capacity, clock=clock)
-        arms = [_store(kvstore, capacity=capacity, clock=clock) for _ in range(3)]
-        generator = torch.Generator().manual_seed(capacity or 0)
-        for step in range(40):
-            ids = torch.randint(-40 - 4 * step, 40 + 4 * step, (1 + 7 * step % 97,), generator=generator)
-            weights, clock.now = weights_of(plain, ids.numel(), step), clock.now + 1
-            for arm, store in enumerate((*arms, plain)):
-                # At once, never until somebody waits, and now and then.
-                is_late = arm == 1 or (arm == 2 and step % 3 > 0)
-                if arm == len(arms):
-                    _one_step(store, step, ids, weights)
-                    continue
-                with late_copies(is_late=is_late):
-                    _one_step(store, step, ids, weights)
-            if step % 8 == 7:
-                for arm, store in enumerate(arms):
-                    where = f"capacity {capacity}, arm {arm}, step {step}"
-                    assert_equal(store.size("t"), plain.size("t"), where=f"{where}: size")
-                    assert_equal(store.stats().evicted_count, plain.stats().evicted_count, where=f"{where}: evicted")
-                    with store.snapshot() as moment:
-                        assert_equal(contents(moment), contents(plain), where=f"{where}: a moment")
+        batches = [
+            torch.randint(-40 - 4 * step, 40 + 4 * step, (1 + 7 * step % 97,), generator=generator)
+            for step in range(STEPS)
+        ]
+        expected = [facts for step in range(STEPS) for facts in _one_step(plain, clock, step, batches[step])]
+        # Copies arrive at once, when somebody waits for them, or after three steps at the latest.
+        for late_steps in (0, STEPS, 3):
+            store, found = _store(kvstore, capacity=capacity, clock=clock), []
+            for first in range(0, STEPS, late_steps or STEPS):
+                with late_copies(is_late=late_steps > 0):
+                    for step in range(first, min(STEPS, first + (late_steps or STEPS))):
+                        found += _one_step(store, clock, step, batches[step])
+            for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+                assert_equal(mine, theirs, where=f"capacity {capacity}, late for {late_steps} steps, moment {number}")
 
 
-def _one_step(store: Any, step: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+STEPS = 40
+
+
+def _one_step(store: Any, clock: Clock, step: int, ids: torch.Tensor) -> list[Any]:
+    """Writes and removals; in some steps then what there is, by which somebody waits."""
+    clock.now, weights = 1000 + step, weights_of(store, ids.numel(), step)
     store.set("t", ids, weights)
     if step % 5 == 4:
         store.delete("t", ids[::2].clone())
     if step % 11 == 10:
         store.apply_gradients("t", ids, weights.nan_to_num(0, 0, 0).clamp(-1, 1), 0.1, step)
+    if step % 8 < 7:
+        return []
+    with store.snapshot() as moment:
+        return [(store.size("t"), store.stats().evicted_count, contents(moment))]

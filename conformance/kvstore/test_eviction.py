@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from conformance.kvstore.cases import (
     random_row,
     random_rows,
     rows_tensor,
+    save,
     store_of,
     weights_of,
 )
@@ -393,3 +395,59 @@ def test_first_write_of_a_round(kvstore: Any) -> None:
             where = f"{name} under {policy.kind}"
             assert_equal((stats.processed_count, stats.evicted_count), (5, 4), where=where)
             assert_equal(store.ids("t").tolist(), [2], where=where)
+
+
+# Out of order, so that no order of ids or of places is theirs.
+HIGH_STAMPS = (2**31 + 1, 1, 2**32 - 1, 2**31 - 1, 0, 2**32 - 2, 2**31, 2**31 - 2)
+HIGH_COUNTS = (2**30, 2**31 - 1, 1, 2**24 + 1, 2**31 - 2, 0, 2**30 - 1, 2**24)
+HIGH = list(zip(HIGH_STAMPS, HIGH_COUNTS, strict=True))
+
+
+@requirement(
+    "KV-277",
+    "Rounds and full tables MUST tell rows apart by all 32 bits of their timestamps and all 31 of their counts: the "
+    "oldest, the rarest and the lowest are so next to 2**31, to 2**32 seconds and to the highest count, too.",
+)
+def test_high_numbers(kvstore: Any, tmp_path: Path) -> None:
+    policy, now = kvstore.EvictionPolicy, 2**32 - 1
+
+    def filled(**options: Any) -> Any:
+        store = store_with(kvstore, HIGH, **options)
+        store.options.clock.now = now
+        return store
+
+    rounds: list[tuple[Any, list[int]]] = []
+    for bound in HIGH_STAMPS:
+        rounds.append((policy.older_than(bound), [key for key, (stamp, _) in enumerate(HIGH) if stamp < bound]))
+        rounds.append((policy.ttl(bound), [key for key, (stamp, _) in enumerate(HIGH) if 0 < bound < now - stamp]))
+    for bound in HIGH_COUNTS:
+        rounds.append((policy.count(bound), [key for key, (_, count) in enumerate(HIGH) if count < bound]))
+        gone = [key for key, (stamp, count) in enumerate(HIGH) if now - stamp > 2**31 and count // 2 < bound]
+        rounds.append((policy.ttl_count(2**31, bound, 0.5), gone))
+    ranked = {
+        name: sorted(range(len(HIGH)), key=lambda key, at=at: (HIGH[key][at], key))
+        for name, at in (("age", 0), ("count", 1))
+    }
+    rounds += [(policy.score(keep), ranked["count"][: len(HIGH) - keep]) for keep in range(1, len(HIGH))]
+    for chosen, gone in rounds:
+        store = filled()
+        store.evict("t", policy=chosen)
+        kept = [key for key in range(len(HIGH)) if key not in gone]
+        assert_equal(store.ids("t").tolist(), kept, where=f"{chosen}")
+    source = store_of(kvstore)
+    for count in range(1, len(HIGH)):
+        keys = list(range(100, 100 + count))
+        source.clear("t")
+        source.set_rows("t", random_rows(source, keys, 1))
+        save(kvstore, source, tmp_path / "ck")
+        ways: dict[str, Callable[[Any], Any]] = {
+            "set": lambda store, keys=keys: store.set("t", ids_of(keys), weights_of(store, len(keys), 1)),
+            "set_rows": lambda store: store.set_rows("t", source.get_rows("t", source.ids("t"))),
+            "load": lambda store: kvstore.load(store, tmp_path / "ck"),
+        }
+        for by, own in (("age", None), ("count", policy.count(1)), ("count", policy.score(3))):
+            for way, write in ways.items():
+                store = filled(capacity=len(HIGH), eviction=own)
+                write(store)
+                kept = sorted(ranked[by][count:]) + keys
+                assert_equal(store.ids("t").tolist(), kept, where=f"{count} rows come by {way}, by {by}")

@@ -192,3 +192,26 @@ run_asks_again_and_again = patched(
     mutated("twinproof.kvstore.eviction:EvictionRound.run", "self._going.wait()", "pass"),
     kills="KV-289",
 )
+room_by_31_bits = patched(
+    "A load makes room by 31 bits of the timestamps, so that rows from 2038 on are taken for the oldest.",
+    mutated("twinproof.kvstore.deltas:evict_for_load", "words & (2**32 - 1)", "words & (2**31 - 1)"),
+    kills="KV-277",
+)
+rounds_of_signed_seconds = patched(
+    "A round takes the seconds of its beginning for a signed number of 32 bits.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.start_eviction",
+        "chosen, self.now())",
+        "chosen, (self.now() + 2**31) % 2**32 - 2**31)",
+    ),
+    kills="KV-277",
+)
+
+
+@fault(kills="KV-277", at=engines("begin_round"))
+def thresholds_of_single_precision(original: Any, store: Any, table: str, policy: Any, now: int) -> Any:
+    """Thresholds of counts and timestamps are kept as float32."""
+    plan = original(store, table, policy, now)
+    names = ("count_threshold", "timestamp_threshold", "ttl_seconds")
+    rounded = {name: int(torch.tensor(float(getattr(policy, name))).item()) for name in names}
+    return dataclasses.replace(plan, policy=dataclasses.replace(policy, **rounded))

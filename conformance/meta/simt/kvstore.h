@@ -457,6 +457,11 @@ inline void prove_removals(Trial& trial) {
   Twins twins(trial, Optimizer::kNone, 8, is_full ? 9 : -1);
   for (int64_t i = 0; i < 3; ++i) {
     twins.write(twins.any_ids(is_full ? 9 : 14, 24));
+    if (i == 1 && is_full) {
+      // Who makes room has any timestamp and count, also such as need their highest bit.
+      twins.write_words(twins.all_ids(24));
+      twins.write(twins.any_ids(9, 24));
+    }
     if (i == 1) twins.evict();
     if (i > 0) twins.remove(twins.any_ids(8, 24));
   }
