@@ -96,10 +96,15 @@ def rows_tensor(rows: Sequence[bytes], row_bytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).reshape(len(rows), row_bytes)
 
 
+def stamp_and_count(place: int, seed: int) -> tuple[int, int]:
+    """Timestamp and count of the row at a place of ``random_rows``: of another seed they are others."""
+    return 900 + place + seed % 89, 1 + (place + seed) % 7
+
+
 def random_rows(store: Any, ids: Sequence[int], seed: int, table: str = "t") -> torch.Tensor:
     """Whole rows for distinct or repeated ids, each with its own header and values."""
     layout = store.layout(table)
-    made = [random_row(layout, key, 900 + n, 1 + n, seed + n) for n, key in enumerate(ids)]
+    made = [random_row(layout, key, *stamp_and_count(n, seed), seed + n) for n, key in enumerate(ids)]
     return rows_tensor(made, layout.row_bytes)
 
 

@@ -25,6 +25,7 @@ from conformance.kvstore.cases import (
     random_row,
     random_rows,
     rows_tensor,
+    stamp_and_count,
     store_of,
     weights_of,
 )
@@ -35,6 +36,8 @@ COUNT_MAX = 2**31 - 1
 TABLES = ("a", "b")
 tables = st.sampled_from(TABLES)
 seeds = st.integers(0, 1000)
+# When a program begins: also next to where timestamps need their highest bit, and where they begin anew.
+moments = st.sampled_from([1000, 2**31 - 20, 2**32 - 20])
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -44,12 +47,12 @@ class StoreMachine(RuleBasedStateMachine):
     root: Path
     counter = 0
 
-    @initialize(shards=st.integers(1, 5), seed=st.integers(0, 2**64 - 1))
-    def start(self, shards: int, seed: int) -> None:
+    @initialize(shards=st.integers(1, 5), seed=st.integers(0, 2**64 - 1), seconds=moments)
+    def start(self, shards: int, seed: int, seconds: int = 1000) -> None:
         """An empty store, an empty reference, an empty model."""
         type(self).counter += 1
         self.home = self.root / str(type(self).counter)
-        self.clock = Clock()
+        self.clock = Clock(seconds)
         self.options: dict[str, Any] = {"num_shards": shards, "seed": seed, "track_changes": True}
         self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
         self.model: dict[str, dict[int, Row]] = {table: {} for table in TABLES}
@@ -57,6 +60,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.saved: dict[str, dict[int, bytes]] | None = None
         self.evicted_count = 0
         self.initials: dict[tuple[str, int], bytes] = {}
+
+    @property
+    def now(self) -> int:
+        """The seconds of a header that is written now."""
+        return self.clock.now % 2**32
 
     def wrote(self, table: str, keys: list[int]) -> None:
         """Rows were written by one call; for a machine that knows of capacities, marks and rounds."""
@@ -82,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         rows = self.model[table]
         if key not in rows:
             body = self.twin_initial(table, key)[16:]
-            rows[key] = Row(self.clock.now, 0, body)
+            rows[key] = Row(self.now, 0, body)
         return rows[key]
 
     def twin_initial(self, table: str, key: int) -> bytes:
@@ -100,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         for key, weight in zip(keys, weights, strict=True):
             row, raw = self.opened(table, key), weight.view(torch.uint8).numpy().tobytes()
             row.body[: len(raw)] = raw
-            row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
+            row.timestamp, row.count = self.now, min(COUNT_MAX, row.count + 1)
         self.wrote(table, keys)
 
     @rule(table=tables, keys=close_batches, seed=seeds)
@@ -109,8 +117,9 @@ class StoreMachine(RuleBasedStateMachine):
         rows = random_rows(self.store, keys, seed, table)
         self.both("set_rows", table, rows)
         for n, key in enumerate(keys):
-            raw = random_row(self.store.layout(table), key, 900 + n, 1 + n, seed + n)
-            self.model[table][key] = Row(900 + n, 1 + n, raw[16:])
+            stamp, count = stamp_and_count(n, seed)
+            raw = random_row(self.store.layout(table), key, stamp, count, seed + n)
+            self.model[table][key] = Row(stamp, count, raw[16:])
         self.wrote(table, keys)
 
     @rule(table=tables, keys=close_batches, seed=seeds)
@@ -137,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.both("apply_gradients", table, ids_of(keys), grads, 0.5, step)
         for key in keys:
             row = self.opened(table, key)
-            row.timestamp, row.count = self.clock.now, min(COUNT_MAX, row.count + 1)
+            row.timestamp, row.count = self.now, min(COUNT_MAX, row.count + 1)
         for key in set(keys):
             row, own = self.model[table][key], [grads[place] for place, other in enumerate(keys) if other == key]
             row.body[:] = stepped_body(self.store.layout(table), bytes(row.body), own, step, 0.5)
@@ -177,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.both("evict", table, policy=policy)[table]
         assert_equal(stats.processed_count, len(rows), where="processed")
         if kind == "ttl":
-            gone = [key for key, row in rows.items() if ttl and self.clock.now - row.timestamp > ttl]
+            gone = [key for key, row in rows.items() if ttl and self.now - row.timestamp > ttl]
         else:
             gone = [key for key, row in rows.items() if row.count < threshold]
         assert_equal(stats.evicted_count, len(gone), where="evicted")

@@ -19,7 +19,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 import refimpl.kvstore as reference
 from conformance.harness import assert_equal, assert_same_bytes, raises
 from conformance.kvstore.cases import contents, ids_of, random_bits, rows_tensor
-from conformance.kvstore.machine import TABLES, StoreMachine, seeds, tables
+from conformance.kvstore.machine import TABLES, StoreMachine, moments, seeds, tables
 from conformance.kvstore.model import Row
 from conformance.kvstore.strategies import close_batches, close_ids
 from twinproof.errors import CapacityError, StoreClosedError, TwinproofError
@@ -61,10 +61,13 @@ class OrdersMachine(StoreMachine):
         seed=st.integers(0, 2**64 - 1),
         capacity=st.sampled_from([None, CAPACITY]),
         by_count=st.booleans(),
+        seconds=moments,
     )
-    def start(self, shards: int, seed: int, capacity: int | None = None, by_count: bool = False) -> None:
+    def start(
+        self, shards: int, seed: int, seconds: int = 1000, capacity: int | None = None, by_count: bool = False
+    ) -> None:
         """As the other machine; table "b" may be bounded, by age or by count."""
-        super().start(shards, seed)
+        super().start(shards, seed, seconds)
         self.capacity, self.by_count = capacity, by_count
         policy = self.kvstore.EvictionPolicy.count(1) if by_count else None
         self.options |= {"capacity": {"a": None, "b": capacity}, "eviction": {"a": None, "b": policy}}

@@ -425,8 +425,8 @@ def test_high_numbers(kvstore: Any, tmp_path: Path) -> None:
         gone = [key for key, (stamp, count) in enumerate(HIGH) if now - stamp > 2**31 and count // 2 < bound]
         rounds.append((policy.ttl_count(2**31, bound, 0.5), gone))
     ranked = {
-        name: sorted(range(len(HIGH)), key=lambda key, at=at: (HIGH[key][at], key))
-        for name, at in (("age", 0), ("count", 1))
+        "age": sorted(range(len(HIGH)), key=lambda key: (HIGH_STAMPS[key], key)),
+        "count": sorted(range(len(HIGH)), key=lambda key: (HIGH_COUNTS[key], key)),
     }
     rounds += [(policy.score(keep), ranked["count"][: len(HIGH) - keep]) for keep in range(1, len(HIGH))]
     for chosen, gone in rounds:
@@ -441,7 +441,7 @@ def test_high_numbers(kvstore: Any, tmp_path: Path) -> None:
         source.set_rows("t", random_rows(source, keys, 1))
         save(kvstore, source, tmp_path / "ck")
         ways: dict[str, Callable[[Any], Any]] = {
-            "set": lambda store, keys=keys: store.set("t", ids_of(keys), weights_of(store, len(keys), 1)),
+            "set": lambda store: store.set("t", source.ids("t"), source.get("t", source.ids("t"))),
             "set_rows": lambda store: store.set_rows("t", source.get_rows("t", source.ids("t"))),
             "load": lambda store: kvstore.load(store, tmp_path / "ck"),
         }

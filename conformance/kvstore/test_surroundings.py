@@ -240,7 +240,7 @@ def test_working_folder(kvstore: Any, tmp_path: Path, monkeypatch: pytest.Monkey
         stores[folder] = filled(kvstore, range(seed, seed + 6))
         save(kvstore, stores[folder], folder / "ck")
     expected = contents(stores[here])
-    keys = ids_of(expected["b"])
+    keys = ids_of(list(expected["b"]))
     rows = stores[here].get_rows("b", keys)
     # A link is followed before "..", as the system does it.
     (there / "link").symlink_to(here / "ck")
