@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from conformance.harness import assert_equal, assert_same_bytes, examples, raise
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     FILE,
+    assert_bits,
     assert_contents,
     contents,
     filled,
@@ -330,3 +334,47 @@ def test_versions_and_places(kvstore: Any, tmp_path: Path) -> None:
         path.write_bytes(len(said).to_bytes(8, "little") + said + raw[8 + length :])
         with raises(FormatError, mentions=("version",), where=f"version {text!r}"):
             kvstore.SavedRows(tmp_path / "ck")
+
+
+@requirement(
+    "KV-278",
+    "Saved rows whose files were replaced or deleted since they were opened MUST be refused in every way of reading "
+    "them, and never be those of another id or of the other save; opened again they are what is there.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_replaced_since(kvstore: Any, tmp_path: Path, form: str) -> None:
+    keys, path = [1, 2, 3, 4], tmp_path / "ck"
+    first = store_of(kvstore)
+    first.set_rows("t", random_rows(first, keys, 1))
+    # As many rows of other ids, the same ids with other values, fewer and more rows, and none.
+    for others in ([11, 2, 13, 14], keys, keys[1:], [0, *keys], None):
+        for is_known in (False, True):
+            save(kvstore, first, path, form=form, overwrite=True)
+            saved = kvstore.SavedRows(path)
+            view = kvstore.KVTensor(saved, ids_of(keys), "weight")
+            if is_known:
+                assert_bits(view.full_tensor(), first.get("t", ids_of(keys)), where="as it was opened")
+            if others is None:
+                shutil.rmtree(path)
+            else:
+                second = store_of(kvstore)
+                second.set_rows("t", random_rows(second, others, 5))
+                save(kvstore, second, path, form=form, overwrite=True)
+                for file in path.iterdir():
+                    # Not within one tick of the clock.
+                    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+            where = f"{form}, replaced by {others}, read before {is_known}"
+            acts: dict[str, Callable[[], Any]] = {
+                "full_tensor": view.full_tensor,
+                "narrow": lambda view=view: view.narrow(0, 1, 2),
+                "a chunk": lambda view=view: next(view.chunks()),
+                "get": lambda saved=saved: saved.get("t", ids_of(keys)),
+                "get_rows": lambda saved=saved: saved.get_rows("t", ids_of([2])),
+                "get_state": lambda saved=saved: saved.get_state("t", "momentum2", ids_of([3])),
+                "metadata": lambda saved=saved: saved.metadata("t", ids_of([4])),
+            }
+            for name, act in acts.items():
+                with raises((CorruptionError, FileNotFoundError), where=f"{where}: {name}"):
+                    act()
+            if others is not None:
+                assert_contents(kvstore.SavedRows(path), contents(second), where=f"{where}: opened again")

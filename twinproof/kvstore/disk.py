@@ -108,6 +108,9 @@ class SavedRows(RowSource):
         read: how a range of a tensor's rows is read.
         fits: says sooner than the checks here that rows are right; what is wrong with others is said here.
 
+    Rows are read when they are asked for; where the files were replaced since they were opened, that is a
+    CorruptionError. ``load`` and views that are unpickled open them again.
+
     Raises:
         VersionError: a newer format. FormatError: no saved store. CorruptionError: tensors that contradict the
             content. MissingKeyError: tensors that are not there. FileNotFoundError.
@@ -242,7 +245,7 @@ def _from_anywhere(path: str) -> str:
 
 
 class _SavedReader:
-    """Single rows of a saved store, by id."""
+    """Single rows of a saved store, by id. Files that were replaced since have other rows at the positions it knows."""
 
     def __init__(self, saved: SavedRows) -> None:
         self._saved = saved
@@ -251,6 +254,7 @@ class _SavedReader:
     def _places(self, table: str) -> dict[int, int]:
         if table not in self._positions:
             ids = self._saved.read_ids(table, 0, self.size(table))
+            self._saved.catalog.check_unchanged()
             self._positions[table] = {key: position for position, key in enumerate(ids.tolist())}
         return self._positions[table]
 
@@ -260,10 +264,18 @@ class _SavedReader:
         if missing:
             raise MissingKeyError("ids that were not saved", got=missing[:10], where=f"{self._saved.path}: {table}")
         for position, key in enumerate(ids.tolist()):
-            out[position] = self._saved.rows(table, places[key], 1)[1][0, begin:end]
+            stored, row = self._saved.rows(table, places[key], 1)
+            if int(stored) != key:
+                # Files of one size that were written within one tick of the clock look the same.
+                self._saved.catalog.check_unchanged()
+                where = f"{self._saved.path}: {table}"
+                raise CorruptionError("another row than before", got=int(stored), expected=key, where=where)
+            out[position] = row[0, begin:end]
+        self._saved.catalog.check_unchanged()
 
     def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([key in self._places(table) for key in ids.tolist()], dtype=torch.bool, device="cpu")
+        places = self._places(table)
+        return torch.tensor([key in places for key in ids.tolist()], dtype=torch.bool, device="cpu")
 
     def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
         listed = sorted(key for key in self._places(table) if begin <= key <= last)

@@ -125,3 +125,20 @@ ids_of_later_buckets_taken = patched(
     mutated("twinproof.kvstore.disk:SavedRows.check_order", "self.buckets) != buckets", "self.buckets) < buckets"),
     kills="KV-239",
 )
+
+
+def _not_looked_at(original: Any, *arguments: Any) -> None:
+    return None
+
+
+rows_at_the_places_of_before = patched(
+    "Saved rows that were replaced are read at the places that the ids of before had.",
+    wrap("twinproof.checkpoint.catalog:Catalog.check_unchanged", _not_looked_at),
+    mutated("twinproof.kvstore.disk:_SavedReader.read", "if int(stored) != key:", "if False:"),
+    kills="KV-278",
+)
+same_ids_are_the_same_rows = patched(
+    "Saved rows are taken for those that were opened where their ids are.",
+    wrap("twinproof.checkpoint.catalog:Catalog.check_unchanged", _not_looked_at),
+    kills="KV-278",
+)
