@@ -374,7 +374,9 @@ class WholeTensors:
         if part.deleted is not None:
             values["deleted"] = part.deleted
         every = part.of_all_ranks(values)
-        return {f"{part.table}.{name}": torch.cat([found[name] for found in every]) for name in values}
+        # Mixed precision would have it that values of other dtypes are joined.
+        with torch.autocast("cpu", enabled=False):
+            return {f"{part.table}.{name}": torch.cat([found[name] for found in every]) for name in values}
 
     def open(self, path: str) -> SavedRows:
         return SavedRows(path)

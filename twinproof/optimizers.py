@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from twinproof.errors import ConfigError
 
-__all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "AdamHyper", "Hyper", "OptimizerKind", "StateKind"]
+__all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "STEP_MAX", "AdamHyper", "Hyper", "OptimizerKind", "StateKind"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ OPTIMIZERS = {
         OptimizerKind("lamb", 6, "LAMB", (StateKind("momentum1"), StateKind("momentum2"))),
     )
 }
+# Steps are counted in tensors, too.
+STEP_MAX = 2**63 - 1
 FUSED_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "none")
 
 
@@ -64,7 +66,7 @@ class Hyper:
     """Hyperparameters of one step: ``step`` counts from 1.
 
     Raises:
-        ConfigError: a value that is not finite, a beta outside [0, 1), a step below 1.
+        ConfigError: a value that is not finite, a beta outside [0, 1), a step below 1 or above ``STEP_MAX``.
     """
 
     lr: float
@@ -78,8 +80,8 @@ class Hyper:
             raise ConfigError("not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1")
-        if type(self.step) is not int or self.step < 1:
-            raise ConfigError("not a step", got=self.step, expected="an int >= 1", where="step")
+        if type(self.step) is not int or not 1 <= self.step <= STEP_MAX:
+            raise ConfigError("not a step", got=self.step, expected=f"an int from 1 to {STEP_MAX}", where="step")
 
     @property
     def step_size(self) -> float:

@@ -336,6 +336,19 @@ def test_versions_and_places(kvstore: Any, tmp_path: Path) -> None:
             kvstore.SavedRows(tmp_path / "ck")
 
 
+def _reads(saved: Any, view: Any, keys: list[int]) -> dict[str, Callable[[], Any]]:
+    """Ways of reading saved rows."""
+    return {
+        "full_tensor": view.full_tensor,
+        "narrow": lambda: view.narrow(0, 1, 2),
+        "a chunk": lambda: next(view.chunks()),
+        "get": lambda: saved.get("t", ids_of(keys)),
+        "get_rows": lambda: saved.get_rows("t", ids_of([2])),
+        "get_state": lambda: saved.get_state("t", "momentum2", ids_of([3])),
+        "metadata": lambda: saved.metadata("t", ids_of([4])),
+    }
+
+
 @requirement(
     "KV-278",
     "Saved rows whose files were replaced or deleted since they were opened MUST be refused in every way of reading "
@@ -364,16 +377,7 @@ def test_replaced_since(kvstore: Any, tmp_path: Path, form: str) -> None:
                     # Not within one tick of the clock.
                     os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
             where = f"{form}, replaced by {others}, read before {is_known}"
-            acts: dict[str, Callable[[], Any]] = {
-                "full_tensor": view.full_tensor,
-                "narrow": lambda view=view: view.narrow(0, 1, 2),
-                "a chunk": lambda view=view: next(view.chunks()),
-                "get": lambda saved=saved: saved.get("t", ids_of(keys)),
-                "get_rows": lambda saved=saved: saved.get_rows("t", ids_of([2])),
-                "get_state": lambda saved=saved: saved.get_state("t", "momentum2", ids_of([3])),
-                "metadata": lambda saved=saved: saved.metadata("t", ids_of([4])),
-            }
-            for name, act in acts.items():
+            for name, act in _reads(saved, view, keys).items():
                 with raises((CorruptionError, FileNotFoundError), where=f"{where}: {name}"):
                     act()
             if others is not None:

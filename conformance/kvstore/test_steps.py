@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.cases import FILE, assert_contents, contents, ids_of, random_rows, save, store_of
-from twinproof.errors import CorruptionError, FormatError
+from twinproof.errors import ConfigError, CorruptionError, FormatError
 
 
 def _adam(kvstore: Any, **options: Any) -> Any:
@@ -262,3 +262,38 @@ def test_buckets_of_a_module(kvstore: Any) -> None:
             for name in ("weight_id", "bucket"):
                 found = bag.state_dict()[name].full_tensor()
                 assert_equal(found.tolist(), expected[f"a.{name}"].full_tensor().tolist(), where=f"{name} of {total}")
+
+
+@requirement(
+    "KV-279",
+    "Steps up to 2**63 - 1 MUST be taken and travel in every form; others MUST be refused by name, by files too, and "
+    "change nothing.",
+)
+def test_highest_steps(kvstore: Any, tmp_path: Path) -> None:
+    ids, last = ids_of([1, 2]), 2**63 - 1
+    for step in (2**31, 2**53 + 1, last - 1, last):
+        for way in ("set", "stepped"):
+            store, others, where = _adam(kvstore), [_adam(kvstore) for _ in range(2)], f"step {step}, {way}"
+            if way == "set":
+                store.set_step_count("a", step)
+            else:
+                store.apply_gradients("a", ids, torch.ones(2, 4), 0.1, step)
+            assert_equal(store.step_count("a"), step, where=where)
+            save(kvstore, store, tmp_path / "ck")
+            kvstore.load(others[0], tmp_path / "ck")
+            others[1].load_state_dict(store.state_dict())
+            assert_equal([other.step_count("a") for other in others], [step] * 2, where=f"{where}: file, state dict")
+    before, module = contents(store), kvstore.KVEmbedding(store, table="a")
+    for wrong in (-1, last + 1, 2**70, 1.0, True):
+        with raises(ConfigError, mentions=(f"got: {wrong}", str(last)), where=f"{wrong} is set"):
+            store.set_step_count("a", wrong)
+        with raises(ConfigError, mentions=(f"got: {wrong}", str(last)), where=f"{wrong} is taken"):
+            store.apply_gradients("a", ids, torch.ones(2, 4), 0.1, wrong)
+    with raises(ConfigError, mentions=(f"got: {last + 1}",), where="the step behind the last"):
+        module(ids).sum().backward()
+    assert_equal(store.step_count("a"), last, where="after refusals")
+    assert_contents(store, before, where="after refusals")
+    raw = (tmp_path / "ck" / FILE).read_bytes()
+    (tmp_path / "ck" / FILE).write_bytes(raw.replace(str(last).encode(), str(last + 1).encode()))
+    with raises(FormatError, mentions=("steps",), where="a file of more steps"):
+        kvstore.load(_adam(kvstore), tmp_path / "ck")

@@ -48,6 +48,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference": torch.inference_mode,
     "no gradients": torch.no_grad,
     "deterministic": _deterministic,
+    "mixed precision": partial(torch.autocast, "cpu", torch.bfloat16),
 }
 # What takes gradients.
 TRAINING = ("a bag", "a bag with offsets", "an embedding")
@@ -215,7 +216,7 @@ def _found(kvstore: Any, checkpoint: Any, folder: Path, made: Any, used: Any, le
 
 @requirement(
     "KV-275",
-    "The default dtype, the default device, the mode of gradients and deterministic algorithms of the process MUST "
+    "The default dtype, the default device, the mode of gradients, mixed precision and deterministic algorithms MUST "
     "change nothing that a store, its views, files and modules do, whether they were made there or are used there.",
 )
 @pytest.mark.parametrize("surroundings", list(SURROUNDINGS))

@@ -23,6 +23,7 @@ from twinproof import regime
 from twinproof.errors import CapacityError, DeltaBaseError, FormatError, VersionError
 from twinproof.kvstore.options import RowLayout, from_bytes
 from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
+from twinproof.optimizers import STEP_MAX
 
 __all__ = [
     "CONTENT_KEY",
@@ -116,7 +117,7 @@ def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
 
 
 def _step(count: Any) -> int:
-    if type(count) is not int or count < 0:
+    if type(count) is not int or not 0 <= count <= STEP_MAX:
         raise ValueError(f"not a number of steps: {count!r}")
     return count
 

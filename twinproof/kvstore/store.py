@@ -37,7 +37,7 @@ from twinproof.kvstore.options import (
 )
 from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine, Snapshot, TrackedReader, places_of
 from twinproof.kvstore.statedict import load_state_dict, state_dict
-from twinproof.optimizers import Hyper
+from twinproof.optimizers import STEP_MAX, Hyper
 
 __all__ = ["BucketSort", "KVStore", "LockedRows", "wall_clock"]
 
@@ -274,8 +274,8 @@ class KVStore(DeltaStore):
     def set_step_count(self, table: str, step: int) -> None:
         """Say which step the table's last one was, as when training is resumed. Raises ConfigError."""
         self.layout(table)
-        if type(step) is not int or step < 0:
-            raise ConfigError("not a number of steps", got=step, expected="an int >= 0", where=table)
+        if type(step) is not int or not 0 <= step <= STEP_MAX:
+            raise ConfigError("not a number of steps", got=step, expected=f"an int from 0 to {STEP_MAX}", where=table)
         self._steps[table] = step
 
     def delete(self, table: str, ids: torch.Tensor) -> int:

@@ -60,3 +60,17 @@ one_bucket_of_a_module = patched(
     mutated("twinproof.kvstore.modules:_StoreRows._save_to_state_dict", "buckets=self.buckets, ", ""),
     kills="KV-274",
 )
+steps_of_any_size = patched(
+    "A number of steps is set that no tensor holds.",
+    mutated("twinproof.kvstore.store:KVStore.set_step_count", "not 0 <= step <= STEP_MAX", "step < 0"),
+    kills="KV-279",
+)
+steps_of_double_precision = patched(
+    "The step of a state dict is a number of double precision on its way.",
+    mutated(
+        "twinproof.kvstore.statedict:_step",
+        "step: int = plain[0]",
+        "step: int = min(int(float(plain[0])), 2**63 - 1)",
+    ),
+    kills="KV-279",
+)
