@@ -185,7 +185,7 @@ def _made(kvstore: Any, folder: Path, within: Callable[[], AbstractContextManage
             kvstore.EvictionPolicy.count(1, 0.5),
         ],
     )
-    with within(), succeeds("making stores", where=f"{folder.name} there"):
+    with within(), succeeds("making stores", where=folder.name):
         it.store = fresh(kvstore, track_changes=True)
         it.small = store_of(kvstore, kvstore.RowLayout(4), capacity=3, eviction=kvstore.EvictionPolicy.count(1))
         it.wrapper = kvstore.KVTensorWrapper([3, 4], torch.float32, 0, table="b")
@@ -208,7 +208,7 @@ def _found(kvstore: Any, checkpoint: Any, folder: Path, made: Any, used: Any, le
     for name, act in acts.items():
         if name in left_out:
             continue
-        with used(), succeeds(name, where=f"{folder.name} there"):
+        with used(), succeeds(name, where=folder.name):
             value = act()
         found[name] = _plain(value)
     return found
@@ -219,15 +219,14 @@ def _found(kvstore: Any, checkpoint: Any, folder: Path, made: Any, used: Any, le
     "The default dtype, the default device, the mode of gradients, mixed precision and deterministic algorithms MUST "
     "change nothing that a store, its views, files and modules do, whether they were made there or are used there.",
 )
-@pytest.mark.parametrize("surroundings", list(SURROUNDINGS))
-def test_surroundings(kvstore: Any, checkpoint: Any, tmp_path: Path, surroundings: str) -> None:
-    there = SURROUNDINGS[surroundings]
-    without = TRAINING if surroundings in ("inference", "no gradients") else ()
+def test_surroundings(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
     expected = _found(kvstore, checkpoint, tmp_path / "plain", nullcontext, nullcontext, ())
-    for name, made, used, left_out in (("made", there, nullcontext, ()), ("used", nullcontext, there, without)):
-        found = _found(kvstore, checkpoint, tmp_path / name, made, used, left_out)
-        for act, value in found.items():
-            assert_equal(value, expected[act], where=f"{surroundings}, {name} there: {act}")
+    for name, there in SURROUNDINGS.items():
+        without = TRAINING if name in ("inference", "no gradients") else ()
+        for how, made, used, left_out in (("made", there, nullcontext, ()), ("used", nullcontext, there, without)):
+            found = _found(kvstore, checkpoint, tmp_path / f"{how} in {name}", made, used, left_out)
+            for act, value in found.items():
+                assert_equal(value, expected[act], where=f"{how} in {name}: {act}")
 
 
 @requirement(
