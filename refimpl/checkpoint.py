@@ -199,9 +199,7 @@ class HuggingFaceStorageReader(dcp.HuggingFaceStorageReader, engine=ReadWholeFil
     """Reads whole files; see ``twinproof.checkpoint.dcp.HuggingFaceStorageReader`` for the arguments."""
 
 
-FP4 = torch.tensor(
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
-).double()
+FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu").double()
 
 
 def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
