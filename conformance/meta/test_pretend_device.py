@@ -323,3 +323,15 @@ def test_an_engine_counts_copies_and_the_waits_that_it_is_asked_for() -> None:
         engine.copy(here, there)
         engine.synchronize(engine.event())
     assert device.counts() == Counts(1, 0, Traffic(1, 8), Traffic(1, 8))
+
+
+def test_under_inference_tensors_move_as_they_do_elsewhere() -> None:
+    with PretendDevice() as device, torch.inference_mode():
+        value = torch.arange(4, device=device.device)
+        begin = device.mark
+        for moved in (value.cpu(), value.to("cpu"), value.to("cpu", torch.float32)):
+            assert moved.device.type == "cpu"
+            assert moved.tolist() == [0, 1, 2, 3]
+        assert device.counts(begin).to_host.count == 3
+        assert value.reshape(2, 2).device == device.device
+        assert torch.ones(2).to(device.device).device == device.device

@@ -134,6 +134,11 @@ class PretendTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():
+            # There torch hands over operators that are made of others, a move to another device among them.
+            found = func.decompose(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
         return carry_out(func, args, kwargs or {})
 
 
