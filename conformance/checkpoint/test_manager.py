@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from conformance.checkpoint.cases import INDEX, mesh_of, random_bits, save
-from conformance.checkpoint.trainer import Trainer, alone, load
+from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
 from conformance.harness import Rank, assert_equal, assert_same_tensor, assert_same_tensors, raises, requirement
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, TwinproofError
 
@@ -505,49 +505,10 @@ def test_export_dtype(checkpoint: Any, tmp_path: Path) -> None:
         assert_equal(whole["0.weight"].bfloat16().float().equal(whole["0.weight"]), False, where="an intermediate save")
 
 
-class _Renamed:
-    """torch's names <-> names of a checkpoint, with a prefix; one weight transposed, as Conv1D stores it."""
-
-    fqn_to_index_mapping = {"h.0.weight": 1, "h.0.bias": 1, "h.2.weight": 2, "h.2.bias": 2}  # noqa: RUF012
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {f"h.{name}": value.t() if name == "2.weight" else value for name, value in state_dict.items()}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = {name.removeprefix("h."): value for name, value in hf_state_dict.items()}
-        return {name: value.t() if name == "2.weight" else value for name, value in names.items()}
-
-
-class _Fused:
-    """Both layers' biases in one tensor, as QKV and gate-up are fused."""
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        rest = {name: value for name, value in state_dict.items() if not name.endswith("bias")}
-        return {**rest, "biases": torch.cat([state_dict["0.bias"], state_dict["2.bias"]])}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        first, second = hf_state_dict["biases"].split([12, 6])
-        rest = {name: value for name, value in hf_state_dict.items() if name != "biases"}
-        return {**rest, "0.bias": first, "2.bias": second}
-
-
-class _Split:
-    """The first weight cut into two tensors, as QKV is split."""
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        rest = {name: value for name, value in state_dict.items() if name != "0.weight"}
-        up, gate = state_dict["0.weight"].chunk(2)
-        return {**rest, "up": up, "gate": gate}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        rest = {name: value for name, value in hf_state_dict.items() if name not in ("up", "gate")}
-        return {**rest, "0.weight": torch.cat([hf_state_dict["up"], hf_state_dict["gate"]])}
-
-
 _NAMES = {
-    _Renamed: ["h.0.bias", "h.0.weight", "h.2.bias", "h.2.weight"],
-    _Fused: ["0.weight", "2.weight", "biases"],
-    _Split: ["0.bias", "2.bias", "2.weight", "gate", "up"],
+    Renamed: ["h.0.bias", "h.0.weight", "h.2.bias", "h.2.weight"],
+    Fused: ["0.weight", "2.weight", "biases"],
+    Split: ["0.bias", "2.bias", "2.weight", "gate", "up"],
 }
 
 
@@ -556,7 +517,7 @@ _NAMES = {
     "A StateDictAdapter that renames, transposes, fuses or splits MUST decide the names, layouts and files of an HF "
     "save, and the load through it MUST give the model back, bit for bit.",
 )
-@pytest.mark.parametrize("adapter", list(_NAMES), ids=lambda adapter: adapter.__name__.strip("_").lower())
+@pytest.mark.parametrize("adapter", list(_NAMES), ids=lambda adapter: adapter.__name__.lower())
 def test_adapters(checkpoint: Any, tmp_path: Path, adapter: Any) -> None:
     made = adapter()
     assert_equal(isinstance(made, checkpoint.StateDictAdapter), True, where="the protocol")
@@ -568,7 +529,7 @@ def test_adapters(checkpoint: Any, tmp_path: Path, adapter: Any) -> None:
         manager.save(1, last_step=True)
     index = json.loads((tmp_path / "run/step-1" / INDEX).read_text())["weight_map"]
     assert_equal(sorted(index), _NAMES[adapter], where="names in the files")
-    assert_equal(len(set(index.values())), 2 if adapter is _Renamed else 1, where="files")
+    assert_equal(len(set(index.values())), 2 if adapter is Renamed else 1, where="files")
     whole = made.to_hf(trainer.weights())
     stored = {name: checkpoint.load_file(tmp_path / "run/step-1" / index[name])[name] for name in index}
     assert_same_tensors(stored, {n: v.contiguous() for n, v in whole.items()}, where="layouts in the files")

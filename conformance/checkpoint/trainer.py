@@ -111,3 +111,42 @@ def load(manager: Any, step: int = -1) -> Any:
     """``manager.load``, without that warning."""
     with alone():
         return manager.load(step)
+
+
+class Renamed:
+    """torch's names <-> names of a checkpoint, with a prefix; one weight transposed, as Conv1D stores it."""
+
+    fqn_to_index_mapping = {"h.0.weight": 1, "h.0.bias": 1, "h.2.weight": 2, "h.2.bias": 2}  # noqa: RUF012
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {f"h.{name}": value.t() if name == "2.weight" else value for name, value in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = {name.removeprefix("h."): value for name, value in hf_state_dict.items()}
+        return {name: value.t() if name == "2.weight" else value for name, value in names.items()}
+
+
+class Fused:
+    """Both layers' biases in one tensor, as QKV and gate-up are fused."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: value for name, value in state_dict.items() if not name.endswith("bias")}
+        return {**rest, "biases": torch.cat([state_dict["0.bias"], state_dict["2.bias"]])}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        first, second = hf_state_dict["biases"].split([12, 6])
+        rest = {name: value for name, value in hf_state_dict.items() if name != "biases"}
+        return {**rest, "0.bias": first, "2.bias": second}
+
+
+class Split:
+    """The first weight cut into two tensors, as QKV is split."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: value for name, value in state_dict.items() if name != "0.weight"}
+        up, gate = state_dict["0.weight"].chunk(2)
+        return {**rest, "up": up, "gate": gate}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: value for name, value in hf_state_dict.items() if name not in ("up", "gate")}
+        return {**rest, "0.weight": torch.cat([hf_state_dict["up"], hf_state_dict["gate"]])}

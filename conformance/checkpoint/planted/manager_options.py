@@ -1,0 +1,34 @@
+"""Faults that ``test_manager_options`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_HF_WRITER = "twinproof.checkpoint.manager:CheckpointManager._hf_writer"
+
+
+adapters_mapping_beside_one_file = patched(
+    "An adapter's mapping is handed to the writer although one file was asked for.",
+    mutated(_HF_WRITER, '"max_shard_size", "single_file"}', '"max_shard_size"}'),
+    kills="CKPT-621",
+)
+
+adapters_mapping_wins = patched(
+    "An adapter's mapping takes the place of the one that was asked for.",
+    mutated(
+        _HF_WRITER,
+        '{"fqn_to_index_mapping", "max_shard_size", "single_file"}',
+        '{"max_shard_size", "single_file"}',
+    ),
+    kills="CKPT-621",
+)
+
+option_of_the_writer_dropped = patched(
+    "A manager drops an option of the HF writer that only changes how its files begin.",
+    mutated(
+        _HF_WRITER,
+        "options = dict(self._hf_options)",
+        "options = {k: v for k, v in self._hf_options.items() if k != 'page_align'}",
+    ),
+    kills="CKPT-621",
+)

@@ -1,0 +1,58 @@
+"""What a manager hands on: the options of the HF writer, beside what an adapter says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.checkpoint.cases import save
+from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone
+from conformance.harness import assert_equal, requirement, succeeds
+
+# One process saves here, and torch's threads warn of it when they like.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _options_of(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Ways to ask for other files, by name, for tensors of these names."""
+    return {
+        "nothing": {},
+        "one file": {"single_file": True},
+        "a size": {"max_shard_size": 300},
+        "a mapping": {"fqn_to_index_mapping": {name: 1 + number % 3 for number, name in enumerate(names)}},
+        "one file, pages": {"single_file": True, "page_align": True, "metadata": {"run": "7"}},
+        "a size, checksums": {"max_shard_size": "1KB", "checksums": True, "thread_count": 2},
+        "blocks": {"block_bytes": 64, "write_mode": "sequential", "check_replicas": True},
+        "shards": {"enable_consolidation": False},
+    }
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@requirement(
+    "CKPT-621",
+    "An HF save of a manager with hf_options MUST be, byte for byte, what the writer makes with them of what the "
+    "adapter gives; the adapter's mapping MUST count where no option says how files are cut, and only there.",
+)
+@pytest.mark.parametrize(
+    "adapter", [None, Renamed, Fused, Split], ids=lambda kind: kind.__name__.lower() if kind else "none"
+)
+def test_hf_options(checkpoint: Any, tmp_path: Path, adapter: Any) -> None:
+    made, trainer = adapter() if adapter is not None else None, Trainer(1)
+    state = trainer.weights() if made is None else made.to_hf(trainer.weights())
+    for name, options in _options_of(sorted(state)).items():
+        given = {"last_save_in_hf": True, "state_dict_adapter": made, "hf_options": options}
+        manages = succeeds("a save", where=f"hf_options: {name}")
+        with alone(), manages, trainer.manager(checkpoint, tmp_path / name, **given) as manager:
+            manager.save(1, last_step=True)
+        own = getattr(made, "fqn_to_index_mapping", None)
+        says = {"single_file", "max_shard_size", "fqn_to_index_mapping"} & options.keys()
+        expected = {**options, "fqn_to_index_mapping": own} if own is not None and not says else options
+        save(checkpoint, state, tmp_path / f"{name}, by the writer", durable=False, **expected)
+        found, wanted = _files(tmp_path / name / "step-1"), _files(tmp_path / f"{name}, by the writer")
+        assert_equal(sorted(found), sorted(wanted), where=f"files with {name}")
+        assert_equal([file for file in found if found[file] != wanted[file]], [], where=f"files that differ, {name}")
