@@ -303,3 +303,43 @@ def test_unlisted(offload: Any, device: str) -> None:
             twins.check()
         assert_equal(twins.offloader.stats().payload_bytes, payload_bytes, where="payload of all again")
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-376",
+    "A parameter whose place in a group another one takes, a new one or one that is listed already, MUST be moved and "
+    "counted no more, and its state be back on the device.",
+)
+@pytest.mark.parametrize("taker", ["new", "listed"])
+@pytest.mark.parametrize("release", ["at_offload", "on_request"])
+def test_replaced(offload: Any, taker: str, release: str) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values((32 << number, 16), number)) for number in range(4)]
+        optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:3]}], foreach=False)
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=1, release=release)
+
+        def step() -> None:
+            for number, param in enumerate(params):
+                param.grad = values(param.shape, 10 + number)
+            optimizer.step()
+            offloader.settle()
+
+        step()
+        gone = optimizer.param_groups[0]["params"][1]
+        optimizer.param_groups[0]["params"][1] = params[3] if taker == "new" else params[0]
+        step()
+        taken = [params[0], params[2], *([params[3]] if taker == "new" else [])]
+        size_bytes = sum(2 * param.nbytes for param in taken)
+        assert_equal(offloader.stats().payload_bytes, size_bytes, where="bytes that move")
+        assert_equal({id(bundle.param) for bundle in offloader.bundles}, set(map(id, taken)), where="what moves")
+        on_host = [offloader.transfers.is_on_host(state) for state in optimizer.state[gone].values() if state.dim()]
+        assert_equal(on_host, [False, False], where="its state in host memory")
+        before = dict(device.engine.moved_bytes)
+        step()
+        offloader.offload()
+        offloader.release_gpu_memory()
+        moved = device.engine.moved_bytes["d2h"] - before["d2h"]
+        assert_equal(moved, size_bytes, where="bytes that a step and offload() send home")
+        del optimizer.state[gone]
+        offloader.close()
+        assert_equal(offloader.stats().host_bytes, 0, where="host memory after close()")

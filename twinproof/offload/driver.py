@@ -601,7 +601,6 @@ class MovePlan:
         self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._stateless: set[torch.Tensor] = set()
         self._flags: dict[int, dict[str, bool]] = {}
-        self._listed_count = 0
         self._listed: list[tuple[list[int], dict[str, bool]]] | None = None
 
     def bound(self) -> Iterable[tuple[Bundle, str, torch.Tensor]]:
@@ -655,10 +654,7 @@ class MovePlan:
                     new.append(make_bundle(param, tensors))
                 else:
                     self._stateless.add(param)
-        listed_count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if found or listed_count != self._listed_count:
-            self._forget_unlisted(transfers)
-            self._listed_count = listed_count
+        self._forget_unlisted(transfers)
         chosen = select(new, self.options.fraction)
         transfers.place(chosen)
         self.bundles += chosen

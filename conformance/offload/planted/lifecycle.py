@@ -136,3 +136,18 @@ no_version = patched(
     mutated("fastimpl.offload.transfers:StreamedTransfers._fetch_first", "c.version != c.memory._version", "False"),
     kills="OPT-363",
 )
+
+
+@fault(kills="OPT-376", at="twinproof.offload.driver:MovePlan._forget_unlisted")
+def unlisted_by_their_number(original: Any, plan: Any, transfers: Any) -> None:
+    """Where as many parameters are listed as before, none of them counts as gone."""
+    if sum(len(group["params"]) for group in plan.optimizer.param_groups) != len(plan.known):
+        original(plan, transfers)
+
+
+@fault(kills="OPT-376", at="twinproof.offload.driver:MovePlan._forget_unlisted")
+def unlisted_beside_new_ones(original: Any, plan: Any, transfers: Any) -> None:
+    """A parameter counts as gone only if a new one came, or fewer places are left."""
+    listed = [param for group in plan.optimizer.param_groups for param in group["params"]]
+    if not plan.known.issuperset(listed) or len(listed) < len(plan.known):
+        original(plan, transfers)
