@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, assert_same_state, proven, proven_on, reread, values
+from conformance.offload.cases import (
+    SHAPES,
+    Twins,
+    assert_same_state,
+    in_host_memory,
+    proven,
+    proven_on,
+    reread,
+    values,
+)
 from twinproof.errors import PlanError
+from twinproof.offload.states import copied
 
 
 @requirement("OPT-046", "state_dict() MUST be the plain optimizer's whatever is in flight, without extra keys.")
@@ -120,4 +131,49 @@ def test_wrong_state_dict(offload: Any, device: str) -> None:
             twins.check()
         twins.step()
         twins.check()
+        twins.offloader.close()
+
+
+def _memory_of(value: Any) -> set[int]:
+    """Storages of all tensors inside, and the lists, dicts and sets themselves."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr()}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    own = {id(value)} if isinstance(value, dict | list | set) else set()
+    return own.union(*map(_memory_of, inner))
+
+
+@requirement(
+    "OPT-375",
+    "A snapshot MUST share no memory with the optimizer, nor an optimizer with what was loaded into it: neither "
+    "states nor options that are tensors, lists or dicts.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_nothing_shared(offload: Any, step_device: str) -> None:
+    with proven() as device:
+        options = in_host_memory(device, {"lr": torch.tensor(0.02)})
+        twins = Twins(offload, device, "AdamW", options={**options, "foreach": False}, step_device=step_device)
+        twins.optimizer.param_groups[0].update(notes=[1, [2.5]], names={"a": in_host_memory(device, torch.ones(1))})
+
+        def shared(state: dict[str, Any]) -> int:
+            groups = [{key: v for key, v in group.items() if key != "params"} for group in twins.optimizer.param_groups]
+            held = _memory_of([*groups, *twins.optimizer.state.values()])
+            return len(held & _memory_of(state))
+
+        twins.step()
+        snapshot = twins.offloader.snapshot()
+        assert_equal(shared(snapshot), 0, where="pieces of memory that a snapshot shares")
+        given = copied(snapshot)
+        twins.offloader.load_state_dict(snapshot)
+        assert_equal(shared(snapshot), 0, where="pieces of memory that the optimizer shares with what was loaded")
+        # What is written to either is not seen by the other.
+        for group in twins.optimizer.param_groups:
+            group["lr"].fill_(0.5)
+            group["notes"].append(3)
+            group["names"]["a"].zero_()
+        twins.offloader.settle_for_writing()
+        for state in twins.optimizer.state.values():
+            state["step"].add_(1)
+        with _disable_current_modes():
+            assert_same_state(snapshot, given)
         twins.offloader.close()

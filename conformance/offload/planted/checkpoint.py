@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched
+from conformance.harness import fault, mutated, patched
 from conformance.offload.planted.planting import altered
 
 
@@ -62,3 +62,23 @@ state_left_without_being_kept = patched(
 @fault(kills=("OPT-046", "OPT-050", "OPT-052"), at="fastimpl.offload.transfers:StreamedTransfers.settle")
 def host_read_too_early(original: Any, offloader: Any) -> Any:
     """Host memory counts as filled as soon as the copy is queued."""
+
+
+@fault(kills="OPT-375", at="twinproof.offload.offloader:OptimizerStateOffloader.snapshot")
+def options_of_a_snapshot_are_live(original: Any, offloader: Any) -> dict[str, Any]:
+    """A snapshot has copies of the states alone: options that are tensors or lists are the optimizer's own."""
+    snapshot: dict[str, Any] = original(offloader)
+    return {**snapshot, "param_groups": offloader.optimizer.state_dict()["param_groups"]}
+
+
+options_of_a_load_are_taken = patched(
+    "A load takes the options of the state dict themselves, where they are tensors or lists.",
+    mutated("twinproof.offload.driver:load_states", "{key: copied(value) for", "{key: value for"),
+    kills="OPT-375",
+)
+
+counters_of_a_load_are_taken = patched(
+    "A load takes counters of the state dict themselves.",
+    mutated("twinproof.offload.driver:_settled", "found, leaves = copied(value),", "found, leaves = value,"),
+    kills="OPT-375",
+)
