@@ -6,7 +6,7 @@ formula on plain tensors stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +180,7 @@ class CpuArm:
     Args:
         halves: the parameters are bfloat16, with masters; else float32, without.
         shapes: of the parameters.
+        laid: how the values of a parameter lie in memory.
     """
 
     def __init__(
@@ -190,13 +191,14 @@ class CpuArm:
         *,
         halves: bool = False,
         shapes: Sequence[tuple[int, ...]] = SHAPES,
+        laid: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
         **offloading: Any,
     ) -> None:
         kind, chosen = CPU_OPTIONS[options]
         self.options = in_host_memory(device, chosen)
         self.decoupled = kind == "AdamW"
         dtype = torch.bfloat16 if halves else torch.float32
-        self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(shapes)]
+        self.params = [torch.nn.Parameter(laid(values(shape, i, dtype))) for i, shape in enumerate(shapes)]
         self.masters = offload.MasterWeights(self.params) if halves else None
         stepped = self.params if self.masters is None else self.masters.parameters()
         self.optimizer = getattr(torch.optim, kind)(stepped, **self.options)

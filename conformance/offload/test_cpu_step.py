@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement, succeeds
 from conformance.offload.cases import (
     CPU_OPTIONS,
     SHAPES,
@@ -255,3 +256,32 @@ def test_other_formats(offload: Any, halves: bool) -> None:
             arm.step()
             arm.check()
         arm.offloader.close()
+
+
+def _with_steps_of_one(value: torch.Tensor, step: int) -> torch.Tensor:
+    """The same memory, with this stride in each dimension of one element, where a stride means nothing."""
+    with _disable_current_modes():
+        strides = [step if size == 1 else stride for size, stride in zip(value.shape, value.stride(), strict=True)]
+        return value.as_strided(value.shape, strides, value.storage_offset())
+
+
+@requirement(
+    "OPT-374",
+    "What stride a dimension of one element has, in parameters, gradients or states, MUST NOT matter to a step on the "
+    "CPU.",
+)
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
+def test_strides_of_one(offload: Any, halves: bool) -> None:
+    shapes = ((1, 6), (6, 1), (3, 1, 4), (2, 3, 1, 1))
+    for given, bound in ((1, 1), (7, 1), (1, 5), (5, 7)):
+        with proven() as device:
+            laid = partial(_with_steps_of_one, step=given)
+            arm = CpuArm(offload, device, halves=halves, shapes=shapes, laid=laid)
+            with succeeds("a step", where=f"strides {given} of parameters, {bound} of states"):
+                arm.step()
+                for state in arm.optimizer.state.values():
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = _with_steps_of_one(state[name], bound)
+                arm.step()
+            arm.check()
+            arm.offloader.close()

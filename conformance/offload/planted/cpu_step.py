@@ -145,3 +145,12 @@ def cpu_formats_mixed(original: Any, row: Any) -> bool:
     for moment in row[2:4]:
         torch.as_strided(moment, row[1].shape, row[1].stride()).copy_(moment.clone())
     return bool(original(row))
+
+
+@fault(kills="OPT-374", at="fastimpl.ops:adam_step")
+def strides_of_one_compared(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
+    """The operator refuses tensors whose strides differ where a dimension has one element."""
+    for row in zip(*filter(None, lists), strict=True):
+        if len({tensor.stride() for tensor in row}) > 1:
+            raise RuntimeError("not a CPU tensor with the shape and strides of its master")
+    original(hyper, *lists, isa=isa)
