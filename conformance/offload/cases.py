@@ -283,7 +283,8 @@ def in_host_memory(device: VirtualDevice, state: Any) -> Any:
         return {key: in_host_memory(device, value) for key, value in state.items()}
     if not isinstance(state, torch.Tensor):
         return state
-    memory = device.engine.host_empty(state.nbytes).view(state.dtype).view(state.shape)
+    strides = torch.empty_like(state, device="meta").stride()
+    memory = device.engine.host_empty(state.nbytes).view(state.dtype).as_strided(state.shape, strides)
     with _disable_current_modes():
         memory.copy_(state)
     return memory

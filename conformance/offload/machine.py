@@ -81,7 +81,7 @@ class OffloadMachine(RuleBasedStateMachine):
         self.snapshots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.schedules: list[Any] = []
         dtype = torch.bfloat16 if with_masters else torch.float32
-        self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(self.shapes)]
+        self.params = [torch.nn.Parameter(self.initial(shape, i, dtype)) for i, shape in enumerate(self.shapes)]
         self.plain_params = [torch.nn.Parameter(param.detach().float().clone()) for param in self.params]
         self.masters = self.offload.MasterWeights(self.params) if with_masters else None
         stepped = self.params if self.masters is None else list(self.masters.parameters())
@@ -89,6 +89,10 @@ class OffloadMachine(RuleBasedStateMachine):
         self.attach()
         self.saved: dict[str, Any] = self.offloader.snapshot()
         self.scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+
+    def initial(self, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Values of a parameter."""
+        return values(shape, seed, dtype)
 
     def made(self, params: list[Any], like: Any = None) -> Any:
         """An optimizer of this kind; ``like``: with the groups of another one of the same parameters."""
@@ -225,7 +229,7 @@ class OffloadMachine(RuleBasedStateMachine):
         with _disable_current_modes():
             expected = self.plain.state_dict()
             expected = {**expected, "state": {n: _cloned(state) for n, state in expected["state"].items()}}
-            expected["param_groups"] = [dict(group) for group in expected["param_groups"]]
+            expected["param_groups"] = [_cloned(group) for group in expected["param_groups"]]
         self.snapshots.append((taken, expected))
 
     @precondition(lambda self: self.snapshots)

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import settings
 
 from conformance.harness import examples, requirement, run_machine
+from conformance.offload.corners import CornersMachine
 from conformance.offload.machine import OffloadMachine, ReleasingMachine
 
 
@@ -34,3 +35,17 @@ def test_any_program_with_releases(offload: Any) -> None:
 
     Machine.offload = offload
     run_machine(Machine, settings=settings(examples(40), stateful_step_count=20))
+
+
+@requirement(
+    "OPT-377",
+    "After any such program with steps on the CPU, parameters that lie by columns, learning rates that are tensors, "
+    "and parameters that take each other's places, everything MUST be that of the plain optimizer, which on the CPU "
+    "is the formula.",
+)
+def test_any_program_in_corners(offload: Any) -> None:
+    class Machine(CornersMachine):
+        pass
+
+    Machine.offload = offload
+    run_machine(Machine, settings=settings(examples(16), stateful_step_count=20))

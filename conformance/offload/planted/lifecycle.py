@@ -138,7 +138,7 @@ no_version = patched(
 )
 
 
-@fault(kills="OPT-376", at="twinproof.offload.driver:MovePlan._forget_unlisted")
+@fault(kills=("OPT-376", "OPT-377"), at="twinproof.offload.driver:MovePlan._forget_unlisted")
 def unlisted_by_their_number(original: Any, plan: Any, transfers: Any) -> None:
     """Where as many parameters are listed as before, none of them counts as gone."""
     if sum(len(group["params"]) for group in plan.optimizer.param_groups) != len(plan.known):

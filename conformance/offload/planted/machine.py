@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+import torch
+
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-030", at="twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict", of="fastimpl")
@@ -38,3 +40,24 @@ def copied_once(original: Any, offloader: Any, *flags: Any, **named: Any) -> Non
         return
     before = set(copied_out._noted)
     copied_out.note(offloader.plan, offloader.transfers, lambda bundle, name: (bundle.param, name) in before)
+
+
+columns_taken_for_rows = patched(
+    "Gradients and weights of a step on the CPU lie by rows, whatever their parameters do.",
+    mutated("fastimpl.offload.packing:view_like", "like.stride()", "torch.empty(like.shape, device='meta').stride()"),
+    kills="OPT-377",
+)
+
+
+@fault(kills="OPT-377", at="twinproof.offload.driver:Update.advance")
+def rate_of_a_tensor_kept(original: Any, update: Any, optimizer: Any) -> Any:
+    """A step on the CPU reads a learning rate that is a tensor once, and not what is written there later."""
+    rate = update.group["lr"]
+    if not isinstance(rate, torch.Tensor):
+        return original(update, optimizer)
+    first = vars(update.bundle).setdefault("rate", (rate, float(rate)))
+    update.group["lr"] = first[1] if first[0] is rate else float(rate)
+    try:
+        return original(update, optimizer)
+    finally:
+        update.group["lr"] = rate
