@@ -74,9 +74,10 @@ class CornersMachine(OffloadMachine):
         with_masters=st.booleans(),
         watched=st.booleans(),
         seed=st.none() | st.integers(0, 99),
-        step_device=st.sampled_from(["cpu", "cpu", "device"]),
+        step_device=st.sampled_from(["cpu", "device"]),
         is_turned=st.booleans(),
         rates_are_tensors=st.booleans(),
+        begins=st.sampled_from(["move", "replace", "change", "anything"]),
     )
     def start(
         self,
@@ -88,10 +89,17 @@ class CornersMachine(OffloadMachine):
         step_device: str = "cpu",
         is_turned: bool = False,
         rates_are_tensors: bool = False,
+        begins: str = "anything",
     ) -> None:
-        """As the other machine, in a corner."""
+        """As the other machine, in a corner; most programs begin with what random ones seldom do after a step."""
         self.step_device, self.is_turned, self.rates_are_tensors = step_device, is_turned, rates_are_tensors
-        self.begin(kind, self.formed(form), with_masters and not rates_are_tensors, watched, seed)
+        edits = begins in ("move", "replace")
+        self.begin(kind, self.formed(form), with_masters and not rates_are_tensors and not edits, watched, seed)
+        self.whole_step(set())
+        if edits:
+            getattr(self, begins)(number=1, prefetched=True)
+        elif begins == "change":
+            self.change_options(lr=0.5, weight_decay=0.1)
 
     def formed(self, form: dict[str, Any]) -> dict[str, Any]:
         """On the CPU everything moves: what does not is stepped by torch."""
