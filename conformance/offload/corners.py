@@ -40,9 +40,9 @@ def by_formula(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]
                 for group in self.param_groups:
                     for param in group["params"]:
                         if param.grad is not None:
-                            self._step_one(group, param)
+                            self._step_one(group, param, param.grad)
 
-        def _step_one(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        def _step_one(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
             state, names = self.state[param], ["exp_avg", "exp_avg_sq"]
             names += ["max_exp_avg_sq"] if group["amsgrad"] else []
             if not state:
@@ -58,7 +58,7 @@ def by_formula(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]
                 decoupled=kind is torch.optim.AdamW,
                 maximize=group["maximize"],
             )
-            adam_step(hyper, param.grad, param.detach(), *(state[name] for name in names))
+            adam_step(hyper, grad, param.detach(), *(state[name] for name in names))
 
     return Formula
 
@@ -116,7 +116,7 @@ class CornersMachine(OffloadMachine):
         """The plain one steps by the formula where the other steps on the CPU."""
         kind, options = KINDS[self.kind]
         is_plain = params is self.plain_params
-        if self.rates_are_tensors:
+        if self.rates_are_tensors and self.device is not None:
             options = {**options, **in_host_memory(self.device, {"lr": torch.tensor(options["lr"])})}
         return (by_formula(kind) if is_plain and self.step_device == "cpu" else kind)(params, **options)
 

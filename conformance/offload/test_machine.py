@@ -48,4 +48,4 @@ def test_any_program_in_corners(offload: Any) -> None:
         pass
 
     Machine.offload = offload
-    run_machine(Machine, settings=settings(examples(16), stateful_step_count=20))
+    run_machine(Machine, settings=settings(examples(12), stateful_step_count=20))
