@@ -234,12 +234,10 @@ class TableParts:
                     process_group=self._layout.process_group,
                     snapshot=snapshot,
                     chunk_rows=chunk_rows,
+                    # The store's other tables may be dealt by other buckets, or by nobody.
+                    tables=(table.name,),
                 )
-                result |= {
-                    f"embedding_bags.{name}": value
-                    for name, value in found.items()
-                    if name.startswith(table.name + ".")
-                }
+                result |= {f"embedding_bags.{name}": value for name, value in found.items()}
         return result
 
     def load(self, state: Mapping[str, Any], prefix: str) -> tuple[list[str], list[str]]:

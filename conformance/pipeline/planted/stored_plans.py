@@ -1,0 +1,16 @@
+"""Faults that ``test_stored_plans`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+buckets_of_the_first = patched(
+    "Key-value tables are all dealt by the buckets of the first.",
+    mutated("fastimpl.pipeline.route:_key_of", "buckets.index(buckets[shard.table])", "0"),
+    kills="PIPE-365",
+)
+whole_stores_saved = patched(
+    "The state has every table of the stores.",
+    mutated("twinproof.pipeline.sharded:TableParts.key_value_state_dict", "tables=(table.name,)", "tables=None"),
+    kills="PIPE-366",
+)
