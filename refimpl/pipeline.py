@@ -332,7 +332,7 @@ class ShardedEmbeddingBagCollection(
 
 
 def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
-    """Exchange the sizes of several modules of one group at once: what ``input_dist`` returned, not waited for yet.
+    """Exchange the sizes of several modules, of each group at once: what ``input_dist`` returned, not waited for yet.
 
     Every rank calls this with the same modules in the same order. Here each module exchanged its own at once.
     """

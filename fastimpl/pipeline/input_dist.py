@@ -315,16 +315,23 @@ def _split(values: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
 
 
 def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
-    """Exchange the sizes of several modules of one group in one collective, which every rank starts in this order.
+    """Exchange the sizes of several modules in one collective for each group, which every rank starts in this order.
 
     What ``input_dist`` returned and nobody has waited for yet; those that were exchanged already are left out.
     """
     fresh = [each for each in dists if isinstance(each, InputDist) and not each.is_read]
+    by_group: dict[Any, list[InputDist]] = {}
     for each in fresh:
         each.together = fresh
-    waiting = [each for each in fresh if each.received is None and each.layout.world_size > 1]
-    if not waiting:
-        return
+        if each.received is None and each.layout.world_size > 1:
+            # Tables of one model may be cut among different ranks.
+            by_group.setdefault(each.group or dist.group.WORLD, []).append(each)
+    for waiting in by_group.values():
+        _exchange_sizes(waiting)
+
+
+def _exchange_sizes(waiting: Sequence[InputDist]) -> None:
+    """Of some modules, of one group."""
     sent, received = zip(*(each.splits for each in waiting), strict=True)
     by_rank = [torch.split(each.words, counts) for each, counts in zip(waiting, sent, strict=True)]
     words = torch.cat([parts[rank] for rank in range(len(sent[0])) for parts in by_rank])

@@ -1,0 +1,16 @@
+"""Faults that ``test_groups`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+divided_by_all_ranks = patched(
+    "Gradients of tables that are cut among some ranks are divided by the number of all.",
+    mutated("fastimpl.pipeline.exchange:AllToAll.gradients", "self.layout.world_size)", "dist.get_world_size())"),
+    kills="PIPE-367",
+)
+all_ranks_stop_together = patched(
+    "A schedule of some of the ranks asks all of them for batches.",
+    mutated("twinproof.pipeline.driver:Pipeline.agree", "group=self._group", "group=None"),
+    kills="PIPE-367",
+)
