@@ -56,13 +56,46 @@ def _both(batch: Batch) -> list[Any]:
     return [batch.ids[0], batch.ids[1]]
 
 
+class Shifted(torch.nn.Module):
+    """Ids that a module without parameters makes of those of the batch; counts its calls."""
+
+    def __init__(self, pipeline: Any, *, trained: bool = False) -> None:
+        super().__init__()
+        self.kind, self.calls = pipeline.KeyedJaggedTensor, 0
+        if trained:
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: Any) -> Any:
+        """Every id of a table's first rows."""
+        self.calls += 1
+        return self.kind(ids.keys(), ids.values() // 2, ids.weights_or_none(), lengths=ids.lengths())
+
+
+class Between(torch.nn.Module):
+    """The job's model, whose first ids go through a module; ``reads_them``: the dense part, too, reads what it gave."""
+
+    def __init__(self, model: Any, shifted: Shifted, *, reads_them: bool = False) -> None:
+        super().__init__()
+        self.model, self.shifted, self.reads_them = model, shifted, reads_them
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model, shifted = self.model, self.shifted(batch.ids[0])
+        pooled = [model.collections[0](shifted).values(), model.collections[1](batch.ids[1]).values()]
+        dense = torch.tanh(model.bottom(batch.dense))
+        if self.reads_them:
+            dense = dense + shifted.values().sum() / 8
+        scores = model.top(torch.cat([dense, *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
 class Job:
     """One training job: everything about it follows from the seed and the ranks.
 
     Args:
         pipeline: the implementation.
         rank: None trains alone, without a group.
-        optimizer: of the tables; dense parameters have SGD with momentum.
+        optimizer: of the tables; dense parameters have SGD with momentum, by odd seeds each in a group of its own.
         processed: ids weigh by their position, by parameters that the dense optimizer updates.
         kvstore: every other table lives in a store of this component, one for each collection; None is no store.
         reduces: whether gradient hooks average the dense gradients of all ranks, which otherwise nobody does.
@@ -112,7 +145,9 @@ class Job:
         self.model.to(self.device)
         if world_size > 1 and reduces:
             self._reduce(group, world_size)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        params = list(self.model.parameters())
+        groups = [{"params": [param]} for param in params] if seed % 2 and params else [{"params": params}]
+        self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
 
     def _reduce(self, group: Any, world_size: int) -> None:
         """Means of the dense gradients, by a hook for each: what is reduced in collections is so by themselves."""
@@ -187,6 +222,23 @@ class Job:
         group = self.collections[0].process_group
         options = {"device": self.device, "process_group": group, **options}
         return getattr(self.pipeline, name)(self.model, self.optimizer, **options)
+
+
+def share_optimizer(job: Job, idle: Job) -> None:
+    """Another job of equal names, whose model differs, comes under the dense optimizer of the first."""
+    job.optimizer.add_param_group({"params": list(idle.model.parameters())})
+    idle.optimizer = job.optimizer
+    with torch.no_grad():
+        idle.model.top.weight.mul_(-1.0)
+        for collection in idle.collections:
+            for _, weight, _ in collection.local_shards().values():
+                weight.mul_(-0.5)
+
+
+def exchange_models(job: Job, idle: Job) -> None:
+    """Each has the model of the other from here on."""
+    job.model, idle.model = idle.model, job.model
+    job.collections, idle.collections = idle.collections, job.collections
 
 
 def assert_same_state(got: Job, expected: Job, where: str) -> None:

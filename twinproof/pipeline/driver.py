@@ -169,7 +169,7 @@ class Pipeline(Generic[In, Out]):
         self.detach()
         self._model = self._model if model is None else model
         self.calls = find_calls(self._model, pipeline_postproc=self.options.pipeline_postproc)
-        late = [call.name for call in self.calls if self.options.strict and call.is_late(self._optimizer)]
+        late = [call.name for call in self.calls if self.options.strict and self.is_late(call)]
         if late:
             raise ConfigError("the optimizer updates parameters that a lookup reads", got=late, where="strict")
         stale = [call.name for call in self.calls if self.options.looks_up_before_update and self.is_late(call)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.pipeline.planted.planting import never_late, not_forgotten
 from twinproof.pipeline.stages import Placed
 
@@ -93,6 +93,22 @@ def strict_forgotten(original: Any, schedule: Any, *args: Any, **options: Any) -
     """strict is not heeded."""  # noqa: D403
     schedule.options = dataclasses.replace(schedule.options, strict=False)
     original(schedule, *args, **options)
+
+
+first_group_alone = patched(
+    "Only the first group of the optimizer is looked at for what lookups read.",
+    mutated(
+        "twinproof.pipeline.stages:Call.is_late",
+        'for group in optimizer.param_groups for param in group["params"]',
+        'for param in optimizer.param_groups[0]["params"]',
+    ),
+    kills="PIPE-137",
+)
+evaluation_asks_the_optimizer = patched(
+    "An evaluation, too, is refused an optimizer that updates what a lookup reads.",
+    mutated("twinproof.pipeline.driver:Pipeline.is_late", "self.trains and", ""),
+    kills="PIPE-137",
+)
 
 
 @fault(kills="PIPE-125", at="twinproof.pipeline.driver:check_placement")
