@@ -11,9 +11,9 @@ import torch
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Breaking, Context, LoaderError
-from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
+from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
-from conformance.pipeline.virtual_batches import KINDS, VirtualBatch, on_host, virtual
+from conformance.pipeline.virtual_batches import KINDS, VirtualBatch, move, on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import ConfigError
 
@@ -121,39 +121,6 @@ def test_counted_anew(pipeline: Any) -> None:
             schedule.progress(loader)
             schedule.reset()
         assert_equal(seen, [0, 1, 0, 1], where=f"numbers of batches, context_type {kind}")
-
-
-class Shifted(torch.nn.Module):
-    """Ids that a module without parameters makes of those of the batch; counts its calls."""
-
-    def __init__(self, pipeline: Any, *, trained: bool = False) -> None:
-        super().__init__()
-        self.kind, self.calls = pipeline.KeyedJaggedTensor, 0
-        if trained:
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, ids: Any) -> Any:
-        """Every id of a table's first rows."""
-        self.calls += 1
-        return self.kind(ids.keys(), ids.values() // 2, ids.weights_or_none(), lengths=ids.lengths())
-
-
-class Between(torch.nn.Module):
-    """The job's model, whose first ids go through a module."""
-
-    def __init__(self, model: Any, shifted: Shifted) -> None:
-        super().__init__()
-        self.model, self.shifted = model, shifted
-
-    def forward(self, batch: Batch) -> Any:
-        """As the model."""
-        model = self.model
-        pooled = [
-            model.collections[0](self.shifted(batch.ids[0])).values(),
-            model.collections[1](batch.ids[1]).values(),
-        ]
-        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
-        return (scores - batch.target).square().mean().reshape(1), scores.detach()
 
 
 @requirement(
@@ -347,6 +314,38 @@ def test_copies_in_place(pipeline: Any) -> None:
         schedule.reset()
         schedule.progress(iter(told))
     assert_equal(copied_on, ["memcpy"] * 2, where="streams that a batch was told to copy on")
+
+
+@requirement(
+    "PIPE-369",
+    "What a loader gives on the device, whole batches or some of their tensors, MUST be read by exchanges, lookups and "
+    "the forward behind the work of the caller's stream that made it, wherever copies are allocated.",
+    needs=("streams",),
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_made_on_the_device(pipeline: Any, in_place: bool) -> None:
+    for name in ("TrainPipelineBase", "TrainPipelineSparseDist", FUSED):
+        loop, job, device = Job(pipeline, 6, kinds=KINDS), Job(pipeline, 6, kinds=KINDS), VirtualDevice()
+        given = on_host(device, job.batches(4))
+
+        def loader(device: Any = device, given: Any = given) -> Iterator[Any]:
+            for number, batch in enumerate(given):
+                there = move(device, batch)
+                ids = [batch.ids[0] if number == 1 else there.ids[0], there.ids[1]]
+                yield [there.dense if number % 2 else batch.dense, *ids, there.target]
+
+        with device:
+            schedule = getattr(pipeline, name)(
+                Unpacked(job.model), job.optimizer, engine=device.engine, enable_inplace_copy_batch=in_place
+            )
+            batches = loader()
+            for _ in given:
+                schedule.progress(batches)
+        where = f"{name} in place {in_place}"
+        assert_equal([str(hazard) for hazard in device.hazards], [], where=f"{where} hazards")
+        for batch in loop.batches(4):
+            loop.step(batch)
+        assert_same_state(job, loop, where)
 
 
 @requirement(

@@ -132,6 +132,9 @@ def semi_sync(p: driver.TrainPipelineSemiSync[Any, Any], s: StreamedStages, batc
     if trains:
         p.run_backward(batch, losses)  # B of i, then T of i behind L of i+1
         p.run_optimizer()  # P of i
+    elif following is not None:
+        # No T of i brings the caller's stream behind L of i+1, which edits must not overtake.
+        s.wait_for_lookup(following)
     return output
 
 

@@ -117,16 +117,22 @@ class StreamedStages:
             return StreamedBatch(move_batch(batch, lambda part: part.to(self._device), self._device), batch, engine)
         if self._options.copies_in_place:
             return self._copied_in_place(batch)
+        caller = engine.current()
         with engine.on(self._memcpy):
-            made = StreamedBatch(move_batch(batch, self._copied, self._device), batch, engine)
-            engine.record(made.moved, self._memcpy)
-        return made
+            return self._moved(batch, move_batch(batch, self._copied, self._device), caller)
 
     def _copied_in_place(self, batch: Any) -> StreamedBatch:
         """H into memory of the caller's stream, which may still be at work on what was there before."""
-        engine = self._engine
         moved = move_batch(batch, self._copied_into_ours, self._device, self._memcpy)
-        made = StreamedBatch(moved, batch, engine)
+        return self._moved(batch, moved, self._engine.current())
+
+    def _moved(self, batch: Any, moved: Any, caller: Any) -> StreamedBatch:
+        """The end of H: behind the copies, and behind the caller's stream where a loader gives what it made there."""
+        engine = self._engine
+        made, given = StreamedBatch(moved, batch, engine), {id(tensor) for tensor in tensors_in(batch)}
+        if any(id(tensor) in given and engine.holds(tensor) for tensor in tensors_in(moved)):
+            engine.record(made.moved, caller)
+            engine.wait(self._memcpy, made.moved)
         engine.record(made.moved, self._memcpy)
         return made
 

@@ -367,9 +367,14 @@ class Pipeline(Generic[In, Out]):
 
         What an exchange raised is raised when the batch is sent again, at its own turn.
         """
-        for given in in_flight.dists.values():
-            with contextlib.suppress(Exception):
-                given.wait().wait()
+
+        def work() -> None:
+            for given in in_flight.dists.values():
+                with contextlib.suppress(Exception):
+                    given.wait().wait()
+
+        # Where it was sent: memory of one stream is read by no other on the way.
+        self._stages.receive(work)
         in_flight.forget()
 
     def _result_of(self, name: str) -> Any:

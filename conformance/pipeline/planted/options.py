@@ -102,3 +102,10 @@ let_go_beside = patched(
     ),
     kills="PIPE-399",
 )
+
+
+made_elsewhere_not_waited_for = patched(
+    "What a loader made on the device is read without a wait for whoever makes it.",
+    mutated("fastimpl.pipeline.stages:StreamedStages._moved", "engine.wait(self._memcpy, made.moved)", "pass"),
+    kills="PIPE-369",
+)
