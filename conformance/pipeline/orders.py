@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from conformance.harness import assert_equal
 from conformance.pipeline.cases import LoaderError
-from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.jobs import Job, assert_same_state, exchange_models, share_optimizer
 from conformance.pipeline.machine import PROGRAMS, ScheduleMachine
 from conformance.pipeline.model import OPTIMIZERS
 
@@ -29,20 +28,13 @@ class OrdersMachine(ScheduleMachine):
         self.idle = Job(self.pipeline, seed, optimizer=optimizer)
         self.idle_loop = Job(self.pipeline, seed, optimizer=optimizer)
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
-            job.optimizer.add_param_group({"params": list(idle.model.parameters())})
-            idle.optimizer = job.optimizer
-            with torch.no_grad():
-                idle.model.top.weight.mul_(-1.0)
-                for collection in idle.collections:
-                    for _, weight, _ in collection.local_shards().values():
-                        weight.mul_(-0.5)
+            share_optimizer(job, idle)
 
     @rule(sparse_dist=st.booleans(), training=st.booleans())
     def other_model(self, sparse_dist: bool, training: bool) -> None:
         """The other one is driven from here on, by the batches that are in flight first."""
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
-            job.model, idle.model = idle.model, job.model
-            job.collections, idle.collections = idle.collections, job.collections
+            exchange_models(job, idle)
             job.model.train(training)
         self.schedule.attach(self.job.model, sparse_dist=sparse_dist)
 

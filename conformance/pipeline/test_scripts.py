@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from conformance.harness import Rank, requirement
 from conformance.pipeline.cases import VARIANTS, LoaderError
-from conformance.pipeline.jobs import Batch, Job, assert_same_state
+from conformance.pipeline.jobs import Batch, Job, assert_same_state, exchange_models, share_optimizer
 from conformance.pipeline.model import OPTIMIZERS, assert_bits
 from twinproof.errors import DistributedError
 
-EVENTS = ("eval", "train", "detach", "edit", "load", "iterator", "error", "reset", "fail")
+EVENTS = ("eval", "train", "detach", "edit", "load", "iterator", "error", "reset", "fail", "other")
 
 
 class ForwardError(Exception):
@@ -47,14 +47,24 @@ class Again(Iterator[Batch]):
 
 
 class Script:
-    """One program over a pipeline and over the loop."""
+    """One program over a pipeline and over the loop; another model of each waits for its turn.
+
+    On two ranks the pipeline is asked for the mean of dense gradients, which the loop's hooks take.
+    """
 
     def __init__(self, pipeline: Any, seed: int, rank: Rank | None) -> None:
         self.chosen = random.Random(seed)
         optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
-        self.job, self.loop = (Job(pipeline, seed, rank, optimizer=optimizer) for _ in range(2))
+        # Of more than two the sum depends on how many values travel together.
+        asked = rank is not None and rank.world_size == 2
+        self.job, self.idle = (Job(pipeline, seed, rank, optimizer=optimizer, reduces=not asked) for _ in range(2))
+        self.loop, self.idle_loop = (Job(pipeline, seed, rank, optimizer=optimizer) for _ in range(2))
+        for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
+            share_optimizer(job, idle)
         self.name, placement = self.chosen.choice(VARIANTS)
-        self.schedule = self.job.schedule(self.name, custom_model_fwd=self._forward, **placement)
+        # A forward that fails is for one process alone.
+        own = {"custom_model_fwd": self._forward} if rank is None else {"reduce_dense_gradients": asked or None}
+        self.schedule = self.job.schedule(self.name, **placement, **own)
         self.saved = copy.deepcopy(self.loop.model.state_dict())
         self.source, self.fails, self.alone = Source(self.job), False, rank is None
         self.loader: Iterator[Batch] = self.source
@@ -67,12 +77,12 @@ class Script:
             raise ForwardError("here")
         return self.job.model(batch)
 
-    def run(self, event_count: int) -> None:
-        """Random events, a step after each."""
-        for number in range(event_count):
-            event = self.chosen.choice(EVENTS)
+    def run(self, events: Sequence[str]) -> None:
+        """These events, a step after each."""
+        for number, event in enumerate(events):
             getattr(self, f"_{event}")()
             self._step(f"{self.name}, event {number}: {event}")
+        assert_same_state(self.idle, self.idle_loop, f"{self.name}: the other model")
 
     def _step(self, where: str) -> None:
         while True:
@@ -121,6 +131,12 @@ class Script:
         self.schedule.reset()
         self.at = self.source.number
 
+    def _other(self) -> None:
+        for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
+            exchange_models(job, idle)
+            job.model.train(idle.model.training)
+        self.schedule.attach(self.job.model)
+
     def _fail(self) -> None:
         # A failed step of ranks is for reset(), which other events are.
         self.fails = self.alone
@@ -128,19 +144,25 @@ class Script:
 
 @requirement(
     "PIPE-148",
-    "Whatever program of steps, modes, detachments, edits, loads, iterators, loader errors, resets and failing "
-    "forwards a pipeline goes through, it MUST have the loop's outputs and state after every step.",
+    "Whatever program of steps, modes, detachments, edits, loads, iterators, loader errors, resets, failing forwards "
+    "and other models a pipeline goes through, it MUST have the loop's outputs and state after every step.",
 )
 def test_any_script(pipeline: Any) -> None:
     for seed in range(30, 42):
-        Script(pipeline, seed, None).run(12)
+        script = Script(pipeline, seed, None)
+        script.run([script.chosen.choice(EVENTS) for _ in range(12)])
 
 
 def _script(rank: Rank, seed: int) -> None:
-    Script(rank.component("pipeline"), seed, rank).run(8)
+    script = Script(rank.component("pipeline"), seed, rank)
+    # Each once, in a random order, and one of them again behind another model.
+    script.run([*script.chosen.sample(EVENTS, len(EVENTS)), "other", script.chosen.choice(EVENTS)])
 
 
-@requirement("PIPE-149", "The same MUST hold on 1 to 4 ranks, but for failing forwards.")
+@requirement(
+    "PIPE-149",
+    "The same MUST hold on 1 to 4 ranks, but for failing forwards, whoever averages the dense gradients.",
+)
 def test_any_script_on_ranks(rank_pool: Any) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_script, world_size, 55 + world_size)
