@@ -153,6 +153,29 @@ def test_trace_shows_why(pipeline: Any) -> None:
             assert_equal(why, event["ts"], where=f"reason of {event['name']} of step {event['args']['step']}")
 
 
+@requirement(
+    "PIPE-419",
+    "A trace of several schedules MUST be the traces of each: a process of its own, with the same tracks, work and "
+    "arrows, and no number of an arrow twice.",
+    needs=("streams",),
+)
+def test_trace_of_several(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import replay
+    from fastimpl.pipeline.overlap_views import to_trace
+
+    runs = [(name, replay(recorded(pipeline, name, options, ALL)[0])) for name, options in SCHEDULES[1:4]]
+    events = to_trace(runs)["traceEvents"]
+    starts = [event["id"] for event in events if event["ph"] == "s"]
+    assert_equal(len(set(starts)), sum(len(timeline.edges) for _, timeline in runs), where="numbers of arrows")
+    processes = list(dict.fromkeys(event["pid"] for event in events))
+    assert_equal(len(processes), len(runs), where="processes")
+    for process, (name, timeline) in zip(processes, runs, strict=True):
+        mine = [event for event in events if event["pid"] == process]
+        arrows = {number: place for place, number in enumerate(dict.fromkeys(e["id"] for e in mine if "id" in e), 1)}
+        found = [{**e, "pid": 1, **({"id": arrows[e["id"]]} if "id" in e else {})} for e in mine]
+        assert_equal(found, to_trace([(name, timeline)])["traceEvents"], where=f"events of {name}")
+
+
 def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:
     """When the work is over that a point of the trace lies in."""
     for event in work:

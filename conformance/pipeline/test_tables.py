@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -199,6 +200,54 @@ def test_optimizers(pipeline: Any, kind: str) -> None:
     for collection, more in refused:
         with raises(ConfigError):
             pipeline.ShardedEmbeddingBagCollection(collection, plan, **more)
+
+
+# Values of their options that torch's optimizers do not have by default.
+OTHERWISE: dict[str, Any] = {
+    "momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5,
+    **dict.fromkeys(("nesterov", "maximize", "amsgrad", "foreach"), True),
+}  # fmt: skip
+
+
+def _stepped(kind: Any, options: dict[str, Any]) -> torch.Tensor:
+    """A parameter after two steps of torch's optimizer."""
+    param = torch.nn.Parameter(values_of((6, 4), 1).double())
+    optimizer = kind([param], **options)
+    for seed in (2, 3):
+        param.grad = values_of((6, 4), seed).double()
+        optimizer.step()
+    return param.detach()
+
+
+@requirement(
+    "PIPE-418",
+    "Every option of an optimizer that parameters carry, other than its hyperparameters here, MUST be refused by name "
+    "when the collection is cut, where it changes what torch's optimizer computes.",
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_options_of_optimizers(pipeline: Any, kind: str) -> None:
+    optimizer, given = OPTIMIZERS[kind]
+    names = set(inspect.signature(optimizer).parameters) & set(OTHERWISE)
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    plain, plan = _stepped(optimizer, given), {"t": pipeline.table_wise(0)}
+    for name in sorted(names):
+        # Nesterov's and dampened momentum are none without momentum, and each excludes the other.
+        besides = {"momentum": 0.5} if name in ("nesterov", "dampening") else {}
+        options = {**given, **besides, name: OTHERWISE[name]}
+        changes = not torch.allclose(_stepped(optimizer, options), plain)
+        collection = collection_of(pipeline, [config], [values_of((6, 4), 1)])
+        pipeline.apply_optimizer_in_backward(optimizer, collection.parameters(), options)
+        assert_equal(_is_refused(pipeline, collection, plan, name), changes, where=f"{name} of {kind} is refused")
+
+
+def _is_refused(pipeline: Any, collection: Any, plan: Any, name: str) -> bool:
+    """Whether the collection cannot be cut, for an option of this name."""
+    try:
+        pipeline.ShardedEmbeddingBagCollection(collection, plan)
+    except ConfigError as error:
+        return name in str(error)
+    return False
 
 
 @requirement(

@@ -89,3 +89,14 @@ host_blocked_in_shares = patched(
     ),
     kills="PIPE-165",
 )
+
+
+arrows_numbered_by_process = patched(
+    "Arrows are numbered anew in each process of a trace.",
+    mutated(
+        "fastimpl.pipeline.overlap_views:to_trace",
+        "tracks = {",
+        "arrow = 0\n        tracks = {",
+    ),
+    kills="PIPE-419",
+)

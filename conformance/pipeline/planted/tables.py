@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, swap
+from twinproof.pipeline.config import _TAKEN
 
 
 @fault(kills="PIPE-220", at="twinproof.pipeline.config:EmbeddingConfig.check")
@@ -42,4 +43,10 @@ one_seed_of_all_tables = patched(
     "First weights by init_fn are drawn from the same seed for every table.",
     mutated("twinproof.pipeline.sharding:initial_shard", "torch.manual_seed(seed + index)", "torch.manual_seed(seed)"),
     kills="PIPE-414",
+)
+
+maximised_in_silence = patched(
+    "An optimizer in the backward that maximizes is cut as one that minimizes.",
+    swap("twinproof.pipeline.config:_TAKEN", (*_TAKEN, "maximize")),
+    kills="PIPE-418",
 )
