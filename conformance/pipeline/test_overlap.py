@@ -6,13 +6,17 @@ import dataclasses
 import random
 from typing import Any
 
-from conformance.harness import assert_equal, assert_le, requirement
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, assert_le, examples, requirement
 from conformance.pipeline.cases import EXACT, FUSED
 from conformance.pipeline.jobs import Job
 from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
 
 SPARSE_DIST = "TrainPipelineSparseDist"
+STREAMS = ("a", "b", "c")
 SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in EXACT),
     (FUSED, {"emb_lookup_stream": "new", "embedding_lookup_before_optimizer": True}),
@@ -174,6 +178,53 @@ def test_trace_of_several(pipeline: Any) -> None:
         arrows = {number: place for place, number in enumerate(dict.fromkeys(e["id"] for e in mine if "id" in e), 1)}
         found = [{**e, "pid": 1, **({"id": arrows[e["id"]]} if "id" in e else {})} for e in mine]
         assert_equal(found, to_trace([(name, timeline)])["traceEvents"], where=f"events of {name}")
+
+
+def _program(data: st.DataObject) -> list[Any]:
+    """Four steps of work on some streams, with events between them."""
+    from fastimpl.pipeline.overlap import HostWait, Record, StepEnd, Wait, Work
+
+    program, event = list[Any](), 0
+    for step in range(4):
+        for _ in range(data.draw(st.integers(2, 5))):
+            stream, stage = data.draw(st.sampled_from(STREAMS)), data.draw(st.sampled_from(["x", "y", "z"]))
+            program.append(Work(stage, step, stream, float(data.draw(st.integers(1, 4)))))
+            kind = data.draw(st.sampled_from(["none", "wait", "host"]))
+            if kind != "none":
+                event += 1
+                program.append(Record(event, stream))
+                other = data.draw(st.sampled_from(STREAMS))
+                program.append(Wait(event, other) if kind == "wait" else HostWait(event, step))
+        program.append(StepEnd(step))
+    return program
+
+
+@requirement(
+    "PIPE-420",
+    "Whatever is recorded, on any number of streams, a stage MUST be hidden for as long as any other stream works "
+    "beside it, each moment once; and exposed for what a step is shorter when the same is recorded without it.",
+    needs=("streams",),
+)
+@examples(60)
+@given(data=st.data())
+def test_any_program(pipeline: Any, data: st.DataObject) -> None:
+    from fastimpl.pipeline.overlap import overlap_report, replay
+
+    program = _program(data)
+    timeline, report = replay(program), overlap_report(program, schedule="any", device="none", margin_count=1)
+    steady = range(1, len(timeline.ends_s) - 1)
+    for stage in report.stages:
+        mine = [span for span in timeline.spans if span.stage == stage.stage and span.step in steady]
+        # Durations are whole, and so is all else.
+        moments = [(span.stream, at) for span in mine for at in range(int(span.begin_s), int(span.end_s))]
+        busy = {(span.stream, at) for span in timeline.spans for at in range(int(span.begin_s), int(span.end_s))}
+        hidden = [any((stream, at) in busy for stream in STREAMS if stream != own) for own, at in moments]
+        assert_equal(stage.hidden_fraction, sum(hidden) / len(moments), where=f"hidden of {stage.stage}")
+        assert_equal(stage.duration_s, len(moments) / len(steady), where=f"duration of {stage.stage}")
+        without = [one for one in program if getattr(one, "stage", None) != stage.stage]
+        rerun = replay(without).ends_s
+        shorter = [ends[steady[-1]] - ends[steady[0] - 1] for ends in (timeline.ends_s, rerun)]
+        assert_equal(stage.exposed_s, (shorter[0] - shorter[1]) / len(steady), where=f"exposed of {stage.stage}")
 
 
 def _end_around(work: list[dict[str, Any]], point: dict[str, Any]) -> float:

@@ -100,3 +100,8 @@ arrows_numbered_by_process = patched(
     ),
     kills="PIPE-419",
 )
+moments_counted_by_stream = patched(
+    "A moment at which two other streams work hides a stage twice.",
+    mutated("fastimpl.pipeline.overlap:_hidden_s", "max(reached, end)", "span.begin_s"),
+    kills="PIPE-420",
+)
