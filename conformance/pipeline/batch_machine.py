@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -167,24 +168,38 @@ def batch_of(pipeline: Any, facts: Facts, dtype: torch.dtype, *, by_offsets: boo
     )
 
 
+SEEDS = st.integers(0, 10**6)
+
+
 class BatchMachine(RuleBasedStateMachine):
-    """See the module. The class attribute is set by the test that runs it."""
+    """See the module. The class attribute is set by the test that runs it.
+
+    Hypothesis draws the program. What each step is about comes from a seed: small numbers are dull batches.
+    """
 
     pipeline: Any
 
-    @initialize()
-    def start(self) -> None:
-        """Nothing is held."""
+    @initialize(seed=SEEDS)
+    def start(self, seed: int) -> None:
+        """Two batches."""
         self.held: list[tuple[Any, Facts]] = []
         self.next_id = 0
+        self.make(2 * seed)
+        self.make(2 * seed + 1)
 
     def _hold(self, batch: Any, facts: Facts) -> None:
+        for old in self.held[: -HELD_MAX + 1]:
+            self._check(*old)
         self.held = [*self.held, (batch, facts)][-HELD_MAX:]
 
-    def _one(self, number: int) -> tuple[Any, Facts]:
-        if not self.held:
-            self._hold(self._made(facts := self._facts([[1], [2]], [3], variable=False), torch.int64), facts)
-        return self.held[number % len(self.held)]
+    def _check(self, batch: Any, facts: Facts) -> None:
+        """Every question."""
+        for name, (found, expected) in QUESTIONS.items():
+            assert_equal(found(batch), expected(facts), where=f"{name}, at last")
+
+    def _one(self, seed: int) -> tuple[random.Random, Any, Facts]:
+        chosen = random.Random(seed)
+        return chosen, *chosen.choice(self.held)
 
     def _made(self, facts: Facts, dtype: torch.dtype, *, by_offsets: bool = False, known: Any = ()) -> Any:
         return batch_of(self.pipeline, facts, dtype, by_offsets=by_offsets, known=list(known))
@@ -194,99 +209,99 @@ class BatchMachine(RuleBasedStateMachine):
         self.next_id += size
         return list(range(self.next_id - size, self.next_id))
 
-    def _facts(self, ranks: list[list[int]], sizes: list[int], *, variable: bool, weighted: bool = False) -> Facts:
-        """Features of these samples by rank; sizes of bags in turn."""
-        count, bags = 0, list[list[list[int]]]()
-        for row in ranks:
-            bags.append([self._bag(sizes[(count + i) % len(sizes)]) for i in range(sum(row))])
-            count += sum(row)
-        most = max(len(feature) for feature in bags)
-        if not variable:
-            bags = [[*feature, *(self._bag(0) for _ in range(most - len(feature)))] for feature in bags]
+    def _facts(self, chosen: random.Random, ranks: list[list[int]], *, variable: bool, weighted: bool) -> Facts:
+        """Features of these samples by rank, of one size unless they are ``variable``."""
+        most = max(map(sum, ranks))
+        strides = [sum(row) if variable else most for row in ranks]
+        bags = [[self._bag(chosen.choice([0, 1, 1, 2, 3])) for _ in range(stride)] for stride in strides]
         return Facts(KEYS[: len(ranks)], bags, weighted, most, ranks if variable else None)
 
-    @rule(
-        ranks=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1, max_size=3),
-        sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-        variable=st.booleans(),
-        weighted=st.booleans(),
-        full=st.one_of(st.none(), st.integers(1, 5)),
-        dtype=st.sampled_from([torch.int64, torch.int32]),
-        by_offsets=st.booleans(),
-        known=st.sets(st.sampled_from(KNOWN)),
-    )
-    def make(
-        self,
-        ranks: list[list[int]],
-        sizes: list[int],
-        variable: bool,
-        weighted: bool,
-        full: int | None,
-        dtype: torch.dtype,
-        by_offsets: bool,
-        known: set[str],
-    ) -> None:
-        """A batch; with ``full`` samples of which features that differ in size hold some."""
-        facts = self._facts(ranks, sizes, variable=variable, weighted=weighted)
-        if variable and full is not None and min(facts.strides) > 0:
-            rows = [[sample % stride for sample in range(full)] for stride in facts.strides]
+    @rule(seed=SEEDS)
+    def make(self, seed: int) -> None:
+        """A batch of what is known; of a full batch, features that differ in size may hold some samples."""
+        chosen = random.Random(seed)
+        ranks = [[chosen.randint(0, 3), chosen.randint(0, 2)] for _ in range(chosen.choice([1, 2, 3, 3]))]
+        facts = self._facts(chosen, ranks, variable=chosen.random() < 0.6, weighted=chosen.random() < 0.5)
+        if facts.ranks is not None and min(facts.strides) > 0 and chosen.random() < 0.5:
+            full = chosen.randint(1, 5)
+            rows = [[chosen.randrange(stride) for _ in range(full)] for stride in facts.strides]
             facts = dataclasses.replace(facts, inverse=(list(facts.keys), rows), stride=full)
-        self._hold(self._made(facts, dtype, by_offsets=by_offsets, known=sorted(known)), facts)
+        known = chosen.sample(KNOWN, chosen.randint(0, len(KNOWN)))
+        dtype = chosen.choice([torch.int64, torch.int32])
+        self._hold(self._made(facts, dtype, by_offsets=chosen.random() < 0.5, known=known), facts)
 
-    @rule(number=st.integers(0, HELD_MAX), name=st.sampled_from(sorted(QUESTIONS)))
-    def ask(self, number: int, name: str) -> None:
+    @rule(seed=SEEDS, name=st.sampled_from(sorted(QUESTIONS)))
+    def ask(self, seed: int, name: str) -> None:
         """One question."""
-        batch, facts = self._one(number)
+        _, batch, facts = self._one(seed)
         found, expected = QUESTIONS[name]
         assert_equal(found(batch), expected(facts), where=name)
 
-    @rule(number=st.integers(0, HELD_MAX), order=st.lists(st.integers(0, 5), min_size=1, max_size=4))
-    def permute(self, number: int, order: list[int]) -> None:
+    @rule(seed=SEEDS)
+    def permute(self, seed: int) -> None:
         """Some features, in an order, perhaps again and again."""
-        batch, facts = self._one(number)
-        order = [i % len(facts.keys) for i in order]
+        chosen, batch, facts = self._one(seed)
+        order = [chosen.randrange(len(facts.keys)) for _ in range(chosen.randint(1, 4))]
         self._hold(batch.permute(order), facts.picked(order))
 
-    @rule(number=st.integers(0, HELD_MAX), at=st.integers(0, 6))
-    def split(self, number: int, at: int) -> None:
+    @rule(seed=SEEDS)
+    def split(self, seed: int) -> None:
         """Two parts, of which one may be all and one nothing."""
-        batch, facts = self._one(number)
+        chosen, batch, facts = self._one(seed)
         count = len(facts.keys)
-        at %= count + 1
+        at = chosen.randint(0, count)
         for part, order in zip(batch.split([at, count - at]), (range(at), range(at, count)), strict=True):
             if len(order) == count:
                 assert_equal(part is batch, True, where="a part that is all")
             elif order:
                 self._hold(part, facts.picked(list(order)))
 
-    @rule(number=st.integers(0, HELD_MAX))
-    def concat(self, number: int) -> None:
-        """All features twice."""
-        batch, facts = self._one(number)
-        if 2 * len(facts.keys) <= KEYS_MAX:
-            inverse = None if facts.inverse is None else (facts.inverse[0] * 2, facts.inverse[1] * 2)
-            ranks = None if facts.ranks is None else facts.ranks * 2
-            twice = Facts(facts.keys * 2, facts.bags * 2, facts.weighted, facts.stride, ranks, inverse)
-            made = self.pipeline.KeyedJaggedTensor.concat([batch, batch])
-            self._hold(made, twice if ranks is None else twice.counted_anew())
+    @rule(seed=SEEDS)
+    def concat(self, seed: int) -> None:
+        """A batch, and some of it again or another of as many samples."""
+        chosen, batch, facts = self._one(seed)
+        parts = [(batch, facts)]
+        if facts.inverse is None:
+            order = [chosen.randrange(len(facts.keys)) for _ in range(chosen.randint(1, 2))]
+            other = self._shuffled(chosen, facts)
+            parts.append((batch.permute(order), facts.picked(order)))
+            parts.append((self._made(other, torch.int64, by_offsets=chosen.random() < 0.5), other))
+        else:
+            parts.append((move_batch(batch, torch.clone, CPU), facts))
+        parts = parts[: 1 + chosen.randint(1, 2)]
+        if sum(len(part.keys) for _, part in parts) > KEYS_MAX:
+            return
+        chosen.shuffle(parts)
+        every = [part for _, part in parts]
+        ranks = None if facts.ranks is None else [row for part in every for row in part.ranks or []]
+        inverse = [part.inverse for part in every if part.inverse is not None]
+        whole = Facts(
+            [key for part in every for key in part.keys],
+            [feature for part in every for feature in part.bags],
+            facts.weighted,
+            facts.stride,
+            ranks,
+            ([name for names, _ in inverse for name in names], [row for _, rows in inverse for row in rows])
+            if inverse
+            else None,
+        )
+        made = self.pipeline.KeyedJaggedTensor.concat([part for part, _ in parts])
+        self._hold(made, whole if ranks is None else whole.counted_anew())
 
-    @rule(number=st.integers(0, HELD_MAX))
-    def dictionary(self, number: int) -> None:
+    @rule(seed=SEEDS)
+    def dictionary(self, seed: int) -> None:
         """To a dictionary and back: repeated keys are gone, the last is meant."""
-        batch, facts = self._one(number)
+        _, batch, facts = self._one(seed)
         last = {key: i for i, key in enumerate(facts.keys)}
         some = dataclasses.replace(facts.picked(list(last.values())), ranks=None).counted_anew()
         if len(set(some.strides)) > 1:
             some = dataclasses.replace(some, ranks=[[stride] for stride in some.strides])
         self._hold(self.pipeline.KeyedJaggedTensor.from_jt_dict(batch.to_dict()), some)
 
-    @rule(
-        number=st.integers(0, HELD_MAX),
-        way=st.sampled_from(["to", "moved", "copied", "pickled", "mapped", "flat", "synced", "unsynced"]),
-    )
-    def same(self, number: int, way: str) -> None:
+    @rule(seed=SEEDS, way=st.sampled_from(["to", "moved", "copied", "pickled", "mapped", "flat", "synced", "unsynced"]))
+    def same(self, seed: int, way: str) -> None:
         """The same batch, somewhere else or by another hand."""
-        batch, facts = self._one(number)
+        _, batch, facts = self._one(seed)
         if way in ("synced", "unsynced"):
             found = batch.sync() if way == "synced" else batch.unsync()
             assert_equal(found is batch, True, where=f"{way}: the batch itself")
@@ -303,64 +318,70 @@ class BatchMachine(RuleBasedStateMachine):
             facts = dataclasses.replace(facts, inverse=None)
         self._hold(made, facts.counted_anew() if way == "mapped" else facts)
 
-    @rule(number=st.integers(0, HELD_MAX), by_offsets=st.booleans(), turn=st.integers(0, 9))
-    def filled(self, number: int, by_offsets: bool, turn: int) -> None:
+    @rule(seed=SEEDS)
+    def filled(self, seed: int) -> None:
         """Memory of a batch, with all that it remembers, gets another of the same sizes."""
-        batch, facts = self._one(number)
-        other = self._shuffled(facts, turn)
+        chosen, batch, facts = self._one(seed)
+        other = self._shuffled(chosen, facts)
         target = move_batch(batch, torch.clone, CPU)
-        source = self._made(other, batch.lengths().dtype, by_offsets=by_offsets)
-        kept = other if facts.ranks is not None else dataclasses.replace(other, stride=facts.stride)
+        source = self._made(other, batch.lengths().dtype, by_offsets=chosen.random() < 0.5)
         assert_equal(target.copy_(source) is target, True, where="copy_ returns the batch")
-        self._hold(target, kept)
+        self._hold(target, other)
 
-    def _shuffled(self, facts: Facts, turn: int) -> Facts:
+    @rule(seed=SEEDS)
+    def rewritten(self, seed: int) -> None:
+        """Ids and lengths are written in place, and the batch is told to forget what it knew of the sizes."""
+        chosen, batch, facts = self._one(seed)
+        target = move_batch(batch, torch.clone, CPU)
+        if target.offsets_or_none() is None:
+            lengths = facts.lengths
+            chosen.shuffle(lengths)
+            bags, at = list[list[list[int]]](), 0
+            for stride in facts.strides:
+                bags.append([self._bag(size) for size in lengths[at : at + stride]])
+                at += stride
+            facts = dataclasses.replace(facts, bags=bags)
+            target.lengths().copy_(torch.tensor(lengths))
+            target.values().copy_(torch.tensor(facts.ids))
+            if facts.weighted:
+                target.weights().copy_(torch.tensor(weights_of(facts.ids)))
+            self._hold(target.unsync(), facts)
+
+    def _shuffled(self, chosen: random.Random, facts: Facts) -> Facts:
         """As many bags and ids, cut otherwise; features that differ in size take samples from each other."""
         strides, lengths = facts.strides, facts.lengths
         if facts.ranks is not None:
             donor = max(range(len(strides)), key=strides.__getitem__)
-            if strides[donor] > 1 and len(strides) > 1:
+            if strides[donor] > 1:
                 strides[donor] -= 1
-                strides[(donor + 1 + turn % (len(strides) - 1)) % len(strides)] += 1
-        lengths = [*lengths[turn % max(len(lengths), 1) :], *lengths[: turn % max(len(lengths), 1)]]
+                strides[chosen.randrange(len(strides))] += 1
+        chosen.shuffle(lengths)
         bags, at = list[list[list[int]]](), 0
         for stride in strides:
             bags.append([self._bag(size) for size in lengths[at : at + stride]])
             at += stride
-        ranks = None if facts.ranks is None else [[stride - 1, 1] if stride else [0, 0] for stride in strides]
+        ranks = None
+        if facts.ranks is not None:
+            rest = [0] * (len(facts.ranks[0]) - 1)
+            ranks = [[*rest, stride] if chosen.random() < 0.5 else [stride, *rest] for stride in strides]
         made = Facts(facts.keys, bags, facts.weighted, facts.stride, ranks, facts.inverse)
         return made if ranks is None else made.counted_anew()
 
-    @rule(
-        world_size=st.integers(1, 6),
-        kind=st.sampled_from(["same", "by rank", "variable"]),
-        features=st.integers(1, 3),
-        strides=st.lists(st.integers(0, 3), min_size=1, max_size=7),
-        sizes=st.lists(st.integers(0, 2), min_size=1, max_size=4),
-        weighted=st.booleans(),
-        turn=st.integers(0, 3),
-    )
-    def exchange(
-        self,
-        world_size: int,
-        kind: str,
-        features: int,
-        strides: list[int],
-        sizes: list[int],
-        weighted: bool,
-        turn: int,
-    ) -> None:
+    @rule(seed=SEEDS)
+    def exchange(self, seed: int) -> None:
         """A batch of what ranks sent, in the order of ranks or, where sizes differ, staggered."""
-        by_rank = []
-        for rank in range(world_size):
-            own = [strides[(rank * features + f) % len(strides)] for f in range(features)]
-            if kind != "variable":
-                own = [strides[0 if kind == "same" else rank % len(strides)]] * features
-            by_rank.append(self._facts([[n] for n in own], sizes, variable=kind == "variable", weighted=weighted))
+        chosen = random.Random(seed)
+        world_size, features = chosen.choice([1, 2, 3, 4, 6, 6]), chosen.randint(1, 3)
+        kind, weighted = chosen.choice(["same", "by rank", "variable", "variable"]), chosen.random() < 0.5
+        by_rank, stride = list[Facts](), chosen.randint(0, 3)
+        for _ in range(world_size):
+            stride = stride if kind == "same" else chosen.randint(0, 3)
+            own = [[chosen.randint(0, 3)] if kind == "variable" else [stride] for _ in range(features)]
+            by_rank.append(self._facts(chosen, own, variable=kind == "variable", weighted=weighted))
         parts = [self._made(facts, torch.int64) for facts in by_rank]
         tensors = [torch.cat(some) for some in zip(*(part.dist_tensors() for part in parts), strict=True)]
         staggers = [n for n in range(1, world_size + 1) if world_size % n == 0] if kind == "variable" else [1]
-        stagger = staggers[turn % len(staggers)]
+        stagger = chosen.choice(staggers)
         # As torchrec's exchange in two stages has them: the ranks of each node, in turn.
         each = world_size // stagger
         order = [x + each * y for x in range(each) for y in range(stagger)]
@@ -382,5 +403,4 @@ class BatchMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Every question, of every batch."""
         for batch, facts in getattr(self, "held", []):
-            for name, (found, expected) in QUESTIONS.items():
-                assert_equal(found(batch), expected(facts), where=f"{name}, at the end")
+            self._check(batch, facts)

@@ -105,6 +105,9 @@ def test_batch_refusals(pipeline: Any) -> None:
         good.split([1])
     with raises(ConfigError):
         make.concat([good, make(["c"], ids, torch.ones(3), lengths=torch.tensor([3]))])
+    by_rank = [make(["a"], ids, lengths=torch.tensor([1, 2]), stride_per_key_per_rank=[n]) for n in ([2], [1, 1])]
+    with raises(ShapeError, mentions=("ranks",)):
+        make.concat(by_rank)
 
 
 @requirement("PIPE-102", "Pooled columns MUST be found under their feature's name and regroup in the order asked for.")

@@ -714,6 +714,9 @@ class KeyedMoves(Eager):
         for name, found in facts.items():
             if any(found) != all(found):
                 raise ConfigError(f"some parts have {name} and some have none", got=found, where="concat")
+        rank_counts = [len(row) for part in parts for row in part.stride_per_key_per_rank()[:1]]
+        if len(set(rank_counts)) > 1:
+            raise ShapeError("parts of different numbers of ranks", got=rank_counts, where="concat")
         if not any(variable) and len({part.stride() for part in parts}) > 1:
             raise ShapeError("parts of different stride", got=[part.stride() for part in parts], where="concat")
 
