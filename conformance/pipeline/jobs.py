@@ -100,6 +100,7 @@ class Job:
         kvstore: every other table lives in a store of this component, one for each collection; None is no store.
         reduces: whether gradient hooks average the dense gradients of all ranks, which otherwise nobody does.
         device: where the model is sent; batches are the host's.
+        plan: another number is another plan for the same tables.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Job:
         kvstore: Any = None,
         reduces: bool = True,
         device: Any = "cpu",
+        plan: int = 0,
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
         world_size, group = (1, None) if rank is None else (rank.world_size, rank.group)
@@ -124,15 +126,15 @@ class Job:
         collections: list[Any] = []
         self.stored: list[tuple[Any, str, torch.Tensor]] = []
         for index, (configs, weights, _, _) in enumerate(self.tables):
-            plan = random_plan(pipeline, configs, world_size, seed + index, kinds)
+            cuts = random_plan(pipeline, configs, world_size, seed + index + 100 * plan, kinds)
             if kvstore is not None:
-                plan |= self._stored(kvstore, configs[::2], weights[::2], optimizer, world_size)
+                cuts |= self._stored(kvstore, configs[::2], weights[::2], optimizer, world_size)
             whole = collection_of(pipeline, configs, weights, is_weighted=processed)
             if processed:
                 names = {name: 4 for config in configs for name in config.feature_names}
                 processors = pipeline.PositionWeightedModuleCollection(names)
                 whole = pipeline.FeatureProcessedEmbeddingBagCollection(whole, processors)
-            collections.append(sharded_of(pipeline, whole, plan, optimizer, group))
+            collections.append(sharded_of(pipeline, whole, cuts, optimizer, group))
         self.width = sum(c.embedding_dim * len(c.feature_names) for configs, *_ in self.tables for c in configs)
         self.collections = collections
         self.model = Model(collections, self.width, dropout)

@@ -1,11 +1,12 @@
 """More of what may happen to a schedule between two steps: another model takes the place, batches are taken by hand.
 
-Two models of equal names share the schedule and one dense optimizer, and so do the loop's two. The one that is not
-driven must stand still. Options of the optimizer change, parameters stop to train and train again.
+Two models of equal names, cut by different plans, share the schedule and one dense optimizer, and so do the loop's two.
+The one that is not driven must stand still. Options of the optimizer change, parameters stop to train and train again.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from hypothesis import strategies as st
@@ -25,10 +26,10 @@ class OrdersMachine(ScheduleMachine):
     def start(self, program: tuple[str, dict[str, Any]], optimizer: str, seed: int) -> None:
         """A schedule and the loop, and another model of each."""
         super().start(program, optimizer, seed)
-        self.idle = Job(self.pipeline, seed, optimizer=optimizer)
-        self.idle_loop = Job(self.pipeline, seed, optimizer=optimizer)
+        self.idle, self.idle_loop = (Job(self.pipeline, seed, optimizer=optimizer, plan=1) for _ in range(2))
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
             share_optimizer(job, idle)
+        self.idle_saved = copy.deepcopy(self.idle_loop.model.state_dict())
 
     @rule(sparse_dist=st.booleans(), training=st.booleans())
     def other_model(self, sparse_dist: bool, training: bool) -> None:
@@ -36,6 +37,7 @@ class OrdersMachine(ScheduleMachine):
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
             exchange_models(job, idle)
             job.model.train(training)
+        self.saved, self.idle_saved = self.idle_saved, self.saved
         self.schedule.attach(self.job.model, sparse_dist=sparse_dist)
 
     @rule(fills=st.booleans())

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.harness import Rank, assert_equal, requirement
-from conformance.pipeline.cases import FUSED
+from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.pipeline.cases import FUSED, with_bad_id
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
@@ -20,6 +20,7 @@ from conformance.pipeline.sharding import (
     sharded_of,
     train,
 )
+from twinproof.errors import IdRangeError
 
 SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("TrainPipelineSparseDist", {}),
@@ -47,8 +48,17 @@ class MixedJob(Job):
         self.optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.5)
 
 
-def _cut(rank: Rank, part: Rank) -> None:
-    """Tables cut among this rank's part are the uncut ones of the part's batches."""
+def _output_of(schedule: Any, loader: Any) -> torch.Tensor | None:
+    """Of one step, or None where there is none."""
+    try:
+        output: torch.Tensor = schedule.progress(loader)
+    except StopIteration:
+        return None
+    return output
+
+
+def _cut(rank: Rank, part: Rank, *, is_first: bool) -> None:
+    """Tables cut among this rank's part are the uncut ones of the part's batches; a bad id of one is the part's own."""
     pipeline = rank.component("pipeline")
     configs, weights, keys, limits = random_tables(pipeline, 9)
     plan = random_plan(pipeline, configs, part.world_size, 9, ("table_wise", "column_wise"))
@@ -59,19 +69,28 @@ def _cut(rank: Rank, part: Rank) -> None:
         pooled = train(part, sharded, batches, step, pipeline)
         assert_bits(pooled, expected_step(naive, batches, step, step)[part.rank], f"step {step} pooled")
         assert_shards(sharded, naive, f"step {step}")
+        if is_first:
+            ids = batches[part.rank].kjt(pipeline)
+            with raises(IdRangeError, mentions=(str(10**6),)):
+                sharded(with_bad_id(pipeline, ids) if part.rank == 1 else ids)
 
 
 def _apart(rank: Rank, groups: list[list[int]]) -> None:
-    pipeline, part = rank.component("pipeline"), _part_of(rank, groups)
-    _cut(rank, part)
+    pipeline, part, is_first = rank.component("pipeline"), _part_of(rank, groups), rank.rank in groups[0]
+    _cut(rank, part, is_first=is_first)
     # The first part ends before the other, which goes on without it.
-    count = 2 if rank.rank in groups[0] else 4
-    loop, job = Job(pipeline, 7, part), Job(pipeline, 7, part)
-    found = outputs_of(job.schedule("TrainPipelineSparseDist"), iter(job.batches(count)))
-    assert_equal(len(found), count, where=f"batches of the part of {part.world_size}")
-    for number, (output, batch) in enumerate(zip(found, loop.batches(count), strict=True)):
-        assert_bits(output, loop.step(batch), f"output {number}")
-    assert_same_state(job, loop, "in the end")
+    count = 2 if is_first else 4
+    # Of two gradients the mean is the same whoever takes it.
+    loop, job = (Job(pipeline, 7, part, reduces=each) for each in (True, False))
+    schedule, loader = job.schedule(FUSED, reduce_dense_gradients=True), iter(job.batches(count))
+    for step, batch in enumerate(loop.batches(count)):
+        expected = loop.step(batch)
+        found = _output_of(schedule, loader)
+        assert_equal(found is None, False, where=f"step {step} of {count}: stopped")
+        assert found is not None
+        assert_bits(found, expected, f"step {step} output")
+        assert_same_state(job, loop, f"step {step}")
+    assert_equal(len(outputs_of(schedule, loader)), 0, where="batches behind the last")
 
 
 def _mixed(rank: Rank, groups: list[list[int]]) -> None:
@@ -87,9 +106,9 @@ def _mixed(rank: Rank, groups: list[list[int]]) -> None:
 
 @requirement(
     "PIPE-367",
-    "Tables cut among some of the ranks MUST be the uncut tables of these ranks' batches; a schedule of some of the "
-    "ranks MUST stop with its own, whatever the others do, and one of all MUST drive modules of different groups, with "
-    "the loop's bits.",
+    "Tables cut among some of the ranks MUST be the uncut tables of these ranks' batches, and bad ids their affair; a "
+    "schedule of some of the ranks MUST average gradients and stop with its own, whatever the others do, and one of "
+    "all ranks MUST drive modules of different groups, with the loop's bits.",
 )
 def test_groups(rank_pool: Any) -> None:
     rank_pool.run(_apart, 4, [[0, 3], [2, 1]])

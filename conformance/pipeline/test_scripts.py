@@ -57,15 +57,17 @@ class Script:
         optimizer = OPTIMIZERS[seed % len(OPTIMIZERS)]
         # Of more than two the sum depends on how many values travel together.
         asked = rank is not None and rank.world_size == 2
-        self.job, self.idle = (Job(pipeline, seed, rank, optimizer=optimizer, reduces=not asked) for _ in range(2))
-        self.loop, self.idle_loop = (Job(pipeline, seed, rank, optimizer=optimizer) for _ in range(2))
+        options: dict[str, Any] = {"optimizer": optimizer, "reduces": not asked}
+        self.job, self.idle = (Job(pipeline, seed, rank, plan=plan, **options) for plan in (0, 1))
+        options["reduces"] = True
+        self.loop, self.idle_loop = (Job(pipeline, seed, rank, plan=plan, **options) for plan in (0, 1))
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
             share_optimizer(job, idle)
         self.name, placement = self.chosen.choice(VARIANTS)
         # A forward that fails is for one process alone.
         own = {"custom_model_fwd": self._forward} if rank is None else {"reduce_dense_gradients": asked or None}
         self.schedule = self.job.schedule(self.name, **placement, **own)
-        self.saved = copy.deepcopy(self.loop.model.state_dict())
+        self.saved, self.idle_saved = (copy.deepcopy(job.model.state_dict()) for job in (self.loop, self.idle_loop))
         self.source, self.fails, self.alone = Source(self.job), False, rank is None
         self.loader: Iterator[Batch] = self.source
         # The number of the loop's next batch.
@@ -135,6 +137,7 @@ class Script:
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
             exchange_models(job, idle)
             job.model.train(idle.model.training)
+        self.saved, self.idle_saved = self.idle_saved, self.saved
         self.schedule.attach(self.job.model)
 
     def _fail(self) -> None:

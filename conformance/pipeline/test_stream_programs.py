@@ -10,14 +10,22 @@ import torch
 
 from conformance.harness import assert_equal, requirement
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, LoaderError
-from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
+from conformance.pipeline.jobs import (
+    Batch,
+    Between,
+    Job,
+    Shifted,
+    assert_same_state,
+    exchange_models,
+    share_optimizer,
+)
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.virtual_batches import KINDS, on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
 
 # Steps of a program.
-STEPS = 9
-EVENTS = ("edit", "eval", "train", "detach", "attach", "iterator", "error", "dense")
+STEPS = 10
+EVENTS = ("edit", "eval", "train", "detach", "attach", "iterator", "error", "dense", "other")
 PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("TrainPipelineSparseDist", {"enqueue_batch_after_forward": True}),
     ("PrefetchTrainPipelineSparseDist", {}),
@@ -59,8 +67,12 @@ class Program:
     def __init__(self, pipeline: Any, seed: int, name: str, options: dict[str, Any]) -> None:
         self.name, self.device, self.chosen = name, VirtualDevice(), random.Random(seed)
         self.job, self.loop = (Job(pipeline, seed, kinds=KINDS) for _ in range(2))
-        for job in (self.job, self.loop):
-            job.model = Between(job.model, Shifted(pipeline), reads_them=True)  # type: ignore[assignment]
+        # Another model of each, cut otherwise, waits for its turn.
+        self.idle, self.idle_loop = (Job(pipeline, seed, kinds=KINDS, plan=1) for _ in range(2))
+        for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
+            share_optimizer(job, idle)
+            for each in (job, idle):
+                each.model = Between(each.model, Shifted(pipeline), reads_them=True)  # type: ignore[assignment]
         self.is_exact = "Semi" not in name
         with self.device:
             self.schedule = self.job.schedule(name, engine=self.device.engine, pipeline_postproc=True, **options)
@@ -108,6 +120,11 @@ class Program:
             self.schedule.detach()
         elif event == "attach":
             self.schedule.attach()
+        elif event == "other":
+            for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
+                exchange_models(job, idle)
+                job.model.train(idle.model.training)
+            self.schedule.attach(self.job.model)
         elif event == "iterator":
             self.loader = Again(self.source)
         self.source.fails |= event == "error"
@@ -125,8 +142,8 @@ class Program:
 
 @requirement(
     "PIPE-368",
-    "Through any program of edits, modes, detach, attach, iterators and loader errors, of a model whose ids come from "
-    "a module that its dense part reads too, no two conflicting accesses of a schedule MUST be unordered, nothing "
+    "Through any program of edits, modes, detach, attach, other models, iterators and loader errors, where ids come "
+    "from a module that the dense part reads too, no two conflicting accesses of a schedule MUST be unordered, nothing "
     "released early, and every bit the loop's.",
     needs=("streams",),
 )

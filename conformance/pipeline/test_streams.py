@@ -124,6 +124,19 @@ def test_no_hazard_on_ranks(rank_pool: Any) -> None:
     rank_pool.run(_no_hazard_on_ranks, 2)
 
 
+class Alone(torch.nn.Module):
+    """The bottom of the job's model, without tables."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.bottom = model.bottom
+
+    def forward(self, batch: Any) -> Any:
+        """Losses and an output."""
+        dense = self.bottom(batch.dense)
+        return (dense.mean() - batch.target).square().mean().reshape(1), dense.detach()
+
+
 @requirement(
     "PIPE-094",
     "Whatever reads a batch on the device MUST be ordered behind its copy: exchanges, lookups and the forward.",
@@ -132,6 +145,16 @@ def test_no_hazard_on_ranks(rank_pool: Any) -> None:
 def test_copies_ordered(pipeline: Any) -> None:
     found = [hazard for hazard in hazards_of(pipeline, VARIANTS[1:3]) if "copy at" in hazard]
     assert_equal(found, [], where="accesses that no event orders behind a copy")
+    for name, options in VARIANTS[:3]:
+        device, job = VirtualDevice(), Job(pipeline, 6, kinds=KINDS)
+        batches = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
+        with device:
+            # Nothing is looked up, behind which the forward would be anyway.
+            schedule = getattr(pipeline, name)(Alone(job.model), job.optimizer, engine=device.engine, **options)
+            loader = iter(batches)
+            for _ in range(3):
+                schedule.progress(loader)
+        assert_equal([str(hazard) for hazard in device.hazards], [], where=f"{name} {options} without tables")
 
 
 @requirement(

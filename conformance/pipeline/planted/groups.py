@@ -14,3 +14,8 @@ all_ranks_stop_together = patched(
     mutated("twinproof.pipeline.driver:Pipeline.agree", "group=self._group", "group=None"),
     kills="PIPE-367",
 )
+gradients_of_all_ranks = patched(
+    "The mean of dense gradients of some ranks is over the sums of all.",
+    mutated("twinproof.pipeline.stages:DenseGradients.reduce", "(flat, group=process_group)", "(flat)"),
+    kills="PIPE-367",
+)

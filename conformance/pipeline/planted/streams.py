@@ -146,3 +146,13 @@ first_module_is_asked = patched(
     ),
     kills="PIPE-401",
 )
+
+forward_before_the_copy = patched(
+    "The forward waits for lookups alone, and for its batch only where there are any.",
+    mutated(
+        "fastimpl.pipeline.stages:StreamedStages.forward",
+        "(batch.moved, batch.looked_up)",
+        "(batch.looked_up,)",
+    ),
+    kills="PIPE-094",
+)
