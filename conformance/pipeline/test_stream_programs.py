@@ -92,7 +92,8 @@ class Program:
                         output = self.schedule.progress(self.loader)
                         break
                     except LoaderError:
-                        continue
+                        # Rows may have been looked up in the call that the loader ended.
+                        self._do("edit")
                 with torch.utils._python_dispatch._disable_current_modes():
                     self._compare(output, f"{self.name} step {self.steps}: {event}")
             self.steps += 1

@@ -79,7 +79,7 @@ def prefetch(p: AnyPipeline, s: StreamedStages, batch: StreamedBatch) -> Any:
 def fused(p: AnyLookups, s: StreamedStages, batch: StreamedBatch) -> Any:
     """Fused: the lookup begins the step, under the end of the step before; or it was done before that step's P."""
     hoists = p.options.placed.before_optimizer
-    begin_with_lookup(p, batch, hoists=hoists)  # S I L O of i, S of i+1, H of i+2
+    begin_with_lookup(p, s, batch, hoists=hoists)  # S I L O of i, S of i+1, H of i+2
     trains = p.take(batch)
     p.wait_embedding_lookup()
     losses, output = p.run_forward(batch)  # F of i
@@ -100,7 +100,7 @@ def fused(p: AnyLookups, s: StreamedStages, batch: StreamedBatch) -> Any:
 
 def fused_evaluation(p: driver.EvalPipelineFusedSparseDist[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
     """Evaluation of Fused: the next batch's lookup may overlap this one's forward."""
-    begin_with_lookup(p, batch, hoists=p.prefetches)  # S I L O of i, S of i+1, H of i+2
+    begin_with_lookup(p, s, batch, hoists=p.prefetches)  # S I L O of i, S of i+1, H of i+2
     p.take(batch)
     p.wait_embedding_lookup()
     _, output = p.run_forward(batch)  # F of i
@@ -115,7 +115,7 @@ def fused_evaluation(p: driver.EvalPipelineFusedSparseDist[Any, Any], s: Streame
 
 def semi_sync(p: driver.TrainPipelineSemiSync[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
     """SemiSync: the next batch's lookup runs under the forward and backward, and reads tables before T."""
-    with undone_on_error(batch):
+    with undone_on_error(s, batch):
         look_up_once(p, batch)  # S I L O of i, unless the step before did it
         start_ahead(p)  # S of i+1, H of i+2 and i+3
     trains = p.take(batch)
@@ -165,12 +165,12 @@ def look_up_once(p: driver.TrainPipelineSemiSync[Any, Any], batch: StreamedBatch
         look_up_early(p, batch, p.calls)
 
 
-def begin_with_lookup(p: AnyLookups, batch: StreamedBatch, *, hoists: bool) -> None:
+def begin_with_lookup(p: AnyLookups, s: StreamedStages, batch: StreamedBatch, *, hoists: bool) -> None:
     """The beginning of both Fused schedules: L before or behind the start of the next batch's exchange."""
     p.exchange(batch)
     if hoists:
         forget_outdated(p, batch)
-    with undone_on_error(batch):
+    with undone_on_error(s, batch):
         if not p.options.placed.after_dist:
             look_up_early(p, batch, p.calls)
         start_ahead(p)

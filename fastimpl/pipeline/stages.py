@@ -282,11 +282,13 @@ class StreamedStages:
 
 
 @contextlib.contextmanager
-def undone_on_error(batch: StreamedBatch) -> Iterator[None]:
+def undone_on_error(stages: StreamedStages, batch: StreamedBatch) -> Iterator[None]:
     """Rows looked up in a call that a loader ended would be stale by the next call, and perhaps of another mode."""
     before = dict(batch.results), batch.with_grad
     try:
         yield
     except BaseException:
         batch.results, batch.with_grad = before
+        # Edits that the caller makes now must not overtake a lookup, though nobody reads what it found.
+        stages.wait_for_lookup(batch)
         raise

@@ -19,3 +19,8 @@ edits_overtake_an_evaluation = patched(
     mutated("fastimpl.pipeline.schedules:semi_sync", "s.wait_for_lookup(following)", "pass"),
     kills="PIPE-368",
 )
+edits_overtake_an_interrupted_call = patched(
+    "Edits behind a loader's error overtake the lookup that the call had begun.",
+    mutated("fastimpl.pipeline.stages:undone_on_error", "stages.wait_for_lookup(batch)", "pass"),
+    kills="PIPE-368",
+)
