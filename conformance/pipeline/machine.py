@@ -97,6 +97,8 @@ class ScheduleMachine(RuleBasedStateMachine):
             try:
                 output = self.schedule.progress(self.loader)
             except LoaderError:
+                # Rows may have been looked up in the call that the loader ended.
+                self.edit()
                 continue
             except ForwardError:
                 self.at += 1
@@ -142,10 +144,14 @@ class ScheduleMachine(RuleBasedStateMachine):
         """Another loader, which may end."""
         self.loader = Numbered(self, left)
 
-    @rule()
-    def fail_loader(self) -> None:
-        """The next pull raises."""
+    @rule(steps=st.integers(0, 3))
+    def fail_loader(self, steps: int) -> None:
+        """The next pull raises; perhaps now, behind some steps."""
+        if steps > 1:
+            self.progress(steps - 1)
         self.loader_fails = True
+        if steps:
+            self.progress(2)
 
     @rule()
     def fail_forward(self) -> None:

@@ -92,7 +92,8 @@ class Script:
                 output = self.schedule.progress(self.loader)
                 break
             except (LoaderError, DistributedError):
-                continue
+                # Rows may have been looked up in the call that the loader ended.
+                self._edit()
             except ForwardError:
                 self.at += 1
         expected = self.loop.step(self.loop.batches(1, self.at)[0])
