@@ -84,21 +84,12 @@ own_forward_ahead = patched(
     kills="PIPE-398",
 )
 
-let_go_in_place = patched(
-    "What a loader gave is let go while it is copied in place.",
+let_go_while_copied = patched(
+    "What a loader gave is let go while it is copied.",
     mutated(
-        "fastimpl.pipeline.stages:StreamedStages._copied_in_place",
+        "fastimpl.pipeline.stages:StreamedStages._moved",
         "StreamedBatch(moved, batch, engine)",
         "StreamedBatch(moved, None, engine)",
-    ),
-    kills="PIPE-399",
-)
-let_go_beside = patched(
-    "What a loader gave is let go while it is copied on a stream of its own.",
-    mutated(
-        "fastimpl.pipeline.stages:StreamedStages.copy",
-        "StreamedBatch(move_batch(batch, self._copied, self._device), batch, engine)",
-        "StreamedBatch(move_batch(batch, self._copied, self._device), None, engine)",
     ),
     kills="PIPE-399",
 )

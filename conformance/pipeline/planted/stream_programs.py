@@ -9,11 +9,6 @@ prepared_not_kept = patched(
     mutated("fastimpl.pipeline.stages:StreamedStages.forward", ", batch.prepared]", "]"),
     kills="PIPE-368",
 )
-recalled_on_the_callers_stream = patched(
-    "What was sent for a batch that is taken back is received on the caller's stream.",
-    mutated("twinproof.pipeline.driver:Pipeline._recall", "self._stages.receive(work)", "work()"),
-    kills="PIPE-368",
-)
 edits_overtake_an_evaluation = patched(
     "SemiSync, evaluating, lets edits overtake the lookup of the next batch.",
     mutated("fastimpl.pipeline.schedules:semi_sync", "s.wait_for_lookup(following)", "pass"),
