@@ -158,7 +158,7 @@ def _trained(rank: Rank, seeds: range) -> None:
 )
 def test_any_stored_plan(rank_pool: Any) -> None:
     for world_size in (1, 2, 3, 4):
-        rank_pool.run(_trained, world_size, range(8 * world_size, 8 * world_size + 6))
+        rank_pool.run(_trained, world_size, range(8 * world_size, 8 * world_size + 4))
 
 
 def _saved(rank: Rank, seeds: range) -> None:
@@ -173,4 +173,4 @@ def _saved(rank: Rank, seeds: range) -> None:
 )
 def test_stored_state(rank_pool: Any) -> None:
     for world_size in (1, 2, 3):
-        rank_pool.run(_saved, world_size, range(8 * world_size, 8 * world_size + 8))
+        rank_pool.run(_saved, world_size, range(8 * world_size, 8 * world_size + 5))

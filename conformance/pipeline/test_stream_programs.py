@@ -26,13 +26,13 @@ from conformance.provers.virtual_device import VirtualDevice
 # Steps of a program.
 STEPS = 10
 EVENTS = ("edit", "eval", "train", "detach", "attach", "iterator", "error", "dense", "other")
-PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("TrainPipelineSparseDist", {"enqueue_batch_after_forward": True}),
-    ("PrefetchTrainPipelineSparseDist", {}),
-    (FUSED, {"emb_lookup_stream": "new"}),
-    (FUSED, {"emb_lookup_stream": "new", "embedding_lookup_before_optimizer": True}),
-    ("TrainPipelineSemiSync", {"start_batch": 2}),
-    (EVAL_FUSED, {"enable_embedding_lookup_prefetch": True, "emb_lookup_stream": "new"}),
+# By these seeds edits meet lookups that are under way.
+PROGRAMS: tuple[tuple[int, str, dict[str, Any]], ...] = (
+    (23, FUSED, {"emb_lookup_stream": "new"}),
+    (25, "TrainPipelineSemiSync", {"start_batch": 2}),
+    (21, "TrainPipelineSparseDist", {"enqueue_batch_after_forward": True}),
+    (24, FUSED, {"emb_lookup_stream": "new", "embedding_lookup_before_optimizer": True}),
+    (26, EVAL_FUSED, {"enable_embedding_lookup_prefetch": True, "emb_lookup_stream": "new"}),
 )
 
 
@@ -149,5 +149,5 @@ class Program:
     needs=("streams",),
 )
 def test_any_program_ordered(pipeline: Any) -> None:
-    for number, (name, options) in enumerate(PROGRAMS):
-        Program(pipeline, 21 + number, name, options).run()
+    for seed, name, options in PROGRAMS:
+        Program(pipeline, seed, name, options).run()
