@@ -137,7 +137,7 @@ class InlineEngine:
 
     def host_empty(self, size_bytes: int) -> torch.Tensor:
         """Ordinary memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Always: host and device are one."""
@@ -252,11 +252,11 @@ def pinned_empty(size_bytes: int, device: torch.device) -> torch.Tensor:
     """
     release_dropped()
     if not size_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     from torch.cuda._pin_memory_utils import pin_memory
 
     pages_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
-    memory = torch.empty(pages_bytes + _PAGE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(pages_bytes + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % _PAGE_BYTES :][:size_bytes]
     region = _Region(memory, memory.data_ptr(), device, os.getpid())
     pin_memory(region.pointer, size_bytes)

@@ -234,7 +234,7 @@ class SlotUpdates:
         optimizer = self.plan.optimizer
         if call.steps:
             # As torch counts.
-            torch._foreach_add_(call.steps, torch.tensor(1.0), alpha=1.0)
+            torch._foreach_add_(call.steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
         counts = [float(step) for step in call.steps] or [0.0] * len(call.params)
         numbers: dict[tuple[int, float], int] = {}
         hypers: list[float] = []

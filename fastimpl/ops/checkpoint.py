@@ -87,7 +87,7 @@ def crc32_between(data: torch.Tensor, cuts: Sequence[int]) -> list[int]:
     Raises:
         RuntimeError: cuts that do not ascend or lie outside.
     """
-    sums: list[int] = torch.ops.twinproof.checkpoint_crc32(data, torch.tensor(cuts)).tolist()
+    sums: list[int] = torch.ops.twinproof.checkpoint_crc32(data, torch.tensor(cuts, device="cpu")).tolist()
     return sums
 
 

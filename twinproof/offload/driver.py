@@ -381,7 +381,7 @@ def prepare_states(optimizer: Optimizer, update: Update, home: Callable[[str], t
     if optimizer.state.get(param):
         return
     scalar = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
-    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=scalar)}
+    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=scalar, device="cpu")}
     for name in update.state_names:
         place = home(name)
         memory = torch.empty_like(update.weight, dtype=torch.float32, device="cpu") if place is None else place
@@ -613,7 +613,7 @@ class MovePlan:
         """Host memory as the options want it, uint8."""
         if self.options.pin_memory:
             return self.engine.host_empty(size_bytes)
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def wait_for_copy(self) -> None:
         """Wait for what was last copied on the current stream."""

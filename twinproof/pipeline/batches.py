@@ -101,10 +101,10 @@ def staggered(strides: torch.Tensor, key_count: int, num_workers: int, stagger: 
     With ``stagger`` the ranks stand in columns of ``stagger`` rows and are read column by column.
     """
     if strides.numel() == 0:
-        return torch.zeros([key_count, 1], dtype=torch.int64)
+        return torch.zeros([key_count, 1], dtype=torch.int64, device="cpu")
     found = strides.view(num_workers, key_count).t().cpu()
     if stagger > 1:
-        found = found[:, torch.arange(num_workers).view(stagger, -1).t().reshape(-1)]
+        found = found[:, torch.arange(num_workers, device="cpu").view(stagger, -1).t().reshape(-1)]
     return found
 
 
@@ -404,7 +404,7 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
         self._offsets: torch.Tensor | None = offsets
         self._stride: int | None = stride
         self._stride_per_key_per_rank: torch.Tensor | None = (
-            torch.tensor(stride_per_key_per_rank, dtype=torch.int32)
+            torch.tensor(stride_per_key_per_rank, dtype=torch.int32, device="cpu")
             if isinstance(stride_per_key_per_rank, list)
             else stride_per_key_per_rank
         )
@@ -495,7 +495,7 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
             torch.cat([part.lengths() for part in parts]),
             None,
             strides[0] if same else None,
-            None if same else torch.tensor(strides, dtype=torch.int32).reshape(-1, 1),
+            None if same else torch.tensor(strides, dtype=torch.int32, device="cpu").reshape(-1, 1),
         ).sync()
 
     @staticmethod

@@ -651,7 +651,7 @@ class KeyedMoves(Eager):
             if lengths is not None and not torch.equal(lengths.reshape(-1).to(sizes.dtype), sizes):
                 raise ConfigError("lengths and offsets are not of the same bags", got=offsets, expected=lengths)
         else:
-            sizes = torch.empty(0, dtype=torch.int64) if lengths is None else lengths.reshape(-1)
+            sizes = torch.empty(0, dtype=torch.int64, device="cpu") if lengths is None else lengths.reshape(-1)
             total, least = int(sizes.sum()), int(sizes.min()) if sizes.numel() else 0
             if total != count or least < 0:
                 raise ShapeError("lengths do not cut the values", got=(total, least), expected=count)

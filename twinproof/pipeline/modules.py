@@ -153,7 +153,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, config: FusedOptimizer) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(0))], {"lr": config.lr})
+        super().__init__([torch.nn.Parameter(torch.zeros(0, device="cpu"))], {"lr": config.lr})
         self.config, self.step_count = config, 0
 
     def __getstate__(self) -> dict[str, Any]:

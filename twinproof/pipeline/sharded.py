@@ -207,7 +207,7 @@ class TableParts:
         ``embedding_bags.{table}.momentum1`` is [E, D], or [E, column blocks] where the optimizer keeps one value for a
         row. Together with ``state_dict()`` this is what a checkpoint needs, but for key-value tables.
         """
-        step = torch.tensor([self._optimizer.step_count])
+        step = torch.tensor([self._optimizer.step_count], device="cpu")
         return {**self.views(states=True), STEP: step}
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -551,9 +551,9 @@ def initial_shard(table: EmbeddingBagConfig, index: int, shard: Shard, seed: int
             whole = initial_weight(table)
         return whole[slice(*shard.rows), slice(*shard.columns)].contiguous()
     initializer = Initializer.uniform(table.init_fn.low, table.init_fn.high)
-    weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)
+    weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype, device="cpu")
     for begin in range(*shard.rows, INIT_ROWS):
-        ids = torch.arange(begin, min(begin + INIT_ROWS, shard.rows[1]))
+        ids = torch.arange(begin, min(begin + INIT_ROWS, shard.rows[1]), device="cpu")
         rows = initial_weights(initializer, seed, index, ids, table.embedding_dim, table.dtype)
         weight[begin - shard.rows[0] :][: ids.numel()] = rows[:, slice(*shard.columns)]
     return weight

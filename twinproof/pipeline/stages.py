@@ -340,8 +340,8 @@ class DenseGradients:
         """The mean over ranks, in place. A parameter without gradient counts as 0, and has none if no rank has one."""
         if not self.params:
             return
-        present = torch.tensor([param.grad is not None for param in self.params], dtype=torch.int64)
-        present = present.to(self.params[0].device)
+        found = [param.grad is not None for param in self.params]
+        present = torch.tensor(found, dtype=torch.int64, device=self.params[0].device)
         dist.all_reduce(present, group=process_group)
         used = [param for param, count in zip(self.params, present.tolist(), strict=True) if count]
         for params in _alike(used):

@@ -246,7 +246,7 @@ class VirtualEngine:
 
     def _poisoned(self, size_bytes: int, *, on_host: bool) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
-            memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+            memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
         self.tracker.sweep()
         home = HOST if on_host else self.current()
         found = self.tracker.memory_of(memory, stream=home, on_host=on_host)
