@@ -166,9 +166,9 @@ last_of_the_first_weights_missing = patched(
     "A last row that would be made alone is not.",
     mutated(
         "twinproof.pipeline.sharding:initial_shard",
-        "weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)\n"
+        'weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype, device="cpu")\n'
         "    for begin in range(*shard.rows, INIT_ROWS)",
-        "weight = torch.zeros(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype)\n"
+        'weight = torch.zeros(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype, device="cpu")\n'
         "    for begin in range(shard.rows[0], shard.rows[1] - 1, INIT_ROWS)",
     ),
     kills="PIPE-370",

@@ -24,8 +24,8 @@ inline bool is_long(const Removals& log, size_t compacted_count) {
   return static_cast<int64_t>(log.size()) > 2 * static_cast<int64_t>(compacted_count) + kLoggedRemovals;
 }
 
-// Without removals that a row or a later removal of the same id has followed. `is_there` is told the place of a removal,
-// and tells whether its id has a row.
+// Without removals that a row or a later removal of the same id has followed. `is_there` is told the place of a
+// removal, and tells whether its id has a row.
 template <typename IsThere>
 std::shared_ptr<Removals> compacted(const Removals& log, const IsThere& is_there) {
   std::vector<std::pair<int64_t, size_t>> last;
