@@ -385,14 +385,18 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             else:
                 parts = self._engine.write(job, instruction, folder)
         except Exception as error:
-            # Torch sends what is raised to all ranks, too.
-            failure = error if self.group is None else sendable(error)
+            failure = self._told(error)
         self.settle(failure)
         if self.options.checksums:
             self._parts = [part for found in gather_first(parts, self.group) for part in found]
         future: Future[list[WriteResult]] = Future()
         future.set_result([self._result(item, places) for item in plan.items])
         return future
+
+    def _told(self, error: Exception) -> Exception:
+        """An error of this rank as all ranks are told of it; torch sends what is raised to them, too."""
+        found: Exception = error if self.group is None else sendable(error)
+        return found
 
     def _check_replicas(self, planner: SavePlanner) -> None:
         # Raises DistributedError on every rank where replicated chunks differ.
@@ -402,7 +406,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         try:
             outcome = checksums(self.local_items, planner)
         except Exception as error:
-            outcome = error if self.group is None else sendable(error)
+            outcome = self._told(error)
         outcomes = gather(outcome, self.group)
         if isinstance(outcome, Exception):
             raise outcome
@@ -418,7 +422,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             try:
                 messages = self._instructions(planner, rank_count)
             except Exception as error:
-                failure = error if self.group is None else sendable(error)
+                failure = self._told(error)
                 messages = [failure] * rank_count
         received = scatter(messages, self.group)
         if failure is not None:

@@ -418,10 +418,10 @@ def group_to_save_in(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGr
     Raises:
         ConfigError: a group of some ranks that has no backend for the CPU.
     """
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if world_size == 1:
+    everyone = several_ranks(None)
+    if everyone is None:
         yield None
-    elif group is None or dist.get_world_size(group) == world_size:
+    elif group is None or dist.get_world_size(group) == dist.get_world_size(everyone):
         made = dist.new_group(backend="gloo")
         try:
             yield made
