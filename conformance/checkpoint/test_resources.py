@@ -272,7 +272,9 @@ def test_figures(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     size = (tmp_path / "ck" / FILE).stat().st_size
     assert_equal((stats.written_bytes, stats.write_count, stats.sent_bytes), (size, 1, 0), where="of a save")
     values_bytes = sum(value.numel() * 4 for value in state.values())
-    assert_equal((read.read_bytes, read.read_count), (values_bytes, 1), where="of a load")
+    # Neighbours in a file are read at once into memory of the host, and one by one on their way to a device.
+    read_count = 1 if checkpoint.device == "cpu" else len(state)
+    assert_equal((read.read_bytes, read.read_count), (values_bytes, read_count), where="of a load")
     assert_le(1, stats.plan_bytes, where="bytes of the plan")
     for sent, told, exchange_s in rank_pool.run(_sent_bytes, 2, str(tmp_path / "both")):
         assert_equal(told, sent, where="bytes that a rank sent")

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from conformance.harness.devices import fixtures_on
+from conformance.harness.devices import fixtures_on, stems_on
 from conformance.harness.ledger import Deviation
 from conformance.harness.planted_run import bug_of
 from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
@@ -55,8 +55,12 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
 
 
 def _runs_on(suite: Suite, item: pytest.Item) -> bool:
-    used = getattr(item, "fixturenames", ())
-    return suite.device == "cpu" or not fixtures_on(suite.device, suite.implementation).isdisjoint(used)
+    if suite.device == "cpu":
+        return True
+    requirement = requirement_of_item(item)
+    if requirement is not None and requirement.stem in stems_on(suite.device):
+        return True
+    return not fixtures_on(suite.device, suite.implementation).isdisjoint(getattr(item, "fixturenames", ()))
 
 
 _WAIVED = pytest.StashKey[bool]()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DEVICES", "absent_capabilities", "fixtures_on", "kernel_sources", "prepare_device"]
+__all__ = ["DEVICES", "absent_capabilities", "fixtures_on", "kernel_sources", "place_of", "prepare_device", "stems_on"]
 
 DEVICES = ("cpu", "pretend", "simt", "simt-host", "cuda", "cuda-host")
 _OF_OBJECTS = ("pretend", "cuda")
+_PLACED = ("pipeline", "checkpoint")
 _OF_STORES = ("pretend", "simt", "simt-host", "cuda", "cuda-host")
 
 
@@ -23,9 +24,18 @@ def fixtures_on(name: str, implementation: str) -> frozenset[str]:
     """The fixtures by which tests run on a device: who takes one, and who has a store, which is itself on it."""
     fixtures = {"device"} if name in _OF_OBJECTS else set()
     if _has_stores(name, implementation):
-        # Tests of cut tables on the pretend device say themselves where their ranks put things.
         fixtures |= {"kvstore"} if name == "pretend" else {"kvstore", "rank_pool"}
     return frozenset(fixtures)
+
+
+def stems_on(name: str) -> frozenset[str]:
+    """The components whose tests all run on a device: what they make is put there, see ``place_of``."""
+    return frozenset(_PLACED if name == "pretend" else ())
+
+
+def place_of(name: str, stem: str) -> str:
+    """Where tests of a component put what they make, unless they say so themselves."""
+    return name if name in _OF_OBJECTS and stem in _PLACED else "cpu"
 
 
 def _has_stores(name: str, implementation: str) -> bool:
@@ -35,9 +45,11 @@ def _has_stores(name: str, implementation: str) -> bool:
 def prepare_device(name: str, implementation: str) -> None:
     """Make ``torch.device(name)`` known to torch, and bind stores to it where the implementation's can lie there."""
     if name == "pretend":
+        from conformance.checkpoint.placed import bind_lookups
         from conformance.provers.pretend_device import PretendDevice
 
         PretendDevice(sources=kernel_sources())
+        bind_lookups()
     if _has_stores(name, implementation):
         from conformance.kvstore.simt import bind
 

@@ -58,11 +58,12 @@ def _import_component(implementation: str, stem: str) -> Any | None:
 class Component:
     """A component of the implementation; touching a name that only the reference has skips the test by name.
 
-    A name that neither of them has is an ``AttributeError``: it is the test that is wrong.
+    A name that neither of them has is an ``AttributeError``: it is the test that is wrong. ``device`` is where tests
+    put what they make of it, where they do not say so themselves.
     """
 
-    def __init__(self, implementation: str, stem: str, module: Any) -> None:
-        self._implementation, self._stem, self._module = implementation, stem, module
+    def __init__(self, implementation: str, stem: str, module: Any, device: str = "cpu") -> None:
+        self._implementation, self._stem, self._module, self.device = implementation, stem, module, device
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,12 +87,12 @@ def _contract(stem: str) -> Iterable[str]:
     return names
 
 
-def component(implementation: str, stem: str) -> Component:
+def component(implementation: str, stem: str, device: str = "cpu") -> Component:
     """The component ``stem`` of the module ``implementation``; skips by name when it has none."""
     module = _import_component(implementation, stem)
     if module is None:
         raise pytest.skip.Exception(f"implementation {implementation} has no {stem}")
-    return Component(implementation, stem, module)
+    return Component(implementation, stem, module, device)
 
 
 def capabilities(implementation: str, stem: str) -> frozenset[str]:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["CompileError", "cache_folder", "compile_once"]
+__all__ = ["CompileError", "NoCompilerError", "cache_folder", "compile_once"]
 
 _COMPILERS = {"c": ("cc", "gcc", "clang"), "cpp": ("c++", "g++", "clang++")}
 # Only bounds a compiler that hangs: on a busy machine one works for minutes.
@@ -27,12 +27,16 @@ class CompileError(RuntimeError):
     """No compiler, or one that refused; or a cache folder that others can write to."""
 
 
+class NoCompilerError(CompileError):
+    """No compiler on PATH."""
+
+
 def _compiler(language: str) -> str:
     for name in _COMPILERS[language]:
         found = shutil.which(name)
         if found:
             return found
-    raise CompileError(f"no compiler: none of {', '.join(_COMPILERS[language])} is on PATH")
+    raise NoCompilerError(f"no compiler: none of {', '.join(_COMPILERS[language])} is on PATH")
 
 
 def cache_folder() -> Path:
@@ -59,7 +63,7 @@ def compile_once(
     the sources are: a program names them in its reports, and those of another checkout may be gone.
 
     Raises:
-        CompileError: no working compiler.
+        NoCompilerError. CompileError: no working compiler.
     """
     language = Path(sources[0]).suffix[1:]
     compiler = _compiler(language)

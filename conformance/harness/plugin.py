@@ -20,7 +20,7 @@ import pytest
 
 from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
-from conformance.harness.devices import absent_capabilities, prepare_device
+from conformance.harness.devices import absent_capabilities, place_of, prepare_device
 from conformance.harness.environment import environment_line
 from conformance.harness.failures import describe, failure_of
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
@@ -197,13 +197,13 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def _component(request: pytest.FixtureRequest, stem: str) -> implementations.Component:
-    return implementations.component(request.config.stash[SUITE].implementation, stem)
+    suite = request.config.stash[SUITE]
+    return implementations.component(suite.implementation, stem, place_of(_prepared(request), stem))
 
 
 @pytest.fixture(scope="session")
 def kvstore(request: pytest.FixtureRequest) -> implementations.Component:
     """The implementation's ``kvstore``; skips by name when it, or a name in it, is absent."""
-    _prepared(request)
     return _component(request, "kvstore")
 
 

@@ -61,12 +61,12 @@ def test_capabilities_are_data(toy: Callable[..., pytest.RunResult], declared: s
 
 def test_on_another_device_run_the_tests_that_take_one(toy: Callable[..., pytest.RunResult]) -> None:
     tests = """
-    @requirement("CKPT-001", "MUST be there")
+    @requirement("OPT-001", "MUST be there")
     def test_there(device):
         import torch
         assert_equal(torch.zeros(1, device=device).device.type, "pretend", where="place")
 
-    @requirement("CKPT-002", "MUST run")
+    @requirement("OPT-002", "MUST run")
     def test_here():
         pass
     """
@@ -76,6 +76,33 @@ def test_on_another_device_run_the_tests_that_take_one(toy: Callable[..., pytest
     result.stdout.fnmatch_lines(["*expected: 'pretend'*"])
     wrong = tests.replace('"pretend"', '"cpu"')
     toy(wrong, "--twinproof-device", "pretend").stdout.fnmatch_lines(["*--twinproof-device pretend*"])
+
+
+def test_on_the_pretend_device_all_tests_of_pipeline_and_checkpoint_run(toy: Callable[..., pytest.RunResult]) -> None:
+    tests = """
+    @requirement("PIPE-001", "MUST be put there")
+    def test_modules(pipeline, rank_pool):
+        assert_equal((pipeline.device, rank_pool.run(place, 1)), ("pretend", ["pretend"]), where="place")
+
+    @requirement("CKPT-001", "MUST be looked up there, in the memory that it has")
+    def test_lookups(checkpoint):
+        import torch
+        from torch.distributed.checkpoint import DefaultSavePlanner
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        planner, value = DefaultSavePlanner(), torch.zeros(3)
+        planner.set_up_planner({"w": value}, is_coordinator=True)
+        found = planner.lookup_object(MetadataIndex("w"))
+        assert_equal(found.device.type, "pretend", where="place")
+        found.fill_(2)
+        assert_equal(value.tolist(), [2] * 3, where="memory")
+
+    def place(rank):
+        return rank.component("pipeline").device
+    """
+    toy(tests, "--twinproof-device", "pretend", impl="class pipeline: pass\nclass checkpoint: pass").assert_outcomes(
+        passed=2
+    )
 
 
 def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:

@@ -96,6 +96,29 @@ def test_a_mix_in_a_backward_is_found() -> None:
         Wrong.apply(_values(device).requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
 
 
+def test_what_a_hook_or_an_operator_raises_in_a_backward_reaches_the_caller() -> None:
+    class Back(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0].cpu()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("a hook's own")
+
+    with PretendDevice() as device:
+        leaf = _values(device).requires_grad_()
+        # The product's backward is torch's own code, which multiplies by the gradient of the host.
+        with pytest.raises(MixedPlacesError, match="aten::mul"):
+            Back.apply(leaf * _values(device)).sum().backward()  # type: ignore[no-untyped-call]
+        leaf.register_hook(fail)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="a hook's own"):
+            (leaf * 2).sum().backward()  # type: ignore[no-untyped-call]
+
+
 def test_a_device_that_comes_after_the_first_backward_differentiates_too(tmp_path: Path) -> None:
     program = """
 import threading, torch

@@ -12,6 +12,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,11 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from conformance.harness import assert_equal
-from conformance.pipeline.batches import KEYS
+from conformance.pipeline.batches import KEYS, place_of
 from twinproof.pipeline.stages import move_batch
 
 HELD_MAX, KEYS_MAX = 5, 6
-CPU = torch.device("cpu")
 Inverse = tuple[list[str], list[list[int]]]
 
 
@@ -153,14 +153,15 @@ KNOWN = ("stride_per_key", "length_per_key", "offset_per_key", "lengths_offset_p
 
 def batch_of(pipeline: Any, facts: Facts, dtype: torch.dtype, *, by_offsets: bool, known: list[str]) -> Any:
     """The batch of these lists, by lengths or offsets, with some of what would be computed."""
-    ids, lengths = torch.tensor(facts.ids, dtype=torch.int64), torch.tensor(facts.lengths, dtype=dtype)
-    cuts = {"offsets": torch.tensor(sums(facts.lengths), dtype=dtype)} if by_offsets else {"lengths": lengths}
+    made = partial(torch.tensor, device=place_of(pipeline))
+    ids, lengths = made(facts.ids, dtype=torch.int64), made(facts.lengths, dtype=dtype)
+    cuts = {"offsets": made(sums(facts.lengths), dtype=dtype)} if by_offsets else {"lengths": lengths}
     options = {name: QUESTIONS[name][1](facts) for name in known}
-    inverse = None if facts.inverse is None else (facts.inverse[0], torch.tensor(facts.inverse[1]))
+    inverse = None if facts.inverse is None else (facts.inverse[0], made(facts.inverse[1]))
     return pipeline.KeyedJaggedTensor(
         facts.keys,
         ids,
-        torch.tensor(weights_of(facts.ids)) if facts.weighted else None,
+        made(weights_of(facts.ids)) if facts.weighted else None,
         **cuts,
         stride_per_key_per_rank=facts.ranks,
         inverse_indices=inverse,
@@ -267,7 +268,7 @@ class BatchMachine(RuleBasedStateMachine):
             parts.append((batch.permute(order), facts.picked(order)))
             parts.append((self._made(other, torch.int64, by_offsets=chosen.random() < 0.5), other))
         else:
-            parts.append((move_batch(batch, torch.clone, CPU), facts))
+            parts.append((move_batch(batch, torch.clone, place_of(self.pipeline)), facts))
         parts = parts[: 1 + chosen.randint(1, 2)]
         if sum(len(part.keys) for _, part in parts) > KEYS_MAX:
             return
@@ -307,8 +308,8 @@ class BatchMachine(RuleBasedStateMachine):
             assert_equal(found is batch, True, where=f"{way}: the batch itself")
             return
         made = {
-            "to": lambda: batch.to(CPU),
-            "moved": lambda: move_batch(batch, torch.clone, CPU),
+            "to": lambda: batch.to(place_of(self.pipeline)),
+            "moved": lambda: move_batch(batch, torch.clone, place_of(self.pipeline)),
             "copied": lambda: copy.deepcopy(batch),
             "pickled": lambda: pickle.loads(pickle.dumps(batch)),
             "mapped": lambda: pytree.tree_map_only(torch.Tensor, torch.clone, batch),
@@ -323,7 +324,7 @@ class BatchMachine(RuleBasedStateMachine):
         """Memory of a batch, with all that it remembers, gets another of the same sizes."""
         chosen, batch, facts = self._one(seed)
         other = self._shuffled(chosen, facts)
-        target = move_batch(batch, torch.clone, CPU)
+        target = move_batch(batch, torch.clone, place_of(self.pipeline))
         source = self._made(other, batch.lengths().dtype, by_offsets=chosen.random() < 0.5)
         assert_equal(target.copy_(source) is target, True, where="copy_ returns the batch")
         self._hold(target, other)
@@ -332,7 +333,7 @@ class BatchMachine(RuleBasedStateMachine):
     def rewritten(self, seed: int) -> None:
         """Ids and lengths are written in place, and the batch is told to forget what it knew of the sizes."""
         chosen, batch, facts = self._one(seed)
-        target = move_batch(batch, torch.clone, CPU)
+        target = move_batch(batch, torch.clone, place_of(self.pipeline))
         if target.offsets_or_none() is None:
             lengths = facts.lengths
             chosen.shuffle(lengths)
@@ -390,7 +391,7 @@ class BatchMachine(RuleBasedStateMachine):
             # Samples one by one, for blocks are of different sizes.
             begins = sums([n for facts in by_rank for n in facts.strides])
             blocks = [at for block in blocks for at in range(begins[block], begins[block + 1])]
-        recat = torch.tensor(blocks, dtype=torch.int32)
+        recat = torch.tensor(blocks, dtype=torch.int32, device=place_of(self.pipeline))
         known = None if kind == "variable" else [facts.stride for facts in by_rank]
         made = self.pipeline.KeyedJaggedTensor.dist_init(
             KEYS[:features], tensors, kind == "variable", world_size, recat, known, stagger

@@ -23,6 +23,11 @@ def values_of(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float3
     return torch.randn(tuple(shape), generator=generator_of(seed)).to(dtype)
 
 
+def place_of(pipeline: Any) -> torch.device:
+    """Where the suite's objects are; a package has none of its own."""
+    return torch.device(getattr(pipeline, "device", "cpu"))
+
+
 @dataclass(frozen=True)
 class Jagged:
     """Bags of several features as lists: ``bags[feature][sample]`` is a list of ids, ``weights`` likewise."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.harness import assert_equal
-from conformance.pipeline.batches import random_jagged, values_of
+from conformance.pipeline.batches import place_of, random_jagged, values_of
 from conformance.pipeline.model import assert_bits, random_tables
 from conformance.pipeline.sharding import collection_of, random_plan, sharded_of
 
@@ -107,7 +107,8 @@ class Job:
         processed: ids weigh by their position, by parameters that the dense optimizer updates.
         kvstore: every other table lives in a store of this component, one for each collection; None is no store.
         reduces: whether gradient hooks average the dense gradients of all ranks, which otherwise nobody does.
-        device: where the model is sent; batches are the host's.
+        device: where the model is sent, else where the suite's objects are, but for tables in stores, which are the
+            host's; batches are, too.
         plan: another number is another plan for the same tables.
     """
 
@@ -123,7 +124,7 @@ class Job:
         processed: bool = False,
         kvstore: Any = None,
         reduces: bool = True,
-        device: Any = "cpu",
+        device: Any = None,
         plan: int = 0,
     ) -> None:
         self.pipeline, self.seed, self.rank = pipeline, seed, 0 if rank is None else rank.rank
@@ -142,7 +143,8 @@ class Job:
                 names = {name: 4 for config in configs for name in config.feature_names}
                 processors = pipeline.PositionWeightedModuleCollection(names)
                 whole = pipeline.FeatureProcessedEmbeddingBagCollection(whole, processors)
-            collections.append(sharded_of(pipeline, whole, cuts, optimizer, group))
+            # All are sent together below.
+            collections.append(sharded_of(pipeline, whole, cuts, optimizer, group, device="cpu"))
         self.width = sum(c.embedding_dim * len(c.feature_names) for configs, *_ in self.tables for c in configs)
         self.collections = collections
         self.model = Model(collections, self.width, dropout)
@@ -151,6 +153,8 @@ class Job:
                 p for n, p in self.model.named_parameters() if not n.startswith("collections")
             ):
                 param.copy_(values_of(param.shape, 77 + index))
+        if device is None:
+            device = place_of(pipeline) if kvstore is None else "cpu"
         self.device = torch.device(device)
         self.model.to(self.device)
         if world_size > 1 and reduces:
@@ -197,9 +201,13 @@ class Job:
         """Some batches, of 1 to 5 samples."""
         return [self.batch(number, 1 + (self.seed + number) % 5) for number in range(first, first + count)]
 
+    def there(self, batch: Batch) -> Batch:
+        """The batch where the model is."""
+        return batch if self.device.type == "cpu" else batch.to(self.device)
+
     def step(self, batch: Batch) -> torch.Tensor:
         """One step of the loop; the model's output."""
-        batch = batch if self.device.type == "cpu" else batch.to(self.device)
+        batch = self.there(batch)
         if not self.model.training:
             with torch.no_grad():
                 seen: torch.Tensor = self.model(batch)[1]

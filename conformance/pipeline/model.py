@@ -157,10 +157,11 @@ def lookups_of(pipeline: Any, configs: Any, weights: Any, optimizer: str = "sgd"
 def train(lookups: Any, naive: Naive, batch: Jagged, seed: int, where: str = "") -> None:
     """One step of both; pooled rows and what the step leaves are the same bits."""
     flat = batch.picked(features_of([table.config for table in naive.tables])).flat()
-    pooled = lookups(*flat)
+    place = lookups.weight(0).device
+    pooled = lookups(*(None if part is None else part.to(place) for part in flat))
     expected = naive.pooled(batch)
     assert_bits(pooled.detach(), expected, f"{where} pooled")
     grad = values_of(expected.shape, seed)
-    pooled.backward(grad)
+    pooled.backward(grad.to(place))
     naive.step(batch, grad, Hyper(LR, naive.step_count + 1, EPS))
     assert_tables(lookups, naive, where)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank
-from conformance.pipeline.batches import Jagged, generator_of, joined, random_jagged, values_of
+from conformance.pipeline.batches import Jagged, generator_of, joined, place_of, random_jagged, values_of
 from conformance.pipeline.model import EPS, LR, Naive, assert_bits
 from refimpl.optimizers import Hyper
 from twinproof.optimizers import OPTIMIZERS
@@ -21,10 +21,19 @@ def collection_of(pipeline: Any, configs: Any, weights: Any, **options: Any) -> 
     return collection
 
 
-def sharded_of(pipeline: Any, collection: Any, plan: Any, optimizer: str, group: Any = None, **options: Any) -> Any:
-    """The collection, cut by the plan."""
+def sharded_of(
+    pipeline: Any, collection: Any, plan: Any, optimizer: str, group: Any = None, *, device: Any = None, **options: Any
+) -> Any:
+    """The collection, cut by the plan, on the device, else where the suite's objects are."""
     fused = pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS)
-    return pipeline.ShardedEmbeddingBagCollection(collection, plan, optimizer=fused, process_group=group, **options)
+    sharded = pipeline.ShardedEmbeddingBagCollection(collection, plan, optimizer=fused, process_group=group, **options)
+    return placed(pipeline, sharded) if device is None else sharded.to(device)
+
+
+def placed(pipeline: Any, value: Any) -> Any:
+    """A module, batch or tensor, sent to where the suite's objects are."""
+    place = place_of(pipeline)
+    return value if place.type == "cpu" else value.to(place)
 
 
 def batches_of(rank: Rank, keys: Any, limits: Any, seed: int, *, uneven: bool = False, **options: Any) -> list[Jagged]:

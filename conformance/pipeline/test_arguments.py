@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
-
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
@@ -93,7 +91,7 @@ def _as_the_loop(pipeline: Any, name: str, args: tuple[Any, ...], options: dict[
     if name.startswith("Eval"):
         loop.model.eval()
     made = {key: value(job) if key == "custom_model_fwd" and value else value for key, value in options.items()}
-    schedule = getattr(pipeline, name)(job.model, job.optimizer, torch.device("cpu"), *args, **made)
+    schedule = getattr(pipeline, name)(job.model, job.optimizer, job.device, *args, **made)
     batches = iter(job.batches(8))
     for step, batch in enumerate(loop.batches(3)):
         assert_bits(schedule.progress(batches), loop.step(batch), f"{where} step {step}")
@@ -126,7 +124,7 @@ def test_other_values(pipeline: Any) -> None:
             job, where = Job(pipeline, 3), f"{name} {argument}"
             if argument in REFUSED:
                 with raises(ConfigError, mentions=(argument,)):
-                    getattr(pipeline, name)(job.model, job.optimizer, torch.device("cpu"), **{argument: True})
+                    getattr(pipeline, name)(job.model, job.optimizer, job.device, **{argument: True})
                 continue
             value: Any = _other(argument, default, job)
             if argument == "custom_model_fwd":

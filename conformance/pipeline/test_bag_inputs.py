@@ -9,6 +9,7 @@ import torch
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import EPS, LR, Naive, assert_bits, assert_tables, lookups_of, train
+from conformance.pipeline.sharding import placed
 from refimpl.optimizers import Hyper
 from twinproof.errors import IdRangeError, ShapeError
 
@@ -51,7 +52,7 @@ def test_bad_ids(pipeline: Any, caplog: Any) -> None:
 def test_empty(pipeline: Any) -> None:
     configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
     weights = [values_of((6, 4), i) for i in range(2)]
-    lookups, naive = lookups_of(pipeline, configs, weights, "adam"), Naive(configs, weights, "adam")
+    lookups, naive = placed(pipeline, lookups_of(pipeline, configs, weights, "adam")), Naive(configs, weights, "adam")
     steps: list[list[list[list[int]]]] = [
         [[[], []], [[], []]],
         [[[1]], [[]]],

@@ -24,6 +24,7 @@ from conformance.pipeline.model import (
     random_tables,
     train,
 )
+from conformance.pipeline.sharding import placed
 
 
 @requirement(
@@ -50,7 +51,10 @@ def test_pooled(pipeline: Any, seed: int, weighted: bool, stride: int) -> None:
 @given(st.integers(0, 10**6), st.sampled_from(OPTIMIZERS), st.booleans())
 def test_steps(pipeline: Any, seed: int, optimizer: str, weighted: bool) -> None:
     configs, weights, keys, limits = random_tables(pipeline, seed)
-    lookups, naive = lookups_of(pipeline, configs, weights, optimizer), Naive(configs, weights, optimizer)
+    lookups, naive = (
+        placed(pipeline, lookups_of(pipeline, configs, weights, optimizer)),
+        Naive(configs, weights, optimizer),
+    )
     for step in range(3):
         batch = random_jagged(keys, limits, 1 + step, seed + step, weighted=weighted)
         train(lookups, naive, batch, seed + step, f"step {step}")
@@ -178,7 +182,10 @@ def test_dims(pipeline: Any) -> None:
     configs = [pipeline.EmbeddingBagConfig(5, dim, f"t{dim}", DTYPES[i % 3], ["f"]) for i, dim in enumerate(dims)]
     weights = [values_of((5, dim), i, DTYPES[i % 3]) for i, dim in enumerate(dims)]
     for optimizer in ("rowwise_adagrad", "adam"):
-        lookups, naive = lookups_of(pipeline, configs, weights, optimizer), Naive(configs, weights, optimizer)
+        lookups, naive = (
+            placed(pipeline, lookups_of(pipeline, configs, weights, optimizer)),
+            Naive(configs, weights, optimizer),
+        )
         for step in range(2):
             train(lookups, naive, random_jagged(["f"], [5], 3, step), step, optimizer)
 
@@ -239,7 +246,7 @@ def test_learning_rate(pipeline: Any) -> None:
 def test_copy(pipeline: Any) -> None:
     config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
     weights = [values_of((6, 4), 1)]
-    lookups, naive = lookups_of(pipeline, [config], weights, "adam"), Naive([config], weights, "adam")
+    lookups, naive = placed(pipeline, lookups_of(pipeline, [config], weights, "adam")), Naive([config], weights, "adam")
     train(lookups, naive, random_jagged(["f"], [6], 3, 1), 1)
     again, apart = copy.deepcopy(lookups), copy.deepcopy(naive)
     for step in (2, 3):

@@ -148,7 +148,7 @@ def test_another_model(pipeline: Any) -> None:
             with torch.set_grad_enabled(step % 2 == 0):
                 assert_bits(trained.progress(loader), wanted, f"{name} step {step} of another model")
         with torch.no_grad():
-            direct = first.model(first.batch(3, 4))[1]
+            direct = first.model(first.there(first.batch(3, 4)))[1]
         assert_equal(tuple(direct.shape), (4,), where=f"{name} the first model, called directly")
         assert_equal(torch.equal(direct, expected[0][:1].expand(4)), False, where=f"{name} the first model was trained")
 

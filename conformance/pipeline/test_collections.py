@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
 from conformance.pipeline.batches import Jagged, random_bags, random_jagged, values_of, vbe_of
 from conformance.pipeline.model import Naive, assert_bits
-from conformance.pipeline.sharding import collection_of, sharded_of
+from conformance.pipeline.sharding import (
+    collection_of,
+    sharded_of,
+)
 from refimpl.optimizers import Hyper
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 
@@ -128,7 +131,7 @@ def test_processors(pipeline: Any) -> None:
             processors, tables = module.split()
             assert_bits(tables(processors(kjt)).values(), module(kjt).values(), f"{kind} split")
             assert_bits(processors(kjt)["x"].weights(), torch.ones(kjt["x"].values().numel()), "no processor")
-        module = sharded_of(pipeline, module, plan, "sgd") if "cut" in kind else module
+        module = sharded_of(pipeline, module, plan, "sgd", device="cpu") if "cut" in kind else module
         pooled = module(kjt).values()
         pooled.backward(grad)
         found.append([pooled.detach(), *(param.grad for param in params)])
@@ -250,7 +253,7 @@ def test_foreign(pipeline: Any) -> None:
     kjt = random_jagged(["f1", "f0"], [6, 6], 3, 1, weighted=True).kjt(pipeline)
     plan = {"t0": pipeline.table_wise(0), "t1": pipeline.row_wise()}
     rows = pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", feature_names=["f0"])])
-    for module in (collection, sharded_of(pipeline, collection, plan, "sgd"), rows):
+    for module in (collection, sharded_of(pipeline, collection, plan, "sgd", device="cpu"), rows):
         found, expected = module(_foreign(kjt)), module(kjt)
         if module is rows:
             found, expected = found["f0"], expected["f0"]

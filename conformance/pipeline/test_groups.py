@@ -16,6 +16,7 @@ from conformance.pipeline.sharding import (
     batches_of,
     collection_of,
     expected_step,
+    placed,
     random_plan,
     sharded_of,
     train,
@@ -32,7 +33,7 @@ def _part_of(rank: Rank, groups: list[list[int]]) -> Rank:
     """This rank among those of its own group; every rank makes all of them."""
     made = [(ranks, dist.new_group(ranks, backend="gloo")) for ranks in groups]
     ranks, group = next((ranks, group) for ranks, group in made if rank.rank in ranks)
-    return Rank(sorted(ranks).index(rank.rank), len(ranks), group, rank.implementation)
+    return Rank(sorted(ranks).index(rank.rank), len(ranks), group, rank.implementation, rank.device)
 
 
 class MixedJob(Job):
@@ -72,7 +73,7 @@ def _cut(rank: Rank, part: Rank, *, is_first: bool) -> None:
         if is_first:
             ids = batches[part.rank].kjt(pipeline)
             with raises(IdRangeError, mentions=(str(10**6),)):
-                sharded(with_bad_id(pipeline, ids) if part.rank == 1 else ids)
+                sharded(placed(pipeline, with_bad_id(pipeline, ids) if part.rank == 1 else ids))
 
 
 def _apart(rank: Rank, groups: list[list[int]]) -> None:

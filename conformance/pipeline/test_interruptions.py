@@ -179,13 +179,13 @@ def test_late_errors(pipeline: Any) -> None:
                     schedule.progress(loader)
                 if place == "optimizer":
                     loop.optimizer.zero_grad()
-                    loop.model(batch)[0].sum().backward()
+                    loop.model(loop.there(batch))[0].sum().backward()
                 assert_same_state(job, loop, f"{name} {place}")
 
 
 def _failing(model: Any, batch: Any) -> Any:
     def forward(given: Any) -> Any:
-        if batch is not None and torch.equal(given.target, batch.target):
+        if batch is not None and torch.equal(given.target.cpu(), batch.target):
             raise LoaderError("in forward")
         return model(given)
 

@@ -39,7 +39,7 @@ def _model(pipeline: Any, kind: str, check: str = "fatal", group: Any = None, ra
     collection = collection_of(pipeline, configs, [values_of((6, 4), i) for i in range(2)])
     whose = {"table_wise": (rank,), "column_wise": ([rank],)}.get(kind, ())
     plan = {config.name: getattr(pipeline, kind)(*whose) for config in configs}
-    return sharded_of(pipeline, collection, plan, "adagrad", group, bounds_check=check)
+    return sharded_of(pipeline, collection, plan, "adagrad", group, bounds_check=check, device="cpu")
 
 
 def _jagged(bad: Any) -> Jagged:
@@ -263,7 +263,7 @@ def test_answers_are_ordered(pipeline: Any) -> None:
         ("TrainPipelineSemiSync", {"start_batch": 1}),
     )
     for name, options in variants:
-        device, job = VirtualDevice(late=True), Job(pipeline, 6, kinds=("table_wise", "row_wise"))
+        device, job = VirtualDevice(late=True), Job(pipeline, 6, kinds=("table_wise", "row_wise"), device="cpu")
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
         with mock.patch.object(NativeLookup, "settled", settled), device:
             schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)

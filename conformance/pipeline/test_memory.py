@@ -41,7 +41,7 @@ def test_growth(pipeline: Any) -> None:
 
 def peaks_of(pipeline: Any, name: str, **options: Any) -> tuple[int, int]:
     """Device bytes at the worst moment: alive, and alive or still needed by a stream."""
-    device, job = VirtualDevice(), Job(pipeline, 17, kinds=("table_wise",))
+    device, job = VirtualDevice(), Job(pipeline, 17, kinds=("table_wise",), device="cpu")
     batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number, 64) for number in range(6)])]
     with device:
         schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -58,7 +58,7 @@ def peaks_of(pipeline: Any, name: str, **options: Any) -> tuple[int, int]:
 )
 def test_peak(pipeline: Any) -> None:
     fused = "TrainPipelineFusedSparseDist"
-    output_bytes = 64 * Job(pipeline, 17, kinds=("table_wise",)).width * 4
+    output_bytes = 64 * Job(pipeline, 17, kinds=("table_wise",), device="cpu").width * 4
     base, _ = peaks_of(pipeline, "TrainPipelineSparseDist")
     live_bytes, held_bytes = peaks_of(pipeline, fused)
     assert_le(live_bytes, base + output_bytes, where="live bytes of Fused")

@@ -26,14 +26,15 @@ def test_detach(pipeline: Any) -> None:
         schedule, loader = job.schedule(name), iter(job.batches(5))
         for step, batch in enumerate(loop.batches(5)):
             with raises(PipelineError, mentions=("detach", "collections.0")):
-                job.model(batch)
+                job.model(job.there(batch))
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
             model = schedule.detach()
             assert_equal(model is job.model, True, where="the model")
             assert_equal(["forward" in vars(each) for each in job.collections], [False] * 2, where="another forward")
             assert_equal(list(model.state_dict()), names, where="names")
             with torch.no_grad():
-                assert_bits(model(batch)[1], loop.model(batch)[1], f"{name} step {step} detached")
+                there = loop.there(batch)
+                assert_bits(model(there)[1], loop.model(there)[1], f"{name} step {step} detached")
             schedule.attach()
     twice = Twice(job.model)
     with raises(ConfigError, mentions=("twice",)):
@@ -56,7 +57,8 @@ def test_changed_while_detached(pipeline: Any) -> None:
         schedule.detach()
         stride = expected[1].dense.shape[0]
         expected[1] = loop.batch(20, stride)
-        schedule.batches[0] = job.batch(20, stride)
+        # A batch in flight has been copied.
+        schedule.batches[0] = job.there(job.batch(20, stride))
         for step, batch in enumerate(expected[1:], 1):
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {options} step {step}")
         assert_same_state(job, loop, f"{name} {options}")
@@ -148,7 +150,7 @@ def test_looked_up_anew(pipeline: Any) -> None:
         for _ in range(2):
             schedule.progress(loader)
         with torch.no_grad():
-            expected = schedule.detach()(given[2])[1]
+            expected = schedule.detach()(job.there(given[2]))[1]
         errors, outputs = list[str](), list[Any]()
         try:
             outputs.append(schedule.progress(loader))

@@ -30,7 +30,7 @@ MOVED: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_no_hazard_moved(pipeline: Any) -> None:
     found = []
     for name, options in MOVED:
-        device, job = VirtualDevice(), Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+        device, job = VirtualDevice(), Job(pipeline, 4, kinds=("table_wise", "row_wise"), device="cpu")
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(5))]
         with device:
             schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)

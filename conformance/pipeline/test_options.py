@@ -89,7 +89,7 @@ def test_contexts(pipeline: Any) -> None:
                 seen.append(context)
                 super().start_sparse_data_dist(batch, context)
 
-        schedule = Watched(job.model, job.optimizer, context_type=kind)
+        schedule = Watched(job.model, job.optimizer, job.device, context_type=kind)
         loader = iter(job.batches(4))
         schedule.progress(loader)
         first, count = seen[0].index, len(schedule.contexts)
@@ -115,7 +115,7 @@ def test_counted_anew(pipeline: Any) -> None:
                 seen.append(context.index)
                 super().sync_embeddings(model, interval, context)
 
-        schedule = Watched(job.model, job.optimizer, context_type=kind)
+        schedule = Watched(job.model, job.optimizer, job.device, context_type=kind)
         for _ in range(2):
             schedule.progress(loader := iter(job.batches(3)))
             schedule.progress(loader)
@@ -133,22 +133,22 @@ def test_postproc(pipeline: Any) -> None:
     for name in ("TrainPipelineSparseDist", FUSED, "TrainPipelineSemiSync"):
         for asked, trained in ((True, False), (False, False), (True, True)):
             jobs = [Job(pipeline, 5, kinds=("table_wise", "row_wise")) for _ in range(2)]
-            models = [Between(job.model, Shifted(pipeline, trained=trained)) for job in jobs]
+            models = [Between(job.model, Shifted(pipeline, trained=trained)).to(job.device) for job in jobs]
             where = f"{name} {asked} {trained}"
-            schedule = getattr(pipeline, name)(models[0], jobs[0].optimizer, pipeline_postproc=asked)
+            schedule = getattr(pipeline, name)(models[0], jobs[0].optimizer, jobs[0].device, pipeline_postproc=asked)
             driven = 2 if asked and not trained else 1
             assert_equal(len(schedule._pipelined_modules), driven, where=f"{where} modules that are driven")
             loader = iter(jobs[0].batches(4))
             for step, batch in enumerate(jobs[1].batches(4)):
                 jobs[1].optimizer.zero_grad()
-                losses, expected = models[1](batch)
+                losses, expected = models[1](jobs[1].there(batch))
                 losses.sum().backward()
                 jobs[1].optimizer.step()
                 assert_bits(schedule.progress(loader), expected, f"{where} step {step}")
                 assert_same_state(jobs[0], jobs[1], f"{where} step {step}")
             assert_equal(models[0].shifted.calls, 4, where=f"{where} calls of the module")
             schedule.detach()
-            models[0](jobs[0].batch(0))
+            models[0](jobs[0].there(jobs[0].batch(0)))
             assert_equal(models[0].shifted.calls, 5, where=f"{where} calls of the module, detached")
 
 
@@ -174,7 +174,7 @@ def test_forwards_of_others(pipeline: Any) -> None:
     own = {name: hooked(name, module) for name, module in driven.items()}
     for name, module in driven.items():
         module.forward = own[name]
-    schedule = pipeline.TrainPipelineSparseDist(model, job.optimizer, pipeline_postproc=True)
+    schedule = pipeline.TrainPipelineSparseDist(model, job.optimizer, job.device, pipeline_postproc=True)
     for number in range(2):
         outputs_of(schedule, iter(job.batches(2)))
         assert_equal(called.count("shifted"), 2, where="calls of what runs ahead")
@@ -183,7 +183,7 @@ def test_forwards_of_others(pipeline: Any) -> None:
         found = {name: vars(module).get("forward") is own[name] for name, module in driven.items()}
         assert_equal(found, dict.fromkeys(own, True), where=f"own forwards after {number + 1} times of detach()")
         called.clear()
-        model(job.batch(0))
+        model(job.there(job.batch(0)))
         assert_equal(sorted(called), ["collection", "shifted"], where="calls of the model, detached")
         called.clear()
 
@@ -233,12 +233,12 @@ def test_replicas(pipeline: Any) -> None:
         job.model.top.register_full_backward_hook(lambda *_, order=order: order.append("b"))
         job.optimizer.register_step_pre_hook(lambda *_, order=order: order.append("o"))
         model = DMPCollection(job.model, order)
-        schedule = getattr(pipeline, schedule_name)(model, job.optimizer, **options)
+        schedule = getattr(pipeline, schedule_name)(model, job.optimizer, job.device, **options)
         outputs_of(schedule, iter(job.batches(4)))
         assert_equal("".join(order), expected, where=f"{schedule_name} {options} backwards, averages, updates")
     job, order = Job(pipeline, 5), []
     other = DistributedModelParallel(job.model)
-    outputs_of(pipeline.TrainPipelineSparseDist(other, job.optimizer, **{name: 1}), iter(job.batches(2)))
+    outputs_of(pipeline.TrainPipelineSparseDist(other, job.optimizer, job.device, **{name: 1}), iter(job.batches(2)))
 
 
 class Unpacked(torch.nn.Module):
@@ -274,7 +274,11 @@ class OnItsOwn(VirtualBatch):
 def test_copies_in_place(pipeline: Any) -> None:
     for name in ("TrainPipelineBase", "TrainPipelineSparseDist", FUSED, "TrainPipelineSemiSync"):
         for in_place in (False, True):
-            loop, job, device = Job(pipeline, 6, kinds=KINDS), Job(pipeline, 6, kinds=KINDS), VirtualDevice()
+            loop, job, device = (
+                Job(pipeline, 6, kinds=KINDS, device="cpu"),
+                Job(pipeline, 6, kinds=KINDS, device="cpu"),
+                VirtualDevice(),
+            )
             options: dict[str, Any] = {"start_batch": 10**6} if "Semi" in name else {}
             made_on, allocate = set[str](), device.engine.device_empty
 
@@ -301,7 +305,7 @@ def test_copies_in_place(pipeline: Any) -> None:
             where = f"{name} in place {in_place}"
             assert_same_state(job, loop, where)
             assert_equal(sorted(made_on), ["default" if in_place else "memcpy"], where=f"{where} streams of the copies")
-    device, job = VirtualDevice(), Job(pipeline, 6, kinds=KINDS)
+    device, job = VirtualDevice(), Job(pipeline, 6, kinds=KINDS, device="cpu")
     mine = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
     with device:
         schedule = job.schedule("TrainPipelineBase", engine=device.engine, enable_inplace_copy_batch=True)
@@ -325,7 +329,11 @@ def test_copies_in_place(pipeline: Any) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_made_on_the_device(pipeline: Any, in_place: bool) -> None:
     for name in ("TrainPipelineBase", "TrainPipelineSparseDist", FUSED):
-        loop, job, device = Job(pipeline, 6, kinds=KINDS), Job(pipeline, 6, kinds=KINDS), VirtualDevice()
+        loop, job, device = (
+            Job(pipeline, 6, kinds=KINDS, device="cpu"),
+            Job(pipeline, 6, kinds=KINDS, device="cpu"),
+            VirtualDevice(),
+        )
         given = on_host(device, job.batches(4))
 
         def loader(device: Any = device, given: Any = given) -> Iterator[Any]:
@@ -356,7 +364,7 @@ def test_made_on_the_device(pipeline: Any, in_place: bool) -> None:
 )
 @pytest.mark.parametrize("in_place", [False, True])
 def test_held_while_copied(pipeline: Any, in_place: bool) -> None:
-    job, device, seen = Job(pipeline, 6, kinds=KINDS), VirtualDevice(), list[Any]()
+    job, device, seen = Job(pipeline, 6, kinds=KINDS, device="cpu"), VirtualDevice(), list[Any]()
     given = [[b.dense, *b.ids, b.target] for b in on_host(device, job.batches(6))]
 
     def loader() -> Iterator[Any]:

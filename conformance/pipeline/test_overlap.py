@@ -38,7 +38,7 @@ def recorded(
     from fastimpl.pipeline.recording import Recorder
 
     costs = Costs(h2d_s_per_byte=seconds.get("byte", 0.0), op_s=lambda op, size_bytes: seconds.get(op, 0.0))
-    device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",))
+    device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",), device="cpu")
     engine = device.engine
     recorder = Recorder(engine, VirtualClock(engine), sees_reads=sees_reads)
     if not sees_reads:

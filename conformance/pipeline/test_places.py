@@ -31,7 +31,7 @@ def _cut(pipeline: Any, seed: int, kind: str, group: Any = None, *, weighted: bo
     kinds = KINDS if kind == "mixed" else (kind,)
     plan = random_plan(pipeline, configs, world_size, seed, kinds)
     whole = collection_of(pipeline, configs, weights, is_weighted=weighted)
-    return sharded_of(pipeline, whole, plan, OPTIMIZERS[seed % len(OPTIMIZERS)], group), keys, limits
+    return sharded_of(pipeline, whole, plan, OPTIMIZERS[seed % len(OPTIMIZERS)], group, device="cpu"), keys, limits
 
 
 @requirement(
@@ -106,7 +106,7 @@ def _bad_ids(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
     config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
     collection = collection_of(pipeline, [config], [values_of((6, 4), 1)])
-    sharded = sharded_of(pipeline, collection, {"t": pipeline.row_wise()}, "sgd", rank.group)
+    sharded = sharded_of(pipeline, collection, {"t": pipeline.row_wise()}, "sgd", rank.group, device="cpu")
     good = pipeline.KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
     bad = pipeline.KeyedJaggedTensor(["f"], torch.tensor([1, 6]), lengths=torch.tensor([1, 1]))
     with on_pretend() as device:
@@ -236,7 +236,7 @@ def test_bags(pipeline: Any) -> None:
 
 
 def _train(pipeline: Any, rank: Rank | None, name: str, kinds: Any) -> None:
-    loop = Job(pipeline, 4, rank, kinds=kinds)
+    loop = Job(pipeline, 4, rank, kinds=kinds, device="cpu")
     with on_pretend() as device:
         job = Job(pipeline, 4, rank, kinds=kinds, device=device.device)
         schedule = job.schedule(name, **({"start_batch": 10**6} if "SemiSync" in name else {}))
@@ -266,7 +266,7 @@ def test_schedules(pipeline: Any, rank_pool: Any) -> None:
 @requirement("PIPE-327", "Every schedule of evaluation MUST give the loop's outputs on a device, and mix nothing.")
 def test_evaluation(pipeline: Any) -> None:
     for name in EVALUATION:
-        loop = Job(pipeline, 4)
+        loop = Job(pipeline, 4, device="cpu")
         loop.model.eval()
         with on_pretend() as device:
             job = Job(pipeline, 4, device=device.device)

@@ -80,18 +80,19 @@ def _refusals(steps: list[tuple[str, Job, Any]]) -> list[str]:
 
 
 def _trains(rank: Rank, name: str) -> None:
+    # Meshes and what is sharded over them are of the host, whatever the suite's device.
     pipeline, steps = rank.component("pipeline"), list[tuple[str, Job, Any]]()
     for prepare in (_wrapped, _fully_sharded, _tables_alone, _frozen):
         kinds = ("data_parallel", "table_wise") if prepare in (_tables_alone, _frozen) else TABLES
-        job = Job(pipeline, 3, rank, kinds=kinds, reduces=False)
+        job = Job(pipeline, 3, rank, kinds=kinds, reduces=False, device="cpu")
         prepare(job, rank)
         steps.append((prepare.__name__, job, job.schedule(name)))
-    job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False)
+    job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False, device="cpu")
     job.model.eval()
     steps.append(("a model in evaluation", job, job.schedule(name)))
-    job = Job(pipeline, 3, rank, kinds=TABLES)
+    job = Job(pipeline, 3, rank, kinds=TABLES, device="cpu")
     steps.append(("gradient hooks", job, job.schedule(name)))
-    job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False)
+    job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False, device="cpu")
     steps.append(("told", job, job.schedule(name, reduce_dense_gradients=False)))
     assert_equal(_refusals(steps), [], where=f"{name} refusals")
 

@@ -210,7 +210,7 @@ class StaleLoop:
         self.stashed: list[Any] | None = None
 
     def _look_up(self, number: int) -> Any:
-        batch = self.job.batches(6)[number]
+        batch = self.job.there(self.job.batches(6)[number])
         return batch, [
             collection(ids).values() for collection, ids in zip(self.job.model.collections, batch.ids, strict=True)
         ]

@@ -10,17 +10,27 @@ import torch
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.pipeline.batches import Jagged, random_jagged
 from conformance.pipeline.model import random_tables
-from conformance.pipeline.sharding import batches_of, collection_of, gradient_of, random_plan, sharded_of
+from conformance.pipeline.sharding import (
+    batches_of,
+    collection_of,
+    gradient_of,
+    placed,
+    random_plan,
+    sharded_of,
+)
 from refimpl.optimizers import row_sum
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
-def _gradient(pipeline: Any, module: Any, batch: Jagged, grad: torch.Tensor, *, wanting: bool = True) -> Any:
+def _gradient(
+    pipeline: Any, module: Any, batch: Jagged, grad: torch.Tensor, *, wanting: bool = True, at: Any = None
+) -> Any:
     """The gradient of the batch's weights."""
     kjt = batch.kjt(pipeline)
     weights = kjt.weights().requires_grad_(wanting)
-    module(kjt).values().backward(grad)
+    at = at or pipeline.device
+    module(kjt.to(at)).values().backward(grad.to(at))
     return weights.grad
 
 
@@ -94,7 +104,13 @@ def _keys(rank: Rank) -> None:
     collection = collection_of(pipeline, [config], [weight], is_weighted=True)
     batches = batches_of(rank, ["f"], [9], 3, weighted=True)
     grad = gradient_of(batches, 6, 3, rank.rank)
-    got = _gradient(pipeline, sharded_of(pipeline, collection, plan, "sgd", rank.group), batches[rank.rank], grad)
+    got = _gradient(
+        pipeline,
+        sharded_of(pipeline, collection, plan, "sgd", rank.group, device="cpu"),
+        batches[rank.rank],
+        grad,
+        at="cpu",
+    )
     expected = _expected([config], [weight], plan, batches[rank.rank], grad, rank.world_size)
     assert_same_tensor(got, expected, where=f"gradient of weights of keys, rank {rank.rank}")
 
@@ -153,17 +169,19 @@ def test_schedules(pipeline: Any) -> None:
 
     def gradients(schedule: str | None) -> list[Any]:
         collection = collection_of(pipeline, configs, weights, is_weighted=True)
-        model = _Model(sharded_of(pipeline, collection, plan, "adagrad"))
+        model = placed(pipeline, _Model(sharded_of(pipeline, collection, plan, "adagrad")))
         optimizer = torch.optim.SGD([model.scale], lr=0.1)
         kjts = [batch.kjt(pipeline) for batch in batches]
         wanting, loader = [kjt.weights().requires_grad_() for kjt in kjts], iter(kjts)
-        driver = None if schedule is None else getattr(pipeline, schedule)(model, optimizer, torch.device("cpu"))
+        driver = (
+            None if schedule is None else getattr(pipeline, schedule)(model, optimizer, torch.device(pipeline.device))
+        )
         for kjt in kjts:
             if driver is not None:
                 driver.progress(loader)
                 continue
             optimizer.zero_grad()
-            model(kjt)[0].sum().backward()
+            model(placed(pipeline, kjt))[0].sum().backward()
             optimizer.step()
         return [each.grad for each in wanting]
 

@@ -18,6 +18,7 @@ from conformance.pipeline.sharding import (
     collection_of,
     expected_step,
     is_element_wise,
+    placed,
     random_plan,
     sharded_of,
     train,
@@ -171,7 +172,7 @@ def _made_here(rank: Rank) -> list[tuple[str, Any, Any, bytes]]:
                 whole = table.weight.detach()
                 held[name] = ((0, whole.shape[0]), (0, whole.shape[1]), whole)
         for name, (rows, columns, weight) in held.items():
-            parts.append((name, rows, columns, weight.contiguous().view(torch.uint8).numpy().tobytes()))
+            parts.append((name, rows, columns, weight.cpu().contiguous().view(torch.uint8).numpy().tobytes()))
     return parts
 
 
@@ -209,7 +210,13 @@ def _key_value(rank: Rank, optimizer: str) -> None:
     plan = {"kv": pipeline.key_value(store, buckets), "t": pipeline.table_wise(rank.world_size - 1)}
     # Tables of both kinds see the same batch: ids of the key-value table are keys, so "t" is told to take row 0.
     sharded = sharded_of(
-        pipeline, collection_of(pipeline, configs, weights), plan, optimizer, rank.group, bounds_check="ignore"
+        pipeline,
+        collection_of(pipeline, configs, weights),
+        plan,
+        optimizer,
+        rank.group,
+        bounds_check="ignore",
+        device="cpu",
     )
     ids = torch.tensor(keys)
     begin, end = kvstore.rank_buckets(4, rank.world_size, rank.rank)
@@ -270,7 +277,7 @@ def _counted(rank: Rank, module_count: int) -> None:
     try:
         contexts = [module.create_context() for module, _ in modules]
         dists = [
-            module.input_dist(ctx, batches[rank.rank].kjt(pipeline))
+            module.input_dist(ctx, placed(pipeline, batches[rank.rank].kjt(pipeline)))
             for (module, batches), ctx in zip(modules, contexts, strict=True)
         ]
         pipeline.fuse_input_dists(dists)
@@ -289,7 +296,7 @@ def _counted(rank: Rank, module_count: int) -> None:
             setattr(dist, name, original)
     for (module, batches), found in zip(modules, results, strict=True):
         with torch.no_grad():
-            again = module(batches[rank.rank].kjt(pipeline)).values()
+            again = module(placed(pipeline, batches[rank.rank].kjt(pipeline))).values()
         assert_equal(tuple(again.shape), tuple(found.shape), where="a plain call of the same module")
 
 

@@ -31,7 +31,7 @@ def test_no_losses(pipeline: Any) -> None:
         def forward(batch: Any, job: Job = job) -> Any:
             return None, job.model(batch)[1]
 
-        schedule = getattr(pipeline, name)(job.model, job.optimizer, custom_model_fwd=forward)
+        schedule = getattr(pipeline, name)(job.model, job.optimizer, job.device, custom_model_fwd=forward)
         job.model.eval()
         loop = Job(pipeline, 3)
         loop.model.eval()
@@ -102,7 +102,7 @@ def test_generic(pipeline: Any) -> None:
         if name in EVALUATION:
             loop.model.eval()
         options = {"start_batch": 10**6} if "Semi" in name else {}
-        schedule: Any = Mine[Any, torch.Tensor](job.model, job.optimizer, **options)
+        schedule: Any = Mine[Any, torch.Tensor](job.model, job.optimizer, job.device, **options)
         assert_equal(isinstance(schedule, kind), True, where=f"{name} a subclass of it")
         found = outputs_of(schedule, iter(job.batches(3)))
         for number, (got, batch) in enumerate(zip(found, loop.batches(3), strict=True)):
@@ -154,7 +154,7 @@ def test_overridden(pipeline: Any) -> None:
             loop.model.eval()
         kind = getattr(pipeline, name)
         options = {"start_batch": 10**6} if "Semi" in name else {}
-        schedule, loader = _noting(kind, seen)(job.model, job.optimizer, **options), iter(job.batches(4))
+        schedule, loader = _noting(kind, seen)(job.model, job.optimizer, job.device, **options), iter(job.batches(4))
         for step, batch in enumerate(loop.batches(4)):
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
         assert_same_state(job, loop, name)
@@ -206,13 +206,13 @@ def test_public_overrides(pipeline: Any) -> None:
 
         job, loop = Job(pipeline, 3), Job(pipeline, 3)
         options = {"start_batch": 10**6} if "Semi" in name else {}
-        schedule = Mine(job.model, job.optimizer, **options)
+        schedule = Mine(job.model, job.optimizer, job.device, **options)
         found = outputs_of(schedule, iter(job.batches(4)))
         assert_equal((len(found), schedule.pulled_count), (4, 4), where=f"{name} outputs and batches pulled")
         for number, (got, batch) in enumerate(zip(found, loop.batches(4), strict=True)):
             batch.target = batch.target + 1
             loop.optimizer.zero_grad()
-            losses, expected = loop.model(batch)
+            losses, expected = loop.model(loop.there(batch))
             (2.0 * losses.sum()).backward()
             loop.optimizer.step()
             assert_bits(got, expected, f"{name} output {number}")
@@ -273,13 +273,14 @@ def test_queues(pipeline: Any) -> None:
             self.batches.popleft()
             self.contexts.popleft()
 
-    schedule, given, loop = Mine(job.model, job.optimizer), job.batches(5), Job(pipeline, 3)
-    schedule.batches.append(given[0])
+    schedule, given, loop = Mine(job.model, job.optimizer, job.device), job.batches(5), Job(pipeline, 3)
+    schedule.batches.append(job.there(given[0]))
     schedule.contexts.append(None)
+    first = schedule.batches[0]
     assert_equal((len(schedule.batches), len(schedule.contexts)), (1, 1), where="queues after one batch")
     loader = iter(given[1:])
     for step, batch in enumerate(loop.batches(5)):
-        assert_equal(schedule.batches[0] is given[0], step == 0, where=f"the first batch before step {step}")
+        assert_equal(schedule.batches[0] is first, step == 0, where=f"the first batch before step {step}")
         assert_bits(schedule.progress(loader), loop.step(batch), f"step {step}")
     assert_equal((len(schedule.batches), len(schedule.contexts)), (0, 0), where="queues at the end")
     with raises(PipelineError):

@@ -66,9 +66,9 @@ class Program:
 
     def __init__(self, pipeline: Any, seed: int, name: str, options: dict[str, Any]) -> None:
         self.name, self.device, self.chosen = name, VirtualDevice(), random.Random(seed)
-        self.job, self.loop = (Job(pipeline, seed, kinds=KINDS) for _ in range(2))
+        self.job, self.loop = (Job(pipeline, seed, kinds=KINDS, device="cpu") for _ in range(2))
         # Another model of each, cut otherwise, waits for its turn.
-        self.idle, self.idle_loop = (Job(pipeline, seed, kinds=KINDS, plan=1) for _ in range(2))
+        self.idle, self.idle_loop = (Job(pipeline, seed, kinds=KINDS, plan=1, device="cpu") for _ in range(2))
         for job, idle in ((self.job, self.idle), (self.loop, self.idle_loop)):
             share_optimizer(job, idle)
             for each in (job, idle):

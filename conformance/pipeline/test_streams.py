@@ -38,13 +38,13 @@ def test_no_hazard(pipeline: Any) -> None:
     for number, (name, options) in enumerate(VARIANTS):
         # As late as events allow, and in a random order of what they allow, in turn.
         for late, seed in ((True, None), (True, 1))[number % 2 :: 2]:
-            loop = Job(pipeline, 3, kinds=KINDS)
+            loop = Job(pipeline, 3, kinds=KINDS, device="cpu")
             expected: list[torch.Tensor | None] = []
             for step, batch in enumerate(loop.batches(6)):
                 loop.model.train(step != 3)
                 expected.append(None if "Semi" in name else loop.step(batch).clone())
             device = VirtualDevice(late=late, seed=seed)
-            job = Job(pipeline, 3, kinds=KINDS)
+            job = Job(pipeline, 3, kinds=KINDS, device="cpu")
             batches = [virtual(device, batch) for batch in on_host(device, job.batches(6))]
             with device:
                 schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -84,7 +84,7 @@ def test_behind_the_optimizer(pipeline: Any) -> None:
     for placed in ({"emb_lookup_stream": "new"}, {"embedding_lookup_before_optimizer": True}):
         kinds, device = ("table_wise", "data_parallel"), VirtualDevice()
         # By this seed the first collection has whole tables only, and the second a replicated one.
-        job = Job(pipeline, 9, kinds=kinds)
+        job = Job(pipeline, 9, kinds=kinds, device="cpu")
         job.optimizer = PastCounters(job.model.parameters(), lr=0.05)
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
         with device:
@@ -100,7 +100,7 @@ def hazards_of(pipeline: Any, variants: Any, kinds: Any = KINDS, rank: Rank | No
     """What the virtual device finds in a few training steps of each schedule."""
     found = []
     for name, options in variants:
-        device, job = VirtualDevice(), Job(pipeline, 6, rank, kinds=kinds)
+        device, job = VirtualDevice(), Job(pipeline, 6, rank, kinds=kinds, device="cpu")
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
         with device:
             schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -146,7 +146,7 @@ def test_copies_ordered(pipeline: Any) -> None:
     found = [hazard for hazard in hazards_of(pipeline, VARIANTS[1:3]) if "copy at" in hazard]
     assert_equal(found, [], where="accesses that no event orders behind a copy")
     for name, options in VARIANTS[:3]:
-        device, job = VirtualDevice(), Job(pipeline, 6, kinds=KINDS)
+        device, job = VirtualDevice(), Job(pipeline, 6, kinds=KINDS, device="cpu")
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
         with device:
             # Nothing is looked up, behind which the forward would be anyway.
@@ -175,7 +175,7 @@ def test_memory_recorded(pipeline: Any) -> None:
 def test_edit_ordered(pipeline: Any) -> None:
     for name, options in VARIANTS:
         device = VirtualDevice()
-        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"), device="cpu")
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(5))]
         with device:
             schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -195,7 +195,7 @@ def test_edit_ordered(pipeline: Any) -> None:
 def test_edit_of_one_module_ordered(pipeline: Any) -> None:
     for edited in (0, 1):
         device = VirtualDevice()
-        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"), device="cpu")
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(3))]
         with device:
             schedule = job.schedule(FUSED, engine=device.engine, emb_lookup_stream="new")
@@ -215,7 +215,11 @@ def test_edit_of_one_module_ordered(pipeline: Any) -> None:
 )
 def test_callers_stream(pipeline: Any) -> None:
     for name, options in VARIANTS[1:4]:
-        device, job, loop = VirtualDevice(), Job(pipeline, 4, kinds=KINDS), Job(pipeline, 4, kinds=KINDS)
+        device, job, loop = (
+            VirtualDevice(),
+            Job(pipeline, 4, kinds=KINDS, device="cpu"),
+            Job(pipeline, 4, kinds=KINDS, device="cpu"),
+        )
         batches = [virtual(device, batch) for batch in on_host(device, job.batches(4))]
         ran_on = set[str]()
         with device, device.engine.on(device.engine.stream("caller")):
@@ -241,7 +245,7 @@ def test_callers_stream(pipeline: Any) -> None:
 )
 def test_host_does_not_look(pipeline: Any) -> None:
     for kinds in (("table_wise", "column_wise"), ("row_wise",), ("data_parallel",)):
-        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds)
+        device, job = VirtualDevice(), Job(pipeline, 6, kinds=kinds, device="cpu")
         batch = virtual(device, on_host(device, [job.batch(1, 4)])[0])
         with device:
             for collection, ids in zip(job.collections, batch.to("cpu").ids, strict=True):
@@ -267,7 +271,7 @@ def costs_of(lookup_s: float, dense_s: float) -> Costs:
 def makespan_of(pipeline: Any, name: str, options: dict[str, Any], costs: Costs, count: int) -> float:
     """Seconds of the virtual clock for some batches."""
     device = VirtualDevice(costs=costs)
-    job = Job(pipeline, 5, kinds=("table_wise",))
+    job = Job(pipeline, 5, kinds=("table_wise",), device="cpu")
     batches = [virtual(device, batch) for batch in on_host(device, job.batches(count))]
     with device:
         schedule, loader = job.schedule(name, engine=device.engine, **options), iter(batches)
@@ -307,14 +311,14 @@ def test_makespan(pipeline: Any) -> None:
 def test_priority(pipeline: Any) -> None:
     for name in (FUSED, EVAL_FUSED):
         for given, expected in (({}, 0), ({"emb_lookup_stream_priority": -1}, -1)):
-            device, job = VirtualDevice(), Job(pipeline, 4)
+            device, job = VirtualDevice(), Job(pipeline, 4, device="cpu")
             job.schedule(name, engine=device.engine, emb_lookup_stream="new", **given)
             wanted = {"memcpy": 0, "data_dist": 0, "emb_lookup": expected}
             assert_equal(device.engine.priorities, wanted, where=f"{name} {given}: priorities of streams")
         for stream, priority in (("data_dist", -1), ("current", -1), ("new", "high"), ("new", True)):
             options: dict[str, Any] = {"emb_lookup_stream": stream, "emb_lookup_stream_priority": priority}
             with raises(ConfigError, mentions=("emb_lookup_stream_priority",), where=f"{name} {options}"):
-                Job(pipeline, 4).schedule(name, **options)
+                Job(pipeline, 4, device="cpu").schedule(name, **options)
     with mock.patch("torch.cuda.Stream") as stream:
         CudaEngine("cuda:0").stream("emb_lookup", -1)
     stream.assert_called_once_with(torch.device("cuda:0"), priority=-1)
@@ -342,7 +346,7 @@ class _Grids(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_grids(pipeline: Any) -> None:
     for name in (FUSED, EVAL_FUSED):
         for given, expected in (({}, 0), ({"emb_lookup_max_blocks": 7}, 7)):
-            loop, job = Job(pipeline, 4, kinds=KINDS), Job(pipeline, 4, kinds=KINDS)
+            loop, job = Job(pipeline, 4, kinds=KINDS, device="cpu"), Job(pipeline, 4, kinds=KINDS, device="cpu")
             loop.model.train("Train" in name)
             schedule, loader = job.schedule(name, emb_lookup_stream="new", **given), iter(job.batches(5))
             for step, batch in enumerate(loop.batches(3)):
@@ -356,4 +360,4 @@ def test_grids(pipeline: Any) -> None:
             assert_equal(set(grids.found), {0}, where=f"{name} {given}: blocks outside of the schedule")
     for blocks in (0, -1, 2.5, True):
         with raises(ConfigError, mentions=("emb_lookup_max_blocks",), where=str(blocks)):
-            Job(pipeline, 4).schedule(FUSED, emb_lookup_max_blocks=blocks)
+            Job(pipeline, 4, device="cpu").schedule(FUSED, emb_lookup_max_blocks=blocks)

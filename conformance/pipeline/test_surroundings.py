@@ -29,7 +29,7 @@ def _within_meta(batches: list[Any]) -> Iterator[Any]:
 )
 def test_default_device(pipeline: Any) -> None:
     for seed, name in enumerate(SCHEDULES):
-        loop, job = Job(pipeline, seed), Job(pipeline, seed)
+        loop, job = (Job(pipeline, seed, device="cpu") for _ in range(2))
         batches = loop.batches(4)
         expected = [loop.step(batch) for batch in batches[:2]]
         with torch.device("meta"), succeeds("a loop", where=name):

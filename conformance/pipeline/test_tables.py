@@ -12,7 +12,11 @@ import torch
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
-from conformance.pipeline.sharding import collection_of, sharded_of
+from conformance.pipeline.sharding import (
+    collection_of,
+    placed,
+    sharded_of,
+)
 from twinproof.errors import ConfigError, UnsupportedError
 
 FIELDS = [
@@ -282,7 +286,8 @@ def test_names_of_tables(pipeline: Any) -> None:
         assert_bits(cut.embedding_bags[name].weight.to_local(), weight, f"part of {name}")
     before = cut.local_shards()["t0"][1].clone()
     optimizer = torch.optim.SGD(cut.parameters(), lr=0.1)
-    cut(Jagged(["f0", "f1", "f2"], [[[1]], [[2]], [[3]]]).kjt(pipeline)).values().sum().backward()
+    batch = Jagged(["f0", "f1", "f2"], [[[1]], [[2]], [[3]]]).kjt(pipeline)
+    cut(placed(pipeline, batch)).values().sum().backward()
     changed = cut.local_shards()["t0"][1].clone()
     optimizer.step()
     assert_equal(bool((before != changed).any()), True, where="the backward steps")

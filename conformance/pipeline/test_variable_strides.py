@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 from conformance.harness import assert_equal, examples, raises, requirement
 from conformance.pipeline.batches import KEYS, as_lists, generator_of, random_bags, values_of, vbe_of
 from conformance.pipeline.model import assert_bits
-from conformance.pipeline.sharding import collection_of, sharded_of
+from conformance.pipeline.sharding import (
+    collection_of,
+    placed,
+    sharded_of,
+)
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError
 
 
@@ -73,7 +78,8 @@ def test_lookup(pipeline: Any, sharded: bool) -> None:
     module = collection
     if sharded:
         plan = {"t0": pipeline.table_wise(0), "t1": pipeline.row_wise(), "t2": pipeline.data_parallel()}
-        module = sharded_of(pipeline, collection, plan, "sgd", None)
+        # Tables of its own: a replicated one goes to the device as it is.
+        module = sharded_of(pipeline, copy.deepcopy(collection), plan, "sgd")
     bags = random_bags([2, 3, 1], 7)
     rows = [torch.randint(0, len(feature), (5,), generator=generator_of(i)) for i, feature in enumerate(bags)]
     turned = (["c", "a", "b"], torch.stack([rows[2], rows[0], rows[1]]))
@@ -90,7 +96,8 @@ def test_lookup(pipeline: Any, sharded: bool) -> None:
     spread = scales.detach()[places].requires_grad_()
     full = pipeline.KeyedJaggedTensor(KEYS, full.values(), spread, full.lengths())
     grad = values_of((5, 12), 3)
-    module(kjt).values().backward(grad)
+    pooled = module(placed(pipeline, kjt) if sharded else kjt).values()
+    pooled.backward(grad.to(pooled.device))
     expected = collection(full).values()
     if not sharded:
         assert_bits(module(kjt).values().detach(), expected.detach(), "pooled")
@@ -101,8 +108,8 @@ def test_lookup(pipeline: Any, sharded: bool) -> None:
     refused.append((ShapeError, (KEYS, torch.stack([rows[0], rows[1] + 3, rows[2]]))))
     for error, inverse in refused:
         with raises(error, mentions=("inverse",)):
-            module(vbe_of(pipeline, bags, weighted=True, inverse_indices=inverse))
-    same = vbe_of(pipeline, every, weighted=True)
+            module(vbe_of(pipeline, bags, weighted=True, inverse_indices=inverse).to(pooled.device))
+    same = vbe_of(pipeline, every, weighted=True).to(pooled.device)
     plain = pipeline.KeyedJaggedTensor(KEYS, same.values(), same.weights(), same.lengths())
     assert_bits(module(same).values().detach(), module(plain).values().detach(), "features that do not differ")
 

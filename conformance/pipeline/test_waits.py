@@ -91,7 +91,7 @@ def _collection(
     whole = collection_of(
         pipeline, configs, [values_of((_ROWS, _DIM), i) for i in range(len(configs))], is_weighted=weighted
     )
-    return sharded_of(pipeline, whole, plan, "adagrad", rank.group, bounds_check=check), store
+    return sharded_of(pipeline, whole, plan, "adagrad", rank.group, bounds_check=check, device="cpu"), store
 
 
 def _batch(rank: Rank, kinds: tuple[str, ...], seed: int, *, weighted: bool = False) -> Any:
@@ -474,7 +474,10 @@ def test_schedules(pipeline: Any, kvstore: Any) -> None:
 def _counted_schedule(pipeline: Any, kvstore: Any, seed: int, name: str, options: dict[str, Any]) -> None:
     with on_pretend() as device:
         there = kvstore if kvstore is None else _on_device(kvstore)
-        jobs = Job(pipeline, seed, kvstore=there, device=device.device), Job(pipeline, seed, kvstore=kvstore)
+        jobs = (
+            Job(pipeline, seed, kvstore=there, device=device.device),
+            Job(pipeline, seed, kvstore=kvstore, device="cpu"),
+        )
         for store, table, _ in jobs[0].stored:
             store.reserve(table, 2000)
         mine, theirs = jobs[0].schedule(name, engine=PretendEngine(), **options), jobs[1].schedule(name, **options)

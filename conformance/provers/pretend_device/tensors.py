@@ -16,6 +16,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from conformance.provers.pretend_device.errors import HostReadError, MixedPlacesError, NoKernelError
+from conformance.provers.pretend_device.guard import register_guard
 from conformance.provers.pretend_device.record import Event, here
 from conformance.provers.pretend_device.sources import Launcher
 from twinproof.errors import UnsupportedError
@@ -450,6 +451,7 @@ class Backend:
     """
 
     def __init__(self) -> None:
+        register_guard()
         _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
         self.device = torch.device(NAME, 0)
         self.watchers: list[Any] = []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from conformance.harness.devices import prepare_device
+from conformance.harness.devices import place_of, prepare_device
 from conformance.harness.implementation import Component, component
 from conformance.harness.planted import activate, find_bug
 
@@ -53,7 +53,7 @@ class Rank:
 
     def component(self, stem: str) -> Component:
         """The component of the implementation under test, as the fixture of that name gives it; skips by name."""
-        return component(self.implementation, stem)
+        return component(self.implementation, stem, place_of(self.device, stem))
 
 
 @dataclass(frozen=True)
