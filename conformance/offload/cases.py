@@ -7,8 +7,10 @@ formula on plain tensors stands beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,11 +59,19 @@ CPU_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Where ``proven_on`` has its program put parameters and gradients.
+_PLACE: ContextVar[torch.device | None] = ContextVar("place", default=None)
+
+
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal values by seed, made outside of any mode so that nothing of the harness is part of the program."""
+    """Normal values by seed, on the device of ``proven_on``.
+
+    They are made outside of any mode, so that nothing of the harness is part of the program.
+    """
     with _disable_current_modes():
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float32).to(dtype)
+        made = torch.randn(tuple(shape), generator=generator, dtype=torch.float32).to(dtype)
+        return made.to(_PLACE.get() or "cpu")
 
 
 def assert_same_numbers(got: torch.Tensor, expected: torch.Tensor, where: str) -> None:
@@ -186,7 +196,7 @@ class CpuArm:
     def __init__(
         self,
         offload: Any,
-        device: VirtualDevice,
+        device: VirtualDevice | Place,
         options: str = "adamw",
         *,
         halves: bool = False,
@@ -209,7 +219,7 @@ class CpuArm:
             **{"chunk_bytes": 4096, "step_device": "cpu", **offloading},
         )
         with _disable_current_modes():
-            self.weights = [param.detach().float().clone() for param in self.params]
+            self.weights = [on_host(param.detach()).cpu().float().clone() for param in self.params]
             self.moments = [[torch.zeros_like(w) for _ in range(3)] for w in self.weights]
         self.counts = [0] * len(self.params)
         self.step_count = 0
@@ -224,7 +234,7 @@ class CpuArm:
         with _disable_current_modes():
             for i, grad in enumerate(grads):
                 if grad is not None:
-                    self.expect(i, grad)
+                    self.expect(i, on_host(grad).cpu())
 
     def expect(self, i: int, grad: torch.Tensor) -> None:
         """The formula steps one parameter."""
@@ -277,14 +287,16 @@ def reread(state: Any, *, fused: bool = False) -> Any:
     return copied if number is None else torch.tensor(number, dtype=copied.dtype)
 
 
-def in_host_memory(device: VirtualDevice, state: Any) -> Any:
+def in_host_memory(device: VirtualDevice | Place, state: Any) -> Any:
     """A state dict all of whose tensors lie in host memory, as they do when a file was read."""
     if isinstance(state, dict):
         return {key: in_host_memory(device, value) for key, value in state.items()}
     if not isinstance(state, torch.Tensor):
         return state
     strides = torch.empty_like(state, device="meta").stride()
-    memory = device.engine.host_empty(state.nbytes).view(state.dtype).as_strided(state.shape, strides)
+    pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
+    empty = pinned if device.engine is None else device.engine.host_empty
+    memory = empty(state.nbytes).view(state.dtype).as_strided(state.shape, strides)
     with _disable_current_modes():
         memory.copy_(state)
     return memory
@@ -304,8 +316,8 @@ def proven_on(name: str, **options: Any) -> Iterator[VirtualDevice | Place]:
     if name == "cpu":
         with proven(**options) as virtual:
             yield virtual
-    elif name == "pretend":
-        with on_pretend() as device:
-            yield Place(device.device, PretendEngine())
-    else:
-        yield Place(torch.device(name), None)
+        return
+    with ExitStack() as stack:
+        device = stack.enter_context(on_pretend()).device if name == "pretend" else torch.device(name)
+        stack.callback(_PLACE.reset, _PLACE.set(device))
+        yield Place(device, PretendEngine() if name == "pretend" else None)

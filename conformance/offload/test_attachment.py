@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, raises, requirement
-from conformance.offload.cases import Twins, proven, proven_on, values
+from conformance.offload.cases import Twins, proven_on, values
 from twinproof.errors import UnsupportedError
 
 
@@ -17,14 +17,14 @@ from twinproof.errors import UnsupportedError
     "An offloader MUST take over the state of an optimizer that has run already, and a prefetch that follows at once "
     "MUST bring those values.",
 )
-def test_attached_late(offload: Any) -> None:
+def test_attached_late(offload: Any, device: str) -> None:
     for late in (False, True):
-        with proven(late=late) as device:
-            twins = Twins(offload, device)
+        with proven_on(device, late=late) as place:
+            twins = Twins(offload, place)
             twins.offloader.close()
             for _ in range(2):
                 twins.step()
-            twins.offloader = offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine, chunk_bytes=1024)
+            twins.offloader = offload.OptimizerStateOffloader(twins.optimizer, engine=place.engine, chunk_bytes=1024)
             assert_equal(twins.offloader.residency().device_bytes, 0, where="residency after attachment")
             twins.offloader.prefetch()
             twins.step()
@@ -37,23 +37,23 @@ class _OutOfMemory(RuntimeError):
 
 
 @requirement("OPT-035", "Attachment that fails for lack of host memory MUST leave a plain optimizer that goes on.")
-def test_no_host_memory(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device)
+def test_no_host_memory(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.offloader.close()
         twins.step()
-        real = device.engine.host_empty
+        real = place.engine.host_empty
 
         def refuse(size_bytes: int) -> torch.Tensor:
             raise _OutOfMemory(f"{size_bytes} bytes")
 
-        device.engine.host_empty = refuse  # type: ignore[method-assign]
+        place.engine.host_empty = refuse  # type: ignore[method-assign]
         with raises(_OutOfMemory):
-            offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine)
-        device.engine.host_empty = real  # type: ignore[method-assign]
+            offload.OptimizerStateOffloader(twins.optimizer, engine=place.engine)
+        place.engine.host_empty = real  # type: ignore[method-assign]
         assert_equal("step" in vars(twins.optimizer), False, where="step taken over")
         twins.step()
-        with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine) as twins.offloader:
+        with offload.OptimizerStateOffloader(twins.optimizer, engine=place.engine) as twins.offloader:
             twins.step()
             twins.check()
 
@@ -81,13 +81,13 @@ class _Quantized(torch.Tensor):
     "A parameter or a state whose values are not its memory, such as a quantized one, MUST be refused by name, at "
     "attachment and at a load, with everything as it was.",
 )
-def test_quantized(offload: Any) -> None:
+def test_quantized(offload: Any, device: str) -> None:
     def quantized() -> _Quantized:
         with _disable_current_modes():
             return _Quantized(torch.ones(8, 16, dtype=torch.int8), 0.5)
 
-    with proven() as device:
-        twins = Twins(offload, device)
+    with proven_on(device) as place:
+        twins = Twins(offload, place)
         twins.step()
         for load in (twins.offloader.load_state_dict, twins.optimizer.load_state_dict):
             state = twins.offloader.snapshot()
@@ -99,17 +99,17 @@ def test_quantized(offload: Any) -> None:
         plain = twins.optimizer.state[twins.params[0]]["exp_avg"]
         twins.optimizer.state[twins.params[0]]["exp_avg"] = quantized()
         with raises(UnsupportedError, mentions=("_Quantized", "exp_avg")):
-            offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine)
+            offload.OptimizerStateOffloader(twins.optimizer, engine=place.engine)
         assert_equal("step" in vars(twins.optimizer), False, where="step taken over")
         twins.optimizer.state[twins.params[0]]["exp_avg"] = plain
         twins.step()
-        with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine) as twins.offloader:
+        with offload.OptimizerStateOffloader(twins.optimizer, engine=place.engine) as twins.offloader:
             twins.step()
             twins.check()
         with _disable_current_modes():
             params = [quantized().requires_grad_()]
         with raises(UnsupportedError, mentions=("_Quantized", "parameter")):
-            offload.OptimizerStateOffloader(torch.optim.SGD(params, lr=0.1), engine=device.engine)
+            offload.OptimizerStateOffloader(torch.optim.SGD(params, lr=0.1), engine=place.engine)
 
 
 @requirement(

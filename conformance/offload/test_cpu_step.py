@@ -18,6 +18,7 @@ from conformance.offload.cases import (
     assert_same_state,
     in_host_memory,
     proven,
+    proven_on,
     reread,
     values,
 )
@@ -29,10 +30,10 @@ from twinproof.optimizers import AdamHyper
 @requirement("OPT-201", "A step on the CPU MUST have the bits of the formula, in masters, states and parameters.")
 @pytest.mark.parametrize("options", CPU_OPTIONS)
 @pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
-def test_bits(offload: Any, options: str, halves: bool) -> None:
+def test_bits(offload: Any, device: str, options: str, halves: bool) -> None:
     for chunk_bytes, slots in ((4096, 2), (1, 3), (0, 1)):
-        with proven(late=True) as device:
-            arm = CpuArm(offload, device, options, halves=halves, chunk_bytes=chunk_bytes, slots=slots)
+        with proven_on(device, late=True) as place:
+            arm = CpuArm(offload, place, options, halves=halves, chunk_bytes=chunk_bytes, slots=slots)
             for number in range(3):
                 arm.step(skip=(1,) if number == 1 else ())
                 arm.check()
@@ -89,11 +90,11 @@ def test_bytes(offload: Any) -> None:
 
 
 @requirement("OPT-204", "What a step on the CPU cannot do MUST be refused at attachment, with what is wrong named.")
-def test_refusals(offload: Any) -> None:
+def test_refusals(offload: Any, device: str) -> None:
     def attach(optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        offload.OptimizerStateOffloader(optimizer, engine=device.engine, step_device="cpu", **options)
+        offload.OptimizerStateOffloader(optimizer, engine=place.engine, step_device="cpu", **options)
 
-    with proven() as device:
+    with proven_on(device) as place:
         params = [torch.nn.Parameter(values((4, 4), 0))]
         halves = [torch.nn.Parameter(values((4, 4), 0, torch.bfloat16))]
         with raises(UnsupportedError, mentions=("SGD", "step_device")):
@@ -137,9 +138,9 @@ def test_refused_gradients(offload: Any) -> None:
     "OPT-206",
     "States of steps on the CPU MUST be those of the plain optimizer: it goes on after close, or from a load.",
 )
-def test_exchange(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, step_device="cpu")
+def test_exchange(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, step_device="cpu")
         twins.set_gradients()
         twins.optimizer.step()
         state = twins.offloader.snapshot()
@@ -155,8 +156,8 @@ def test_exchange(offload: Any) -> None:
             assert_same_state(got, twins.plain.state_dict())
             for i, (plain, param) in enumerate(zip(twins.plain_params, twins.params, strict=True)):
                 assert_same_tensor(param.detach(), plain.detach(), where=f"parameter {i}")
-    with proven() as device:
-        arm, other = CpuArm(offload, device), CpuArm(offload, device)
+    with proven_on(device) as place:
+        arm, other = CpuArm(offload, place), CpuArm(offload, place)
         arm.step()
         state = arm.offloader.snapshot()
         other.offloader.load_state_dict(state)
@@ -172,9 +173,9 @@ def test_exchange(offload: Any) -> None:
 
 
 @requirement("OPT-207", "A float32 parameter that was written between steps MUST be stepped from what was written.")
-def test_written_parameters(offload: Any) -> None:
-    with proven() as device:
-        arm = CpuArm(offload, device)
+def test_written_parameters(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arm = CpuArm(offload, place)
         arm.step()
         written = values(SHAPES[2], 55)
         with torch.no_grad():
@@ -189,9 +190,9 @@ def test_written_parameters(offload: Any) -> None:
 
 
 @requirement("OPT-208", "With a fraction, what is not selected MUST be stepped on the device by the plain optimizer.")
-def test_fraction(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, options={"lr": 0.01}, step_device="cpu", fraction=0.4)
+def test_fraction(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, options={"lr": 0.01}, step_device="cpu", fraction=0.4)
         chosen = {id(bundle.param) for bundle in twins.offloader.bundles}
         rest = [i for i, param in enumerate(twins.params) if id(param) not in chosen]
         assert_equal(0 < len(rest) < len(twins.params), True, where="some are selected")
@@ -225,10 +226,10 @@ def test_cpu_parameters(offload: Any) -> None:
 
 
 @requirement("OPT-210", "Steps on the CPU MUST be right in any order that their edges allow, with any number of slots.")
-def test_edges(offload: Any) -> None:
+def test_edges(offload: Any, device: str) -> None:
     for halves, slots, seed in ((False, 1, None), (True, 2, 1), (False, 2, None), (True, 3, 2)):
-        with proven(late=True, seed=seed) as device:
-            arm = CpuArm(offload, device, halves=halves, chunk_bytes=1, slots=slots)
+        with proven_on(device, late=True, seed=seed) as place:
+            arm = CpuArm(offload, place, halves=halves, chunk_bytes=1, slots=slots)
             for _ in range(3):
                 arm.step()
             arm.check()
@@ -271,12 +272,12 @@ def _with_steps_of_one(value: torch.Tensor, step: int) -> torch.Tensor:
     "CPU.",
 )
 @pytest.mark.parametrize("halves", [False, True], ids=["float32", "masters"])
-def test_strides_of_one(offload: Any, halves: bool) -> None:
+def test_strides_of_one(offload: Any, device: str, halves: bool) -> None:
     shapes = ((1, 6), (6, 1), (3, 1, 4), (2, 3, 1, 1))
     for given, bound in ((1, 1), (7, 1), (1, 5), (5, 7)):
-        with proven() as device:
+        with proven_on(device) as place:
             laid = partial(_with_steps_of_one, step=given)
-            arm = CpuArm(offload, device, halves=halves, shapes=shapes, laid=laid)
+            arm = CpuArm(offload, place, halves=halves, shapes=shapes, laid=laid)
             with succeeds("a step", where=f"strides {given} of parameters, {bound} of states"):
                 arm.step()
                 for state in arm.optimizer.state.values():

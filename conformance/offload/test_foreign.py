@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, assert_same_state, proven, values
+from conformance.offload.cases import SHAPES, assert_same_state, proven_on, values
 from conformance.offload.foreign import (
     Chained,
     Clipped,
@@ -72,9 +72,9 @@ class _Arms:
     "without an offloader, its counters in groups and its closure included, and its states MUST leave the device.",
 )
 @pytest.mark.parametrize("name", ["FusedAdam", "Clipped", "Factored", "LBFGS"])
-def test_foreign(offload: Any, name: str) -> None:
-    with proven(this_branch_only=name == "LBFGS") as device:
-        arms = _Arms(offload, device, MAKERS[name])
+def test_foreign(offload: Any, device: str, name: str) -> None:
+    with proven_on(device, this_branch_only=name == "LBFGS") as place:
+        arms = _Arms(offload, place, MAKERS[name])
         assert_equal(arms.offloader.is_separable, False, where="is_separable")
         for number in range(3):
             if number == 2:
@@ -90,9 +90,9 @@ def test_foreign(offload: Any, name: str) -> None:
 
 
 @requirement("OPT-257", "Further arguments of a step MUST reach an optimizer that takes them.")
-def test_arguments(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, FusedAdam)
+def test_arguments(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, FusedAdam)
         for scale in (2.0, 8.0):
             arms.step(grad_scaler=scale)
             arms.check()
@@ -103,9 +103,9 @@ def test_arguments(offload: Any) -> None:
     "OPT-253",
     "A subclass that inherits the arithmetic of one of torch's optimizers MUST be stepped in chunks as it is.",
 )
-def test_subclass(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, MAKERS["Renamed"])
+def test_subclass(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, MAKERS["Renamed"])
         assert_equal(arms.offloader.is_separable, True, where="is_separable")
         for _ in range(2):
             arms.step()
@@ -122,13 +122,13 @@ def test_subclass(offload: Any) -> None:
     "States of an optimizer that is none of torch's MUST load whatever their shape, before the first step and after, "
     "and a shape that contradicts a known one MUST be refused.",
 )
-def test_foreign_load(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, Factored)
+def test_foreign_load(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, Factored)
         for _ in range(2):
             arms.step()
         saved = arms.offloader.snapshot()
-        other = _Arms(offload, device, Factored)
+        other = _Arms(offload, place, Factored)
         for arm, origin in ((other.arms[0], arms.arms[0]), (other.arms[1], arms.arms[1])):
             for param, value in zip(arm, origin, strict=True):
                 with torch.no_grad():
@@ -149,9 +149,9 @@ def test_foreign_load(offload: Any) -> None:
 
 
 @requirement("OPT-256", "States that share memory MUST be refused by name, since moved one by one they would part.")
-def test_shared_memory(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, Shared)
+def test_shared_memory(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, Shared)
         with raises(UnsupportedError, mentions=("share memory", "head")):
             arms.step()
 
@@ -159,9 +159,9 @@ def test_shared_memory(offload: Any) -> None:
 @requirement(
     "OPT-365", "States that lie side by side in one piece of memory, and share none of it, MUST move as others do."
 )
-def test_side_by_side(offload: Any) -> None:
-    with proven() as device:
-        arms, refused = _Arms(offload, device, Flat), list[str]()
+def test_side_by_side(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms, refused = _Arms(offload, place, Flat), list[str]()
         for _ in range(2):
             try:
                 arms.step()
@@ -178,13 +178,13 @@ def test_side_by_side(offload: Any) -> None:
     "The masters of Megatron's DistributedOptimizer MUST move with its states, stay on the device until the model has "
     "them, and give the model bit for bit what they give it without an offloader.",
 )
-def test_distributed_optimizer(offload: Any) -> None:
-    with proven() as device:
+def test_distributed_optimizer(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
         arms = [
             [torch.nn.Parameter(values(shape, i, torch.bfloat16)) for i, shape in enumerate(SHAPES)] for _ in (0, 1)
         ]
         plain, wrapped = (Distributed(arm) for arm in arms)
-        offloader = offload.OptimizerStateOffloader(wrapped, engine=device.engine)
+        offloader = offload.OptimizerStateOffloader(wrapped, engine=place.engine)
         assert_equal(offloader.optimizer is wrapped.optimizer, True, where="the inner optimizer")
         payload = sum(12 * param.numel() for param in arms[1])
         for count in range(3):
@@ -209,7 +209,7 @@ def test_distributed_optimizer(offload: Any) -> None:
             assert_same_state(got, plain.optimizer.state_dict())
         offloader.close()
         with raises(ConfigError, mentions=("masters", "optimizer")):
-            offload.OptimizerStateOffloader(wrapped, engine=device.engine, step_device="cpu")
+            offload.OptimizerStateOffloader(wrapped, engine=place.engine, step_device="cpu")
 
 
 @requirement(
@@ -217,9 +217,9 @@ def test_distributed_optimizer(offload: Any) -> None:
     "A wrapper MUST be attached to by the optimizer it holds; one that keeps the step it found, several optimizers in "
     "one, and what is no optimizer MUST be refused by name, untouched.",
 )
-def test_wrappers(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, lambda params: Prepared(torch.optim.SGD(params, lr=0.1, momentum=0.9)))
+def test_wrappers(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, lambda params: Prepared(torch.optim.SGD(params, lr=0.1, momentum=0.9)))
         assert_equal(arms.offloader.optimizer is arms.optimizer.optimizer, True, where="the inner optimizer")
         for _ in range(2):
             arms.step()
@@ -235,5 +235,5 @@ def test_wrappers(offload: Any) -> None:
             (UnsupportedError, object(), ("object",)),
         ):
             with raises(kind, mentions=words):
-                offload.OptimizerStateOffloader(wrapper, engine=device.engine)
+                offload.OptimizerStateOffloader(wrapper, engine=place.engine)
         assert_equal("step" in vars(inner), False, where="step taken over")

@@ -181,16 +181,16 @@ def test_capture(offload: Any) -> None:
 
 
 @requirement("OPT-074", "An option out of range MUST be a ConfigError that names it, with the optimizer as it was.")
-def test_options(offload: Any) -> None:
+def test_options(offload: Any, device: str) -> None:
     wrong: list[tuple[str, Any]] = [
         ("fraction", -0.1), ("fraction", 1.5), ("fraction", float("nan")), ("chunk_bytes", -1), ("chunk_bytes", 1.5),
         ("slots", 0), ("step_device", "gpu"),
     ]  # fmt: skip
-    with proven() as device:
+    with proven_on(device) as place:
         optimizer = torch.optim.SGD([torch.nn.Parameter(values((3,), 0))], lr=0.1)
         for name, value in wrong:
             with raises(ConfigError, mentions=(name,)):
-                offload.OptimizerStateOffloader(optimizer, engine=device.engine, **{name: value})
+                offload.OptimizerStateOffloader(optimizer, engine=place.engine, **{name: value})
             assert_equal("step" in vars(optimizer), False, where="step taken over")
 
 

@@ -37,15 +37,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 )
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_places_after_a_load(offload: Any, variant: str, fraction: float) -> None:
+def test_places_after_a_load(offload: Any, device: str, variant: str, fraction: float) -> None:
     kind, options = VARIANTS[variant]
-    with proven() as device:
-        twins = Twins(offload, device, kind, options=options, fraction=fraction)
+    with proven_on(device) as place:
+        twins = Twins(offload, place, kind, options=options, fraction=fraction)
         for _ in range(2):
             twins.step()
         state = twins.offloader.snapshot()
         twins.step()
-        twins.offloader.load_state_dict(in_host_memory(device, state))
+        twins.offloader.load_state_dict(in_host_memory(place, state))
         twins.plain.load_state_dict(reread(state, fused=variant == "fused"))
         for _ in range(2):
             twins.step()
@@ -58,13 +58,13 @@ def test_places_after_a_load(offload: Any, variant: str, fraction: float) -> Non
 )
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("listed", [[0, 0, 1], [0, 1, 0]])
-def test_listed_twice(offload: Any, listed: list[int]) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, "Adam", groups=[(listed, {})])
+def test_listed_twice(offload: Any, device: str, listed: list[int]) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, "Adam", groups=[(listed, {})])
         twins.step()
         state = twins.offloader.snapshot()
         twins.step()
-        twins.offloader.load_state_dict(in_host_memory(device, state))
+        twins.offloader.load_state_dict(in_host_memory(place, state))
         twins.plain.load_state_dict(reread(state))
         assert_equal(
             sorted(twins.offloader.snapshot()["state"]), sorted(state["state"]), where="parameters with states"

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, proven, reread, values
+from conformance.offload.cases import SHAPES, proven, proven_on, reread, values
 from twinproof.errors import ConfigError, PlanError, StaleMasterError
 
 
@@ -57,10 +57,10 @@ class _Arms:
 @requirement(
     "OPT-012", "Parameters MUST be the masters rounded to nearest even, masters the float32 run, offloaded or not."
 )
-def test_masters(offload: Any) -> None:
+def test_masters(offload: Any, device: str) -> None:
     for offloaded in (False, True):
-        with proven(late=offloaded) as device:
-            arms = _Arms(offload, device, offloaded=offloaded)
+        with proven_on(device, late=offloaded) as place:
+            arms = _Arms(offload, place, offloaded=offloaded)
             for _ in range(4):
                 arms.step()
                 arms.check()
@@ -74,9 +74,9 @@ def test_masters(offload: Any) -> None:
 @requirement(
     "OPT-041", "A parameter that was written behind its master's back MUST be noticed, and refresh_masters() adopt it."
 )
-def test_stale_masters(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, offloaded=True)
+def test_stale_masters(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, offloaded=True)
         assert arms.offloader is not None
         arms.step()
         loaded = values(SHAPES[0], 77, torch.bfloat16)
@@ -105,9 +105,9 @@ def test_stale_masters(offload: Any) -> None:
 
 
 @requirement("OPT-049", "A load that gives states another form MUST leave masters and every other state as they are.")
-def test_load_of_another_form(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, offloaded=True)
+def test_load_of_another_form(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, offloaded=True)
         assert arms.offloader is not None
         arms.step()
         state = arms.offloader.snapshot()
@@ -125,9 +125,9 @@ def test_load_of_another_form(offload: Any) -> None:
 
 
 @requirement("OPT-044", "Saved masters MUST load into parameters and masters alike; others are refused first.")
-def test_load_masters(offload: Any) -> None:
-    with proven() as device:
-        arms = _Arms(offload, device, offloaded=True)
+def test_load_masters(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, offloaded=True)
         assert arms.offloader is not None
         arms.step()
         saved = [values(shape, 500 + i) for i, shape in enumerate(SHAPES)]
@@ -162,17 +162,17 @@ def test_wrong_masters(offload: Any) -> None:
 @pytest.mark.parametrize(
     ("stepped", "others", "said"), [(2, 1, "1 others, 0"), (1, 0, "0 others, 1"), (0, 3, "3 others, 2")]
 )
-def test_masters_of_another_optimizer(offload: Any, stepped: int, others: int, said: str) -> None:
-    params = [torch.nn.Parameter(values((3,), number, torch.bfloat16)) for number in range(2)]
-    masters = offload.MasterWeights(params)
-    foreign = [torch.nn.Parameter(values((2,), number)) for number in range(others)]
-    optimizer = torch.optim.SGD([*list(masters.parameters())[:stepped], *foreign], lr=0.1)
-    with proven() as device:
+def test_masters_of_another_optimizer(offload: Any, device: str, stepped: int, others: int, said: str) -> None:
+    with proven_on(device) as place:
+        params = [torch.nn.Parameter(values((3,), number, torch.bfloat16)) for number in range(2)]
+        masters = offload.MasterWeights(params)
+        foreign = [torch.nn.Parameter(values((2,), number)) for number in range(others)]
+        optimizer = torch.optim.SGD([*list(masters.parameters())[:stepped], *foreign], lr=0.1)
         with raises(ConfigError, mentions=(f"{said} masters missing", "master_weights.parameters()")):
-            offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+            offload.OptimizerStateOffloader(optimizer, engine=place.engine, master_weights=masters)
         # What was refused is free for another.
         right = torch.optim.SGD(masters.parameters(), lr=0.1)
-        offload.OptimizerStateOffloader(right, engine=device.engine, master_weights=masters).close()
+        offload.OptimizerStateOffloader(right, engine=place.engine, master_weights=masters).close()
 
 
 @requirement(
@@ -218,9 +218,9 @@ def _error_of(step: Any) -> str:
     "Masters that ran with a plain optimizer, as close() leaves them, MUST get their gradients chunk by chunk again "
     "once they are offloaded anew, and run with the plain optimizer behind the next close().",
 )
-def test_attached_anew(offload: Any) -> None:
-    with proven() as device:
-        arms, held = _Arms(offload, device, offloaded=True), list[int]()
+def test_attached_anew(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms, held = _Arms(offload, place, offloaded=True), list[int]()
         masters, optimizer = arms.masters, arms.optimizers[1]
         for _ in range(2):
             assert arms.offloader is not None
@@ -230,7 +230,7 @@ def test_attached_anew(offload: Any) -> None:
             arms.step()
             arms.check()
             arms.offloader = offload.OptimizerStateOffloader(
-                optimizer, engine=device.engine, master_weights=masters, chunk_bytes=512
+                optimizer, engine=place.engine, master_weights=masters, chunk_bytes=512
             )
         optimizer.register_step_pre_hook(
             lambda *_: held.append(sum(master.grad is not None for master in masters.parameters()))

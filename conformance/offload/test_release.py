@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, in_host_memory, proven, reread, values
+from conformance.offload.cases import SHAPES, Twins, in_host_memory, proven, proven_on, reread, values
 from twinproof.errors import ConfigError
 
 MASTER_BYTES = sum(4 * values(shape, 0).numel() for shape in SHAPES)
@@ -48,10 +48,10 @@ FLAGS: list[tuple[dict[str, bool], int]] = [
     "offload() MUST move states and masters as its flags say, by its own names and by Megatron's, and nothing else.",
 )
 @pytest.mark.parametrize(("flags", "expected"), FLAGS)
-def test_flags(offload: Any, flags: dict[str, bool], expected: int) -> None:
+def test_flags(offload: Any, device: str, flags: dict[str, bool], expected: int) -> None:
     for release in ("at_offload", "on_request"):
-        with proven() as device:
-            offloader, _, params = _with_masters(offload, device, release=release)
+        with proven_on(device) as place:
+            offloader, _, params = _with_masters(offload, place, release=release)
             _step(offloader, params, 1)
             offloader.settle()
             offloader.to_device(offloader.bundles)
@@ -117,14 +117,14 @@ def test_release(offload: Any) -> None:
     "both kinds in one call or each in its own, and lose nothing.",
 )
 @pytest.mark.parametrize("calls", [("states", "masters"), ("masters", "states"), ("masters",)])
-def test_released_by_kind(offload: Any, calls: tuple[str, ...]) -> None:
-    with proven() as device:
+def test_released_by_kind(offload: Any, device: str, calls: tuple[str, ...]) -> None:
+    with proven_on(device) as place:
         # Places of one unit of alignment each: between two of states lies exactly one of a master.
         params: list[torch.Tensor] = [torch.nn.Parameter(values((64,), i, torch.bfloat16)) for i in range(3)]
         masters = offload.MasterWeights(params)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
         offloader = offload.OptimizerStateOffloader(
-            optimizer, engine=device.engine, master_weights=masters, release="on_request"
+            optimizer, engine=place.engine, master_weights=masters, release="on_request"
         )
         for number in range(2):
             _step(offloader, params, number)
@@ -143,9 +143,9 @@ def test_released_by_kind(offload: Any, calls: tuple[str, ...]) -> None:
 
 
 @requirement("OPT-259", "Masters that are read between offload() and the release MUST be those of the last step.")
-def test_masters_read_in_between(offload: Any) -> None:
-    with proven(late=True) as device:
-        offloader, masters, params = _with_masters(offload, device, release="on_request")
+def test_masters_read_in_between(offload: Any, device: str) -> None:
+    with proven_on(device, late=True) as place:
+        offloader, masters, params = _with_masters(offload, place, release="on_request")
         for number in range(2):
             _step(offloader, params, number)
             stepped = [master.detach().clone() for master in masters.parameters()]
@@ -165,15 +165,15 @@ def test_masters_read_in_between(offload: Any) -> None:
     "With release on request a step after a load MUST run on the device, with the states that were loaded, which may "
     "come from host memory.",
 )
-def test_load(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, release="on_request")
+def test_load(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, release="on_request")
         twins.step()
         saved = reread(twins.offloader.snapshot())
         for released in (False, True):
             twins.step()
             twins.plain.load_state_dict(reread(saved))
-            twins.offloader.load_state_dict(in_host_memory(device, saved))
+            twins.offloader.load_state_dict(in_host_memory(place, saved))
             if released:
                 twins.offloader.release_gpu_memory()
                 twins.offloader.settle()

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, requirement
 from conformance.harness.threads import torch_threads
-from conformance.offload.cases import TASK_BYTES, CpuArm, Twins, assert_same_numbers, proven, values
-from conformance.provers.virtual_device import VirtualDevice
+from conformance.offload.cases import TASK_BYTES, CpuArm, Twins, assert_same_numbers, proven_on, values
 from refimpl.optimizers import adam_step
 from twinproof.optimizers import AdamHyper
 
@@ -52,7 +51,7 @@ def test_pieces(offload: Any) -> None:
 class _Groups:
     """float32, bfloat16 and float16 parameters in turn, in groups that decay, do not, and differ; and the formula."""
 
-    def __init__(self, offload: Any, device: VirtualDevice, **options: Any) -> None:
+    def __init__(self, offload: Any, device: Any, **options: Any) -> None:
         dtypes = [torch.bfloat16, torch.float32, torch.float16] * 3
         self.params = [torch.nn.Parameter(values((5, 3 + i), i, dtype)) for i, dtype in enumerate(dtypes)]
         self.masters = offload.MasterWeights(self.params)
@@ -105,9 +104,9 @@ class _Groups:
     "dtype, where groups, dtypes, counts and masters are mixed in one chunk.",
 )
 @pytest.mark.parametrize(("chunk_bytes", "slots"), [(0, 1), (1, 2), (600, 2)])
-def test_mixed(offload: Any, chunk_bytes: int, slots: int) -> None:
-    with proven(late=True) as device:
-        groups = _Groups(offload, device, chunk_bytes=chunk_bytes, slots=slots)
+def test_mixed(offload: Any, device: str, chunk_bytes: int, slots: int) -> None:
+    with proven_on(device, late=True) as place:
+        groups = _Groups(offload, place, chunk_bytes=chunk_bytes, slots=slots)
         for number, skip in enumerate(((), (1, 3, 5), (0, 2), ())):
             groups.step(number, skip)
         groups.offloader.close()
@@ -119,20 +118,20 @@ def test_mixed(offload: Any, chunk_bytes: int, slots: int) -> None:
     "while copies of the last step are still under way.",
 )
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_growing_slots(offload: Any, slots: int) -> None:
+def test_growing_slots(offload: Any, device: str, slots: int) -> None:
     shapes = ((3,), (5, 7), (64, 8), (40, 33), (2,))
     for halves in (False, True):
         for seed in (None, 1):
-            with proven(late=True, seed=seed) as device:
-                arm = CpuArm(offload, device, halves=halves, shapes=shapes, chunk_bytes=1, slots=slots)
+            with proven_on(device, late=True, seed=seed) as place:
+                arm = CpuArm(offload, place, halves=halves, shapes=shapes, chunk_bytes=1, slots=slots)
                 for skip in ((1, 2, 3, 4), (2, 3), (0, 1), (), (2, 3, 4), ()):
                     arm.step(skip=skip)
                 arm.check()
                 arm.offloader.close()
-    with proven(late=True) as device:
-        # In slots of the device, whose states are made when a parameter has its first gradient.
+    with proven_on(device, late=True) as place:
+        # In slots of the place, whose states are made when a parameter has its first gradient.
         given = [values(shape, i) for i, shape in enumerate(shapes)]
-        twins = Twins(offload, device, params=given, slots=slots)
+        twins = Twins(offload, place, params=given, slots=slots)
         skips: tuple[tuple[int, ...], ...] = ((1, 2, 3, 4), (2, 3), (3,), (), ())
         for number, absent in enumerate(skips):
             if number % 2:

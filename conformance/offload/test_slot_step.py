@@ -165,7 +165,7 @@ def test_threads(offload: Any) -> None:
 class _Groups:
     """An offloaded optimizer of two groups, and what its chunks have to become."""
 
-    def __init__(self, offload: Any, device: VirtualDevice, name: str, *, halves: bool = False, **more: Any) -> None:
+    def __init__(self, offload: Any, device: Any, name: str, *, halves: bool = False, **more: Any) -> None:
         self.kind, options = COVERED[name]
         dtype = torch.bfloat16 if halves else torch.float32
         self.params = [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate((*SHAPES, (5, 3)))]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, proven, proven_on, values
+from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, proven_on, values
 from twinproof.errors import UnsupportedError
 
 
@@ -111,10 +111,10 @@ def test_accumulation_and_clipping(offload: Any, device: str) -> None:
 
 @requirement("OPT-011", "A step that a GradScaler skips MUST change nothing and leave the next one right.")
 @pytest.mark.parametrize("fused", [False, True])
-def test_grad_scaler(offload: Any, fused: bool) -> None:
+def test_grad_scaler(offload: Any, device: str, fused: bool) -> None:
     # A scaler asks the device whether to step, unless the optimizer's own kernel does.
-    with proven(this_branch_only=not fused) as device:
-        twins = Twins(offload, device, options={"lr": 0.01, "fused": fused})
+    with proven_on(device, this_branch_only=not fused) as place:
+        twins = Twins(offload, place, options={"lr": 0.01, "fused": fused})
         scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
         for number in range(4):
             twins.set_gradients()
@@ -214,7 +214,7 @@ def test_fraction(offload: Any, device: str, fraction: float) -> None:
 
 
 @requirement("OPT-024", "What is no optimizer, or steps sparse gradients only, MUST be refused at attachment, by name.")
-def test_unsupported(offload: Any) -> None:
+def test_unsupported(offload: Any, device: str) -> None:
     class Mine:
         """Has parameters and steps them."""
 
@@ -224,11 +224,11 @@ def test_unsupported(offload: Any) -> None:
         def step(self) -> None:
             """Do nothing."""
 
-    with proven() as device:
+    with proven_on(device) as place:
         for kind in (torch.optim.SparseAdam, Mine):
             optimizer: Any = kind([torch.nn.Parameter(values((3,), 0))])
             with raises(UnsupportedError, mentions=(kind.__name__,)):
-                offload.OptimizerStateOffloader(optimizer, engine=device.engine)
+                offload.OptimizerStateOffloader(optimizer, engine=place.engine)
             assert_equal("step" in vars(optimizer), False, where="step taken over")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, requirement
-from conformance.offload.cases import SHAPES, Twins, proven, proven_on, values
+from conformance.offload.cases import SHAPES, Twins, proven_on, values
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
@@ -37,10 +37,10 @@ def test_variants(offload: Any, device: str, kind: str, options: dict[str, Any])
 
 
 @requirement("OPT-004", "A learning rate that is a tensor MUST be the same object and its new value the next step's.")
-def test_tensor_learning_rate(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, options={"lr": 0.5, "fused": True})
-        rates = [torch.full((), 0.5, device=device.engine.device) for _ in range(2)]
+def test_tensor_learning_rate(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        twins = Twins(offload, place, options={"lr": 0.5, "fused": True})
+        rates = [torch.full((), 0.5, device=place.engine.device) for _ in range(2)]
         for optimizer, rate in zip((twins.plain, twins.optimizer), rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate
         for factor in (1.0, 0.5, 0.25):
