@@ -8,7 +8,7 @@ import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.cases import WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
-from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
+from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, DistributedError, PipelineError
 
@@ -70,6 +70,45 @@ def _error_on_one_rank(rank: Rank, name: str) -> None:
 def test_error_on_one_rank(rank_pool: Any) -> None:
     for name in WITHOUT_PREFETCH:
         rank_pool.run(_error_on_one_rank, 2, name)
+
+
+class Unmovable(Batch):
+    """A batch that no device takes."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """As where there is no memory left."""
+        raise LoaderError("no memory")
+
+
+def _unmovable_on_one_rank(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
+    schedule, given, expected = job.schedule(name), job.batches(6), loop.batches(6)
+    if rank.rank == 1:
+        given[2] = Unmovable(given[2].dense, given[2].ids, given[2].target)
+        del expected[2]
+    loader, found, errors = iter(given), list[torch.Tensor](), list[str]()
+    for _ in range(8):
+        try:
+            found.append(schedule.progress(loader))
+        except StopIteration:
+            break
+        except (LoaderError, DistributedError) as error:
+            errors.append(type(error).__name__)
+    assert_equal(errors, ["LoaderError" if rank.rank == 1 else "DistributedError"], where=f"{name} errors")
+    assert_equal(len(found), 5, where=f"{name} outputs")
+    for number, (got, batch) in enumerate(zip(found, expected, strict=False)):
+        assert_bits(got, loop.step(batch), f"{name} output {number}")
+
+
+@requirement(
+    "PIPE-461",
+    "What the copy of one rank's batch raises MUST stop every rank before anything is exchanged, by name, and all MUST "
+    "be able to go on: that rank with its next batch, the others with the one they hold.",
+)
+def test_unmovable_on_one_rank(rank_pool: Any) -> None:
+    for name in WITHOUT_PREFETCH:
+        rank_pool.run(_unmovable_on_one_rank, 2, name)
 
 
 def _uneven(rank: Rank, name: str) -> None:

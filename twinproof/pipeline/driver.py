@@ -60,6 +60,7 @@ logger = logging.getLogger("twinproof.pipeline")
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+Made = TypeVar("Made")
 # (pipeline, stages, batch) -> the model's output: one step, which calls each stage in its place.
 Schedule = Callable[[Any, Any, Any], Any]
 
@@ -322,28 +323,43 @@ class Pipeline(Generic[In, Out]):
 
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
         """A batch as the loader gives it, if every rank has one; None if not, and from then on."""
+        return self._taken(dataloader_iter, lambda batch: batch)
+
+    def _taken(self, dataloader_iter: Iterator[In], prepare: Callable[[In], Made]) -> Made | None:
+        """What is made of the next batch, if every rank has one; None if not, and from then on.
+
+        What fails on one rank fails on all before anything is exchanged. The others hold their batch; as in a loop, one
+        that could not be prepared is gone.
+        """
         self._take_loader(dataloader_iter)
         if self._dataloader_exhausted:
             return None
         failure: BaseException | None = None
+        made: Made | None = None
         said = _HAS_BATCH
-        if not self._held:
-            try:
+        try:
+            if not self._held:
                 self._held.append(self._next())
-            except StopIteration:
-                said = _EXHAUSTED
+        except StopIteration:
+            said = _EXHAUSTED
+        except BaseException as error:
+            failure, said = error, _FAILED
+        if said == _HAS_BATCH:
+            try:
+                made = prepare(self._held[0])
             except BaseException as error:
                 failure, said = error, _FAILED
+                self._held.popleft()
         agreed = self.agree(said)
         if failure is not None:
             raise failure
         if agreed == _FAILED:
-            raise DistributedError("the loader of another rank failed", where="progress")
+            raise DistributedError("the loader of another rank failed, or the copy of its batch", where="progress")
         if agreed == _EXHAUSTED:
             self._dataloader_exhausted = True
             return None
-        found: In = self._held.popleft()
-        return found
+        self._held.popleft()
+        return made
 
     def _next(self) -> In:
         batch = next(self._loader())
@@ -508,11 +524,12 @@ class Pipeline(Generic[In, Out]):
             # Whoever pulls in their own way does not count.
             batch = self._next_batch(dataloader_iter)
             self.pulled_count += batch is not None
+            made = None if batch is None else self._stages.copy(batch)
         else:
-            batch = self._next_batch(dataloader_iter)
-        if batch is None:
+            made = self._taken(dataloader_iter, self._stages.copy)
+        if made is None:
             return None, None
-        self._made = self._stages.copy(batch)
+        self._made = made
         self._made.index = self._next_index
         self._made.given_context = self._create_context()
         self._next_index = self._made.index + 1

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from conformance.harness import fault, mutated, patched, swap
+from twinproof.errors import DistributedError
 
 
 @fault(kills="PIPE-030", at="twinproof.pipeline.driver:Pipeline._next")
@@ -18,11 +19,11 @@ def none_ends_the_loader(original: Any, schedule: Any) -> Any:
     return batch
 
 
-@fault(kills=("PIPE-033", "PIPE-126", "PIPE-148"), at="twinproof.pipeline.driver:Pipeline._next_batch")
-def batches_lost_on_loader_error(original: Any, schedule: Any, loader: Any) -> Any:
+@fault(kills=("PIPE-033", "PIPE-126", "PIPE-148"), at="twinproof.pipeline.driver:Pipeline._taken")
+def batches_lost_on_loader_error(original: Any, schedule: Any, *given: Any) -> Any:
     """What was pulled is lost with a loader's error."""
     try:
-        return original(schedule, loader)
+        return original(schedule, *given)
     except StopIteration:
         raise
     except BaseException:
@@ -67,3 +68,13 @@ held_through_a_reset = patched(
     mutated("twinproof.pipeline.driver:Pipeline.reset", "self._held.clear()", "pass"),
     kills="PIPE-417",
 )
+
+
+@fault(kills="PIPE-461", at="twinproof.pipeline.driver:Pipeline._taken")
+def held_batch_goes_with_that_of_another_rank(original: Any, schedule: Any, *given: Any) -> Any:
+    """The batch that this rank holds is dropped where another rank's could not be copied."""
+    try:
+        return original(schedule, *given)
+    except DistributedError:
+        schedule._held.popleft()
+        raise
