@@ -279,3 +279,45 @@ def test_loading_beside_others(kvstore: Any, tmp_path: Path) -> None:
                 for name in names:
                     found = (targets["beside"] if nested else targets)[name]
                     assert_equal(_listed(found), _listed(beside[name]), where=f"{where}: {name}")
+
+
+def _said(value: Any) -> dict[str, Any]:
+    """What lazy rows say of themselves, and what a checkpoint is handed."""
+    fields = ("shape", "dtype", "global_row_count", "row_offset", "chunk_rows", "table", "view_name")
+    said = {field: getattr(value, field, None) for field in fields}
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.global_chunks()]
+    return said | {"chunks": chunks, "ids": value.ids.tolist() if hasattr(value, "ids") else None}
+
+
+@requirement(
+    "KV-293",
+    "A view that was copied, staged or sent in any way MUST say of itself what it was made with: ids, table, name, "
+    "dtype, shape, place among the rows of all ranks, and rows of a chunk.",
+)
+def test_copies_say_the_same(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", durable=False)
+    ways: dict[str, Callable[[Any], Any]] = {
+        "clone": torch.clone,
+        "deepcopy": copy.deepcopy,
+        "copy": copy.copy,
+        "detach": torch.detach,
+        "to": lambda lazy: lazy.to(lazy.dtype, copy=True),
+        "pickle": lambda lazy: pickle.loads(pickle.dumps(lazy)),
+        "pickled clone": lambda lazy: pickle.loads(pickle.dumps(lazy.clone(), protocol=2)),
+        "clone of what was sent": lambda lazy: pickle.loads(pickle.dumps(copy.deepcopy(lazy))).clone(),
+        "staged": lambda lazy: writer.stage({"rows": lazy})["rows"],
+        "staged clone": lambda lazy: copy.deepcopy(writer.stage({"rows": lazy})["rows"]),
+    }
+    store = filled(kvstore, KEYS)
+    store.set_step_count("b", 3)
+    for whole in (True, False):
+        store.set_return_whole_row(whole)
+        for snapshot in (True, False):
+            for name, lazy in store.state_dict(snapshot=snapshot, chunk_rows=5).items():
+                lazy.place(lazy.shape[0] + 11, 7)
+                expected = _said(lazy)
+                for way, act in ways.items():
+                    assert_equal(_said(act(lazy)), expected, where=f"{way} of {name}, {whole=} {snapshot=}")
+                wide = _said(lazy.to(torch.float64))
+                kept = {field: wide[field] for field in ("shape", "global_row_count", "row_offset", "chunk_rows")}
+                assert_equal(kept, {field: expected[field] for field in kept}, where=f"wider {name}, {snapshot=}")

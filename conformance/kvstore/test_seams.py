@@ -282,6 +282,12 @@ def test_listing_at_seams(kvstore: Any) -> None:
                 where = f"{thread_count} threads"
                 assert_bits(store.ids("t"), now, where=f"{where}, now")
                 assert_bits(taken.ids("t"), ids, where=f"{where}, of the snapshot")
+                # Threads pass over rows outside of the range in the first part, in the last, in all and in none.
+                for begin, behind in ((70000, count), (0, 60000), (40000, 90000), (5, 6), (65536, 65536), (1, count)):
+                    for source, held in ((store, now), (taken, ids)):
+                        first, last = int(held[begin]), int(held[min(behind, held.numel()) - 1])
+                        listed = source.ids("t", first, last)
+                        assert_bits(listed, held[begin:behind], where=f"{where}, from {first} to {last}")
                 changed, removed = store.changes("t", mark)
                 assert_bits(changed, new.sort().values, where=f"{where}, changed")
                 assert_bits(removed, gone, where=f"{where}, removed")

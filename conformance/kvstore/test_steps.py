@@ -297,3 +297,55 @@ def test_highest_steps(kvstore: Any, tmp_path: Path) -> None:
     (tmp_path / "ck" / FILE).write_bytes(raw.replace(str(last).encode(), str(last + 1).encode()))
     with raises(FormatError, mentions=("steps",), where="a file of more steps"):
         kvstore.load(_adam(kvstore), tmp_path / "ck")
+
+
+def tell_steps(rank: Any, path: str) -> dict[str, Any]:
+    """Save rows and steps that other ranks have not, in every way; what each way says of all ranks' rows and steps."""
+    kvstore = rank.component("kvstore")
+    store, buckets = _adam(kvstore, track_changes=True), kvstore.Buckets(5)
+    begin, end = kvstore.rank_buckets(5, rank.world_size, rank.rank)
+    keys = [key for key in range(23) if begin <= key % 5 < end]
+    for table in "ab":
+        store.set(table, ids_of(keys), torch.ones(len(keys), 4))
+    store.set_step_count("a", [3, 9, 4][rank.rank])
+    store.set_step_count("b", [6, 0, 5][rank.rank])
+    mark = save(kvstore, store, Path(path) / "full", buckets=buckets).mark
+    store.set("b", ids_of(keys[:1]), torch.zeros(1, 4))
+    save(kvstore, store, Path(path) / "delta", buckets=buckets, since=mark, form="separate")
+    found = {}
+    module = kvstore.KVEmbeddingBag(store, table="a", buckets=buckets)
+    for way, state in (
+        ("views of a moment", store.state_dict(buckets=buckets)),
+        ("views", store.state_dict(buckets=buckets, snapshot=False)),
+        ("one table", store.state_dict(buckets=buckets, tables=("b",))),
+        ("a module", {f"a.{name}": value for name, value in module.state_dict().items()}),
+    ):
+        places = {name: (lazy.global_row_count, lazy.row_offset, lazy.shape[0]) for name, lazy in state.items()}
+        steps = {name: state[name].full_tensor().tolist() for name in state if name.endswith(".step")}
+        found[way] = (places, steps)
+    return found
+
+
+@requirement(
+    "KV-294",
+    "What a save or a state dict says of all ranks together MUST be the same on each: the furthest step that any rank "
+    "took, how many rows there are, and places that follow each other.",
+)
+def test_steps_of_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    by_rank = rank_pool.run(tell_steps, 3, str(tmp_path))
+    for way in by_rank[0]:
+        told = [found[way] for found in by_rank]
+        furthest = {"a.step": [[9]], "b.step": [[6]]}
+        expected = {name: furthest[name] for name in told[0][1]}
+        assert_equal([steps for _, steps in told], [expected] * 3, where=f"{way}: steps")
+        for name in told[0][0]:
+            place = 0
+            total = {"bucket": 5, "step": 1}.get(name.partition(".")[2], 23)
+            for rank, (places, _) in enumerate(told):
+                begin = 0 if total == 1 else place
+                assert_equal(places[name][:2], (total, begin), where=f"{way}: {name} of rank {rank}")
+                place += places[name][2]
+            assert_equal(place, 3 if total == 1 else total, where=f"{way}: {name} of all ranks")
+    for name in ("full", "delta"):
+        steps = kvstore.SavedRows(tmp_path / name).steps
+        assert_equal(steps, {"a": 9, "b": 6}, where=f"steps of the {name} save")

@@ -160,7 +160,7 @@ def test_triggers_in_a_round(kvstore: Any) -> None:
     "A background evictor that is closed in a round MUST tell what that round did until then, with the rounds before.",
 )
 def test_closed_in_a_round(kvstore: Any) -> None:
-    store, begun = _stored(kvstore), threading.Event()
+    store, begun, is_late = _stored(kvstore), threading.Event(), threading.Event()
     begin = store.start_eviction
 
     def start_eviction(*arguments: Any, **options: Any) -> Any:
@@ -172,16 +172,24 @@ def test_closed_in_a_round(kvstore: Any) -> None:
             if not begun.is_set():
                 step()
                 begun.set()
-            return True
+            return not is_late.is_set()
 
         found.step = first_alone
         return found
 
     store.start_eviction = start_eviction
     policy = kvstore.EvictionPolicy.count(2)
-    with kvstore.BackgroundEvictor(store, "t", trigger_rows=100, policy=policy, slice_rows=3) as evictor:
-        store.set("t", ids_of([1000]), torch.zeros(1, 4))
-        assert_equal(begun.wait(20), True, where="a round begins")
+    evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=100, policy=policy, slice_rows=3)
+    store.set("t", ids_of([1000]), torch.zeros(1, 4))
+    assert_equal(begun.wait(20), True, where="a round begins")
+    closing = threading.Thread(target=evictor.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    ends = not closing.is_alive()
+    # Who closes it waits no longer, whatever this test finds.
+    is_late.set()
+    closing.join()
+    assert_equal(ends, True, where="a round that was closed ends")
     found = [(stats.processed_count, stats.evicted_count) for stats in evictor.rounds]
     assert_equal(found, [(3, 3)], where="what the round did")
 

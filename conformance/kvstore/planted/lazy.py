@@ -68,3 +68,18 @@ objects_left_out = patched(
     ),
     kills="KV-276",
 )
+copies_in_chunks_of_their_own = patched(
+    "A view that is copied or staged forgets how many rows a chunk of it has.",
+    mutated("twinproof.kvstore.views:KVTensor._moved_to", ", chunk_rows=self.chunk_rows", ""),
+    kills="KV-293",
+)
+wider_rows_in_chunks_of_their_own = patched(
+    "A view that is copied to another dtype forgets how many rows a chunk of it has.",
+    mutated("twinproof.kvstore.views:LazyRows.in_memory", ", self.chunk_rows)", ")"),
+    kills="KV-293",
+)
+plain_copies_begin_anew = patched(
+    "Ids and bucket counts that are sent stand at the beginning of the rows of all ranks.",
+    mutated("twinproof.kvstore.views:_rebuild_dense", "made.place(global_row_count, row_offset)", "pass"),
+    kills="KV-293",
+)

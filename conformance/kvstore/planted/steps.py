@@ -74,3 +74,19 @@ steps_of_double_precision = patched(
     ),
     kills="KV-279",
 )
+_STATE = "twinproof.kvstore.statedict:state_dict"
+step_of_this_rank = patched(
+    "A state dict tells the step of its own rank.",
+    mutated(_STATE, "max(counts[table][1] for counts in by_rank)", "by_rank[rank][table][1]"),
+    kills="KV-294",
+)
+step_of_the_first_rank = patched(
+    "A state dict tells the step of the first rank.",
+    mutated(_STATE, "max(counts[table][1] for counts in by_rank)", "by_rank[0][table][1]"),
+    kills="KV-294",
+)
+saved_step_of_the_first_rank = patched(
+    "A save tells the step of the first rank.",
+    mutated("twinproof.kvstore.deltas:named", "max(found[table].step for found in by_rank)", "by_rank[0][table].step"),
+    kills="KV-294",
+)
