@@ -59,12 +59,13 @@ def verbs(kvstore: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def check(store: Any, snapshot: Any, before: Any, where: str) -> None:
-    """Store, snapshot and counters are as they were."""
-    assert_image(store, before, where=where)
+    """Store, mark, snapshot and counters are as they were."""
+    assert_image(store, before[0], where=where)
+    assert_equal(store.mark(), before[1], where=f"{where}: mark")
     stats = store.stats()
     assert_equal((stats.row_count, stats.block_count), (store.size("t"),) * 2, where=f"{where}: blocks")
     if snapshot is not None:
-        assert_image(snapshot, before, where=f"{where}: snapshot")
+        assert_image(snapshot, before[0], where=f"{where}: snapshot")
 
 
 def failures_of(kvstore: Any, name: str, verb: Callable[[Any], Any], snapshots: int, expected: Any) -> int:
@@ -72,7 +73,7 @@ def failures_of(kvstore: Any, name: str, verb: Callable[[Any], Any], snapshots: 
     for count in range(2000):
         store, where = filled(kvstore), f"{name} beside {snapshots} snapshots, allocation {count}"
         taken = [store.snapshot() for _ in range(snapshots)]
-        before = image(store)
+        before, mark = image(store), store.mark()
         store.fail_allocations("t", count)
         try:
             verb(store)
@@ -84,7 +85,7 @@ def failures_of(kvstore: Any, name: str, verb: Callable[[Any], Any], snapshots: 
             return count
         store.fail_allocations("t", -1)
         for snapshot in taken or [None]:
-            check(store, snapshot, before, where)
+            check(store, snapshot, (before, mark), where)
         verb(store)
         assert_image(store, expected, where=f"{where}, tried again")
         for snapshot in taken:

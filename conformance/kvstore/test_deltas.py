@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore.cases import (
     FILE,
     assert_contents,
@@ -25,7 +25,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
-from twinproof.errors import DeltaBaseError, TwinproofError
+from twinproof.errors import ConfigError, DeltaBaseError, TwinproofError
 
 
 def chain(kvstore: Any, folder: Path, length: int, **options: Any) -> tuple[Any, list[Path], list[Any]]:
@@ -377,3 +377,32 @@ def test_state_dict_between_deltas(kvstore: Any, checkpoint: Any, tmp_path: Path
         kvstore.load(store, paths[1], tables=("a",))
     kvstore.load(store, paths[1], tables=("b",))
     assert_equal(contents(store), {"a": held[0]["a"], "b": held[1]["b"]}, where="after dcp.load into views of a")
+
+
+@requirement(
+    "KV-295",
+    "A delta MUST remove ids that are outside of all its buckets, too, once: with the bucket that is nearest.",
+)
+def test_removed_outside_of_all_buckets(kvstore: Any, tmp_path: Path) -> None:
+    buckets, keys, outside = kvstore.Buckets(4, "chunk", 10), range(0, 40, 7), [-(2**63), -1, 40, 2**63 - 1]
+    for held in (True, False):
+        store = store_of(kvstore, kvstore.RowLayout(4), track_changes=True)
+        store.set_rows("t", random_rows(store, [*keys, *(outside if held else [])], 1))
+        mark = save(kvstore, store, tmp_path / f"{held}-full").mark
+        if not held:
+            # The save that refuses them is why they go.
+            store.set_rows("t", random_rows(store, outside, 2))
+            with raises(ConfigError, where="ids outside of all buckets"):
+                save(kvstore, store, tmp_path / "refused", since=mark, buckets=buckets)
+        store.delete("t", ids_of([7, *outside]))
+        save(kvstore, store, tmp_path / f"{held}-delta", since=mark, buckets=buckets)
+        for parts in ([(0, 4)], [(0, 1), (1, 3), (3, 4)]):
+            others = [store_of(kvstore, kvstore.RowLayout(4)) for _ in parts]
+            gone = 0
+            for other, part in zip(others, parts, strict=True):
+                kvstore.load(other, tmp_path / f"{held}-full")
+                with succeeds("load", where=f"{held=}, part {part}"):
+                    gone += kvstore.load(other, tmp_path / f"{held}-delta", owned=part).deleted_counts["t"]
+            assert_equal(gone, 1 + 4 * held, where=f"{held=}, removed by {parts}")
+            if len(parts) == 1:
+                assert_contents(others[0], contents(store), where=f"{held=}")

@@ -17,6 +17,7 @@ from conformance.kvstore.cases import (
     contents,
     ids_of,
     random_rows,
+    save,
     store_of,
     weights_of,
 )
@@ -219,3 +220,50 @@ def test_options_by_position(kvstore: Any, tmp_path: Path) -> None:
             call()
         assert_contents(store, before, where=name)
     assert_equal(list(tmp_path.iterdir()), [], where="nothing is saved")
+
+
+@requirement(
+    "KV-296",
+    "A call that is refused, and one that only makes room or reads, MUST leave the mark where it was.",
+)
+def test_marks_that_stay(kvstore: Any, tmp_path: Path) -> None:
+    def tracked() -> Any:
+        return store_of(kvstore, capacity=8, track_changes=True)
+
+    source, keys = tracked(), list(range(20))
+    source.set_rows("t", random_rows(source, range(6), 1))
+    save(kvstore, source, tmp_path / "full")
+    store = tracked()
+    kvstore.load(store, tmp_path / "full")
+    wide = store_of(kvstore)
+    wide.set_rows("t", random_rows(wide, keys, 4))
+    save(kvstore, wide, tmp_path / "wide")
+    too_many: dict[str, Callable[[], Any]] = {
+        "set": lambda: store.set("t", ids_of(keys), weights_of(store, 20, 2)),
+        "set_rows": lambda: store.set_rows("t", random_rows(store, keys, 3)),
+        "set_state": lambda: store.set_state("t", "momentum1", ids_of(keys), torch.ones(20, 6)),
+        "apply_gradients": lambda: store.apply_gradients("t", ids_of(keys), torch.ones(20, 6), 0.5),
+        "load_state_dict": lambda: store.load_state_dict(wide.state_dict()),
+        "load": lambda: kvstore.load(store, tmp_path / "wide"),
+        "a wrong dtype": lambda: store.set("t", ids_of([1]), torch.ones(1, 6, dtype=torch.float16)),
+        "a wrong table": lambda: store.delete("u", ids_of([1])),
+    }
+    reads: dict[str, Callable[[], Any]] = {
+        "reserve": lambda: store.reserve("t", 100),
+        "prefetch": lambda: store.prefetch("t", ids_of(keys)),
+        "get": lambda: store.get("t", ids_of(keys)),
+        "a snapshot": lambda: store.snapshot().close(),
+        "a state dict": lambda: store.state_dict(),
+        "a save": lambda: save(kvstore, store, tmp_path / "again"),
+        "a round that is begun": lambda: store.start_eviction("t", policy=kvstore.EvictionPolicy.count(9)),
+    }
+    mark = store.mark()
+    for name, act in too_many.items():
+        with raises(TwinproofError, where=name):
+            act()
+        assert_equal(store.mark(), mark, where=f"mark after {name}, which was refused")
+    for name, act in reads.items():
+        act()
+        assert_equal(store.mark(), mark, where=f"mark after {name}")
+    store.delete("t", ids_of([2]))
+    assert_equal(store.mark() > mark, True, where="mark after a change")

@@ -56,6 +56,7 @@ from twinproof.kvstore.rows import (
     bucket_of,
     check_convertible,
     convert_rows,
+    nearest_bucket_of,
     rank_buckets,
 )
 from twinproof.kvstore.statedict import check_agreed, gathered, rank_and_world
@@ -501,7 +502,8 @@ class StoreFiles:
         for table in names:
             _check_table(store, saved, table, begin, end, weights_only=weights_only, where=f"{path}: {table}")
             removed = saved.deleted(table)
-            found = bucket_of(removed, saved.buckets)
+            # An id may have gone because it was outside of all buckets.
+            found = nearest_bucket_of(removed, saved.buckets)
             gone[table] = removed[(found >= begin) & (found < end)]
         job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only)
         with ExitStack() as opened:

@@ -114,3 +114,17 @@ views_change_no_name = patched(
     ),
     kills="KV-263",
 )
+ids_of_no_bucket_are_refused = patched(
+    "A delta that removes an id outside of all buckets cannot be loaded.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "nearest_bucket_of(removed", "bucket_of(removed"),
+    kills="KV-295",
+)
+ids_of_no_bucket_stay = patched(
+    "Removed ids outside of all buckets are nobody's.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.load",
+        "nearest_bucket_of(removed, saved.buckets)",
+        "removed.div(saved.buckets.bucket_size or 1, rounding_mode='floor')",
+    ),
+    kills="KV-295",
+)

@@ -8,7 +8,7 @@ import torch
 
 from conformance.harness import fault
 from conformance.kvstore.planted.planting import engines
-from twinproof.errors import ShapeError
+from twinproof.errors import CapacityError, ShapeError
 
 
 @fault(kills="KV-024", at="twinproof.kvstore.views:check_matrix")
@@ -68,3 +68,22 @@ def whole_rows_without_optimizer(original: Any, store: Any, enabled: bool) -> No
 @fault(kills="KV-082", at=engines("close"))
 def closed_store_answers(original: Any, store: Any) -> None:
     """A closed store goes on answering."""
+
+
+@fault(kills="KV-296", at=engines("reserve"))
+def room_counts_as_a_change(original: Any, store: Any, table: str, row_count: int) -> None:
+    """Making room moves the mark on, and the next delta has lost its base."""
+    original(store, table, row_count)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    store.write_metadata(table, nothing, nothing, 0)
+
+
+@fault(kills="KV-296", at=engines("update"))
+def refused_steps_count_as_changes(original: Any, store: Any, table: str, *arguments: Any) -> None:
+    """A step that a full table refuses moves the mark on."""
+    try:
+        original(store, table, *arguments)
+    except CapacityError:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        store.write_metadata(table, nothing, nothing, 0)
+        raise

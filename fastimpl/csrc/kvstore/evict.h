@@ -36,6 +36,7 @@ inline int64_t evict_rows(Table& table, const Parallel& parallel, const int64_t*
     if (condemned(plan, table.format, table.rows.pool.at(slot), scratch.data())) removing.slots.push_back(slot);
   }
   prepare_removal(table, removing);
+  change.begin();
   // Slots that stay are written before any row moves.
   for (const uint32_t slot : found.slots) {
     if (slot == kAbsent) continue;

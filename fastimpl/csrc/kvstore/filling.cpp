@@ -62,7 +62,7 @@ int64_t kvstore_fill_publish(Tensor filling) {
   Filling& filled = filling_of(source);
   try {
     const std::lock_guard<FairSharedMutex> held(filled.table.lock);
-    return publish(filled, parallel_of(), ++source->store->version) ? 0 : kRefused;
+    return publish(filled, parallel_of(), {0, 0, &source->store->version}) ? 0 : kRefused;
   } catch (const std::bad_alloc&) {
     return kOutOfMemory;
   }

@@ -105,7 +105,7 @@ inline bool fill_rows(Filling& filling, const Parallel& parallel, const ReadRows
 
 // Makes the rows the table's, if it is empty still: one step for every reader. False where it is not. Throws
 // std::bad_alloc.
-inline bool publish(Filling& filling, const Parallel& parallel, uint64_t version) {
+inline bool publish(Filling& filling, const Parallel& parallel, Change change) {
   Table& table = filling.table;
   const RowPool& pool = filling.rows.pool;
   if (table.rows.pool.size() != 0) return false;
@@ -115,9 +115,10 @@ inline bool publish(Filling& filling, const Parallel& parallel, uint64_t version
     for (int64_t slot = 0; slot < pool.size(); ++slot)
       table.keep(hash_key(RowPool::key(pool.at(slot))), RowPool::key(pool.at(slot)), nullptr);
   }
-  if (version != filling.version) {
+  change.begin();
+  if (change.version != filling.version) {
     parallel.run_ranges(pool.size(), kKeyGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t slot = begin; slot < end; ++slot) pool.set_version(pool.at(slot), version);
+      for (int64_t slot = begin; slot < end; ++slot) pool.set_version(pool.at(slot), change.version);
     });
   }
   table.rows.swap(filling.rows);

@@ -107,7 +107,8 @@ int64_t kvstore_mark(Tensor handle) {
   return static_cast<int64_t>(source->store->version.load());
 }
 
-// Runs one change of one table under its lock and turns what it throws into a status.
+// Runs one change of one table under its lock and turns what it throws into a status. A change that throws, or that
+// does not begin, has no number.
 template <typename Body>
 int64_t change_table(const Tensor& handle, int64_t table_index, int64_t now, Body&& body) {
   const auto source = Handles::table().get(handle);
@@ -115,7 +116,7 @@ int64_t change_table(const Tensor& handle, int64_t table_index, int64_t now, Bod
   Table& table = source->table(table_index);
   try {
     const std::lock_guard<FairSharedMutex> held(table.lock);
-    body(table, Change{++source->store->version, static_cast<uint64_t>(now)});
+    body(table, Change{0, static_cast<uint64_t>(now), &source->store->version});
   } catch (const std::bad_alloc&) {
     return kOutOfMemory;
   } catch (const CapacityExceeded& exceeded) {

@@ -312,16 +312,24 @@ class StoreCall {
         values, CudaDevice::Array<int64_t>{nullptr, Global<int64_t>(static_cast<int64_t*>(result.data_ptr()), count)});
     return result;
   }
-  // Runs one change of a table and turns what it throws into a status.
+  // Runs what may be refused of a table, and turns what it throws into a status.
   template <typename Body>
-  int64_t change(int64_t index, const Body& body) const {
+  int64_t attempt(int64_t index, const Body& body) const {
     check_is_store("a snapshot cannot be written");
     Store::Table& found = table(index);
     try {
-      return status_of([&] { body(found, ++store->version); });
+      return status_of([&] { body(found); });
     } catch (const std::bad_alloc&) {
       return kOutOfMemory;
     }
+  }
+  // The same of a change. One that was refused has no number.
+  template <typename Body>
+  int64_t change(int64_t index, const Body& body) const {
+    const uint64_t before = store->version;
+    const int64_t status = attempt(index, [&](Store::Table& found) { body(found, ++store->version); });
+    if (status != 0) store->version = before;
+    return status;
   }
 
  private:
@@ -509,7 +517,7 @@ Tensor kvstore_evict_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor
 
 int64_t kvstore_reserve_cuda(Tensor handle, int64_t table_index, int64_t row_count) {
   STD_TORCH_CHECK(row_count >= 0, "row_count: got ", row_count);
-  return StoreCall(handle).change(table_index, [&](Store::Table& table, uint64_t) { table.reserve(row_count); });
+  return StoreCall(handle).attempt(table_index, [&](Store::Table& table) { table.reserve(row_count); });
 }
 
 // Without a cache there is nothing to do.

@@ -1,6 +1,8 @@
 // Removing rows: the last rows of the pool take the places of those that go. Under the exclusive lock.
 #pragma once
 
+#include <atomic>
+
 #include "kvstore/table.h"
 
 namespace fastimpl::kvstore {
@@ -9,6 +11,12 @@ namespace fastimpl::kvstore {
 struct Change {
   uint64_t version;
   uint64_t now;
+  std::atomic<uint64_t>* last = nullptr;  // The store's last number; null where the number is given.
+
+  // The second step begins, which cannot fail: only now the store has one change more.
+  void begin() {
+    if (last != nullptr) version = ++*last;
+  }
 };
 
 // Drops removals that a row or a later removal of the same id has followed. Under the exclusive lock; snapshots keep
@@ -73,6 +81,7 @@ inline int64_t remove_rows(Table& table, const Parallel& parallel, const int64_t
   removing.slots.erase(std::unique(removing.slots.begin(), removing.slots.end()), removing.slots.end());
   if (!removing.slots.empty() && removing.slots.back() == kAbsent) removing.slots.pop_back();
   prepare_removal(table, removing);
+  change.begin();
   remove_slots(table, removing, change);
   return static_cast<int64_t>(removing.slots.size());
 }

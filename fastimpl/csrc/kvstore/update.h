@@ -35,6 +35,7 @@ inline void update_rows(Table& table, const Parallel& parallel, const int64_t* i
   const int64_t group_limit = std::max<int64_t>(table.rows.shard_count(), 1);
   std::vector<float> scratch(static_cast<size_t>(4 * format.dim * group_limit));
   auto inserted = insert_rows(table, parallel, ids, count, {0, 0}, change.now);
+  change.begin();
   const auto& [grouped, slots, before] = inserted.found;
   const auto body = [&, &grouped = grouped, &slots = slots](int64_t group) {
     const int64_t begin = grouped.begins[static_cast<size_t>(group)],

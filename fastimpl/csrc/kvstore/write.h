@@ -16,6 +16,7 @@ inline void write_values(Table& table, const Parallel& parallel, const int64_t* 
                          const uint8_t* values, Range range, bool visit, Change change) {
   const int64_t width = range.end - range.begin;
   auto inserted = insert_rows(table, parallel, ids, count, range, change.now);
+  change.begin();
   table.for_found(parallel, inserted.found, {range, values, width}, [&](int64_t position, uint8_t* row) {
     short_copy(row + range.begin, values + position * width, width);
     if (visit) visit_header(table.format, row, change.now);
@@ -83,6 +84,7 @@ inline void write_whole(Table& table, const Parallel& parallel, const int64_t* i
   const bool streams = count * writer.stride() >= kStreamBytes;
   const Range whole{0, row_bytes}, block{0, writer.stride()}, none{0, 0};
   auto inserted = insert_rows(table, parallel, ids, count, block, change.now);
+  change.begin();
   table.for_found(parallel, inserted.found, {streams ? none : whole, values, row_bytes},
                   [&](int64_t position, uint8_t* row) {
                     if (streams) {
@@ -98,6 +100,7 @@ inline void write_whole(Table& table, const Parallel& parallel, const int64_t* i
 inline void write_metadata(Table& table, const Parallel& parallel, const int64_t* ids, int64_t count,
                            const int64_t* words, uint64_t mask, Change change) {
   const auto found = table.find(parallel, ids, count, Table::Missing::kSkip, {0, kHeaderBytes}, {0, 0}, change.now);
+  change.begin();
   table.for_found(parallel, found, {{0, kHeaderBytes}, reinterpret_cast<const uint8_t*>(words), 8},
                   [&](int64_t position, uint8_t* row) {
                     set_metadata(row,

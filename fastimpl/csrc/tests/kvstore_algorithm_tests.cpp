@@ -242,14 +242,14 @@ void tables_fill_in_one_step_or_not_at_all() {
     require(!fill_rows(filling, parallel, read, ids.data(), 1, 1, {{1, 0}, &count, 1}), "an id does not come twice");
     const bool moved_on = uniform(0, 1) == 1;
     Overlay* const before = moved_on ? table.take_snapshot(8) : nullptr;
-    require(publish(filling, parallel, moved_on ? 9 : 5), "an empty table takes them");
+    require(publish(filling, parallel, {moved_on ? 9U : 5U, 0}), "an empty table takes them");
     Bytes got(rows.size());
     read_rows(table, parallel, ids.data(), count, {0, format.row_bytes}, got.data(), nullptr);
     require(got == rows && count_rows(table, nullptr) == count, "rows that were filled");
     require(list_changed(table, parallel, moved_on ? 8 : 4, nullptr).size() == ids.size(), "they have changed");
     if (before != nullptr) require(count_rows(table, before) == 0, "a snapshot from before has none of them");
     Filling late(table, 6);
-    require(!publish(late, parallel, 6), "a table with rows takes none");
+    require(!publish(late, parallel, {6, 0}), "a table with rows takes none");
   }
 }
 
