@@ -58,8 +58,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[str, dict[int, Row]] = {table: {} for table in TABLES}
         self.snapshots: list[tuple[Any, Any]] = []
         self.saved: dict[str, dict[int, bytes]] | None = None
+        self.steps = dict.fromkeys(TABLES, 0)
         self.evicted_count = 0
         self.initials: dict[tuple[str, int], bytes] = {}
+        self.blank: Any = None
 
     @property
     def now(self) -> int:
@@ -96,8 +98,9 @@ class StoreMachine(RuleBasedStateMachine):
     def twin_initial(self, table: str, key: int) -> bytes:
         """The initial row; the initializer has its own requirement."""
         if (table, key) not in self.initials:
-            empty = self.fresh(reference, capacity=None)
-            self.initials[table, key] = bytes(empty.get_rows(table, ids_of([key]))[0].numpy().tobytes())
+            # One for all keys of a program, whose options are known by then.
+            self.blank = self.fresh(reference, capacity=None) if self.blank is None else self.blank
+            self.initials[table, key] = bytes(self.blank.get_rows(table, ids_of([key]))[0].numpy().tobytes())
         return self.initials[table, key]
 
     @rule(table=tables, keys=close_batches, seed=seeds)
@@ -150,6 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         for key in set(keys):
             row, own = self.model[table][key], [grads[place] for place, other in enumerate(keys) if other == key]
             row.body[:] = stepped_body(self.store.layout(table), bytes(row.body), own, step, 0.5)
+        self.steps[table] = step
         self.wrote(table, keys)
 
     def keys_made_nan(self, table: str, keys: list[int], grads: torch.Tensor, step: int) -> list[int]:
@@ -195,24 +199,53 @@ class StoreMachine(RuleBasedStateMachine):
         self.went(table, gone)
         self.evicted_count += len(gone)
 
-    @rule(table=tables, keys=st.lists(close_ids, max_size=8))
-    def read(self, table: str, keys: list[int]) -> None:
+    @rule(table=tables, keys=st.lists(close_ids, max_size=8), first=close_ids, last=close_ids)
+    def read(self, table: str, keys: list[int], first: int, last: int) -> None:
         """Reads of present and missing ids agree with the model, in every way of reading."""
-        rows = self.store.get_rows(table, ids_of(keys))
-        assert_bits(rows, self.twin.get_rows(table, ids_of(keys)), where="rows, implementation and reference")
-        for key, row in zip(keys, rows, strict=True):
-            known = self.model[table].get(key)
-            expected = known.raw(key) if known else self.twin_initial(table, key)
-            assert_same_bytes(row.numpy().tobytes(), expected, where=f"row {key} of {table}")
-        layout = self.store.layout(table)
-        weights = rows[:, 16 : 16 + layout.weight_bytes].contiguous().view(layout.weight_dtype)
-        assert_bits(self.store.get(table, ids_of(keys)), weights, where="weights")
+        self.read_source(self.store, self.expected()[table], table, keys, first, last)
+        for taken, moment in self.snapshots:
+            self.read_source(taken, moment[table], table, keys, first, last)
+        assert_bits(
+            self.store.get_rows(table, ids_of(keys)),
+            self.twin.get_rows(table, ids_of(keys)),
+            where="rows, implementation and reference",
+        )
+
+    def read_source(
+        self, source: Any, held: dict[int, bytes], table: str, keys: list[int], first: int, last: int
+    ) -> None:
+        """Every read of a store or a moment that holds these rows."""
+        ids, layout = ids_of(keys), source.layout(table)
+        raw = rows_tensor([held.get(key) or self.twin_initial(table, key) for key in keys], layout.row_bytes)
+        assert_bits(source.get_rows(table, ids), raw, where=f"rows of {table}")
+        width = (last - first) % (layout.row_bytes + 1)
+        part = source.get_rows(table, ids, offset_bytes=layout.row_bytes - width)
+        assert_bits(part, raw[:, layout.row_bytes - width :].contiguous(), where=f"the last {width} bytes of {table}")
+        weights = raw[:, 16 : 16 + layout.weight_bytes].contiguous().view(layout.weight_dtype)
+        assert_bits(source.get(table, ids), weights, where=f"weights of {table}")
+        count = len(keys) // 2
+        assert_bits(source.get(table, ids, count=count)[:count], weights[:count], where=f"{count} weights of {table}")
+        for name, slot in layout.state_slots.items():
+            values = raw[:, slot.offset_bytes : slot.end_bytes].contiguous().view(slot.dtype)
+            assert_bits(source.get_state(table, name, ids), values, where=f"{name} of {table}")
+        words = raw[:, 8:16].contiguous().view(torch.int64)
+        assert_bits(source.metadata(table, ids), words, where=f"metadata of {table}")
+        there = [key in held for key in keys]
+        assert_equal(source.contains(table, ids).tolist(), there, where=f"which ids of {table} have rows")
+        listed = sorted(key for key in held if first <= key <= last)
+        assert_equal(source.ids(table, first, last).tolist(), listed, where=f"ids of {table} in [{first}, {last}]")
+        assert_equal(source.size(table), len(held), where=f"size of {table}")
 
     @precondition(lambda self: len(self.snapshots) < 2)
     @rule()
     def snapshot(self) -> None:
         """A point in time, remembered as bytes."""
-        self.snapshots.append((self.store.snapshot(), self.expected()))
+        taken = self.store.snapshot()
+        self.snapshots.append((taken, self.expected()))
+        self.snapped(taken)
+
+    def snapped(self, taken: Any) -> None:
+        """A snapshot was taken; for a machine that asks it more than its rows."""
 
     @precondition(lambda self: self.snapshots)
     @rule()
@@ -227,22 +260,50 @@ class StoreMachine(RuleBasedStateMachine):
         """Save all."""
         shutil.rmtree(self.home, ignore_errors=True)
         self.kvstore.save(self.store, self.home, buckets=self.kvstore.Buckets(bucket_count), form=form, durable=False)
-        self.saved = self.expected()
+        self.saved, self.saved_steps, self.bucket_count = self.expected(), dict(self.steps), bucket_count
 
     @precondition(lambda self: self.saved is not None)
-    @rule(chunk_rows=st.integers(1, 5), empty=st.booleans())
-    def load(self, chunk_rows: int, empty: bool) -> None:
-        """Load over what is there, or into a new store: listed rows are replaced, others stay."""
+    @rule(
+        chunk_rows=st.integers(1, 5),
+        empty=st.booleans(),
+        which=st.sampled_from([None, ("a",), ("b",), ("b", "a")]),
+        weights_only=st.sampled_from([False, False, True]),
+        part=st.sampled_from([None, None, (0, 1), (1, 2), (1, 5)]),
+    )
+    def load(
+        self,
+        chunk_rows: int,
+        empty: bool,
+        which: tuple[str, ...] | None = None,
+        weights_only: bool = False,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        """Load over what is there, or into a new store: listed rows are replaced, others stay. Some tables, some of
+        their buckets, or weights alone.
+        """
         assert self.saved is not None
         if empty:
             self.renew()
-        self.kvstore.load(self.store, self.home, chunk_rows=chunk_rows)
-        self.take_over(self.saved)
+        owned = None if part is None else (min(part[0], self.bucket_count), min(part[1], self.bucket_count))
+        options = {"tables": which, "weights_only": weights_only, "owned": owned}
+        self.kvstore.load(self.store, self.home, chunk_rows=chunk_rows, **options)
+        begin, end = owned or (0, self.bucket_count)
+        for table in which or TABLES:
+            rows = {key: row for key, row in self.saved[table].items() if begin <= key % self.bucket_count < end}
+            self.take_over({table: self.without_states(table, rows) if weights_only else rows})
+            if not weights_only:
+                self.steps[table] = self.saved_steps[table]
+
+    def without_states(self, table: str, rows: dict[int, bytes]) -> dict[int, bytes]:
+        """The same rows, every state zero."""
+        end = 16 + self.store.layout(table).weight_bytes
+        return {key: row[:end] + bytes(len(row) - end) for key, row in rows.items()}
 
     def renew(self) -> None:
         """New stores."""
         self.store, self.twin = self.fresh(self.kvstore), self.fresh(reference)
         self.model = {table: {} for table in TABLES}
+        self.steps = dict.fromkeys(TABLES, 0)
 
     def take_over(self, moment: dict[str, dict[int, bytes]]) -> None:
         """Rows were loaded."""
@@ -269,6 +330,8 @@ class StoreMachine(RuleBasedStateMachine):
                 assert_equal(sorted(found[table]), sorted(expected[table]), where=f"{name}: ids of {table}")
                 for key, row in expected[table].items():
                     assert_same_bytes(found[table][key], row, where=f"{name}: row {key} of {table}")
+        found_steps = {table: self.store.step_count(table) for table in TABLES}
+        assert_equal(found_steps, self.steps, where="steps")
         stats, total = self.store.stats(), sum(map(len, expected.values()))
         assert_equal((stats.row_count, stats.block_count), (total, total), where="stats")
 

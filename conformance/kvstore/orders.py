@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 import refimpl.kvstore as reference
-from conformance.harness import assert_equal, assert_same_bytes, raises
+from conformance.harness import assert_equal, assert_same_bytes, raises, succeeds
 from conformance.kvstore.cases import contents, ids_of, random_bits, rows_tensor
 from conformance.kvstore.machine import TABLES, StoreMachine, moments, seeds, tables
 from conformance.kvstore.model import Row
@@ -51,10 +53,14 @@ class Mark:
     number: int
     changed: dict[str, set[int]]
     removed: dict[str, set[int]]
+    base: Path | None = None
 
 
 class OrdersMachine(StoreMachine):
     """See the module."""
+
+    # By snapshot: what it said of changes, marks and steps when it was taken.
+    told: dict[int, dict[str, Any]]
 
     @initialize(
         shards=st.integers(1, 5),
@@ -81,9 +87,10 @@ class OrdersMachine(StoreMachine):
         self.snapshots = []
         super().renew()
         self.views: list[tuple[Any, str, str, list[int]]] = []
-        self.states: list[tuple[Any, Moment]] = []
+        self.states: list[tuple[Any, Moment, dict[str, int]]] = []
         self.rounds: list[Round] = []
         self.marks: list[Mark] = []
+        self.told = {}
         self.evicted_count = 0
 
     # What a write means for what lives on.
@@ -214,11 +221,44 @@ class OrdersMachine(StoreMachine):
     # Marks, snapshots, state dicts, and files.
 
     @precondition(lambda self: len(self.marks) < 2)
-    @rule()
-    def mark(self) -> None:
-        """Changes are told from here on."""
+    @rule(is_saved=st.booleans())
+    def mark(self, is_saved: bool) -> None:
+        """Changes are told from here on; what there is may be saved, as the base of deltas."""
         empty = [{table: set[int]() for table in TABLES} for _ in range(2)]
         self.marks.append(Mark(self.store.mark(), empty[0], empty[1]))
+        if is_saved:
+            self.marks[-1].base = self.bases / str(self.marks[-1].number)
+            self.kvstore.save(self.store, self.marks[-1].base, durable=False)
+
+    @property
+    def bases(self) -> Path:
+        """The folder of what was saved at marks."""
+        return self.home.with_name(f"{self.home.name}-bases")
+
+    def teardown(self) -> None:
+        """Give everything back."""
+        super().teardown()
+        if hasattr(self, "home"):
+            shutil.rmtree(self.bases, ignore_errors=True)
+
+    def snapped(self, taken: Any) -> None:
+        """What it says of changes, marks and steps stays what the store said then."""
+        self.told[id(taken)] = self.answers(self.store, [0, *(mark.number for mark in self.marks)])
+
+    def answers(self, source: Any, since: list[int]) -> dict[str, Any]:
+        """Of a store or a moment."""
+        found = {
+            f"{table} since {number}": [ids.tolist() for ids in source.changes(table, number)]
+            for table in TABLES
+            for number in since
+        }
+        return found | {"since": since, "mark": source.mark(), "steps": [source.step_count(t) for t in TABLES]}
+
+    @rule(table=tables, step=st.integers(0, 2**62))
+    def set_step_count(self, table: str, step: int) -> None:
+        """As when training is resumed."""
+        self.store.set_step_count(table, step)
+        self.steps[table] = step
 
     @precondition(lambda self: self.snapshots)
     @rule(which=st.integers(0, 1))
@@ -234,17 +274,29 @@ class OrdersMachine(StoreMachine):
     def take_state(self, whole: bool, bucket_count: int) -> None:
         """A state dict of this moment, in either form, which is read later."""
         self.store.set_return_whole_row(whole)
-        self.states.append((self.store.state_dict(buckets=self.kvstore.Buckets(bucket_count)), self.expected()))
+        state = self.store.state_dict(buckets=self.kvstore.Buckets(bucket_count))
+        self.states.append((state, self.expected(), dict(self.steps)))
 
     @precondition(lambda self: self.states)
-    @rule(which=st.integers(0, 1), clear=st.booleans())
-    def load_state(self, which: int, clear: bool) -> None:
-        """A moment comes back: rows that it lists, and with ``clear`` no others."""
-        state, moment = self.states.pop(which % len(self.states))
-        self.store.load_state_dict(state, clear=clear)
+    @rule(
+        which=st.integers(0, 1),
+        clear=st.booleans(),
+        chosen=st.sampled_from([None, ("a",), ("b", "a")]),
+        weights_only=st.sampled_from([False, False, True]),
+    )
+    def load_state(
+        self, which: int, clear: bool, chosen: tuple[str, ...] | None = None, weights_only: bool = False
+    ) -> None:
+        """A moment comes back: rows that it lists, and with ``clear`` no others; of some tables, or weights alone."""
+        state, moment, steps = self.states.pop(which % len(self.states))
+        self.store.load_state_dict(state, clear=clear, tables=chosen, weights_only=weights_only)
         del state
         gc.collect()
-        self.take_over(moment, clear=clear)
+        for table in chosen or TABLES:
+            rows = self.without_states(table, moment[table]) if weights_only else moment[table]
+            self.take_over({table: rows}, clear=clear)
+            if not weights_only:
+                self.steps[table] = steps[table]
 
     def take_over(self, moment: Moment, *, clear: bool = False) -> None:
         """Rows were loaded, as one write of all of a table's."""
@@ -287,6 +339,13 @@ class OrdersMachine(StoreMachine):
         for table in TABLES:
             listed = {key: expected[table][key] for key in mark.changed[table]}
             assert_equal(found[table], listed, where=f"rows of a delta of {table}")
+        if mark.base is not None:
+            follower = self.fresh(self.kvstore)
+            for path in (mark.base, home):
+                with succeeds("load", where=path.name):
+                    self.kvstore.load(follower, path)
+            assert_equal(contents(follower), expected, where="rows of a base and its delta")
+            assert_equal([follower.step_count(t) for t in TABLES], [*self.steps.values()], where="steps of a delta")
         shutil.rmtree(home, ignore_errors=True)
 
     # Calls that are refused.
@@ -296,6 +355,7 @@ class OrdersMachine(StoreMachine):
         """Wrong widths and lengths, and a batch larger than the table, change nothing."""
         width = self.store.layout(table).embedding_dim
         wrong = [torch.zeros(len(keys), width + 1), torch.zeros(len(keys) + 1, width)]
+        before, counters = self.answers(self.store, [0]), self.store.stats()
         for values in wrong:
             with raises(TwinproofError):
                 self.store.set(table, ids_of(keys), values.to(self.store.layout(table).weight_dtype))
@@ -303,8 +363,22 @@ class OrdersMachine(StoreMachine):
                 self.store.apply_gradients(table, ids_of(keys), values, 0.5)
         if self.capacity is not None:
             many = list(range(100, 101 + CAPACITY))
-            with raises(CapacityError):
-                self.store.set_rows("b", self.raw_rows(many))
+            ones = torch.ones(len(many), 4)
+            verbs: list[Callable[[], Any]] = [
+                lambda: self.store.set_rows("b", self.raw_rows(many)),
+                lambda: self.store.set("b", ids_of(many), ones),
+                lambda: self.store.set_state("b", "momentum1", ids_of(many), ones[:, :1].contiguous()),
+                lambda: self.store.apply_gradients("b", ids_of(many), ones, 0.5, 9),
+            ]
+            for verb in verbs:
+                with raises(CapacityError):
+                    verb()
+        assert_equal(
+            self.answers(self.store, [0]), before, where="changes, mark and steps after calls that are refused"
+        )
+        now = self.store.stats()
+        counted = [(s.row_count, s.block_count, s.evicted_count, s.snapshot_count) for s in (now, counters)]
+        assert_equal(counted[0], counted[1], where="counters after calls that are refused")
 
     def raw_rows(self, keys: list[int]) -> torch.Tensor:
         """Initial rows of any ids of table "b", in use."""
@@ -337,6 +411,8 @@ class OrdersMachine(StoreMachine):
                 assert_same_bytes(raw, row[begin:end], where=f"{name} of {key} in a view of {table}")
         for number, (taken, moment) in enumerate(self.snapshots):
             assert_equal(contents(taken), moment, where=f"snapshot {number}")
+            told = self.told[id(taken)]
+            assert_equal(self.answers(taken, told["since"]), told, where=f"what snapshot {number} says")
         for mark in self.marks:
             for table in TABLES:
                 found = [ids.tolist() for ids in self.store.changes(table, mark.number)]
