@@ -406,3 +406,61 @@ def test_removed_outside_of_all_buckets(kvstore: Any, tmp_path: Path) -> None:
             assert_equal(gone, 1 + 4 * held, where=f"{held=}, removed by {parts}")
             if len(parts) == 1:
                 assert_contents(others[0], contents(store), where=f"{held=}")
+
+
+@requirement(
+    "KV-300",
+    "A load that is refused before it writes, of a file, a state dict or through views, MUST leave which deltas the "
+    "tables take: that of what they were loaded from before goes on loading.",
+)
+def test_bases_after_refusals(kvstore: Any, tmp_path: Path) -> None:
+    _, paths, held = chain(kvstore, tmp_path, 1)
+    store = fresh(kvstore, capacity=40)
+    other, many = filled(kvstore, range(30, 35)), filled(kvstore, range(100))
+    narrow = store_of(kvstore, {name: kvstore.RowLayout(2) for name in "ab"})
+    for name, source in (("other", other), ("many", many), ("narrow", narrow)):
+        save(kvstore, source, tmp_path / name)
+    damaged = bytearray((tmp_path / "other" / FILE).read_bytes())
+    damaged[-1:] = []
+    (tmp_path / "damaged.safetensors").write_bytes(damaged)
+    state, large = ({n: v.full_tensor() for n, v in each.state_dict().items()} for each in (other, many))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(other.state_dict(), storage_writer=dcp.FileSystemWriter(tmp_path / "views"), no_dist=True)
+    views = {
+        name: kvstore.KVTensor(store, ids_of([1, 2]), name[2:], table=name[0]) for name in ("a.weight", "b.weight")
+    }
+
+    def by_views() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reader = dcp.FileSystemReader(tmp_path / "views")
+            dcp.load(dict(views), storage_reader=reader, planner=kvstore.KVLoadPlanner(), no_dist=True)
+
+    ways: dict[str, Any] = {
+        "no file": lambda: kvstore.load(store, tmp_path / "nowhere"),
+        "a damaged file": lambda: kvstore.load(store, tmp_path / "damaged.safetensors"),
+        "too many rows": lambda: kvstore.load(store, tmp_path / "many"),
+        "other layouts": lambda: kvstore.load(store, tmp_path / "narrow"),
+        "no such table": lambda: kvstore.load(store, tmp_path / "other", tables=("a", "c")),
+        "no buckets": lambda: kvstore.load(store, tmp_path / "other", owned=(0, 2)),
+        "a state dict without ids": lambda: store.load_state_dict(dict(state, **{"b.weight_id": None})),
+        "a state dict of too many rows": lambda: store.load_state_dict(large),
+        "an id that stands twice": lambda: store.load_state_dict(
+            state | {"b.weight_id": torch.zeros_like(state["b.weight_id"])}
+        ),
+        "a step below zero": lambda: store.load_state_dict(state | {"b.step": torch.tensor([[-1]])}),
+        "views of fewer rows": by_views,
+    }
+    for tables in (("a", "b"), ("b",)):
+        kvstore.load(store, paths[0])
+        for name, way in ways.items():
+            with raises((OSError, TwinproofError, dcp.api.CheckpointException), where=name):
+                way()
+            assert_contents(store, held[0], where=name)
+        with succeeds("load", where=f"the delta of {tables}, after all that was refused"):
+            kvstore.load(store, paths[1], tables=tables)
+        for table in tables:
+            assert_equal(contents(store)[table], held[1][table], where=f"{table} after its delta")
+        for table in "ab":
+            store.clear(table)

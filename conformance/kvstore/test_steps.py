@@ -309,10 +309,15 @@ def tell_steps(rank: Any, path: str) -> dict[str, Any]:
         store.set(table, ids_of(keys), torch.ones(len(keys), 4))
     store.set_step_count("a", [3, 9, 4][rank.rank])
     store.set_step_count("b", [6, 0, 5][rank.rank])
-    mark = save(kvstore, store, Path(path) / "full", buckets=buckets).mark
-    store.set("b", ids_of(keys[:1]), torch.zeros(1, 4))
-    save(kvstore, store, Path(path) / "delta", buckets=buckets, since=mark, form="separate")
-    found = {}
+    reports = [save(kvstore, store, Path(path) / "full", buckets=buckets)]
+    store.set("b", ids_of(keys[: rank.rank]), torch.zeros(rank.rank, 4))
+    store.delete("b", ids_of(keys[rank.rank : 3]))
+    deltas = {"buckets": buckets, "since": reports[0].mark, "form": "separate"}
+    reports.append(save(kvstore, store, Path(path) / "delta", **deltas))
+    other = _adam(kvstore)
+    reports += [kvstore.load(other, Path(path) / name) for name in ("full", "delta")]
+    store.set("b", ids_of(keys[rank.rank : 3]), torch.ones(3 - rank.rank, 4))
+    found: dict[str, Any] = {"reports": [(report.row_counts, report.deleted_counts) for report in reports]}
     module = kvstore.KVEmbeddingBag(store, table="a", buckets=buckets)
     for way, state in (
         ("views of a moment", store.state_dict(buckets=buckets)),
@@ -329,10 +334,14 @@ def tell_steps(rank: Any, path: str) -> dict[str, Any]:
 @requirement(
     "KV-294",
     "What a save or a state dict says of all ranks together MUST be the same on each: the furthest step that any rank "
-    "took, how many rows there are, and places that follow each other.",
+    "took, how many rows there are, and places that follow each other; a report MUST be of its own rank alone.",
 )
 def test_steps_of_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
     by_rank = rank_pool.run(tell_steps, 3, str(tmp_path))
+    for rank, told in enumerate(found.pop("reports") for found in by_rank):
+        rows = sum(key % 5 in ((0, 1), (2, 3), (4,))[rank] for key in range(23))
+        full, delta = ({"a": rows, "b": rows}, {"a": 0, "b": 0}), ({"a": 0, "b": rank}, {"a": 0, "b": 3 - rank})
+        assert_equal(told, [full, delta, full, delta], where=f"reports of rank {rank}: saves and loads")
     for way in by_rank[0]:
         told = [found[way] for found in by_rank]
         furthest = {"a.step": [[9]], "b.step": [[6]]}

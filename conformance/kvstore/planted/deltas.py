@@ -128,3 +128,22 @@ ids_of_no_bucket_stay = patched(
     ),
     kills="KV-295",
 )
+state_dicts_forget_before_they_look = patched(
+    "A state dict that is refused leaves tables that take no delta.",
+    mutated(
+        "twinproof.kvstore.statedict:load_state_dict",
+        "names = store.tables if tables is None else tables",
+        "names = store.tables if tables is None else tables; "
+        "[store.fingerprints.set_loaded(each, None) for each in names]",
+    ),
+    kills="KV-300",
+)
+loads_forget_before_they_look = patched(
+    "A file that is refused leaves tables that take no delta.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.load",
+        "gone = {}",
+        "gone = {}; [store.fingerprints.set_loaded(each, None) for each in names if saved.kind == 'full']",
+    ),
+    kills="KV-300",
+)

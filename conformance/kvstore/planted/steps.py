@@ -80,9 +80,9 @@ step_of_this_rank = patched(
     mutated(_STATE, "max(counts[table][1] for counts in by_rank)", "by_rank[rank][table][1]"),
     kills="KV-294",
 )
-step_of_the_first_rank = patched(
-    "A state dict tells the step of the first rank.",
-    mutated(_STATE, "max(counts[table][1] for counts in by_rank)", "by_rank[0][table][1]"),
+removals_of_all_ranks_reported = patched(
+    "A save reports the removed ids of all ranks as this rank's.",
+    mutated("twinproof.kvstore.disk:StoreFiles.save", "part.deleted.numel()", "sum(part.deleted_counts)"),
     kills="KV-294",
 )
 saved_step_of_the_first_rank = patched(
