@@ -416,8 +416,8 @@ class OrdersMachine(StoreMachine):
         for mark in self.marks:
             for table in TABLES:
                 found = [ids.tolist() for ids in self.store.changes(table, mark.number)]
-                told = [sorted(mark.changed[table]), sorted(mark.removed[table])]
-                assert_equal(found, told, where=f"changed and removed ids of {table} since {mark.number}")
+                promised = [sorted(mark.changed[table]), sorted(mark.removed[table])]
+                assert_equal(found, promised, where=f"changed and removed ids of {table} since {mark.number}")
         stats = self.store.stats()
         counts = (stats.snapshot_count, stats.evicted_count)
         assert_equal(counts, (len(self.snapshots) + len(self.states), self.evicted_count), where="snapshots, evicted")
