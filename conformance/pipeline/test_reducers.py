@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.batches import values_of
 from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING
-from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError
 
@@ -231,3 +231,71 @@ def test_documented(rank_pool: Any, pipeline: Any) -> None:
     package = pipeline.__name__.rpartition(".")[0]
     text = program.replace("from fastimpl.pipeline", f"from {package}.pipeline").replace("1_000_000", "1_000")
     rank_pool.run(_documented, 2, text)
+
+
+def _left_out_of_ddp(job: Job, rank: Rank) -> list[str]:
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(job.model.bottom, ["bias"])
+    _wrapped(job, rank)
+    return ["bottom.module.bias"]
+
+
+def _left_out_of_fsdp(job: Job, rank: Rank) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model, here = job.model, {"process_group": rank.group, "use_orig_params": True, "device_id": torch.device("cpu")}
+    model.bottom = FullyShardedDataParallel(model.bottom, ignored_states=[model.bottom.bias], **here)  # type: ignore
+    model.top = FullyShardedDataParallel(model.top, **here)  # type: ignore
+    return ["bottom._fsdp_wrapped_module.bias"]
+
+
+def _left_out_of_fully_shard(job: Job, rank: Rank) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, bias = init_device_mesh("cpu", (rank.world_size,)), job.model.bottom.bias
+    fully_shard(job.model.bottom, mesh=mesh, ignored_params={bias})
+    fully_shard(job.model.top, mesh=mesh)
+    return ["bottom.bias"]
+
+
+def _left_out_of_replicate(job: Job, rank: Rank) -> list[str]:
+    from torch.distributed._composable.replicate import replicate
+
+    replicate(job.model, ignored_modules=[job.model.bottom, *job.collections], process_group=rank.group)
+    return ["bottom.weight", "bottom.bias"]
+
+
+LEFT_OUT = (_left_out_of_ddp, _left_out_of_fsdp, _left_out_of_fully_shard, _left_out_of_replicate)
+
+
+def _left_out(rank: Rank, name: str) -> None:
+    for prepare in LEFT_OUT:
+        loop = Job(rank.component("pipeline"), 3, rank, kinds=TABLES)
+        for batch in loop.batches(3):
+            loop.step(batch)
+        for asked in (None, True):
+            job = Job(rank.component("pipeline"), 3, rank, kinds=TABLES, reduces=False)
+            names, where = prepare(job, rank), f"{name}, {prepare.__name__}, asked {asked}"
+            job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.5)
+            schedule = job.schedule(name, reduce_dense_gradients=asked)
+            if asked is None:
+                (found,) = _refusals([("", job, schedule)]) or ["nothing"]
+                refused = [each for each in dict(job.model.named_parameters()) if repr(each) in found]
+                assert_equal(sorted(refused), sorted(names), where=f"{where}: what is refused")
+                continue
+            outputs_of(schedule, iter(job.batches(3)))
+            mine = dict(job.model.named_parameters())
+            for each in names:
+                first, *_, last = each.split(".")
+                expected = loop.model.get_parameter(f"{first}.{last}")
+                assert_bits(mine[each].detach(), expected.detach(), f"{where}: {each} after three steps")
+
+
+@requirement(
+    "PIPE-424",
+    "Parameters that DistributedDataParallel, FullyShardedDataParallel, fully_shard or replicate was told to leave out "
+    "MUST be refused by their names, and no others; or averaged over the ranks, bit for bit, where that is asked for.",
+)
+def test_left_out(rank_pool: Any) -> None:
+    rank_pool.run(_left_out, 2, FUSED)

@@ -259,26 +259,38 @@ def _is_dtensor(param: torch.Tensor) -> bool:
     return module is not None and isinstance(param, module.DTensor)
 
 
-def _is_fully_sharded(module: torch.nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+def _by_fsdp(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What ``FullyShardedDataParallel`` reduces: all but what it was told to ignore."""
+    ignored = {id(param) for param in getattr(module, "_ignored_params", ())}
+    yield from (param for param in module.parameters() if id(param) not in ignored)
 
 
-def _is_replicated(module: torch.nn.Module) -> bool:
-    """Whether torch's composable ``replicate`` was applied."""
+def _by_replicate(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What torch's composable ``replicate`` reduces, which it lists in its first forward; none where it was not used.
+
+    Parameters of the newer one, made of FSDP's parts, are DTensors.
+    """
     contract = sys.modules.get("torch.distributed._composable.contract")
-    registry = None if contract is None else contract._get_registry(module)
-    return registry is not None and "replicate" in registry
+    states = {} if contract is None else vars(module).get(contract.STATE_KEY, {})
+    for state in (each for each in states.values() if hasattr(each, "_param_list")):
+        if state.has_initialized:
+            yield from state._param_list
+        else:
+            ignored = {id(param) for each in state._init_args[1] for param in each.parameters()}
+            yield from (param for param in module.parameters() if id(param) not in ignored)
 
 
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that a data-parallel wrapper in the model reduces."""
+    """Parameters that a data-parallel wrapper in the model reduces; each kind can be told to leave some out."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             ignored = set(module.parameters_to_ignore)
             yield from (param for name, param in module.module.named_parameters() if name not in ignored)
-        elif _is_fully_sharded(module) or _is_replicated(module):
-            yield from module.parameters()
+        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            yield from _by_fsdp(module)
+        else:
+            yield from _by_replicate(module)
 
 
 def _has_hook(param: torch.Tensor) -> bool:

@@ -50,3 +50,18 @@ thawed_unseen = patched(
     mutated("twinproof.pipeline.stages:_trained", "(id(param), param.requires_grad)", "(id(param), True)"),
     kills="PIPE-404",
 )
+ignored_by_ddp_counted = patched(
+    "What DistributedDataParallel leaves out counts as reduced.",
+    mutated("twinproof.pipeline.stages:_wrapped", "set(module.parameters_to_ignore)", "set()"),
+    kills="PIPE-424",
+)
+ignored_by_fsdp_counted = patched(
+    "What FullyShardedDataParallel leaves out counts as reduced.",
+    mutated("twinproof.pipeline.stages:_by_fsdp", 'getattr(module, "_ignored_params", ())', "()"),
+    kills="PIPE-424",
+)
+ignored_by_replicate_counted = patched(
+    "What replicate leaves out counts as reduced.",
+    mutated("twinproof.pipeline.stages:_by_replicate", "if id(param) not in ignored", "if ignored is not None"),
+    kills="PIPE-424",
+)
