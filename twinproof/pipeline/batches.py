@@ -362,7 +362,7 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
     Args:
         keys: F feature names; of a repeated one the last is meant wherever it is looked up by name.
         values: [N, ...] by feature, then sample, then position; int64 or int32 ids where they are looked up.
-        weights: [N, ...] or None; float32 [N] where ids are looked up.
+        weights: [N, ...] or None; where ids are looked up [N], rounded to float32.
         lengths: integers [sum of strides], values of each bag; at least one of these two is given.
         offsets: integers [sum of strides + 1], where each bag begins.
         stride: samples B of every feature; needed only when there are no keys.
@@ -994,8 +994,7 @@ def place_of(batch: Any) -> torch.device:
         return next(iter(nested.values())).device
     if not all(callable(getattr(batch, name, None)) for name in _METHODS):
         return torch.device("cpu")
-    found: torch.device = batch.values().device
-    return found
+    return torch.device(batch.values().device)
 
 
 def _nested_parts(batch: Any) -> dict[str, torch.Tensor]:
@@ -1054,7 +1053,8 @@ def select(features: KeyedJaggedTensor, names: Sequence[str], *, weighted: bool)
         bags = features.bags()
     else:
         bags = joined([features[name].bags() for name in names])
-    return Bags(bags.indices, bags.offsets, None if weights is None else bags.weights, is_cut=features._is_cut)
+    weights = None if weights is None or bags.weights is None else bags.weights.to(torch.float32)
+    return Bags(bags.indices, bags.offsets, weights, is_cut=features._is_cut)
 
 
 def _spread_over_batch(features: KeyedJaggedTensor, names: Sequence[str]) -> Bags:

@@ -27,12 +27,14 @@ __all__ = [
     "UniformInit",
     "apply_optimizer_in_backward",
     "carry_over",
+    "check_names",
     "check_tables",
     "embedding_names",
     "initial_weight",
     "initialized",
     "optimizer_in_backward",
     "own_config",
+    "readable",
 ]
 
 
@@ -232,6 +234,17 @@ def check_tables(tables: Sequence[Any], kind: type[Config]) -> tuple[Config, ...
     return found
 
 
+def check_names(tables: Sequence[EmbeddingConfig]) -> None:
+    """Demand names that parameters can have: a path of attributes leads to each. Raises ConfigError."""
+    attributes = torch.nn.ModuleDict()
+    for table in tables:
+        if "." in table.name or hasattr(attributes, table.name):
+            expected = "a name without a point that is no attribute of torch.nn.ModuleDict"
+            raise ConfigError(
+                "torch cannot hold a table of this name", got=table.name, expected=expected, where="tables"
+            )
+
+
 def embedding_names(tables: Sequence[EmbeddingConfig]) -> list[str]:
     """Names of the looked up columns, by table, then feature: ``feature``, or ``feature@table`` where tables share it.
 
@@ -249,6 +262,11 @@ def initial_weight(table: EmbeddingConfig, device: Any = None) -> torch.Tensor:
     """The first weights, [E, D], as ``init_fn`` makes them."""
     weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
     return weight if weight.is_meta else initialized(table, weight)
+
+
+def readable(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, in float32 where a cast of its module has made it of a dtype that no lookup reads."""
+    return weight if weight.dtype in _FLOATS.values() else weight.to(torch.float32)
 
 
 def initialized(table: EmbeddingConfig, weight: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,12 @@ from twinproof.pipeline.config import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     FusedOptimizer,
+    check_names,
     check_tables,
     embedding_names,
     initial_weight,
     initialized,
+    readable,
 )
 from twinproof.pipeline.jagged import Bags, check_ids
 
@@ -278,6 +280,15 @@ class TableBatchedEmbeddingBags(BoundToLookup):
             state = self._engine.fresh((table.num_embeddings, width), torch.float32, weight.device)
             self.register_buffer(f"{name}_{index}", state.zero_())
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Tables and states go where they are sent; what they are made of stays what their configuration says."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
     def weight(self, index: int) -> torch.Tensor:
         """The weight [E, D] of one table, itself and not a copy."""
         return self.get_buffer(f"weight_{index}")
@@ -296,7 +307,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         Args:
             indices: int64 or int32 ids [N], by feature, sample and position.
             offsets: int64 or int32 [F * B + 1], where each bag begins.
-            per_sample_weights: float32 [N] or None; gets a gradient if it requires one.
+            per_sample_weights: [N], which are rounded to float32, or None; get a gradient if they require one.
 
         The backward reduces duplicates in ascending position, then updates each row once.
 
@@ -304,7 +315,8 @@ class TableBatchedEmbeddingBags(BoundToLookup):
             IdRangeError: an id outside its table, under "fatal"; nothing was changed.
             ShapeError: offsets that do not cut the ids into bags of all features, or another number of weights.
         """
-        bags = self.checked(Bags(indices, offsets.to(torch.int64), per_sample_weights))
+        weights = None if per_sample_weights is None else per_sample_weights.to(torch.float32)
+        bags = self.checked(Bags(indices, offsets.to(torch.int64), weights))
         return lookup(self, bags)
 
     def checked(self, bags: Bags) -> Bags:
@@ -503,9 +515,9 @@ class Pooled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, engine: Lookup, tables: Any, bags: Bags, weights: Any, *params: torch.Tensor) -> torch.Tensor:
-        ctx.held = [
-            HeldTable(param.detach().contiguous(), table.is_mean) for param, table in zip(params, tables, strict=True)
-        ]
+        ctx.dtypes = [param.dtype for param in params]
+        rows = [readable(param.detach()).contiguous() for param in params]
+        ctx.held = [HeldTable(each, table.is_mean) for each, table in zip(rows, tables, strict=True)]
         ctx.features = [index for index, table in enumerate(tables) for _ in table.feature_names]
         ctx.engine, ctx.bags = engine, bags
         _watch(ctx, bags.indices, bags.offsets, bags.weights)
@@ -521,19 +533,8 @@ class Pooled(torch.autograd.Function):
         # Duplicates are summed as in every lookup: one step of -1 from zero is the sum itself.
         sums = [HeldTable(torch.zeros_like(table.weight, dtype=torch.float32), table.is_mean) for table in held]
         engine.update(sums, ctx.features, ctx.bags, grad, "sgd", Hyper(-1.0))
-        dense = [total.weight.to(table.weight.dtype) for total, table in zip(sums, held, strict=True)]
+        dense = [total.weight.to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)]
         return None, None, None, weights, *dense
-
-
-def check_names(tables: Sequence[EmbeddingConfig]) -> None:
-    """Demand names that parameters can have: a path of attributes leads to each. Raises ConfigError."""
-    attributes = torch.nn.ModuleDict()
-    for table in tables:
-        if "." in table.name or hasattr(attributes, table.name):
-            expected = "a name without a point that is no attribute of torch.nn.ModuleDict"
-            raise ConfigError(
-                "torch cannot hold a table of this name", got=table.name, expected=expected, where="tables"
-            )
 
 
 def table_module(table: EmbeddingBagConfig, device: Any) -> torch.nn.EmbeddingBag:
@@ -644,7 +645,7 @@ class EmbeddingBagCollection(BoundToLookup):
         for i, table in enumerate(self.embedding_bags.values()):
             for name in self._names_by_table[i]:
                 part = parts[name]
-                weights = part.weights() if self._is_weighted else None
+                weights = part.weights().to(table.weight.dtype) if self._is_weighted else None  # type: ignore[arg-type]
                 pooled.append(table(part.values(), part.offsets(), weights).float())
         return KeyedTensor(self._embedding_names, self._widths, torch.cat(pooled, dim=1))
 
@@ -816,7 +817,7 @@ def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str, long
     """Float32 [N]: the weight of each position. Raises IdRangeError for a bag longer than the weights."""
     if not torch.jit.is_scripting():
         _too_long(weight, positions, name, longest)
-    return weight.index_select(0, positions)
+    return weight.to(torch.float32).index_select(0, positions)
 
 
 def _positions(lengths: torch.Tensor, count: int) -> torch.Tensor:

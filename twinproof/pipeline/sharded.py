@@ -591,15 +591,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self._parts.local_shards()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Tables and states go where the parameters go; what they are made of stays what the plan says."""
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            found = fn(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
-
+        """Tables and states go where the parameters go, see ``TableBatchedEmbeddingBags``."""
         for module in self.lookups:
             if isinstance(module, torch.nn.Module):
-                module._apply(moved)  # type: ignore[no-untyped-call]
+                module._apply(fn)  # type: ignore[no-untyped-call]
         self._cut_parameters.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
