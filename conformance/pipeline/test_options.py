@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Breaking, Context, LoaderError
 from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -413,3 +413,67 @@ def test_eval_prefetch(pipeline: Any) -> None:
         # The batch that was looked up before the edit is looked up again.
         expected = "llfllf" + ("ll" if asked else "") + "llfllf"
         assert_equal("".join(order), expected, where=f"{asked} lookups and forwards")
+
+
+class Packed(torch.nn.Module):
+    """The job's model for a batch whose dense parts are in types of ours too."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, parts: Any) -> Any:
+        """As the model."""
+        dense, target = parts["dense"], parts["target"]
+        columns = torch.cat([dense["x"], dense["y"]], dim=1)
+        return self.model(Batch(columns, [parts["a"], parts["b"]], target.values() * target.weights()))
+
+
+def _streams_of_copies(device: VirtualDevice) -> list[str]:
+    """The stream of each copy from here on."""
+    found, copy = list[str](), device.engine.copy
+
+    def noted(target: torch.Tensor, source: torch.Tensor) -> None:
+        found.append(device.engine.current())
+        copy(target, source)
+
+    device.engine.copy = noted  # type: ignore[method-assign]
+    return found
+
+
+def _packed(pipeline: Any, device: VirtualDevice, batch: Batch) -> dict[str, Any]:
+    count = batch.target.shape[0]
+    parts = [batch.target, torch.ones(count), torch.ones(count, dtype=torch.int64)]
+    for part in parts:
+        device.tracker.memory_of(part, stream="host", on_host=True)
+    dense = pipeline.KeyedTensor(["x", "y"], [2, 4], batch.dense)
+    return {"dense": dense, "a": batch.ids[0], "b": batch.ids[1], "target": pipeline.JaggedTensor(*parts)}
+
+
+@requirement(
+    "PIPE-429",
+    "JaggedTensors and KeyedTensors of a batch MUST be copied as its tensors are, wherever copies are allocated: no "
+    "access is unordered, all memory is of the one stream, and the bits are the loop's.",
+    needs=("streams",),
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_types_of_ours_copied(pipeline: Any, in_place: bool) -> None:
+    for name in ("TrainPipelineBase", FUSED):
+        loop, job, device = Job(pipeline, 6, kinds=KINDS), Job(pipeline, 6, kinds=KINDS), VirtualDevice()
+        copied = _streams_of_copies(device)
+        batches = [_packed(pipeline, device, batch) for batch in on_host(device, job.batches(4))]
+        with device, succeeds("a step", where=f"{name} in place {in_place}"):
+            schedule = getattr(pipeline, name)(
+                Packed(job.model), job.optimizer, engine=device.engine, enable_inplace_copy_batch=in_place
+            )
+            loader = iter(batches)
+            for _ in range(4):
+                schedule.progress(loader)
+        device.check(this_branch_only=True)
+        for batch in loop.batches(4):
+            loop.step(batch)
+        where = f"{name} in place {in_place}"
+        assert_same_state(job, loop, where)
+        # Of each batch: columns; three parts of the targets; values, lengths and offsets of two batches of ids.
+        assert_equal(copied, ["memcpy"] * len(copied), where=f"{where}: streams of the copies")
+        assert_equal(len(copied), 4 * 10, where=f"{where}: copies")

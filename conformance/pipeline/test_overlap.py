@@ -9,11 +9,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_le, examples, requirement
+from conformance.harness import assert_equal, assert_le, examples, raises, requirement
 from conformance.pipeline.cases import EXACT, FUSED
 from conformance.pipeline.jobs import Job
 from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
+from twinproof.errors import ConfigError
 
 SPARSE_DIST = "TrainPipelineSparseDist"
 STREAMS = ("a", "b", "c")
@@ -293,3 +294,24 @@ def test_window_of_the_picture(pipeline: Any) -> None:
     for count in (3, 4, 5):
         short = dataclasses.replace(timeline, ends_s=ends[:count])
         assert_equal(_window(short), (ends[1], ends[count - 1]), where=f"of {count} steps")
+
+
+@requirement(
+    "PIPE-428",
+    "Without a margin the overlap report MUST count every step, from the program's beginning to its end: what another "
+    "number of steps at each end leaves out is all that it changes; a negative one MUST be refused.",
+    needs=("streams",),
+)
+def test_margins(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import overlap_report, replay
+
+    for name in (SPARSE_DIST, FUSED):
+        program, _, _ = recorded(pipeline, name, {}, ALL)
+        ends_s = [0.0, *replay(program).ends_s]
+        for margin_count in (0, 1, 2):
+            report = overlap_report(program, schedule=name, device="virtual", margin_count=margin_count)
+            first, last = margin_count, len(ends_s) - 1 - margin_count
+            expected = (last - first, (ends_s[last] - ends_s[first]) / (last - first))
+            assert_equal((report.step_count, report.step_s), expected, where=f"{name}, margin {margin_count}")
+        with raises(ConfigError, mentions=("margin_count", "-1")):
+            overlap_report(program, schedule=name, device="virtual", margin_count=-1)

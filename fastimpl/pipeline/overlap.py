@@ -202,8 +202,10 @@ def overlap_report(
     """The figures of a program; ``margin_count`` steps at each end, whose neighbours were not recorded, do not count.
 
     Raises:
-        ConfigError: fewer than two steps are left.
+        ConfigError: fewer than two steps are left; a margin below 0.
     """
+    if margin_count < 0:
+        raise ConfigError("not a margin", got=margin_count, expected=">= 0", where="margin_count")
     whole = replay(program)
     count = len(whole.ends_s) - 2 * margin_count
     if count < 2:
@@ -229,7 +231,9 @@ def overlap_report(
 
 
 def _step_s(timeline: Timeline, steps: range) -> float:
-    return (timeline.ends_s[steps[-1]] - timeline.ends_s[steps[0] - 1]) / len(steps)
+    # The first step of all begins with the program.
+    begun_s = timeline.ends_s[steps[0] - 1] if steps[0] else 0.0
+    return (timeline.ends_s[steps[-1]] - begun_s) / len(steps)
 
 
 def _hidden_s(mine: Sequence[Span], everything: Sequence[Span]) -> float:

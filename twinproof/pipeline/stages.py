@@ -18,9 +18,10 @@ from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from twinproof.errors import ConfigError, PipelineError
-from twinproof.pipeline.batches import KeyedJaggedTensor
+from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from twinproof.pipeline.config import untraceable
 from twinproof.pipeline.sharding import Awaitable
 
@@ -519,6 +520,8 @@ def move_batch(
         return move(batch)
     if isinstance(batch, KeyedJaggedTensor):
         return batch._map(move)
+    if isinstance(batch, (JaggedTensor, KeyedTensor)):
+        return tree_map_only(torch.Tensor, move, batch)
     if isinstance(batch, dict):
         return {key: move_batch(value, move, device, copy_stream) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):

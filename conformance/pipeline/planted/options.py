@@ -100,3 +100,8 @@ made_elsewhere_not_waited_for = patched(
     mutated("fastimpl.pipeline.stages:StreamedStages._moved", "engine.wait(self._memcpy, made.moved)", "pass"),
     kills="PIPE-369",
 )
+jagged_asked_to_go = patched(
+    "JaggedTensors and KeyedTensors are asked to go by themselves.",
+    mutated("twinproof.pipeline.stages:move_batch", "isinstance(batch, (JaggedTensor, KeyedTensor))", "batch is None"),
+    kills="PIPE-429",
+)

@@ -105,3 +105,8 @@ moments_counted_by_stream = patched(
     mutated("fastimpl.pipeline.overlap:_hidden_s", "max(reached, end)", "span.begin_s"),
     kills="PIPE-420",
 )
+begun_with_the_end = patched(
+    "Without a margin the first step begins where the last ends.",
+    mutated("fastimpl.pipeline.overlap:_step_s", "if steps[0] else 0.0", "if True else 0.0"),
+    kills="PIPE-428",
+)
