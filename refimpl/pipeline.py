@@ -260,7 +260,7 @@ class ToldEverything:
 
     def columns(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The lookups of all ranks, of which this rank's samples are taken."""
-        none = torch.zeros(sum(ctx.strides), 0, device=ctx.bags.offsets.device)
+        none = torch.zeros(sum(ctx.strides), 0, dtype=torch.float32, device=ctx.bags.offsets.device)
         everyone = self._of_all_ranks(lambda: torch.cat([none, *outputs], dim=1))
         rank = self.layout.rank
         mine = slice(sum(ctx.strides[:rank]), sum(ctx.strides[: rank + 1]))
@@ -279,7 +279,7 @@ class ToldEverything:
         """Float32 [B, width] from the ranks' blocks [B, columns of the rank] for this rank's own bags."""
         layout = self.layout
         count = len(layout.feature_tables)
-        result = torch.zeros((bags.offsets.numel() - 1) // count, layout.width, device=bags.offsets.device)
+        result = bags.offsets.new_zeros((bags.offsets.numel() - 1) // count, layout.width, dtype=torch.float32)
         for rank, block in enumerate(blocks):
             for slot, there, here in self._slots(rank):
                 if slot.is_partial:

@@ -10,83 +10,24 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, requirement, succeeds
-from conformance.pipeline.batches import Jagged, random_jagged, values_of
+from conformance.pipeline.batches import values_of
+from conformance.pipeline.every_module import EVERY, batch_of, cut, looked_up, lookups, whole
 from conformance.pipeline.model import assert_bits
-from conformance.pipeline.sharding import collection_of, sharded_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.int64)
-FEATURES = ["f0", "f1", "f2"]
-
-
-def _configs(pipeline: Any) -> list[Any]:
-    poolings = (pipeline.PoolingType.SUM, pipeline.PoolingType.MEAN, pipeline.PoolingType.SUM)
-    return [
-        pipeline.EmbeddingBagConfig(7, 4, f"t{i}", feature_names=[FEATURES[i]], pooling=pooling)
-        for i, pooling in enumerate(poolings)
-    ]
-
-
-def _whole(pipeline: Any, *, is_weighted: bool = True) -> Any:
-    weights = [values_of((7, 4), seed) for seed in range(3)]
-    return collection_of(pipeline, _configs(pipeline), weights, is_weighted=is_weighted)
-
-
-def _cut(pipeline: Any, group: Any = None, world_size: int = 1) -> Any:
-    plan = {"t0": pipeline.row_wise(), "t1": pipeline.table_wise(world_size - 1), "t2": pipeline.data_parallel()}
-    return sharded_of(pipeline, _whole(pipeline), plan, "sgd", group)
-
-
-def _lookups(pipeline: Any) -> Any:
-    weights = [values_of((7, 4), seed) for seed in range(3)]
-    fused = pipeline.FusedOptimizer("adam", lr=0.5)
-    return pipeline.TableBatchedEmbeddingBags(_configs(pipeline), optimizer=fused, weights=weights)
-
-
-def _processed(pipeline: Any) -> Any:
-    processors = pipeline.PositionWeightedModuleCollection(dict.fromkeys(FEATURES[:2], 4))
-    with torch.no_grad():
-        for seed, weight in enumerate(processors.position_weights.values()):
-            weight.copy_(values_of((4,), 20 + seed))
-    return pipeline.FeatureProcessedEmbeddingBagCollection(_whole(pipeline), processors)
-
-
-def _processed_cut(pipeline: Any) -> Any:
-    plan = {f"t{i}": pipeline.table_wise(0) for i in range(3)}
-    return sharded_of(pipeline, _processed(pipeline), plan, "sgd")
-
-
-def _rows(pipeline: Any) -> Any:
-    return pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(7, 4, "t", feature_names=FEATURES)])
-
-
-def _batch(seed: int) -> Jagged:
-    return random_jagged(FEATURES, [7, 7, 7], 5, seed)
-
-
-def _looked_up(pipeline: Any, module: Any, batch: Jagged, weights: torch.Tensor | None) -> torch.Tensor:
-    """What any of these modules finds, side by side."""
-    kjt = batch.kjt(pipeline)
-    if isinstance(module, pipeline.TableBatchedEmbeddingBags):
-        found: torch.Tensor = module(kjt.values(), kjt.offsets(), weights)
-        return found
-    result = module(pipeline.KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, lengths=kjt.lengths()))
-    if isinstance(result, dict):
-        return torch.cat([part.values() for part in result.values()])
-    values: torch.Tensor = result.values()
-    return values
 
 
 def _trained(pipeline: Any, module: Any, weights: torch.Tensor, where: str) -> torch.Tensor:
     """The result; a loss of it goes back."""
     with succeeds("a step", where=where):
-        found = _looked_up(pipeline, module, _batch(3), weights)
+        found = looked_up(pipeline, module, batch_of(3), weights)
         found.backward(values_of(found.shape, 9))  # type: ignore[no-untyped-call]
     return found.detach()
 
 
 def _weighted(pipeline: Any, make: Callable[[], Any], dtype: torch.dtype, where: str) -> None:
     """A step with weights of the dtype, and one with what they are in float32."""
-    given = (4 * values_of((len(_batch(3).flat()[0]),), 5)).to(dtype)
+    given = (4 * values_of((len(batch_of(3).flat()[0]),), 5)).to(dtype)
     other = given.to(torch.float32)
     for each in (given, other):
         each.requires_grad_(dtype.is_floating_point)
@@ -110,7 +51,7 @@ def _weighted(pipeline: Any, make: Callable[[], Any], dtype: torch.dtype, where:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_weights(pipeline: Any, dtype: torch.dtype) -> None:
-    for make in (_whole, _cut, _lookups):
+    for make in (whole, cut, lookups):
         _weighted(pipeline, lambda make=make: make(pipeline), dtype, f"{make.__name__} {dtype}")  # type: ignore[misc]
 
 
@@ -119,7 +60,7 @@ def _weighted_on_ranks(rank: Rank) -> None:
     for first in range(len(DTYPES)):
         # Each rank's batch has a dtype of its own; those that want no gradient take part in the others' exchange.
         dtype = DTYPES[(first + rank.rank) % len(DTYPES)]
-        make = lambda: _cut(pipeline, rank.group, rank.world_size)  # noqa: E731
+        make = lambda: cut(pipeline, rank.group, rank.world_size)  # noqa: E731
         _weighted(pipeline, make, dtype, f"rank {rank.rank} {dtype}")
 
 
@@ -135,8 +76,8 @@ def test_weights_on_ranks(rank_pool: Any) -> None:
 )
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_cast(pipeline: Any, dtype: torch.dtype) -> None:
-    weights = values_of((len(_batch(3).flat()[0]),), 5)
-    for make in (_whole, _cut, _lookups, _processed, _processed_cut, _rows):
+    weights = values_of((len(batch_of(3).flat()[0]),), 5)
+    for make in EVERY:
         where = f"{make.__name__} {dtype}"
         module = make(pipeline)
         kept = {name: value.dtype for name, value in module.named_buffers()}

@@ -1,13 +1,19 @@
-"""What the process is beside the pipeline: a default device that a caller has set for its model."""
+"""What the process is beside the pipeline: what a caller has set for its model, a default device first of all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, requirement, succeeds
+from conformance.pipeline.batches import values_of
+from conformance.pipeline.cases import EVAL_FUSED
+from conformance.pipeline.every_module import EVERY, batch_of, looked_up
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
 from conformance.pipeline.model import assert_bits, random_tables
 from conformance.pipeline.sharding import random_plan
@@ -72,8 +78,8 @@ def _made(pipeline: Any, configs: Any, plan: Any) -> dict[str, torch.Tensor]:
     for name, batch in batches.items():
         found[f"{name}: lengths"], found[f"{name}: offsets"] = batch.lengths(), batch.offsets()
         strides = batch.stride_per_key_per_rank()
-        found[f"{name}: strides"] = torch.tensor(strides, device="cpu")
-        found[f"{name}: per key"] = torch.tensor(batch.length_per_key(), device="cpu")
+        found[f"{name}: strides"] = torch.tensor(strides, dtype=torch.int64, device="cpu")
+        found[f"{name}: per key"] = torch.tensor(batch.length_per_key(), dtype=torch.int64, device="cpu")
     jagged = pipeline.JaggedTensor(ids, lengths=lengths)
     return found | {"jagged: offsets": jagged.offsets(), "jagged: dense": jagged.to_padded_dense(3)}
 
@@ -92,3 +98,103 @@ def test_made_of_nothing(pipeline: Any) -> None:
     for name, value in expected.items():
         assert_equal(found[name].device.type, value.device.type, where=f"{name}: device")
         assert_bits(found[name], value, name)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "wide numbers": partial(_default_dtype, torch.float64),
+    "narrow numbers": partial(_default_dtype, torch.bfloat16),
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "deterministic": _deterministic,
+    "mixed precision": partial(torch.autocast, "cpu", torch.bfloat16),
+}
+WITHOUT_TRAINING = ("inference", "no gradients")
+
+
+def _found(pipeline: Any, make: Any, surroundings: Any, *, trains: bool) -> dict[str, Any]:
+    """A lookup inside of the surroundings, with its way back, and what it leaves."""
+    torch.manual_seed(1)
+    module, batch = make(pipeline), batch_of(3)
+    weights = values_of((len(batch.flat()[0]),), 5)
+    with surroundings():
+        rows = looked_up(pipeline, module, batch, weights)
+    if trains:
+        grad = values_of(rows.shape, 9)
+        with surroundings():
+            rows.backward(grad)  # type: ignore[no-untyped-call]
+    held = dict(module.named_buffers()) | dict(module.named_parameters())
+    return {"rows": rows.detach().clone(), **{f"gradient of {n}": p.grad for n, p in held.items()}, **held}
+
+
+@requirement(
+    "PIPE-430",
+    "A default dtype, inference mode, a ban on gradients, deterministic algorithms and mixed precision, which callers "
+    "set for their models, MUST NOT decide what any module looks up, trains, or is made of.",
+)
+@pytest.mark.parametrize("kind", sorted(SURROUNDINGS))
+def test_modules_anywhere(pipeline: Any, kind: str) -> None:
+    trains = kind not in WITHOUT_TRAINING
+    for make in EVERY:
+        expected = _found(pipeline, make, torch.enable_grad, trains=trains)
+        with succeeds("a lookup", where=f"{make.__name__}, {kind}"):
+            found = _found(pipeline, make, SURROUNDINGS[kind], trains=trains)
+        for name, value in expected.items():
+            where = f"{make.__name__}, {kind}: {name}"
+            assert_equal(found[name] is None, value is None, where=where)
+            if value is not None:
+                assert_bits(found[name].detach(), value.detach(), where)
+    configs, _, _, _ = random_tables(pipeline, 3)
+    plan = random_plan(pipeline, configs, 1, 3, KINDS)
+    made = _made(pipeline, configs, plan)
+    with SURROUNDINGS[kind](), succeeds("what is made of nothing", where=kind):
+        again = _made(pipeline, configs, plan)
+    for name, value in made.items():
+        mine, theirs = (each.to_local() if hasattr(each, "to_local") else each for each in (again[name], value))
+        assert_bits(mine, theirs, f"{kind}: {name}")
+
+
+@requirement(
+    "PIPE-431",
+    "Nor MUST they decide what a schedule's step is, nor leave anything for the steps behind it: it is the loop's.",
+)
+@pytest.mark.parametrize("kind", sorted(SURROUNDINGS))
+def test_schedules_anywhere(pipeline: Any, kind: str) -> None:
+    trains, surroundings = kind not in WITHOUT_TRAINING, SURROUNDINGS[kind]
+    # What mixed precision makes of the dense part is not the schedule's.
+    of_the_loop = surroundings if kind == "mixed precision" else torch.enable_grad
+    for seed, name in enumerate((*SCHEDULES, EVAL_FUSED)):
+        loop, job = Job(pipeline, seed), Job(pipeline, seed)
+        batches, where = loop.batches(6), f"{name}, {kind}"
+        schedule, loader = job.schedule(name), iter(batches)
+        if not trains:
+            # What a loader makes when it is asked for a batch may be trained on later.
+            loader = (job.batches(1, number)[0] for number in range(6))
+        for step, batch in enumerate(batches):
+            is_inside = step < 4
+            for each in (loop, job):
+                each.model.train((trains or not is_inside) and name != EVAL_FUSED)
+            with (of_the_loop if is_inside else torch.enable_grad)():
+                expected = loop.step(batch)
+            with (surroundings if is_inside else torch.enable_grad)(), succeeds("a step", where=where):
+                output = schedule.progress(loader)
+            assert_bits(output, expected, f"{where}: output {step}")
+        assert_same_state(job, loop, where)

@@ -57,7 +57,7 @@ class Columns:
         """
         stride = (bags.offsets.numel() - 1) // self._count
         make = torch.empty if self._is_covered else torch.zeros
-        result = make(stride, self._layout.width, device=bags.offsets.device)
+        result = make(stride, self._layout.width, dtype=torch.float32, device=bags.offsets.device)
         for rank, block in enumerate(blocks):
             for partial, there, here in self.places[rank]:
                 if partial:

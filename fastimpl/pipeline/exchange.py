@@ -76,7 +76,7 @@ class AllToAll:
     def columns(self, ctx: ShardedContext, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Each rank's columns go home to the rank of their samples."""
         strides, stride, widths = ctx.strides, ctx.strides[self.layout.rank], self._columns.widths
-        none = torch.zeros(sum(strides), 0, device=ctx.bags.offsets.device)
+        none = torch.zeros(sum(strides), 0, dtype=torch.float32, device=ctx.bags.offsets.device)
         mine = outputs[0] if len(outputs) == 1 else torch.cat([none, *outputs], dim=1)
         sent = [samples * widths[self.layout.rank] for samples in strides]
         flat = self._all_to_all(mine.reshape(-1), [stride * width for width in widths], sent)

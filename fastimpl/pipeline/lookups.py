@@ -73,7 +73,7 @@ class NativeLookup:
         """Float32 [B, sum of D over features]."""
         width = sum(tables[table].weight.shape[1] for table in feature_tables)
         stride = (bags.offsets.numel() - 1) // len(feature_tables)
-        out = torch.empty(stride, width, device=bags.indices.device)
+        out = torch.empty(stride, width, dtype=torch.float32, device=bags.indices.device)
         given = (_weights(tables), list(feature_tables), *_plain(bags), _means(tables), out)
         ops.pool_bags(*given, max_blocks=self.max_blocks)
         return out

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from twinproof.errors import ConfigError, DistributedError, PipelineError
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.config import check_answer, check_parts
+from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
     BatchContext,
@@ -505,7 +506,8 @@ class Pipeline(Generic[In, Out]):
         """Take one batch from the loader into in_flight; whether there was one on every rank."""
         self._take_loader(dataloader_iter)
         copy = self.inplace_copy_batch_to_gpu if self.options.copies_in_place else self.copy_batch_to_gpu
-        batch, context = copy(dataloader_iter)
+        with made_for_training():
+            batch, context = copy(dataloader_iter)
         if batch is None:
             return False
         made, self._made = self._made, None
@@ -543,7 +545,8 @@ class Pipeline(Generic[In, Out]):
         """Start the exchange of sizes."""
         found = None if batch is None else self._found(context)
         if found is not None and not found.was_sent:
-            self._stages.send(found, lambda: self._send(found))
+            with made_for_training():
+                self._stages.send(found, lambda: self._send(found))
 
     def wait_sparse_data_dist(self, context: Any) -> None:
         """End the exchange of sizes, and start that of ids."""

@@ -636,7 +636,7 @@ class EmbeddingBagCollection(BoundToLookup):
         if not (features.values().is_meta and weight.is_meta):
             found = (features.device(), weight.device)
             raise ConfigError("a batch and tables of which one is on meta", got=found, where="EmbeddingBagCollection")
-        pooled = torch.empty(features.stride(), sum(self._widths), device="meta")
+        pooled = torch.empty(features.stride(), sum(self._widths), dtype=torch.float32, device="meta")
         return KeyedTensor(self._embedding_names, self._widths, pooled)
 
     def _by_torch(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -664,7 +664,7 @@ class _Rows(torch.autograd.Function):
         _check_watched(ctx)
         ids, grad = ctx.ids, grads[0].contiguous()
         # Each id is a bag of its own, and one step of -1 from zero is the sum: duplicates are added as in every lookup.
-        sums = torch.zeros(ctx.shape, device=grad.device)
+        sums = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
         bags = Bags(ids, torch.arange(ids.numel() + 1, device=ids.device))
         ctx.engine.update([HeldTable(sums)], [0], bags, grad, "sgd", Hyper(-1.0))
         return None, None, sums.to(ctx.dtype)
@@ -842,7 +842,7 @@ def position_weights_of(names: Sequence[str], bags: Bags, weights: Mapping[str, 
     for name, positions, longest_bag in zip(names, torch.split(own, sizes), most, strict=True):
         weight = weights.get(name)
         if weight is None:
-            found.append(torch.ones(positions.numel(), device=positions.device))
+            found.append(torch.ones(positions.numel(), dtype=torch.float32, device=positions.device))
             continue
         found.append(_of_positions(weight, positions, name, longest_bag))
     return torch.cat(found)
@@ -873,7 +873,7 @@ def _weighted_batch(
         if key in position_weights:
             parts.append(_of_positions(position_weights[key], mine, key))
         else:
-            parts.append(torch.ones(mine.size(0), device=mine.device))
+            parts.append(torch.ones(mine.size(0), dtype=torch.float32, device=mine.device))
     return KeyedJaggedTensor(
         features.keys(),
         features.values(),
@@ -1019,7 +1019,7 @@ class _Each(FeatureProcessorsCollection):
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         parts, keys = features.to_dict(compute_offsets=False), features.keys()
         found = {key: self._feature_processors[key](parts[key]) for key in keys if key in self._feature_processors}
-        ones = torch.ones(features.values().shape[0], device=features.device())
+        ones = torch.ones(features.values().shape[0], dtype=torch.float32, device=features.device())
         weights = [found[key].weights() if key in found else ones[: parts[key].values().shape[0]] for key in keys]
         whole: KeyedJaggedTensor = features._with_weights(torch.cat(weights))
         return whole

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -37,12 +38,21 @@ __all__ = [
     "data_parallel",
     "initial_shard",
     "key_value",
+    "made_for_training",
     "row_wise",
     "settle_buckets",
     "table_wise",
 ]
 
 Value = TypeVar("Value")
+
+
+def made_for_training() -> AbstractContextManager[Any]:
+    """Around what is made of a batch ahead of its turn, which may train where the step of now is inside inference mode.
+
+    Tensors that inference mode makes are never saved for a backward.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class Awaitable(Generic[Value]):
@@ -58,7 +68,8 @@ class Awaitable(Generic[Value]):
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
-                self._value = finish()
+                with made_for_training():
+                    self._value = finish()
             except Exception as error:
                 self._failure = error
         if self._failure is not None:

@@ -21,3 +21,23 @@ strides_on_the_default_device = patched(
     ),
     kills="PIPE-422",
 )
+pooled_in_the_default_dtype = patched(
+    "Pooled columns are of the default dtype of the process.",
+    mutated("fastimpl.pipeline.lookups:NativeLookup.pool", "dtype=torch.float32, ", ""),
+    kills=("PIPE-430", "PIPE-431"),
+)
+columns_in_the_default_dtype = patched(
+    "Columns of all ranks are put together in the default dtype of the process.",
+    mutated("fastimpl.pipeline.columns:Columns.assemble", "dtype=torch.float32, ", ""),
+    kills=("PIPE-430", "PIPE-431"),
+)
+sums_in_the_default_dtype = patched(
+    "Gradients of rows are added in the default dtype of the process.",
+    mutated("twinproof.pipeline.modules:_Rows.backward", "dtype=torch.float32, ", ""),
+    kills="PIPE-430",
+)
+spoiled_by_inference_mode = patched(
+    "What is made of the next batch in an evaluation inside inference mode cannot be trained on.",
+    mutated("twinproof.pipeline.sharding:made_for_training", "if torch.is_inference_mode_enabled()", "if False"),
+    kills="PIPE-431",
+)
