@@ -1,4 +1,4 @@
-"""One module of each kind that looks rows up, over the same tables, and what any of them finds."""
+"""One module of each kind that looks rows up, over the same tables, on the host; and what any of them finds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole(pipeline: Any, *, is_weighted: bool = True) -> Any:
 def cut(pipeline: Any, group: Any = None, world_size: int = 1) -> Any:
     """The same, cut by three plans."""
     plan = {"t0": pipeline.row_wise(), "t1": pipeline.table_wise(world_size - 1), "t2": pipeline.data_parallel()}
-    return sharded_of(pipeline, whole(pipeline), plan, "sgd", group)
+    return sharded_of(pipeline, whole(pipeline), plan, "sgd", group, device="cpu")
 
 
 def lookups(pipeline: Any) -> Any:
@@ -51,7 +51,7 @@ def processed(pipeline: Any) -> Any:
 def processed_cut(pipeline: Any) -> Any:
     """Those, cut."""
     plan = {f"t{i}": pipeline.table_wise(0) for i in range(3)}
-    return sharded_of(pipeline, processed(pipeline), plan, "sgd")
+    return sharded_of(pipeline, processed(pipeline), plan, "sgd", device="cpu")
 
 
 def rows(pipeline: Any) -> Any:
@@ -65,8 +65,9 @@ def batch_of(seed: int) -> Jagged:
 
 
 def looked_up(pipeline: Any, module: Any, batch: Jagged, weights: torch.Tensor | None) -> torch.Tensor:
-    """What any of these modules finds, side by side."""
-    kjt = batch.kjt(pipeline)
+    """What any of these modules finds, side by side, where it is."""
+    place = next(iter([*module.parameters(), *module.buffers()])).device
+    kjt, weights = batch.kjt(pipeline).to(place), None if weights is None else weights.to(place)
     if isinstance(module, pipeline.TableBatchedEmbeddingBags):
         found: torch.Tensor = module(kjt.values(), kjt.offsets(), weights)
         return found

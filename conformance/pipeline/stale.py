@@ -140,7 +140,9 @@ class StaleProgram(OrdersMachine):
 
     def _next(self) -> tuple[Batch, Batch | None]:
         """The loop's next batch, and the one behind it if it is in flight."""
-        batch, *following = (self.loop.batches(1, n)[0] for n in (self.at, self.at + 1) if n < self.pulled)
+        batch, *following = (
+            self.loop.there(self.loop.batches(1, n)[0]) for n in (self.at, self.at + 1) if n < self.pulled
+        )
         return batch, following[0] if following else None
 
     def _forward(self, batch: Batch) -> Any:

@@ -13,6 +13,7 @@ from conformance.harness import Rank, assert_equal, requirement, succeeds
 from conformance.pipeline.batches import values_of
 from conformance.pipeline.every_module import EVERY, batch_of, cut, looked_up, lookups, whole
 from conformance.pipeline.model import assert_bits
+from conformance.pipeline.sharding import placed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.int64)
 
@@ -21,7 +22,7 @@ def _trained(pipeline: Any, module: Any, weights: torch.Tensor, where: str) -> t
     """The result; a loss of it goes back."""
     with succeeds("a step", where=where):
         found = looked_up(pipeline, module, batch_of(3), weights)
-        found.backward(values_of(found.shape, 9))  # type: ignore[no-untyped-call]
+        found.backward(values_of(found.shape, 9).to(found.device))  # type: ignore[no-untyped-call]
     return found.detach()
 
 
@@ -31,7 +32,7 @@ def _weighted(pipeline: Any, make: Callable[[], Any], dtype: torch.dtype, where:
     other = given.to(torch.float32)
     for each in (given, other):
         each.requires_grad_(dtype.is_floating_point)
-    mine, theirs = make(), make()
+    mine, theirs = (placed(pipeline, make()) for _ in range(2))
     found, expected = _trained(pipeline, mine, given, where), _trained(pipeline, theirs, other, where)
     assert_bits(found, expected, f"{where}: pooled")
     if dtype.is_floating_point:
@@ -79,7 +80,7 @@ def test_cast(pipeline: Any, dtype: torch.dtype) -> None:
     weights = values_of((len(batch_of(3).flat()[0]),), 5)
     for make in EVERY:
         where = f"{make.__name__} {dtype}"
-        module = make(pipeline)
+        module = placed(pipeline, make(pipeline))
         kept = {name: value.dtype for name, value in module.named_buffers()}
         cast = module.to(dtype)
         wide = copy.deepcopy(cast).to(torch.float32)

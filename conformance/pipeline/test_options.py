@@ -459,7 +459,7 @@ def _packed(pipeline: Any, device: VirtualDevice, batch: Batch) -> dict[str, Any
 @pytest.mark.parametrize("in_place", [False, True])
 def test_types_of_ours_copied(pipeline: Any, in_place: bool) -> None:
     for name in ("TrainPipelineBase", FUSED):
-        loop, job, device = Job(pipeline, 6, kinds=KINDS), Job(pipeline, 6, kinds=KINDS), VirtualDevice()
+        (loop, job), device = (Job(pipeline, 6, kinds=KINDS, device="cpu") for _ in range(2)), VirtualDevice()
         copied = _streams_of_copies(device)
         batches = [_packed(pipeline, device, batch) for batch in on_host(device, job.batches(4))]
         with device, succeeds("a step", where=f"{name} in place {in_place}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from conformance.pipeline.cases import EVAL_FUSED
 from conformance.pipeline.every_module import EVERY, batch_of, looked_up
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
 from conformance.pipeline.model import assert_bits, random_tables
-from conformance.pipeline.sharding import random_plan
+from conformance.pipeline.sharding import placed, random_plan
 
 SCHEDULES = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
 
@@ -130,15 +131,14 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 WITHOUT_TRAINING = ("inference", "no gradients")
 
 
-def _found(pipeline: Any, make: Any, surroundings: Any, *, trains: bool) -> dict[str, Any]:
+def _found(pipeline: Any, module: Any, surroundings: Any, *, trains: bool) -> dict[str, Any]:
     """A lookup inside of the surroundings, with its way back, and what it leaves."""
-    torch.manual_seed(1)
-    module, batch = make(pipeline), batch_of(3)
+    batch = batch_of(3)
     weights = values_of((len(batch.flat()[0]),), 5)
     with surroundings():
         rows = looked_up(pipeline, module, batch, weights)
     if trains:
-        grad = values_of(rows.shape, 9)
+        grad = values_of(rows.shape, 9).to(rows.device)
         with surroundings():
             rows.backward(grad)  # type: ignore[no-untyped-call]
     held = dict(module.named_buffers()) | dict(module.named_parameters())
@@ -154,9 +154,13 @@ def _found(pipeline: Any, make: Any, surroundings: Any, *, trains: bool) -> dict
 def test_modules_anywhere(pipeline: Any, kind: str) -> None:
     trains = kind not in WITHOUT_TRAINING
     for make in EVERY:
-        expected = _found(pipeline, make, torch.enable_grad, trains=trains)
+        module = make(pipeline)
+        # The pretend device's tensors are wrapped, and cannot be detached inside of inference mode.
+        module = module if kind == "inference" else placed(pipeline, module)
+        again = copy.deepcopy(module)
+        expected = _found(pipeline, module, torch.enable_grad, trains=trains)
         with succeeds("a lookup", where=f"{make.__name__}, {kind}"):
-            found = _found(pipeline, make, SURROUNDINGS[kind], trains=trains)
+            found = _found(pipeline, again, SURROUNDINGS[kind], trains=trains)
         for name, value in expected.items():
             where = f"{make.__name__}, {kind}: {name}"
             assert_equal(found[name] is None, value is None, where=where)
@@ -182,7 +186,7 @@ def test_schedules_anywhere(pipeline: Any, kind: str) -> None:
     # What mixed precision makes of the dense part is not the schedule's.
     of_the_loop = surroundings if kind == "mixed precision" else torch.enable_grad
     for seed, name in enumerate((*SCHEDULES, EVAL_FUSED)):
-        loop, job = Job(pipeline, seed), Job(pipeline, seed)
+        loop, job = (Job(pipeline, seed, device="cpu") for _ in range(2))
         batches, where = loop.batches(6), f"{name}, {kind}"
         schedule, loader = job.schedule(name), iter(batches)
         if not trains:
