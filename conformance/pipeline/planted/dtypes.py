@@ -18,13 +18,6 @@ lookups_weights_as_given = patched(
     ),
     kills="PIPE-425",
 )
-tables_cast = patched(
-    "Tables with an optimizer in the backward are cast with the model around them, and their states.",
-    mutated(
-        "twinproof.pipeline.modules:TableBatchedEmbeddingBags._apply", "_apply(moved, recurse)", "_apply(fn, recurse)"
-    ),
-    kills="PIPE-427",
-)
 double_tables_read = patched(
     "Tables that were cast to float64 are handed to the lookup as they are.",
     mutated("twinproof.pipeline.config:readable", "if weight.dtype in _FLOATS.values() else", "if weight.numel() else"),

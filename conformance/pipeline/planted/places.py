@@ -20,12 +20,10 @@ def tables_stay_behind(original: Any, module: Any, fn: Any, recurse: bool = True
     return torch.nn.Module._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
 
 
-@fault(kills="PIPE-320", at=f"{_SHARDED}._apply")
-def tables_take_the_dtype(original: Any, module: Any, fn: Any, recurse: bool = True) -> Any:
+@fault(kills=("PIPE-320", "PIPE-427"), at="twinproof.pipeline.modules:TableBatchedEmbeddingBags._apply")
+def tables_take_the_dtype(original: Any, lookups: Any, fn: Any, recurse: bool = True) -> Any:
     """Tables and states change their dtype with the parameters."""
-    for lookup in module.lookups:
-        lookup._apply(fn)
-    return torch.nn.Module._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+    return torch.nn.Module._apply(lookups, fn, recurse)  # type: ignore[no-untyped-call]
 
 
 @fault(kills="PIPE-321", at=f"{_SHARDED}.input_dist")
