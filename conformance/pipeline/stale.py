@@ -103,7 +103,7 @@ class StaleProgram(OrdersMachine):
         self.optimizer_fails = False
         self.job.optimizer.register_step_pre_hook(self._before_dense)
 
-    def run(self, seed: int, count: int = 12) -> None:
+    def run(self, seed: int, count: int = 24) -> None:
         """So many events; after each everything is compared."""
         chosen = random.Random(seed)
         self.begin(chosen)
@@ -128,7 +128,7 @@ class StaleProgram(OrdersMachine):
             (1, lambda: self.iterator(chosen.choice([None, None, None, 2, 4]))),
             (1, lambda: self.fail_loader(chosen.randint(0, 3))),
             (1, self.fail_forward),
-            (1, self.fail_optimizer),
+            (2, self.fail_optimizer),
             (1, self.reset),
             (2, lambda: self.freeze(trains=flip())),
             (2, self.evaluate),

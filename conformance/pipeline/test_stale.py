@@ -17,7 +17,7 @@ from conformance.pipeline.stale import StaleProgram
     "optimizers, resets, frozen parameters and groups that are added, SemiSync MUST hold the bits of the loop that is "
     "one update stale, with and without stash_gradients, and count right.",
 )
-@examples(25)
+@examples(12)
 @given(seed=st.integers(0, 10**9))
 def test_any_stale_program(pipeline: Any, seed: int) -> None:
     class Program(StaleProgram):

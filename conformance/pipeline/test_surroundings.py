@@ -187,13 +187,13 @@ def test_schedules_anywhere(pipeline: Any, kind: str) -> None:
     of_the_loop = surroundings if kind == "mixed precision" else torch.enable_grad
     for seed, name in enumerate((*SCHEDULES, EVAL_FUSED)):
         loop, job = (Job(pipeline, seed, device="cpu") for _ in range(2))
-        batches, where = loop.batches(6), f"{name}, {kind}"
+        batches, where = loop.batches(4), f"{name}, {kind}"
         schedule, loader = job.schedule(name), iter(batches)
         if not trains:
             # What a loader makes when it is asked for a batch may be trained on later.
-            loader = (job.batches(1, number)[0] for number in range(6))
+            loader = (job.batches(1, number)[0] for number in range(4))
         for step, batch in enumerate(batches):
-            is_inside = step < 4
+            is_inside = step < 2
             for each in (loop, job):
                 each.model.train((trains or not is_inside) and name != EVAL_FUSED)
             with (of_the_loop if is_inside else torch.enable_grad)():
