@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformance.checkpoint.cases import save
-from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone
-from conformance.harness import assert_equal, requirement, succeeds
+from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from twinproof.errors import MissingCheckpointError
 
 # One process saves here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -56,3 +58,28 @@ def test_hf_options(checkpoint: Any, tmp_path: Path, adapter: Any) -> None:
         found, wanted = _files(tmp_path / name / "step-1"), _files(tmp_path / f"{name}, by the writer")
         assert_equal(sorted(found), sorted(wanted), where=f"files with {name}")
         assert_equal([file for file in found if found[file] != wanted[file]], [], where=f"files that differ, {name}")
+
+
+@requirement(
+    "CKPT-623",
+    "A folder that is named as no manager names one, with zeros before its number or other digits, MUST be no "
+    "checkpoint of it: neither loaded nor counted nor deleted.",
+)
+def test_names_of_folders(checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with alone(), Trainer(1).manager(checkpoint, folder, interval=1, keep_latest_k=2) as manager:
+        for step in (1, 2):
+            manager.save(step)
+    strange = ["step-07", "step-\u0663", "step-+3", "Step-4"]
+    for name in strange:
+        shutil.copytree(folder / "step-2", folder / name)
+    fresh = Trainer(2)
+    with fresh.manager(checkpoint, folder, interval=1, keep_latest_k=2) as manager:
+        with succeeds("a load", where="beside folders of other names"):
+            assert_equal(load(manager), True, where="loaded")
+        with raises(MissingCheckpointError, mentions=["7", "1, 2"], where="a step that is none"):
+            load(manager, 7)
+        with alone():
+            manager.save(3)
+    left = sorted(path.name for path in folder.iterdir())
+    assert_equal(left, sorted(["step-2", "step-3", *strange]), where="what is left after retention")

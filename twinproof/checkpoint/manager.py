@@ -304,7 +304,8 @@ T = TypeVar("T")
 _Self = TypeVar("_Self", bound="CheckpointManager")
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
-_STEP = re.compile(r"step-(\d+)")
+# As a manager writes it: ``step-07`` is none of its folders, and is not found again under the number 7.
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _DELETED = re.compile(r"\.step-\d+\.deleting-[0-9a-f]{12}")
 _MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "lr_scheduler"
 

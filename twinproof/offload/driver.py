@@ -600,7 +600,7 @@ class MovePlan:
         self._kept_masters = set(kept_masters)
         self._foreseen: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._stateless: set[torch.Tensor] = set()
-        self._flags: dict[int, dict[str, bool]] = {}
+        self._flags: dict[torch.Tensor, dict[str, bool]] = {}
         self._listed: list[tuple[list[int], dict[str, bool]]] | None = None
 
     def bound(self) -> Iterable[tuple[Bundle, str, torch.Tensor]]:
@@ -632,14 +632,19 @@ class MovePlan:
 
     def _adopt_listed(self, transfers: Transfers) -> None:
         new: list[Bundle] = []
-        found: set[torch.Tensor] = set()  # A parameter may be listed twice.
+        found: set[torch.Tensor] = set()
+        listed: set[torch.Tensor] = set()  # A parameter may be listed twice.
         turned = False
-        for number, group in enumerate(self.optimizer.param_groups):
+        for group in self.optimizer.param_groups:
             flags = options_on(group)
-            is_turned, self._flags[number] = self._flags.get(number, flags) != flags, flags
-            turned |= is_turned
             for param in group["params"]:
-                if param in found or (param in self.known and not is_turned):
+                if param in listed:
+                    continue
+                listed.add(param)
+                # By parameter: it may have come from a group with other options, and groups come and go.
+                is_turned, self._flags[param] = self._flags.get(param, flags) != flags, flags
+                turned |= is_turned
+                if param in self.known and not is_turned:
                     continue
                 tensors = self.foresee(param, group)
                 # What had no states until an option was turned, momentum for instance, is as good as new.
@@ -654,7 +659,7 @@ class MovePlan:
                     new.append(make_bundle(param, tensors))
                 else:
                     self._stateless.add(param)
-        self._forget_unlisted(transfers)
+        self._forget_unlisted(transfers, listed)
         chosen = select(new, self.options.fraction)
         transfers.place(chosen)
         self.bundles += chosen
@@ -662,15 +667,18 @@ class MovePlan:
         if turned:
             self.refit(transfers)
 
-    def _forget_unlisted(self, transfers: Transfers) -> None:
-        """Give what was taken out of its group back to the device, where its state is the user's."""
-        listed = {param for group in self.optimizer.param_groups for param in group["params"]}
+    def _forget_unlisted(self, transfers: Transfers, listed: set[torch.Tensor]) -> None:
+        """Give what left its group back to the device, where its state is the user's, and hold none of it."""
         gone = [bundle for bundle in self.bundles if bundle.param not in listed]
         self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
         for bundle in gone:
             transfers.unplace(bundle)
         self.known &= listed
         self._stateless &= listed
+        for param in self._foreseen.keys() - listed:
+            del self._foreseen[param]
+        for param in self._flags.keys() - listed:
+            del self._flags[param]
 
     def refit(self, transfers: Transfers) -> None:
         """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from conformance.harness import mutated, patched
+import re
+
+from conformance.harness import mutated, patched, swap
 
 _HF_WRITER = "twinproof.checkpoint.manager:CheckpointManager._hf_writer"
 
@@ -31,4 +33,10 @@ option_of_the_writer_dropped = patched(
         "options = {k: v for k, v in self._hf_options.items() if k != 'page_align'}",
     ),
     kills="CKPT-621",
+)
+
+any_digits_are_a_step = patched(
+    "Every folder whose name ends in digits is taken for the checkpoint of that number.",
+    swap("twinproof.checkpoint.manager:_STEP", re.compile(r"step-(\d+)")),
+    kills="CKPT-623",
 )

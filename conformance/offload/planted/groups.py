@@ -1,0 +1,22 @@
+"""Faults that ``test_groups`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+options_by_number = patched(
+    "Options are compared with those of the group that had the number before, whichever parameters it had.",
+    mutated(
+        "twinproof.offload.driver:MovePlan._adopt_listed",
+        "is_turned, self._flags[param] = self._flags.get(param, flags) != flags, flags",
+        "is_turned = bool(self._listed) and [f for _, f in self._listed] != list(map(options_on, "
+        "self.optimizer.param_groups))",
+    ),
+    kills="OPT-379",
+)
+
+held_for_ever = patched(
+    "What is foreseen of a parameter stays when it has left its groups, and holds it.",
+    mutated("twinproof.offload.driver:MovePlan._forget_unlisted", "del self._foreseen[param]", "pass"),
+    kills="OPT-380",
+)
