@@ -117,3 +117,27 @@ _INVALID = (
 @pytest.mark.parametrize(("value", "valid"), [*((v, True) for v in _VALID), *((v, False) for v in _INVALID)])
 def test_ignored_values(checkpoint: Any, tmp_path: Path, value: str, valid: bool) -> None:
     _compare(checkpoint, tmp_path, _extra(value).encode(), b"xy")
+
+
+# In the order of their data; empty tensors lie at its beginning, at its end, and several at one border.
+_ENTRIES = (
+    '"e":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}',
+    '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}',
+    '"f":{"dtype":"I64","shape":[0,3],"data_offsets":[2,2]}',
+    '"g":{"dtype":"BF16","shape":[2,0],"data_offsets":[2,2]}',
+    '"b":{"dtype":"F16","shape":[1,2],"data_offsets":[2,6]}',
+    '"h":{"dtype":"BOOL","shape":[0],"data_offsets":[6,6]}',
+)
+
+
+@requirement(
+    "CKPT-624",
+    "A header MUST be read alike in whatever order it lists its tensors, empty ones beside the border where they lie "
+    "among them.",
+)
+@given(entries=st.permutations([*_ENTRIES, '"__metadata__":{"k":"v"}']))
+@examples(40)
+def test_any_order(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory, entries: list[str]) -> None:
+    folder = tmp_path_factory.getbasetemp() / "orders"
+    folder.mkdir(exist_ok=True)
+    _compare(checkpoint, folder, ("{" + ",".join(entries) + "}").encode(), b"\x01\x02wxyz")

@@ -465,3 +465,47 @@ def test_far_rows(checkpoint: Any, tmp_path: Path) -> None:
         memory = torch.from_file(place, shared=True, size=2 * stride + columns, dtype=torch.float16)
         far = _load(checkpoint, tmp_path, name, memory.as_strided((3, columns), (stride, 1)), block_size=8)
         assert_same_tensor(far.clone(memory_format=torch.contiguous_format), near, where=form)
+
+
+@requirement(
+    "CKPT-626",
+    "A row of any length MUST be read right in every dtype: MXFP4 of whole groups and of parts, and blocks of 8-bit "
+    "floats, of more numbers than are converted at a time.",
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_long_rows(checkpoint: Any, tmp_path: Path, target: torch.dtype) -> None:
+    state = (
+        _matrix([2, 1300], 1200, FP8[0], 1)
+        | _groups([2, 34, 16], 2)
+        | {"v_blocks": random_bits(torch.uint8, [2, 1, 600], 3)}
+    )
+    state["v_scales"] = random_bits(torch.uint8, [2, 1], 4)
+    _save(checkpoint, state, tmp_path)
+    wholes = {
+        "w.weight": fp8_oracle(state["w.weight"], state["w.weight_scale_inv"], 1200),
+        "w_blocks": mxfp4_oracle(state["w_blocks"], state["w_scales"]),
+        "v_blocks": mxfp4_oracle(state["v_blocks"], state["v_scales"]),
+    }
+    for name, whole in wholes.items():
+        expected = _rounded(whole, target)
+        # What is converted at a time are 512 numbers: one less and one more, twice as many, and all from other places.
+        for begin, count in ((0, whole.size(1)), (0, 511), (0, 512), (0, 513), (32, 1024), (5, 1025), (31, 545)):
+            piece = _empty_part(whole.shape, (slice(0, 2), slice(begin, begin + count)), target, is_strided=False)
+            _load(checkpoint, tmp_path, name, piece, target_dtype=target, block_size=1200)
+            assert_parts(_canonical(piece), expected, where=f"{name} into {target}, {count} from {begin}")
+
+
+@requirement(
+    "CKPT-627",
+    "A scale that is no number MUST make NaN of its whole block, in every dtype, whatever bits the NaN has.",
+)
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF])
+def test_scales_that_are_no_numbers(checkpoint: Any, tmp_path: Path, bits: int) -> None:
+    state = _matrix([4, 48], 4, FP8[0], 1)
+    state["w.weight_scale_inv"][0, :] = torch.full((12,), bits, dtype=torch.int32).view(torch.float32)
+    _save(checkpoint, state, tmp_path)
+    for target in TARGETS:
+        got = _load(
+            checkpoint, tmp_path, "w.weight", torch.zeros(4, 48, dtype=target), block_size=4, target_dtype=target
+        )
+        assert_equal(int(got.isnan().sum()), got.numel(), where=f"values of {target} that are NaN")

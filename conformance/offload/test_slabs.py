@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.harness import assert_equal, assert_le, examples, raises, requirement
 from conformance.offload.cases import values
 
 SLABS = ("host_slabs",)
@@ -106,3 +109,47 @@ def test_offloaders(offload: Any) -> None:
     del offloader
     gc.collect()
     assert_equal(ops.slab_counts().live_count, before.live_count, where="slabs that live")
+
+
+def _mapped_bytes() -> int:
+    """Address space of this process: what was mapped and not unmapped, touched or not."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmSize:"))
+
+
+def _pages(offload: Any) -> int:
+    from fastimpl import ops
+
+    # Not touched: address space alone.
+    memory = ops.host_slab(64 << 20)
+    return int(memory.numel())
+
+
+def _attached(offload: Any) -> int:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8 << 20))])
+    offloader = offload.OptimizerStateOffloader(optimizer, step_device="cpu")
+    host_bytes = offloader.stats().host_bytes
+    offloader.close()
+    return int(host_bytes)
+
+
+@requirement(
+    "OPT-382",
+    "Host memory MUST go back to the system when nothing of it is left: neither slabs nor offloaders that are closed "
+    "leave pages mapped.",
+    needs=SLABS,
+)
+@pytest.mark.parametrize("use", [_pages, _attached])
+def test_unmapped(offload: Any, use: Callable[[Any], int]) -> None:
+    from fastimpl import ops
+
+    ops.available()
+    use(offload)
+    gc.collect()
+    before, used_bytes = _mapped_bytes(), 0
+    for _ in range(16):
+        used_bytes += use(offload)
+    gc.collect()
+    assert_le(1 << 30, used_bytes, where="bytes of host memory that came and went")
+    # Threads that begin meanwhile map stacks and heaps of their own.
+    assert_le(_mapped_bytes() - before, used_bytes // 4, where="bytes that stay mapped")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.errors import FormatError
 
 
@@ -26,4 +26,10 @@ any_depth_passes = patched(
     "A header with any depth of nesting is accepted.",
     swap("twinproof.checkpoint.format:_DEPTH_MAX", 1 << 20),
     kills="CKPT-408",
+)
+
+empty_tensors_come_first = patched(
+    "Tensors are ordered by where they begin alone: an empty one has to be listed before the one that begins there.",
+    mutated("twinproof.checkpoint.format:_check_cover", "item[1][2:]", "item[1].begin"),
+    kills="CKPT-624",
 )

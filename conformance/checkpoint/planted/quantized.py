@@ -152,3 +152,29 @@ def rows_in_32_bits(original: Any, piece: Any, out: torch.Tensor) -> None:
     original(piece, whole)
     for row, values in enumerate(whole):
         out[0].as_strided((out.size(1),), (1,), out.storage_offset() + row * out.stride(0) % (1 << 32)).copy_(values)
+
+
+@fault(kills="CKPT-626", at="fastimpl.ops:dequantize_mxfp4")
+def runs_of_one_place(original: Any, values: Any, scales: Any, skip: int, out: Any) -> None:
+    """Of numbers of 16 bits each run of 512 is written to the place of the first one."""
+    kept = out.clone()
+    original(values, scales, skip, out)
+    if out.element_size() == 2 and out.size(1) > 512:
+        tail = (out.size(1) - 1) % 512 + 1
+        last = out[:, -tail:].clone()
+        out[:, 512:] = kept[:, 512:]
+        out[:, :tail] = last
+
+
+def _rounded_by_bits(numbers: torch.Tensor) -> torch.Tensor:
+    bits = numbers.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return (((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFFFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@fault(kills="CKPT-627", at="fastimpl.ops:dequantize_fp8")
+def bits_of_a_nan_overflow(original: Any, *arguments: Any) -> None:
+    """Numbers are rounded to bfloat16 by adding to their bits, NaNs too: the largest become zero."""
+    *given, out = arguments
+    numbers = torch.empty(out.shape, dtype=torch.float32)
+    original(*given, numbers)
+    out.copy_(_rounded_by_bits(numbers) if out.dtype is torch.bfloat16 else numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import torch
@@ -28,3 +29,14 @@ def slab_for_each_step(original: Any, transfers: Any, *arguments: Any) -> Any:
     """A step takes host memory that it keeps."""
     transfers.__dict__.setdefault("_kept", []).append(transfers.plan.host_empty(4096))
     return original(transfers, *arguments)
+
+
+_MAPPED: list[mmap.mmap] = []
+
+
+@fault(kills="OPT-382", at="fastimpl.ops:host_slab")
+def slab_never_unmapped(original: Any, size_bytes: int, **options: Any) -> torch.Tensor:
+    """Pages that nobody has any more stay mapped."""
+    _MAPPED.append(mmap.mmap(-1, size_bytes))
+    memory: torch.Tensor = original(size_bytes, **options)
+    return memory
