@@ -1,7 +1,9 @@
-"""Calls of a manager while an asynchronous save is on its way."""
+"""Calls of a manager while a save, or the deletion of old ones, is on its way."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ class _Gated:
         return self
 
     def __reduce__(self) -> Any:
-        self.gate.wait(60)
+        self.gate.wait(20)
         if self.fails:
             raise OSError(28, "No space left on device")
         return dict, ()
@@ -86,3 +88,36 @@ def test_load_waits(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert_equal(gate.is_set(), True, where="the load has waited for the save")
         finally:
             gate.set()
+
+
+@requirement(
+    "CKPT-628",
+    "A checkpoint that is saved while older ones are still being deleted MUST be kept, also of a run that went back to "
+    "an earlier step: what was asked for after the save before it never deletes it.",
+)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_saved_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    begun, gate, real = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(path: Any, *arguments: Any, **options: Any) -> None:
+        if "deleting" in os.fspath(path):
+            begun.set()
+            gate.wait(20)
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    trainer = Trainer(1)
+    try:
+        with trainer.manager(checkpoint, tmp_path / "run", interval=1, keep_latest_k=1, async_mode=mode) as manager:
+            # The deletion of step 4 takes its time: 6 is saved, and then 3 by a run that went back.
+            for step in (4, 5, 6, 3):
+                manager.save(step)
+                manager.maybe_wait_for_saving()
+                if step == 5:
+                    assert_equal(begun.wait(20), True, where="a deletion has begun")
+            assert_equal("step-3" in os.listdir(tmp_path / "run"), True, where="the last save is there")
+            gate.set()
+    finally:
+        gate.set()
+    left = sorted(os.listdir(tmp_path / "run"))
+    assert_equal(left, ["step-3", "step-6"], where="the newest and the one that was saved last")

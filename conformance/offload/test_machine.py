@@ -8,6 +8,7 @@ from hypothesis import settings
 
 from conformance.harness import examples, requirement, run_machine
 from conformance.offload.corners import CornersMachine
+from conformance.offload.edits import EditsMachine
 from conformance.offload.machine import OffloadMachine, ReleasingMachine
 
 
@@ -49,3 +50,17 @@ def test_any_program_in_corners(offload: Any) -> None:
 
     Machine.offload = offload
     run_machine(Machine, settings=settings(examples(12), stateful_step_count=20))
+
+
+@requirement(
+    "OPT-384",
+    "After any program in which parameters change their groups, leave them and come back, groups go and turn options "
+    "that bring states, and states are written, replaced and moved by kind, everything MUST be that of the plain "
+    "optimizer, and all states of listed parameters move.",
+)
+def test_any_program_of_edits(offload: Any) -> None:
+    class Machine(EditsMachine):
+        pass
+
+    Machine.offload = offload
+    run_machine(Machine, settings=settings(examples(12), stateful_step_count=3))

@@ -632,11 +632,13 @@ class CheckpointManager:
 
     def _save(self, step: int, state: State, writer: Any) -> None:
         begun_s = time.monotonic()
+        if self._cleaner is not None:
+            self._cleaner.saving_step = step
         if self.policy.async_mode == "disabled":
             try:
                 dcp.save(state, storage_writer=writer, process_group=self._group)
             except BaseException:
-                _discard(writer)
+                self._failed(writer)
                 raise
             self._saved(step)
         else:
@@ -653,6 +655,11 @@ class CheckpointManager:
         if self._cleaner is not None:
             self._cleaner.clean(step)
 
+    def _failed(self, writer: Any) -> None:
+        _discard(writer)
+        if self._cleaner is not None:
+            self._cleaner.saving_step = None
+
     def maybe_wait_for_staging(self) -> None:
         """Return when the states may change: before the optimizer's next step."""
         if self._pending is not None and self._pending.staging is not None:
@@ -667,7 +674,7 @@ class CheckpointManager:
         try:
             pending.upload.result()
         except BaseException:
-            _discard(pending.writer)
+            self._failed(pending.writer)
             raise
         self._saved(pending.step)
 
@@ -867,34 +874,43 @@ class _Cleaner:
 
     A checkpoint is renamed before it is deleted, so that no half of it is ever taken for one. What could not be deleted
     is tried again after the next save. The one that was just saved is kept whatever its step: a run that went back to
-    an earlier step finds later ones in its folder.
+    an earlier step finds later ones in its folder. So is one that is being saved, and may be seen at any moment: what
+    was asked for after an earlier save may only be done now.
+
+    Attributes:
+        saving_step: of the save that has begun; None when it has failed, or ``clean`` was asked for after it.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
-        self._saved_steps: queue.Queue[int | None] = queue.Queue()
+        self.saving_step: int | None = None
+        self._saved_step: int | None = None
+        self._asked: queue.Queue[bool] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
         self._thread.start()
 
     def clean(self, saved_step: int) -> None:
         """Ask for it after a save; returns at once."""
-        self._saved_steps.put(saved_step)
+        self._saved_step, self.saving_step = saved_step, None
+        self._asked.put(True)
 
     def close(self) -> None:
         """Return when everything that was asked for is done."""
-        self._saved_steps.put(None)
+        self._asked.put(False)
         self._thread.join()
 
     def _run(self) -> None:
-        while (saved_step := self._saved_steps.get()) is not None:
+        while self._asked.get():
             try:
-                self._clean(saved_step)
+                self._clean()
             except Exception as error:
                 logger.warning("old checkpoints in %s could not be looked at: %s", self.folder, error)
 
-    def _clean(self, saved_step: int) -> None:
+    def _clean(self) -> None:
         older = sorted(complete_steps(self.folder))[: -self.keep]
-        for step in (step for step in older if step != saved_step):
+        # Looked at in the order in which they change, so that a step is in one of them at every moment.
+        kept = self.saving_step, self._saved_step
+        for step in (step for step in older if step not in kept):
             name = f"step-{step}"
             hidden = self.folder / f".{name}.deleting-{uuid.uuid4().hex[:12]}"
             try:

@@ -123,13 +123,14 @@ def kept_by_name(original: Any, folder: Any) -> Any:
 
 
 @fault(kills="CKPT-439", at=f"{_MANAGER}:_Cleaner._clean")
-def saved_and_deleted(original: Any, cleaner: Any, saved_step: Any) -> Any:
+def saved_and_deleted(original: Any, cleaner: Any) -> Any:
     """A run that went back to an earlier step loses what it saves: later steps of the run before are kept instead."""
-    original(cleaner, -1)
+    cleaner._saved_step = None
+    original(cleaner)
 
 
 @fault(kills="CKPT-440", at=f"{_MANAGER}:_Cleaner._clean")
-def deleted_in_sight(original: Any, cleaner: Any, saved_step: Any) -> Any:
+def deleted_in_sight(original: Any, cleaner: Any) -> Any:
     """Old checkpoints are deleted file by file under their own names; the first that fails ends it."""
     names = sorted(name for name in os.listdir(cleaner.folder) if name.startswith("step-"))
     for name in names[: -cleaner.keep]:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from conformance.harness import mutated, patched
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
 
 loaded_beside_a_save = patched(
     "A load does not wait for the save that is on its way, and finds the checkpoint before it.",
     mutated("twinproof.checkpoint.manager:CheckpointManager.load", "self.maybe_wait_for_saving()", "None"),
     kills="CKPT-625",
 )
+
+
+@fault(kills="CKPT-628", at="twinproof.checkpoint.manager:_Cleaner.clean")
+def late_deletions_keep_another(original: Any, cleaner: Any, saved_step: int) -> None:
+    """A deletion that is late keeps the checkpoint after which it was asked for, and not what was saved since."""
+    steps, clean = vars(cleaner).setdefault("steps", []), type(cleaner)._clean
+
+    def as_asked() -> None:
+        cleaner._saved_step, cleaner.saving_step = steps.pop(0), None
+        clean(cleaner)
+
+    steps.append(saved_step)
+    cleaner._clean = as_asked
+    original(cleaner, saved_step)

@@ -64,14 +64,3 @@ def cpu_last_left_out(original: Any, hyper: Any, *lists: Sequence[torch.Tensor],
     for master, before in zip(lists[1], kept, strict=True):
         if master.numel() > BLOCK_ELEMENTS and master.numel() % BLOCK_ELEMENTS == 1:
             master[-1:].copy_(before[-1:])
-
-
-@fault(kills="OPT-383", at="fastimpl.ops:adam_step")
-def cpu_nan_bits_overflow(original: Any, hyper: Any, *lists: Sequence[torch.Tensor], isa: int = -1) -> None:
-    """A master is rounded to bfloat16 by adding to its bits, NaNs too: the largest become zero."""
-    original(hyper, *lists, isa=isa)
-    for master, weight in zip(lists[1], lists[5], strict=False):
-        if weight.dtype is torch.bfloat16:
-            bits = master.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFFFFFF
-            weight.copy_((rounded >> 16).to(torch.int16).view(torch.bfloat16))

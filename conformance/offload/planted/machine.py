@@ -61,3 +61,21 @@ def rate_of_a_tensor_kept(original: Any, update: Any, optimizer: Any) -> Any:
         return original(update, optimizer)
     finally:
         update.group["lr"] = rate
+
+
+options_of_the_old_group = patched(
+    "A parameter that changes its group is planned for with the options of the old one.",
+    mutated(
+        "twinproof.offload.driver:MovePlan._adopt_listed",
+        "is_turned, self._flags[param] = self._flags.get(param, flags) != flags, flags",
+        "is_turned = bool(self._listed) and [f for _, f in self._listed] != list(map(options_on, "
+        "self.optimizer.param_groups))",
+    ),
+    kills="OPT-384",
+)
+
+known_for_ever = patched(
+    "A parameter that left and comes back is taken for one that has its places.",
+    mutated("twinproof.offload.driver:MovePlan._forget_unlisted", "self.known &= listed", "pass"),
+    kills="OPT-384",
+)
