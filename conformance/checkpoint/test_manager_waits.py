@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from hypothesis import settings
 
+from conformance.checkpoint.manager_machine import ManagerMachine
 from conformance.checkpoint.trainer import Trainer, load
-from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.harness import assert_equal, examples, raises, requirement, run_machine, succeeds
 
 # One process saves and loads here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -121,3 +123,16 @@ def test_saved_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: p
         gate.set()
     left = sorted(os.listdir(tmp_path / "run"))
     assert_equal(left, ["step-3", "step-6"], where="the newest and the one that was saved last")
+
+
+@requirement(
+    "CKPT-629",
+    "After any program of saves, failing and asynchronous ones among them, loads, waits and managers anew, each load "
+    "MUST give what its step holds, each failure be told once, and that be kept which retention says.",
+)
+def test_any_program(checkpoint: Any, tmp_path: Path) -> None:
+    class Machine(ManagerMachine):
+        pass
+
+    Machine.checkpoint, Machine.root = checkpoint, tmp_path
+    run_machine(Machine, settings=settings(examples(30), stateful_step_count=14))

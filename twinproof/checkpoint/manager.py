@@ -658,7 +658,7 @@ class CheckpointManager:
     def _failed(self, writer: Any) -> None:
         _discard(writer)
         if self._cleaner is not None:
-            self._cleaner.saving_step = None
+            self._cleaner.abandon()
 
     def maybe_wait_for_staging(self) -> None:
         """Return when the states may change: before the optimizer's next step."""
@@ -892,6 +892,11 @@ class _Cleaner:
     def clean(self, saved_step: int) -> None:
         """Ask for it after a save; returns at once."""
         self._saved_step, self.saving_step = saved_step, None
+        self._asked.put(True)
+
+    def abandon(self) -> None:
+        """The save that had begun has failed: what was kept for it alone may go."""
+        self.saving_step = None
         self._asked.put(True)
 
     def close(self) -> None:

@@ -25,3 +25,14 @@ def late_deletions_keep_another(original: Any, cleaner: Any, saved_step: int) ->
     steps.append(saved_step)
     cleaner._clean = as_asked
     original(cleaner, saved_step)
+
+
+failures_told_for_ever = patched(
+    "The failure of an asynchronous save is told by every call after it.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.maybe_wait_for_saving",
+        "pending, self._pending = self._pending, None",
+        "pending = self._pending",
+    ),
+    kills="CKPT-629",
+)
