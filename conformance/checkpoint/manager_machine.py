@@ -20,7 +20,9 @@ from conformance.checkpoint.trainer import Trainer, alone
 from conformance.harness import assert_equal, assert_same_tensors, raises, succeeds
 from twinproof.errors import MissingCheckpointError
 
-steps = st.integers(1, 5)
+# Often what needs another before it: a program of free choice seldom has a checkpoint to load.
+VERBS = ("save", "save", "save", "train", "load_newest", "load_any", "load_any", "load_absent", "wait", "reopen")
+calls = st.tuples(st.sampled_from(VERBS), st.integers(0, 59))
 
 
 class Breakable:
@@ -50,7 +52,7 @@ class Saved(NamedTuple):
     """What a checkpoint holds."""
 
     weights: dict[str, torch.Tensor]
-    count: int
+    step_count: int
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -61,8 +63,8 @@ class ManagerMachine(RuleBasedStateMachine):
     counter = 0
     manager: Any = None
 
-    @initialize(keep=st.integers(0, 2), is_async=st.booleans())
-    def start(self, keep: int, is_async: bool) -> None:
+    @initialize(keep=st.integers(0, 2), is_async=st.booleans(), program=st.lists(calls, min_size=12, max_size=16))
+    def start(self, keep: int, is_async: bool, program: list[tuple[str, int]]) -> None:
         """A fresh folder for every program."""
         type(self).counter += 1
         self.folder, self.keep = self.root / str(type(self).counter), keep
@@ -70,6 +72,22 @@ class ManagerMachine(RuleBasedStateMachine):
         self.complete: dict[int, Saved] = {}
         self.pending: tuple[int, Saved, bool] | None = None
         self.open(is_async)
+        for verb, number in program:
+            self.call(verb, number)
+
+    @rule(verb=st.sampled_from(VERBS), number=st.integers(0, 59))
+    def call(self, verb: str, number: int) -> None:
+        """One call; ``number`` says what is meant."""
+        if verb == "save":
+            self.save(1 + number % 5, fails=number // 5 % 4 == 3)
+        elif verb == "train":
+            self.trainer.step()
+        elif verb.startswith("load_"):
+            self.load(verb.removeprefix("load_"), number)
+        elif verb == "wait":
+            self.wait()
+        else:
+            self.reopen(number % 2 == 0)
 
     def open(self, is_async: bool) -> None:
         """A manager of the folder."""
@@ -106,12 +124,6 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # The calls.
 
-    @rule()
-    def train(self) -> None:
-        """The states change."""
-        self.trainer.step()
-
-    @rule(step=steps, fails=st.sampled_from([False, False, True]))
     def save(self, step: int, fails: bool) -> None:
         """Of any step: a run may have gone back."""
 
@@ -137,9 +149,11 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             self.completed(step, saved)
 
-    @rule(step=st.sampled_from([-1, -1, 1, 2, 3, 4, 5, 9]))
-    def load(self, step: int) -> None:
+    def load(self, which: str, number: int) -> None:
         """The newest, or that of a step; one that retention deletes is not asked for, as it may still be there."""
+        there = sorted({*self.complete, *([self.pending[0]] if self.pending is not None else [])})
+        absent = 9 if self.keep else next(step for step in range(1, 7) if step not in there)
+        step = {"newest": -1, "any": there[number % len(there)] if there else -1, "absent": absent}[which]
 
         def call() -> bool:
             with alone():
@@ -153,7 +167,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         chosen = max(self.complete) if step == -1 else step
         if chosen not in self.complete:
-            if not self.keep or chosen == 9:
+            if chosen == absent:
                 with raises(MissingCheckpointError, mentions=[str(step)], where=f"load of step {step}"):
                     call()
             return
@@ -161,17 +175,15 @@ class ManagerMachine(RuleBasedStateMachine):
         with succeeds("a load", where=f"step {step}"):
             assert_equal(call(), True, where="loaded")
         saved = self.complete[chosen]
-        assert_equal(self.trainer.counter.step, saved.count, where=f"counter of step {step}")
+        assert_equal(self.trainer.counter.step, saved.step_count, where=f"counter of step {step}")
         assert_same_tensors(self.trainer.weights(), saved.weights, where=f"weights of step {step}")
 
-    @rule()
     def wait(self) -> None:
         """For the save on its way."""
         if not self.settled(self.manager.maybe_wait_for_saving, "a wait"):
             with succeeds("a wait", where="wait"):
                 self.manager.maybe_wait_for_saving()
 
-    @rule(is_async=st.booleans())
     def reopen(self, is_async: bool) -> None:
         """Close, which waits for everything, and go on with another manager."""
         self.close()

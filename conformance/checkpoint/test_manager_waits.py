@@ -135,4 +135,4 @@ def test_any_program(checkpoint: Any, tmp_path: Path) -> None:
         pass
 
     Machine.checkpoint, Machine.root = checkpoint, tmp_path
-    run_machine(Machine, settings=settings(examples(30), stateful_step_count=14))
+    run_machine(Machine, settings=settings(examples(20), stateful_step_count=3))

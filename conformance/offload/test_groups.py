@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, requirement
+from conformance.harness import assert_equal, raises, requirement
 from conformance.offload.cases import SHAPES, Twins, proven, values
 
 RELEASES = ("at_offload", "on_request")
@@ -87,10 +87,63 @@ def test_gone(offload: Any, release: str, step_device: str) -> None:
         gone = params.pop(1)
         optimizer.param_groups[0]["params"] = list(params)
         del optimizer.state[gone]
-        held = [weakref.ref(gone), weakref.ref(gone.grad)]
+        held: list[Any] = [weakref.ref(gone), weakref.ref(gone.grad)]
         step()
         del gone
         gc.collect()
         assert_equal([ref() is None for ref in held], [True, True], where="the parameter and its gradient are free")
         step()
         offloader.close()
+
+
+def _turned(optimizer: Any) -> None:
+    """The group without momentum gets it."""
+    optimizer.param_groups[1]["momentum"] = 0.9
+
+
+def _grown(optimizer: Any) -> None:
+    """What was in no group yet comes to one with momentum."""
+    optimizer.add_param_group({"params": [torch.nn.Parameter(values((4, 4), 9))], "momentum": 0.9})
+
+
+@requirement(
+    "OPT-385",
+    "Where host memory lacks for what an edit of the groups brings, the step MUST fail with everything as it was, and "
+    "the next one find its places when there is memory again.",
+)
+@pytest.mark.parametrize("edit", [_moved, _turned, _grown])
+def test_no_memory_for_an_edit(offload: Any, edit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with proven() as device:
+        groups = [([0], {"momentum": 0.9}), ([1, 2, 3], {"momentum": 0.0})]
+        twins = Twins(offload, device, "SGD", groups=groups, options={"lr": 0.1})
+        twins.step()
+        for optimizer in (twins.plain, twins.optimizer):
+            edit(optimizer)
+        for optimizer in (twins.plain, twins.optimizer):
+            for param in optimizer.param_groups[-1]["params"] if edit is _grown else ():
+                param.grad = values(param.shape, 5)
+        twins.set_gradients()
+        refusals = []
+
+        def refused(size_bytes: int) -> torch.Tensor:
+            refusals.append(size_bytes)
+            raise MemoryError("no host memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device.engine, "host_empty", refused)
+            for _ in range(2):
+                with raises(MemoryError, mentions=("no host memory",)):
+                    twins.optimizer.step()
+                assert_equal(twins.offloader.stats().step_count, 1, where="steps that were counted")
+        assert_equal(len(refusals) > 1, True, where="memory was asked for again")
+        for optimizer in (twins.optimizer, twins.plain):
+            optimizer.step()
+        twins.check()
+        twins.step()
+        twins.check()
+        moving = [param for group in twins.plain.param_groups if group["momentum"] for param in group["params"]]
+        payload_bytes = sum(param.nbytes for param in moving)
+        assert_equal(twins.offloader.stats().payload_bytes, payload_bytes, where="bytes that move")
+        residency = twins.offloader.residency()
+        assert_equal(residency.device_bytes, 0, where="bytes on the device")
+        twins.offloader.close()

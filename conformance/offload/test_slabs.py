@@ -126,7 +126,7 @@ def _pages(offload: Any) -> int:
 
 
 def _attached(offload: Any) -> int:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8 << 20))])
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4 << 20))])
     offloader = offload.OptimizerStateOffloader(optimizer, step_device="cpu")
     host_bytes = offloader.stats().host_bytes
     offloader.close()
@@ -150,6 +150,6 @@ def test_unmapped(offload: Any, use: Callable[[Any], int]) -> None:
     for _ in range(16):
         used_bytes += use(offload)
     gc.collect()
-    assert_le(1 << 30, used_bytes, where="bytes of host memory that came and went")
+    assert_le(1 << 28, used_bytes, where="bytes of host memory that came and went")
     # Threads that begin meanwhile map stacks and heaps of their own.
     assert_le(_mapped_bytes() - before, used_bytes // 4, where="bytes that stay mapped")

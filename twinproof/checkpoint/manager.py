@@ -897,7 +897,9 @@ class _Cleaner:
     def abandon(self) -> None:
         """The save that had begun has failed: what was kept for it alone may go."""
         self.saving_step = None
-        self._asked.put(True)
+        # Before the first save nobody knows which was saved last.
+        if self._saved_step is not None:
+            self._asked.put(True)
 
     def close(self) -> None:
         """Return when everything that was asked for is done."""

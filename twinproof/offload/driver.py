@@ -633,42 +633,48 @@ class MovePlan:
     def _adopt_listed(self, transfers: Transfers) -> None:
         new: list[Bundle] = []
         found: set[torch.Tensor] = set()
-        listed: set[torch.Tensor] = set()  # A parameter may be listed twice.
+        stateless = set(self._stateless)
+        # By parameter: it may have come from a group with other options, and groups come and go.
+        flags: dict[torch.Tensor, dict[str, bool]] = {}
         turned = False
         for group in self.optimizer.param_groups:
-            flags = options_on(group)
+            options = options_on(group)
             for param in group["params"]:
-                if param in listed:
+                # A parameter may be listed twice.
+                if param in flags:
                     continue
-                listed.add(param)
-                # By parameter: it may have come from a group with other options, and groups come and go.
-                is_turned, self._flags[param] = self._flags.get(param, flags) != flags, flags
+                flags[param] = options
+                is_turned = self._flags.get(param, options) != options
                 turned |= is_turned
                 if param in self.known and not is_turned:
                     continue
                 tensors = self.foresee(param, group)
                 # What had no states until an option was turned, momentum for instance, is as good as new.
-                if param in self.known and not (tensors and param in self._stateless):
+                if param in self.known and not (tensors and param in stateless):
                     continue
                 found.add(param)
-                self._stateless.discard(param)
+                stateless.discard(param)
                 if self.is_master(param):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 # Of an unknown optimizer nothing is foreseen: a parameter without a place gets one with its states.
                 if tensors or (not self.is_separable and local_of(param).numel()):
                     new.append(make_bundle(param, tensors))
                 else:
-                    self._stateless.add(param)
-        self._forget_unlisted(transfers, listed)
+                    stateless.add(param)
+        self._forget_unlisted(transfers)
         chosen = select(new, self.options.fraction)
         transfers.place(chosen)
+        # Noted once it is done: what fails for lack of memory is tried again with the next step.
         self.bundles += chosen
         self.known.update(found)
+        self._stateless = stateless & flags.keys()
         if turned:
             self.refit(transfers)
+        self._flags = flags
 
-    def _forget_unlisted(self, transfers: Transfers, listed: set[torch.Tensor]) -> None:
+    def _forget_unlisted(self, transfers: Transfers) -> None:
         """Give what left its group back to the device, where its state is the user's, and hold none of it."""
+        listed = {param for group in self.optimizer.param_groups for param in group["params"]}
         gone = [bundle for bundle in self.bundles if bundle.param not in listed]
         self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
         for bundle in gone:
@@ -677,8 +683,6 @@ class MovePlan:
         self._stateless &= listed
         for param in self._foreseen.keys() - listed:
             del self._foreseen[param]
-        for param in self._flags.keys() - listed:
-            del self._flags[param]
 
     def refit(self, transfers: Transfers) -> None:
         """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""

@@ -8,7 +8,7 @@ options_by_number = patched(
     "Options are compared with those of the group that had the number before, whichever parameters it had.",
     mutated(
         "twinproof.offload.driver:MovePlan._adopt_listed",
-        "is_turned, self._flags[param] = self._flags.get(param, flags) != flags, flags",
+        "is_turned = self._flags.get(param, options) != options",
         "is_turned = bool(self._listed) and [f for _, f in self._listed] != list(map(options_on, "
         "self.optimizer.param_groups))",
     ),
@@ -19,4 +19,14 @@ held_for_ever = patched(
     "What is foreseen of a parameter stays when it has left its groups, and holds it.",
     mutated("twinproof.offload.driver:MovePlan._forget_unlisted", "del self._foreseen[param]", "pass"),
     kills="OPT-380",
+)
+
+noted_before_it_is_done = patched(
+    "The options that a parameter has places for are noted before there is memory for these.",
+    mutated(
+        "twinproof.offload.driver:MovePlan._adopt_listed",
+        "self._flags.get(param, options) != options",
+        "self._flags.get(param, options) != options; self._flags[param] = options",
+    ),
+    kills="OPT-385",
 )

@@ -67,7 +67,7 @@ options_of_the_old_group = patched(
     "A parameter that changes its group is planned for with the options of the old one.",
     mutated(
         "twinproof.offload.driver:MovePlan._adopt_listed",
-        "is_turned, self._flags[param] = self._flags.get(param, flags) != flags, flags",
+        "is_turned = self._flags.get(param, options) != options",
         "is_turned = bool(self._listed) and [f for _, f in self._listed] != list(map(options_on, "
         "self.optimizer.param_groups))",
     ),

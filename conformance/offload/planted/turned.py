@@ -7,7 +7,7 @@ from conformance.harness import mutated, patched
 stateless_for_ever = patched(
     "What had no states when it was first planned for never has any.",
     mutated(
-        "twinproof.offload.driver:MovePlan._adopt_listed", "not (tensors and param in self._stateless)", "param.is_leaf"
+        "twinproof.offload.driver:MovePlan._adopt_listed", "not (tensors and param in stateless)", "param.is_leaf"
     ),
     kills="OPT-350",
 )
