@@ -1,5 +1,6 @@
 // Slabs under a driver that notes what it is asked for: what is waited for, and what is not done in a capture or a
 // child.
+#include <sys/mman.h>
 #include <sys/wait.h>
 
 #include <cstdio>
@@ -101,6 +102,47 @@ void refusals() {
   slabs.drop(two);
 }
 
+bool is_mapped(uint8_t* page) {
+  unsigned char held = 0;
+  return mincore(page, 1, &held) == 0;
+}
+
+// Keeps the address that a driver was asked to pin.
+struct Refusing : Noting {
+  uint8_t* pages = nullptr;
+
+  int pin(void* asked, size_t, int) override {
+    pages = static_cast<uint8_t*>(asked);
+    return 2;
+  }
+};
+
+void gives_pages_back() {
+  Noting driver;
+  Slabs slabs(&driver), of_no_driver(nullptr);
+  int error = 0;
+  for (const int device : {-1, 0}) {
+    for (Slabs* const some : {&slabs, &of_no_driver}) {
+      uint8_t* const pages = some->make(5000, device, -1, &error);
+      pages[4999] = 1;
+      require(is_mapped(pages) && is_mapped(pages + 4096), "pages are there while a slab lives");
+      some->drop(pages);
+      require(!is_mapped(pages) && !is_mapped(pages + 4096), "and go with it, pinned or not");
+    }
+  }
+  driver.capturing = true;
+  uint8_t* const kept = slabs.make(5000, 0, -1, &error);
+  slabs.drop(kept);
+  require(is_mapped(kept), "a captured copy may name them");
+  driver.capturing = false;
+  uint8_t* const next = slabs.make(10, -1, -1, &error);
+  require(next == kept || !is_mapped(kept), "until the capture is over");
+  slabs.drop(next);
+  Refusing refusing;
+  Slabs refused(&refusing);
+  require(refused.make(5000, 0, -1, &error) == nullptr && !is_mapped(refusing.pages), "what is not pinned goes");
+}
+
 void children() {
   Noting driver;
   Slabs slabs(&driver);
@@ -139,6 +181,7 @@ void slab_tests() {
   waits_for_its_own();
   captures_keep();
   refusals();
+  gives_pages_back();
   children();
   neighbours();
 }
