@@ -38,9 +38,9 @@ class Blocking:
 
     def place(self, bundles: list[Bundle]) -> None:
         """One piece of host memory for each parameter."""
-        for bundle in bundles:
-            self._memory[bundle.param] = self.plan.host_empty(bundle.span_bytes)
-            self.plan.counts.host_bytes += bundle.span_bytes
+        memory = {bundle.param: self.plan.host_empty(bundle.span_bytes) for bundle in bundles}
+        self._memory |= memory
+        self.plan.counts.host_bytes += sum(bundle.span_bytes for bundle in bundles)
         self.plan.counts.chunk_count = 1
 
     def unplace(self, bundle: Bundle) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.cases import SHAPES, Twins, proven, values
 
 RELEASES = ("at_offload", "on_request")
@@ -147,3 +149,91 @@ def test_no_memory_for_an_edit(offload: Any, edit: Any, monkeypatch: pytest.Monk
         residency = twins.offloader.residency()
         assert_equal(residency.device_bytes, 0, where="bytes on the device")
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-386",
+    "Where host memory lacks for states that come beside those that have places, with an option or with a load, no "
+    "value MUST be lost, and they MUST have their places with the first call that finds memory.",
+)
+@pytest.mark.parametrize("way", ["turned", "loaded"])
+def test_no_memory_beside_others(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with proven() as device:
+        options = {"lr": 0.1, "momentum": 0.0} if way == "turned" else {"lr": 0.1, "amsgrad": False}
+        params = [torch.nn.Parameter(values(shape, i, torch.bfloat16)) for i, shape in enumerate(SHAPES)]
+        masters = offload.MasterWeights(params)
+        optimizer: Any = getattr(torch.optim, "SGD" if way == "turned" else "Adam")(masters.parameters(), **options)
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=device.engine, master_weights=masters, chunk_bytes=512
+        )
+
+        def step(number: int) -> None:
+            for i, param in enumerate(params):
+                param.grad = values(param.shape, 100 * number + i, torch.bfloat16)
+            optimizer.step()
+            offloader.settle()
+
+        def edit() -> None:
+            if way == "turned":
+                optimizer.param_groups[0]["momentum"] = 0.9
+                step(2)
+                return
+            saved = offloader.snapshot()
+            saved["param_groups"][0]["amsgrad"] = True
+            for state in saved["state"].values():
+                state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+            offloader.load_state_dict(saved)
+
+        step(1)
+        offloader.settle()
+        before = [master.detach().clone() for master in masters.parameters()]
+
+        def refused(size_bytes: int) -> torch.Tensor:
+            raise MemoryError("no host memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device.engine, "host_empty", refused)
+            with raises(MemoryError, mentions=("no host memory",)):
+                edit()
+            with _disable_current_modes():
+                for master, value in zip(masters.parameters(), before, strict=True):
+                    assert_same_tensor(master.detach(), value, where="a master after the failure")
+        offloader.offload()
+        for number in (2, 3):
+            step(number)
+        tensors = [state for states in optimizer.state.values() for state in states.values() if state.dim()]
+        size_bytes = sum(state.nbytes for state in tensors) + sum(value.nbytes for value in before)
+        residency = offloader.residency()
+        assert_equal((residency.device_bytes, residency.host_bytes), (0, size_bytes), where="device and host bytes")
+        assert_equal(offloader.stats().payload_bytes, size_bytes, where="bytes that move")
+        assert_equal(offloader.stats().host_bytes, size_bytes, where="host memory")
+        offloader.close()
+
+
+@requirement(
+    "OPT-387",
+    "After a prefetch that is interrupted at any copy the next step MUST have the plain optimizer's bits.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_interrupted_prefetch(offload: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for interrupted in range(4):
+        with proven() as device:
+            twins = Twins(offload, device, kind, slots=3)
+            twins.step()
+            real, count = device.engine.copy, 0
+
+            def copy(target: torch.Tensor, source: torch.Tensor, real: Any = real, at: int = interrupted) -> None:
+                nonlocal count
+                count += 1
+                if count == at + 1:
+                    raise KeyboardInterrupt
+                real(target, source)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(device.engine, "copy", copy)
+                with suppress(KeyboardInterrupt):
+                    twins.offloader.prefetch()
+            for _ in range(2):
+                twins.step()
+                twins.check()
+            twins.offloader.close()

@@ -211,7 +211,15 @@ class StreamedTransfers:
         for event in self._draining:
             engine.synchronize(event)
         self._draining = []
-        count = min(self.plan.options.slots, len(self._chunks))
+        try:
+            self._fill_slots(compute)
+        except BaseException:
+            # Whatever interrupts this, a user at a terminal perhaps: no step takes for filled what was not.
+            self._drop_fetched()
+            raise
+
+    def _fill_slots(self, compute: Any) -> None:
+        engine, count = self.engine, min(self.plan.options.slots, len(self._chunks))
         # Each as large as the largest of its own chunks, so that one huge parameter counts once.
         sizes = [max(chunk.size_bytes for chunk in self._chunks[first::count]) for first in range(count)]
         self._slots = [engine.device_empty(size_bytes) for size_bytes in sizes]

@@ -709,7 +709,14 @@ class MovePlan:
             for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
                 transfers.unplace(self.bundles[number])
                 self.bundles[number] = wrong[number]
-            transfers.place(some)
+            try:
+                transfers.place(some)
+            except BaseException:
+                # On the device and without a place, as if they had just been listed: planned for with the next call.
+                self.bundles = [bundle for bundle in self.bundles if id(bundle) not in ids]
+                self.known -= {bundle.param for bundle in some}
+                self._listed = None
+                raise
             if self.options.release == "at_offload":
                 transfers.to_host(some)
 

@@ -30,3 +30,15 @@ noted_before_it_is_done = patched(
     ),
     kills="OPT-385",
 )
+
+without_a_place_for_ever = patched(
+    "States whose new places failed for lack of memory are taken for states that have them.",
+    mutated("twinproof.offload.driver:MovePlan.refit", "self.known -= {bundle.param for bundle in some}", "pass"),
+    kills="OPT-386",
+)
+
+slots_taken_for_filled = patched(
+    "Slots of a prefetch that was interrupted are taken for filled.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers._fetch_first", "except BaseException:", "except SystemExit:"),
+    kills="OPT-387",
+)

@@ -6,9 +6,7 @@ from conformance.harness import mutated, patched
 
 stateless_for_ever = patched(
     "What had no states when it was first planned for never has any.",
-    mutated(
-        "twinproof.offload.driver:MovePlan._adopt_listed", "not (tensors and param in stateless)", "param.is_leaf"
-    ),
+    mutated("twinproof.offload.driver:MovePlan._adopt_listed", "not (tensors and param in stateless)", "param.is_leaf"),
     kills="OPT-350",
 )
 
