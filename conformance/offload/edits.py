@@ -85,9 +85,10 @@ class EditsMachine(OffloadMachine):
         # What is drawn number by number is mostly small.
         draw = random.Random(choice)
         for edit in program:
-            self.edit(edit, draw.randrange(60), prefetched=draw.random() < 0.5)
+            self.edit_once(edit, draw.randrange(60), prefetched=draw.random() < 0.5)
             self.parameters_are_the_same()
             self.bytes_add_up()
+        self.saved = reread(self.offloader.snapshot())
 
     def made(self, params: list[Any], like: Any = None) -> Any:
         """Three groups, of which the second has other options."""
@@ -119,6 +120,11 @@ class EditsMachine(OffloadMachine):
 
     @rule(edit=st.sampled_from(EDITS), number=st.integers(0, 59), prefetched=st.booleans())
     def edit(self, edit: str, number: int, prefetched: bool) -> None:
+        """One more; older state dicts fit no more."""
+        self.edit_once(edit, number, prefetched=prefetched)
+        self.saved = reread(self.offloader.snapshot())
+
+    def edit_once(self, edit: str, number: int, *, prefetched: bool) -> None:
         """One edit of both, then steps: the first makes what an option brings."""
         listed = [at for at in range(len(self.shapes)) if at not in self.away]
         if (edit == "leave" and (len(listed) < 2 or self.masters is not None)) or (
@@ -132,7 +138,6 @@ class EditsMachine(OffloadMachine):
         getattr(self, edit)(listed[number % len(listed)], number)
         self.whole_step(set())
         self.whole_step(set())
-        self.saved = reread(self.offloader.snapshot())
 
     def move(self, at: int, number: int) -> None:
         """A parameter goes to another group; with its states, where torch can step it there with them."""

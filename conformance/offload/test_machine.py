@@ -63,4 +63,4 @@ def test_any_program_of_edits(offload: Any) -> None:
         pass
 
     Machine.offload = offload
-    run_machine(Machine, settings=settings(examples(9), stateful_step_count=2))
+    run_machine(Machine, settings=settings(examples(8), stateful_step_count=1))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,7 +124,7 @@ def _pages(offload: Any) -> int:
 
 
 def _attached(offload: Any) -> int:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4 << 20))])
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.empty(8 << 20))])
     offloader = offload.OptimizerStateOffloader(optimizer, step_device="cpu")
     host_bytes = offloader.stats().host_bytes
     offloader.close()
@@ -139,17 +137,18 @@ def _attached(offload: Any) -> int:
     "leave pages mapped.",
     needs=SLABS,
 )
-@pytest.mark.parametrize("use", [_pages, _attached])
-def test_unmapped(offload: Any, use: Callable[[Any], int]) -> None:
+def test_unmapped(offload: Any) -> None:
     from fastimpl import ops
 
     ops.available()
-    use(offload)
+    for use in (_pages, _attached):
+        use(offload)
+    before, used_bytes = _mapped_bytes(), {_pages: 0, _attached: 0}
+    for _ in range(12):
+        for use in used_bytes:
+            used_bytes[use] += use(offload)
     gc.collect()
-    before, used_bytes = _mapped_bytes(), 0
-    for _ in range(16):
-        used_bytes += use(offload)
-    gc.collect()
-    assert_le(1 << 28, used_bytes, where="bytes of host memory that came and went")
+    least_bytes = min(used_bytes.values())
+    assert_le(1 << 29, least_bytes, where="bytes of host memory that came and went")
     # Threads that begin meanwhile map stacks and heaps of their own.
-    assert_le(_mapped_bytes() - before, used_bytes // 4, where="bytes that stay mapped")
+    assert_le(_mapped_bytes() - before, least_bytes // 2, where="bytes that stay mapped")
