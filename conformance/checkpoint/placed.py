@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import default_planner
 
 from conformance.provers.pretend_device import PretendTensor
+from twinproof.kvstore.views import LazyRows
 
 __all__ = ["bind_lookups", "there"]
 
@@ -29,7 +30,9 @@ def there(value: Any) -> Any:
 
 
 def _look_up_there(state_dict: Any, index: Any) -> Any:
-    return there(_look_up(state_dict, index))
+    found = _look_up(state_dict, index)
+    # Rows that are read when asked are handed out in memory of the host, wherever their store is.
+    return found if isinstance(state_dict[index.fqn], LazyRows) else there(found)
 
 
 def bind_lookups() -> None:

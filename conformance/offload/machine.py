@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises
-from conformance.offload.cases import assert_same_state, in_host_memory, reread, values
+from conformance.offload.cases import Place, assert_same_state, in_host_memory, proven_on, reread, values
 from conformance.offload.foreign import Clipped, Factored, FusedAdam, Renamed
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import PlanError, StaleMasterError
@@ -48,10 +48,11 @@ subsets = st.sets(st.integers(0, len(SHAPES) - 1))
 
 
 class OffloadMachine(RuleBasedStateMachine):
-    """See the module. ``offload`` is set by the test that runs it."""
+    """See the module. The test that runs it sets ``offload``, and the suite's device: "pretend", or the virtual one."""
 
     offload: Any
-    device: VirtualDevice | None = None
+    suite_device = "cpu"
+    device: VirtualDevice | Place | None = None
     shapes = SHAPES
     release_when = "at_offload"
     # Copies run as late as their edges allow.
@@ -74,8 +75,9 @@ class OffloadMachine(RuleBasedStateMachine):
 
     def begin(self, kind: str, form: dict[str, Any], with_masters: bool, watched: bool, seed: int | None) -> None:
         """Equal parameters in both arms."""
-        self.device = VirtualDevice(late=self.late, seed=seed)
-        self.device.__enter__()
+        is_virtual = self.suite_device != "pretend"
+        self.running: Any = VirtualDevice(late=self.late, seed=seed) if is_virtual else proven_on(self.suite_device)
+        self.device = self.running.__enter__()
         self.kind, self.watched, self.form = kind, watched, form
         self.count, self.looks = 0, False
         self.snapshots: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -352,14 +354,15 @@ class OffloadMachine(RuleBasedStateMachine):
         """A last comparison, and the proof."""
         if self.device is None:
             return
-        device, self.device = self.device, None
+        self.device = None
         try:
             if not self.is_closed:
                 self.compare()
                 self.offloader.close()
         finally:
-            device.__exit__(None, None, None)
-        device.check(this_branch_only=self.looks)
+            self.running.__exit__(None, None, None)
+        if isinstance(self.running, VirtualDevice):
+            self.running.check(this_branch_only=self.looks)
 
 
 class ReleasingMachine(OffloadMachine):

@@ -17,11 +17,11 @@ from conformance.offload.machine import OffloadMachine, ReleasingMachine
     "After any program of steps, verbs, loads, new groups and closings the parameters, states and options MUST be the "
     "plain optimizer's, bit for bit, with every access ordered.",
 )
-def test_any_program(offload: Any) -> None:
+def test_any_program(offload: Any, device: str) -> None:
     class Machine(OffloadMachine):
         pass
 
-    Machine.offload = offload
+    Machine.offload, Machine.suite_device = offload, device
     run_machine(Machine, settings=settings(examples(60), stateful_step_count=30))
 
 
@@ -30,11 +30,11 @@ def test_any_program(offload: Any) -> None:
     "After any such program with optimizers of other makers, and with release on request, parameters, states and "
     "options MUST be the plain optimizer's, whatever is written, stepped or copied again before the release.",
 )
-def test_any_program_with_releases(offload: Any) -> None:
+def test_any_program_with_releases(offload: Any, device: str) -> None:
     class Machine(ReleasingMachine):
         pass
 
-    Machine.offload = offload
+    Machine.offload, Machine.suite_device = offload, device
     run_machine(Machine, settings=settings(examples(40), stateful_step_count=20))
 
 
@@ -44,11 +44,11 @@ def test_any_program_with_releases(offload: Any) -> None:
     "and parameters that take each other's places, everything MUST be that of the plain optimizer, which on the CPU "
     "is the formula.",
 )
-def test_any_program_in_corners(offload: Any) -> None:
+def test_any_program_in_corners(offload: Any, device: str) -> None:
     class Machine(CornersMachine):
         pass
 
-    Machine.offload = offload
+    Machine.offload, Machine.suite_device = offload, device
     run_machine(Machine, settings=settings(examples(12), stateful_step_count=20))
 
 
@@ -58,9 +58,9 @@ def test_any_program_in_corners(offload: Any) -> None:
     "that bring states, and states are written, replaced and moved by kind, everything MUST be that of the plain "
     "optimizer, and all states of listed parameters move.",
 )
-def test_any_program_of_edits(offload: Any) -> None:
+def test_any_program_of_edits(offload: Any, device: str) -> None:
     class Machine(EditsMachine):
         pass
 
-    Machine.offload = offload
+    Machine.offload, Machine.suite_device = offload, device
     run_machine(Machine, settings=settings(examples(8), stateful_step_count=1))
