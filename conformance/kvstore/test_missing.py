@@ -168,3 +168,23 @@ def test_parts_of_initial_rows(kvstore: Any) -> None:
             out = memory[: 4 * width].view(4, width).fill_(0x55)
             store.get_rows("t", ids, offset_bytes=begin, width_bytes=width, out=out)
             assert_equal(torch.equal(out, whole[:, begin:end]), True, where=f"bytes {begin} to {end}")
+
+
+@requirement(
+    "KV-299",
+    "A state that is written to ids without rows MUST make their rows, each with its initial weight and no other "
+    "state, in bounded tables as in others, and leave the weights of rows that are there.",
+)
+def test_states_of_missing_rows(kvstore: Any) -> None:
+    for capacity in (None, 8):
+        store = store_of(kvstore, **({} if capacity is None else {"capacity": {"t": capacity}}))
+        store.set_rows("t", random_rows(store, [5, 6], 1))
+        ids, written = ids_of([6, 3, -2]), torch.arange(18.0).reshape(3, 6)
+        expected = store.get_rows("t", ids)
+        slot = store.layout("t").state_slots["momentum1"]
+        expected[:, slot.offset_bytes : slot.end_bytes] = written.view(torch.uint8)
+        store.set_state("t", "momentum1", ids, written)
+        where = f"capacity {capacity}"
+        assert_equal(sorted(store.ids("t").tolist()), [-2, 3, 5, 6], where=f"{where}: ids")
+        # Headers of new rows are a writer's affair.
+        assert_bits(store.get_rows("t", ids)[:, 16:], expected[:, 16:], where)

@@ -31,7 +31,7 @@ def snapshots_close_in_order(original: Any, engine: Any) -> Any:
     return taken
 
 
-@fault(kills="KV-210", at=engines("write"))
+@fault(kills="KV-299", at=engines("write"))
 def partial_write_of_a_missing_row_zeroes_it(
     original: Any,
     engine: Any,
