@@ -29,31 +29,3 @@ def snapshots_close_in_order(original: Any, engine: Any) -> Any:
 
     taken.close, taken.ids = closing, ids
     return taken
-
-
-@fault(kills="KV-299", at=engines("write"))
-def partial_write_of_a_missing_row_zeroes_it(
-    original: Any,
-    engine: Any,
-    table: str,
-    ids: torch.Tensor,
-    values: torch.Tensor,
-    begin: int,
-    now: int,
-    *,
-    visit: bool,
-) -> None:
-    """A state that is written to a bounded table makes its missing rows with zero weights, not with initial ones."""
-    missing = ids[~engine.find(table, ids)]
-    original(engine, table, ids, values, begin, now, visit=visit)
-    row = engine.options.rows[table]
-    if not visit and begin > 16 and missing.numel() and engine.options.capacities[table] is not None:
-        original(
-            engine,
-            table,
-            missing,
-            torch.zeros(missing.numel(), row.weight_bytes, dtype=torch.uint8),
-            16,
-            now,
-            visit=False,
-        )
