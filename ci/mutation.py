@@ -1,11 +1,13 @@
 """Machine-made mutants: how many small changes of the sources does the suite notice?
 
 ``map`` runs the suite of each component on fastimpl once, under coverage, and keeps which test runs which line. ``run``
-draws mutants in an order that a seed fixes, until a budget of seconds is spent: cosmic-ray's of Python, and of C++ and
-CUDA headers universalmutator's. Of a Python mutant the tests that run its line decide, the fastest first, on fastimpl,
-and of a line of ``twinproof`` that fastimpl never runs on the reference too; of a C++ one the kernels' own tests, then
-the proofs of the SIMT prover that include its header, then the suite on a library that has it. ``report`` prints the
-score by file.
+draws mutants in an order that a seed fixes, until a budget of seconds is spent: cosmic-ray's of Python and slips of its
+statements (``slips.py``), and of C++ and CUDA headers universalmutator's. Of a Python mutant the tests that run its
+line decide, the fastest first, on fastimpl, and of a line of ``twinproof`` that fastimpl never runs on the reference
+too; of a C++ one the kernels' own tests, then the proofs of the SIMT prover that include its header, then the suite on
+a library that has it. ``report`` prints the score by file.
+
+``faults FOLDER`` judges a component's faults that somebody wrote by hand, as patches (``hand_faults.py``).
 
 All work is done on a copy of the tree. A verdict stands until the file changes, so that a run goes on where the last
 one ended; a survivor is judged again once the suite has changed. A survivor is killed by a new requirement, or stands
@@ -20,7 +22,6 @@ import ast
 import contextlib
 import hashlib
 import importlib
-import io
 import json
 import os
 import re
@@ -32,7 +33,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -40,8 +41,10 @@ import tomllib
 
 # This folder is no package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from cpp_code import NOT_MUTATED, code_digest, has_changed, is_sensible, tokens_of
-from python_code import meaning, runs_on_import
+from cpp_code import code_digest, has_changed
+from hand_faults import judge_folder
+from mutants import Mutant, changed, drawn, native_mutants, python_mutants
+from python_code import runs_on_import
 
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / "build" / "mutate"
@@ -59,30 +62,6 @@ _MEMORY_BYTES = 12 << 30
 _KILLED, _SURVIVED, _INVALID, _UNSEEN = "killed", "survived", "invalid", "not covered"
 # Tests that look at declarations run no line of a module that was imported before them.
 _OF_DECLARATIONS = "/test_declarations.py::"
-
-
-_RULES = ["universal.rules", "c_like.rules", "cpp.rules"]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file: ``occurrence`` is the place among those that its operator may change there.
-
-    Of C++, ``operator`` is ``"line"`` and ``after`` the whole line.
-    """
-
-    component: str
-    file: str
-    line: int
-    operator: str
-    occurrence: int
-    before: str
-    after: str = ""
-
-    @property
-    def key(self) -> str:
-        """What tells it from all others of the same text."""
-        return f"{self.file}:{self.operator}:{self.occurrence}:{self.before}:{self.after}"
 
 
 @dataclass(frozen=True)
@@ -106,62 +85,6 @@ class Verdict:
 def digest_of(path: Path) -> str:
     """The digest of a file's bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def drawn(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
-    """All mutants in an order that the seed fixes, and that a new mutant elsewhere does not change."""
-    return sorted(mutants, key=lambda mutant: hashlib.sha256(f"{seed}:{mutant.key}".encode()).digest())
-
-
-# --- Making mutants
-
-
-def python_mutants(component: str, root: Path) -> Iterator[Mutant]:
-    """Where cosmic-ray's operators may change a component's Python, without the changed text."""
-    tools, trees = importlib.import_module("cosmic_ray.plugins"), importlib.import_module("cosmic_ray.ast")
-    operators = {name: tools.get_operator(name) for name in tools.operator_names()}
-    operators = {name: kind() for name, kind in operators.items() if not kind.arguments()}
-    files = [path for layer in ("twinproof", "fastimpl") for path in sorted((root / layer / component).glob("*.py"))]
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        lines, tree = text.splitlines(), trees.get_ast(text)
-        for name, operator in operators.items():
-            places = (start[0] for node in trees.ast_nodes(tree) for start, _ in operator.mutation_positions(node))
-            for occurrence, line in enumerate(places):
-                file = path.relative_to(root).as_posix()
-                yield Mutant(component, file, line, name, occurrence, lines[line - 1].strip())
-
-
-def native_mutants(component: str, root: Path) -> Iterator[Mutant]:
-    """The lines that universalmutator would write into a component's C++ and CUDA headers, each once."""
-    maker = importlib.import_module("universalmutator.mutator")
-    for path in sorted((root / "fastimpl" / "csrc" / component).glob("*.h")):
-        source = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        with contextlib.redirect_stdout(io.StringIO()):
-            made = maker.mutants_regexp(source, ruleFiles=_RULES, ignorePatterns=[*NOT_MUTATED])
-        file, seen = path.relative_to(root).as_posix(), set()
-        for line, after, *_ in made:
-            before = source[line - 1]
-            if (line, tokens_of(after)) in seen or not is_sensible(before, after):
-                continue
-            seen.add((line, tokens_of(after)))
-            yield Mutant(component, file, line, "line", len(seen), before.strip(), after)
-
-
-def changed(mutant: Mutant, text: str) -> str | None:
-    """The file with the mutant in it; None where the change has no meaning."""
-    if mutant.operator == "line":
-        lines = text.splitlines(keepends=True)
-        lines[mutant.line - 1] = mutant.after
-        return "".join(lines)
-    tools, making = importlib.import_module("cosmic_ray.plugins"), importlib.import_module("cosmic_ray.mutating")
-    after = making.mutate_code(text, tools.get_operator(mutant.operator)(), mutant.occurrence)
-    if after is None:
-        return None
-    try:
-        return str(after) if meaning(after) != meaning(text) else None
-    except SyntaxError:
-        return None
 
 
 # --- Which tests run which line
@@ -632,8 +555,8 @@ def read_scores(path: Path = SCORES) -> dict[str, dict[str, Score]]:
     return {component: {file: Score(**score) for file, score in files.items()} for component, files in found.items()}
 
 
-def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) -> None:
-    """Judge mutants of each component for its share of the budget."""
+def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool, operators: str = "") -> None:
+    """Judge mutants of each component for its share of the budget: those whose operator begins with ``operators``."""
     tree, listed = copy_tree(), read_listed()
     if native:
         build_plain(tree)
@@ -643,7 +566,8 @@ def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) 
         final = {key for key, each in known.items() if each.verdict in (_KILLED, _INVALID) or each.suite == suite}
         final |= {key for key, each in known.items() if (each.file, each.before, each.after) in listed}
         until = time.monotonic() + budget_s / len(components)
-        mutants = native_mutants(component, tree) if native else python_mutants(component, tree)
+        every = native_mutants(component, tree) if native else python_mutants(component, tree)
+        mutants = (mutant for mutant in every if mutant.operator.startswith(operators))
         # Survivors first: the suite may know more by now.
         for mutant in sorted(drawn(mutants, seed), key=lambda mutant: mutant.key not in known):
             if time.monotonic() > until:
@@ -659,13 +583,26 @@ def run(components: Sequence[str], *, budget_s: float, seed: int, native: bool) 
             print(f"{verdict.verdict:<12} {verdict.file}:{verdict.line} {verdict.seconds} s {verdict.by}", flush=True)
 
 
+def run_faults(folder: Path, component: str) -> int:
+    """Judge faults written by hand: 0 where the component's suite kills them all."""
+    tree = copy_tree()
+    coverage = read_map(component, tree) or make_map(component, tree)
+
+    def killer_of(tests: Sequence[str], limit_s: float) -> str:
+        return killer(run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *tests], limit_s=limit_s))
+
+    return 0 if judge_folder(folder, tree, coverage, killer_of) == 0 else 1
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="ci/mutate", description=__doc__)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "map", "run", "report", "record"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "map", "run", "report", "record", "faults"))
+    parser.add_argument("folder", nargs="?", type=Path, help="of faults: a folder of patches to one component")
     parser.add_argument("--component", nargs="+", default=None, choices=(*COMPONENTS, COMMON))
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all components together")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which mutants are drawn")
+    parser.add_argument("--operators", default="", metavar="PREFIX", help="of Python: only those, such as slip/")
     parser.add_argument("--native", action="store_true", help="C++ and CUDA headers instead of Python")
     options = parser.parse_args(arguments)
     if options.component is None:
@@ -673,11 +610,23 @@ def main(arguments: Sequence[str]) -> int:
     if COMMON in options.component and not options.native:
         raise SystemExit("mutate: common has headers alone: --native")
     STATE.mkdir(parents=True, exist_ok=True)
+    if options.what == "faults":
+        if options.folder is None or not options.folder.is_dir() or len(options.component) != 1:
+            raise SystemExit(
+                f"mutate: faults needs a folder and one --component, got {options.folder} and {options.component}"
+            )
+        return run_faults(options.folder, *options.component)
     if options.what == "map":
         for component in options.component:
             make_map(component, copy_tree())
     if options.what in ("all", "run"):
-        run(options.component, budget_s=options.budget, seed=options.seed, native=options.native)
+        run(
+            options.component,
+            budget_s=options.budget,
+            seed=options.seed,
+            native=options.native,
+            operators=options.operators,
+        )
     if options.what == "record":
         record(scores(read_verdicts().values(), read_listed()))
     if options.what in ("all", "report"):

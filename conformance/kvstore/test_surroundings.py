@@ -6,8 +6,8 @@ import copy
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,37 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from conformance.harness import assert_equal, requirement, succeeds
+from conformance.harness.surroundings import SURROUNDINGS as OF_A_PROCESS
 from conformance.kvstore.cases import assert_bits, contents, filled, fresh, ids_of, save, store_of
 
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    kept = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(kept)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "wide numbers": partial(_default_dtype, torch.float64),
-    "narrow numbers": partial(_default_dtype, torch.bfloat16),
+    **OF_A_PROCESS,
     # Where a model is made that has no memory yet; the memory of a GPU is as little the CPU's.
     "another device": partial(torch.device, "meta"),
-    "inference": torch.inference_mode,
-    "no gradients": torch.no_grad,
-    "deterministic": _deterministic,
-    "mixed precision": partial(torch.autocast, "cpu", torch.bfloat16),
 }
 # What takes gradients.
 TRAINING = ("a bag", "a bag with offsets", "an embedding")

@@ -43,20 +43,26 @@ def test_loader_error(pipeline: Any) -> None:
                     assert_bits(got, wanted, f"{name} output {number}, error at {at}")
 
 
-def _error_on_one_rank(rank: Rank, name: str) -> None:
-    pipeline = rank.component("pipeline")
-    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
-    schedule = job.schedule(name)
-    at = {2} if rank.rank == 1 else set[int]()
-    loader, found, errors = Breaking(job.batches(5), at, LoaderError("here")), [], []
-    for _ in range(7):
+def _outputs_around_an_error(rank: Rank, schedule: Any, loader: Any, where: str) -> list[torch.Tensor]:
+    """All outputs of a loader of fewer than eight batches, of which one stops each rank: rank 1 by its own error."""
+    found, errors = list[torch.Tensor](), list[str]()
+    for _ in range(8):
         try:
             found.append(schedule.progress(loader))
         except StopIteration:
             break
         except (LoaderError, DistributedError) as error:
             errors.append(type(error).__name__)
-    assert_equal(errors, ["LoaderError" if rank.rank == 1 else "DistributedError"], where=f"{name} errors")
+    assert_equal(errors, ["LoaderError" if rank.rank == 1 else "DistributedError"], where=f"{where} errors")
+    return found
+
+
+def _error_on_one_rank(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
+    schedule = job.schedule(name)
+    at = {2} if rank.rank == 1 else set[int]()
+    found = _outputs_around_an_error(rank, schedule, Breaking(job.batches(5), at, LoaderError("here")), name)
     expected = [loop.step(batch) for batch in loop.batches(5)]
     assert_equal(len(found), 5, where=f"{name} outputs")
     for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
@@ -87,15 +93,7 @@ def _unmovable_on_one_rank(rank: Rank, name: str) -> None:
     if rank.rank == 1:
         given[2] = Unmovable(given[2].dense, given[2].ids, given[2].target)
         del expected[2]
-    loader, found, errors = iter(given), list[torch.Tensor](), list[str]()
-    for _ in range(8):
-        try:
-            found.append(schedule.progress(loader))
-        except StopIteration:
-            break
-        except (LoaderError, DistributedError) as error:
-            errors.append(type(error).__name__)
-    assert_equal(errors, ["LoaderError" if rank.rank == 1 else "DistributedError"], where=f"{name} errors")
+    found = _outputs_around_an_error(rank, schedule, iter(given), name)
     assert_equal(len(found), 5, where=f"{name} outputs")
     for number, (got, batch) in enumerate(zip(found, expected, strict=False)):
         assert_bits(got, loop.step(batch), f"{name} output {number}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from conformance.harness import assert_equal, requirement, succeeds
+from conformance.harness.surroundings import SURROUNDINGS
 from conformance.pipeline.batches import values_of
 from conformance.pipeline.cases import EVAL_FUSED
 from conformance.pipeline.every_module import EVERY, batch_of, looked_up
@@ -101,33 +100,6 @@ def test_made_of_nothing(pipeline: Any) -> None:
         assert_bits(found[name], value, name)
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    kept = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(kept)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "wide numbers": partial(_default_dtype, torch.float64),
-    "narrow numbers": partial(_default_dtype, torch.bfloat16),
-    "inference": torch.inference_mode,
-    "no gradients": torch.no_grad,
-    "deterministic": _deterministic,
-    "mixed precision": partial(torch.autocast, "cpu", torch.bfloat16),
-}
 WITHOUT_TRAINING = ("inference", "no gradients")
 
 
