@@ -13,8 +13,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from conformance.checkpoint.cases import State, cut, load, random_bits, save, save_ranks, tiled
-from conformance.harness import Rank
+from conformance.checkpoint.cases import (
+    State,
+    assert_parts,
+    cut,
+    load,
+    random_bits,
+    save,
+    save_ranks,
+    tiled,
+    zeros_like,
+)
+from conformance.harness import Rank, assert_same_tensor, assert_same_tensors
 from conformance.harness.implementation import component
 from conformance.provers.faults import letting_go
 
@@ -27,6 +37,8 @@ __all__ = [
     "load_letting_go",
     "make_state",
     "model_of",
+    "read_back",
+    "read_one_file",
     "save_alone",
     "save_at_slow_rank",
     "save_in_background",
@@ -79,13 +91,35 @@ def load_letting_go(implementation: str, path: str, seed: int, thread_count: int
     return sum(part.nbytes for part in parts)
 
 
-def _share(rank: int, world_size: int, seed: int) -> dict[str, Any]:
-    """One rank's part: the two matrices cut by rows and by columns, the rest replicated."""
+def read_back(implementation: str, path: str, seed: int) -> None:
+    """Load what ``save_alone`` saved, by one thread and by several: whole tensors, rows and columns of matrices."""
+    state = make_state(seed)
+    for thread_count in (1, 3):
+        for part in range(2):
+            targets = _share(part, 2, seed, fill=False)
+            load(component(implementation, "checkpoint"), targets, Path(path), thread_count=thread_count)
+            for name, value in state.items():
+                where = f"{name}, {thread_count} threads"
+                if hasattr(targets[name], "parts"):
+                    assert_parts(targets[name], value, where=where)
+                else:
+                    assert_same_tensor(targets[name], value, where=where)
+
+
+def read_one_file(implementation: str, path: str, seed: int) -> None:
+    """Load what ``save_one_file`` saved."""
+    assert_same_tensors(component(implementation, "checkpoint").load_file(path), make_state(seed))
+
+
+def _share(rank: int, world_size: int, seed: int, *, fill: bool = True) -> dict[str, Any]:
+    """One rank's part: the two matrices cut by rows and by columns, the rest replicated; or targets for it."""
     state: dict[str, Any] = dict(make_state(seed))
+    if not fill:
+        state = {name: value if value.dim() == 2 else zeros_like(value) for name, value in state.items()}
     cuts = {"rows": [[11, 12], []], "wide": [[], [2, 500]]}
     for name, inner in cuts.items():
         boxes = cut(tuple(state[name].shape), inner)
-        state[name] = tiled(state[name], boxes, rank, world_size)
+        state[name] = tiled(state[name], boxes, rank, world_size, fill=fill)
     return state
 
 

@@ -35,7 +35,7 @@ from conformance.checkpoint.crash_folders import (
     state_in_file,
 )
 from conformance.harness import Mismatch, assert_equal, assert_same_tensors, requirement
-from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer, Outcome
+from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer, Outcome
 
 # What can fail before the new checkpoint is in force. Clearing away the old one afterwards is another matter.
 BUILDING = ("open", *WRITE_CALLS, "fsync", "fdatasync", "rename", "link", "mkdir", "ftruncate", "fallocate", "close")
@@ -212,6 +212,36 @@ def test_other_writers_fail(checkpoint: Any, impl: ModuleType, server: FaultServ
         else:
             found = state_in_file(checkpoint, struck.root / "m.safetensors", (OLD, NEW), where=struck.where)
         assert_equal(found, expected, where=struck.where)
+
+
+@requirement(
+    "CKPT-553",
+    "Reads that give less than they were asked for MUST be continued, and reads that a signal interrupts be repeated: "
+    "of headers and of the index, of whole tensors, rows and columns, and of shards that are merged.",
+)
+@pytest.mark.parametrize("what", ["load", "load_file", "consolidate"])
+def test_short_reads(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, what: str) -> None:
+    root, merged = tmp_path / "root", tmp_path / "root/merged"
+    root.mkdir()
+    if what == "load_file":
+        programs.save_one_file(impl.__name__, str(root / "m.safetensors"), NEW)
+        call: tuple[Any, ...] = (programs.read_one_file, impl.__name__, str(root / "m.safetensors"), NEW)
+    else:
+        programs.save_alone(impl.__name__, str(root / "ck"), NEW, {"enable_consolidation": what == "load"})
+        args = (NEW,) if what == "load" else (str(merged),)
+        program: Any = programs.read_back if what == "load" else programs.consolidate
+        call = (program, impl.__name__, str(root / "ck"), *args)
+    seen = server.run_forked(*call, root=root)
+    assert_returned([seen], "a run without faults")
+    count = seen.trace.count(READ_CALLS)
+    for fault in (
+        Fault(READ_CALLS, 1, "short", times=0),
+        *(Fault(READ_CALLS, number, "eintr") for number in sampled(count, 6)),
+    ):
+        where = f"{fault.action} at read {fault.nth} of {count}"
+        assert_returned([server.run_forked(*call, root=root, faults=[fault])], where)
+        if what == "consolidate":
+            assert_state(checkpoint, merged, NEW, where=where)
 
 
 @requirement("CKPT-318", "A rank that writes for longer than the caller's group waits MUST NOT make the save fail.")

@@ -17,6 +17,7 @@ import pytest
 
 from conformance.harness.planted import PlantedBug, activate, swap
 from conformance.provers.faults import (
+    READ_CALLS,
     Fault,
     FaultError,
     FaultServer,
@@ -143,6 +144,29 @@ def test_a_short_write_reports_what_it_wrote(server: FaultServer, tmp_path: Path
     single = server.run_forked(_write_one_part, str(tmp_path / "w"), root=tmp_path, faults=faults, via=via)
     assert single.value() == 5
     assert (tmp_path / "w").read_bytes() == b"\0" * 5 + b"a" * 5
+
+
+def _read_parts(path: str) -> list[Any]:
+    with open(path, "wb") as made:
+        made.write(bytes(range(24)))
+    descriptor = os.open(path, os.O_RDONLY)
+    parts = bytearray(16), bytearray(8)
+    done = [os.read(descriptor, 10), os.pread(descriptor, 8, 4), os.preadv(descriptor, parts, 0), bytes(parts[0])]
+    done += [os.readv(descriptor, [parts[1]]), bytes(parts[1])]
+    os.close(descriptor)
+    return done
+
+
+@pytest.mark.parametrize("via", VIAS)
+def test_a_short_read_gives_the_first_half(server: FaultServer, tmp_path: Path, via: Any) -> None:
+    faults = [Fault(READ_CALLS, 1, "short", times=0)]
+    outcome = server.run_forked(_read_parts, str(tmp_path / "f"), root=tmp_path, faults=faults, via=via)
+    read, placed, count, first, behind, last = outcome.value()
+    assert (read, placed) == (bytes(range(5)), bytes(range(4, 8)))
+    # Of a vector the tracer takes half the parts, and the shim half the bytes.
+    assert count == (16 if via == "tracer" else 12)
+    assert first == bytes(range(count)) + bytes(16 - count)
+    assert (behind, last) == (4, bytes(range(5, 9)) + bytes(4))
 
 
 @pytest.mark.parametrize("via", VIAS)

@@ -533,6 +533,17 @@ def check_unchanged(path: str, header: Header) -> None:
         )
 
 
+def _read_at(descriptor: int, size_bytes: int, offset: int) -> bytes:
+    # A call may give less than it was asked for, on a network file system for instance; only nothing is the end.
+    pieces: list[bytes] = []
+    while size_bytes:
+        pieces.append(os.pread(descriptor, size_bytes, offset))
+        if not pieces[-1]:
+            break
+        size_bytes, offset = size_bytes - len(pieces[-1]), offset + len(pieces[-1])
+    return b"".join(pieces)
+
+
 def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) -> Header:
     """Read and check the header of one file. Raises FormatError; OSError where the file cannot be opened or read."""
     where = os.fspath(path)
@@ -541,14 +552,14 @@ def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) 
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("not a regular file", got=stat.filemode(status.st_mode), where=where)
-        prefix = os.pread(descriptor, LENGTH_BYTES, 0)
+        prefix = _read_at(descriptor, LENGTH_BYTES, 0)
         length = int.from_bytes(prefix, "little")
         limit = min(HEADER_BYTES_MAX, status.st_size - LENGTH_BYTES)
         if len(prefix) < LENGTH_BYTES or length > limit:
             raise FormatError(
                 "header length beyond the file or the cap", got=length, expected=f"<= {limit}", where=where
             )
-        raw = os.pread(descriptor, length, LENGTH_BYTES)
+        raw = _read_at(descriptor, length, LENGTH_BYTES)
         if len(raw) != length:
             raise FormatError("header cut short", got=len(raw), expected=length, where=where)
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.errors import StorageError
 
 
@@ -140,3 +140,17 @@ def failed_copy_is_a_refusal(original: Any, files: Any, *range_: int) -> int:
         return int(original(files, *range_))
     except StorageError:
         return 0
+
+
+header_read_by_one_call = patched(
+    "Of a header that comes in pieces the first one is taken for all of it.",
+    mutated("twinproof.checkpoint.format:_read_at", "if not pieces[-1]:", "if pieces:"),
+    kills="CKPT-553",
+)
+
+
+rest_read_from_the_same_place = patched(
+    "What a read left over is read from where the read began.",
+    mutated("fastimpl.checkpoint.readio:read_exactly", "offset += got", "offset += 0"),
+    kills="CKPT-553",
+)

@@ -92,10 +92,10 @@ class Fault:
     Args:
         call: canonical name or names from ``CALLS``.
         nth: which matching call, from 1, counted over all processes and threads of the run.
-        action: ``errno`` fails the call without making it; ``eintr`` is ``errno`` with EINTR; ``short`` writes half;
-            ``delay`` waits first; ``kill`` ends the process before the call; ``kill_group`` ends its process group;
-            ``torn`` writes half (makes the whole call, if it is no write) and then ends the process; ``hold`` waits for
-            a thread in ``letting_go`` and fails the call with ETIMEDOUT where none came (shim only).
+        action: ``errno`` fails the call without making it; ``eintr`` is ``errno`` with EINTR; ``short`` writes or reads
+            half; ``delay`` waits first; ``kill`` ends the process before the call; ``kill_group`` ends its process
+            group; ``torn`` writes half (makes the whole call, if it is no write) and then ends the process; ``hold``
+            waits for a thread in ``letting_go`` and fails the call with ETIMEDOUT where none came (shim only).
         errno: for ``errno``; default ENOSPC.
         times: how many matching calls in a row; 0 means all from the n-th on, as on a full disk.
         delay_s: for ``delay``, and the longest that ``hold`` waits.

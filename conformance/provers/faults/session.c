@@ -73,6 +73,8 @@ const struct tp_shape *tp_shape_of(long nr) {
     return NULL;
 }
 
+int tp_is_read(enum tp_call call) { return call >= TP_READ && call <= TP_PREADV; }
+
 int tp_is_write(enum tp_call call) {
     return (call >= TP_WRITE && call <= TP_FWRITE) || call == TP_SENDFILE || call == TP_COPY_FILE_RANGE;
 }

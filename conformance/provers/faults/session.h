@@ -101,6 +101,7 @@ void tp_begin(struct tp_session *session, const struct tp_caller *who, long nr, 
               struct tp_verdict *out);
 void tp_end(const struct tp_caller *who, struct tp_session *session, struct tp_event *event, long result);
 int tp_read(const struct tp_caller *who, unsigned long address, void *into, size_t size);
+int tp_is_read(enum tp_call call);
 int tp_is_write(enum tp_call call);
 
 #endif

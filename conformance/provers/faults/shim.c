@@ -65,7 +65,7 @@ static void die(enum tp_action action) {
     for (;;) tp_raw(SYS_ppoll, 0, 0, 0, 0, 0, 0);
 }
 
-// Half of a write, and at least a byte of it.
+// Half of a write or of a read, and at least a byte of it.
 static void shorten(const struct tp_shape *shape, long args[6], struct iovec half[VECTOR_MAX]) {
     if (shape->vector < 0) {
         if (args[(int)shape->size] > 1) args[(int)shape->size] /= 2;
@@ -119,6 +119,7 @@ static long guarded(struct tp_session *armed, long nr, long args[6]) {
         const struct tp_shape *shape = tp_shape_of(nr);
         int cut = verdict.action == TP_SHORT || verdict.action == TP_TORN;
         if (cut && tp_is_write(shape->call)) shorten(shape, args, half);
+        if (verdict.action == TP_SHORT && tp_is_read(shape->call)) shorten(shape, args, half);
         result = tp_raw(nr, args[0], args[1], args[2], args[3], args[4], args[5]);
     }
     tp_end(&who, armed, verdict.event, result);

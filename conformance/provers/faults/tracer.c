@@ -81,7 +81,7 @@ static void die(pid_t pid, enum tp_action action) {
     kill(action == TP_KILL_GROUP && group > 1 ? -group : pid, SIGKILL);
 }
 
-// Makes a write shorter: fewer bytes, fewer parts, or one part turned into the plain call.
+// Makes a write or a read shorter: fewer bytes, fewer parts, or one part turned into the plain call.
 static void shorten(const struct tp_caller *who, const struct tp_shape *shape, struct user_regs_struct *regs) {
     unsigned long long *size = shape->size == 2 ? &regs->rdx : shape->size == 3 ? &regs->r10 : &regs->r8;
     if (shape->vector < 0 || *size > 1) {
@@ -92,7 +92,8 @@ static void shorten(const struct tp_caller *who, const struct tp_shape *shape, s
     if (*size == 0 || !tp_read(who, regs->rsi, &only, sizeof only) || only.iov_len < 2) return;
     regs->rsi = (unsigned long)only.iov_base;
     regs->rdx = only.iov_len / 2;
-    regs->orig_rax = shape->call == TP_WRITEV ? SYS_write : SYS_pwrite64;
+    int is_read = tp_is_read(shape->call), has_place = shape->call == TP_PWRITEV || shape->call == TP_PREADV;
+    regs->orig_rax = is_read ? (has_place ? SYS_pread64 : SYS_read) : (has_place ? SYS_pwrite64 : SYS_write);
 }
 
 // At the entry of a call. Returns whether its return has to be seen too.
@@ -115,7 +116,7 @@ static int enter(pid_t tid) {
     }
     const struct tp_shape *shape = tp_shape_of(nr);
     int cut = verdict.action == TP_SHORT || verdict.action == TP_TORN;
-    if (cut && tp_is_write(shape->call)) {
+    if ((cut && tp_is_write(shape->call)) || (verdict.action == TP_SHORT && tp_is_read(shape->call))) {
         shorten(&who, shape, &regs);
         ptrace(PTRACE_SETREGS, tid, 0, &regs);
     }
