@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from conformance.checkpoint.cases import INDEX, mesh_of, random_bits, save
+from conformance.checkpoint.cases import DTYPES, INDEX, mesh_of, random_bits, save
 from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
 from conformance.harness import Rank, assert_equal, assert_same_tensor, assert_same_tensors, raises, requirement
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, TwinproofError
@@ -498,11 +498,40 @@ def test_export_dtype(checkpoint: Any, tmp_path: Path) -> None:
         expected = {n: v if n.endswith("bias") or n == "steps" else v.bfloat16() for n, v in trainer.weights().items()}
         targets = {name: torch.empty_like(value) for name, value in expected.items()}
         reader = checkpoint.HuggingFaceStorageReader if in_hf else dcp.FileSystemReader
+        # A load converts: what was stored is asked for.
+        stored = reader(folder / "step-3").read_metadata().state_dict_metadata
+        dtypes = {name: stored[name].properties.dtype for name in stored}
+        assert_equal(dtypes, {n: v.dtype for n, v in expected.items()}, where=f"stored dtypes, in_hf={in_hf}")
         dcp.load(targets, storage_reader=reader(folder / "step-3"), no_dist=True)
         assert_same_tensors(targets, expected, where=f"in_hf={in_hf}")
         whole: dict[str, Any] = {"0.weight": torch.empty(12, 6)}
         dcp.load(whole, checkpoint_id=folder / "step-2", no_dist=True)
         assert_equal(whole["0.weight"].bfloat16().float().equal(whole["0.weight"]), False, where="an intermediate save")
+
+
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@requirement(
+    "CKPT-631",
+    "A model-only last save, native and HF, MUST store a tensor of each dtype that torch has with that dtype, or with "
+    "export_dtype where it is a float of 16 bits or more.",
+)
+@pytest.mark.parametrize("in_hf", [False, True])
+@pytest.mark.parametrize("export", [None, *_CAST[1:]])
+def test_every_stored_dtype(checkpoint: Any, tmp_path: Path, export: torch.dtype | None, in_hf: bool) -> None:
+    model = torch.nn.Module()
+    for number, dtype in enumerate(DTYPES):
+        model.register_buffer(f"b{number}", random_bits(dtype, (6,), number))
+    options: dict[str, Any] = {"export_dtype": export, "last_save_in_hf": in_hf, "durable": False}
+    with alone(), checkpoint.CheckpointManager(tmp_path, model=model, interval=1, **options) as manager:
+        manager.save(1, last_step=True)
+    reader = checkpoint.HuggingFaceStorageReader if in_hf else dcp.FileSystemReader
+    # A load converts, and would hide it.
+    stored = reader(tmp_path / "step-1").read_metadata().state_dict_metadata
+    for number, dtype in enumerate(DTYPES):
+        expected = dtype if export is None or dtype not in _CAST else export
+        assert_equal(stored[f"b{number}"].properties.dtype, expected, where=f"{dtype} with export_dtype={export}")
 
 
 _NAMES = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.checkpoint.manager import CheckpointFormat
 from twinproof.errors import ConfigError, FormatError
 
@@ -199,3 +199,20 @@ def keys_are_values(original: Any, manager: Any, step: Any, state: Any, writer: 
             other = name.replace(".k_proj.", ".v_proj.")
             changed[name], changed[other] = state[other], state[name]
     return original(manager, step, changed, writer)
+
+
+small_floats_cast = patched(
+    "A native last save casts 8-bit floats too.",
+    mutated(
+        f"{_CLASS}._exported",
+        "value.dtype, self",
+        "torch.bfloat16 if value.dtype is torch.float8_e4m3fn else value.dtype, self",
+    ),
+    kills="CKPT-631",
+)
+
+native_saves_keep_their_dtypes = patched(
+    "A native last save casts nothing; a load into tensors of the smaller dtype does not see it.",
+    mutated(f"{_CLASS}._to_save", "return self._exported(state), self", "return state, self"),
+    kills=("CKPT-443", "CKPT-631"),
+)
