@@ -55,6 +55,7 @@ CPU_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "eps": 1e-4}),
     "maximize": ("Adam", {"maximize": True}),
+    "decoupled": ("Adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     "tensor": ("AdamW", {"lr": torch.tensor(0.01), "weight_decay": 0.0}),
 }
 
@@ -206,7 +207,7 @@ class CpuArm:
     ) -> None:
         kind, chosen = CPU_OPTIONS[options]
         self.options = in_host_memory(device, chosen)
-        self.decoupled = kind == "AdamW"
+        self.decoupled = chosen.get("decoupled_weight_decay", kind == "AdamW")
         dtype = torch.bfloat16 if halves else torch.float32
         self.params = [torch.nn.Parameter(laid(values(shape, i, dtype))) for i, shape in enumerate(shapes)]
         self.masters = offload.MasterWeights(self.params) if halves else None

@@ -86,7 +86,7 @@ def foreach_step(optimizer: str, options: dict[str, Any], param: Tensor, grad: T
     decay, lr = options["weight_decay"], options["lr"]
     if options["maximize"]:
         slope = -slope
-    if decay != 0 and optimizer == "AdamW":
+    if decay != 0 and options.get("decoupled_weight_decay", optimizer == "AdamW"):
         weight = calls.mul(weight, 1 - lr * decay)
     elif decay != 0:
         slope = calls.add(slope, weight, decay)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -112,6 +113,58 @@ def test_close(offload: Any) -> None:
         with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine) as again:
             twins.step()
             assert_equal(again.stats().step_count, 1, where="steps of a second offloader")
+
+
+@requirement(
+    "OPT-381",
+    "close() MUST give the optimizer the very step back that it was attached to, a scheduler's or a user's too, and "
+    "leave one that was put on top of ours meanwhile, which is then a plain step.",
+)
+@pytest.mark.parametrize("below", ["nothing", "scheduler", "user"])
+@pytest.mark.parametrize("above", ["nothing", "scheduler", "user"])
+def test_steps_of_others(offload: Any, below: str, above: str) -> None:
+    calls: list[str] = []
+
+    def wrap(optimizer: Any, who: str, where: str) -> None:
+        if who == "scheduler":
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
+        elif who == "user":
+            inner = optimizer.step
+
+            def step(_: Any) -> None:
+                if optimizer is twins.optimizer:
+                    calls.append(where)
+                inner()
+
+            # Schedulers take methods only.
+            optimizer.step = MethodType(step, optimizer)
+
+    with proven() as device:
+        twins = Twins(offload, device)
+        twins.step()
+        twins.offloader.close()
+        for optimizer in (twins.plain, twins.optimizer):
+            wrap(optimizer, below, "below")
+        before = vars(twins.optimizer).get("step")
+        with offload.OptimizerStateOffloader(twins.optimizer, engine=device.engine, chunk_bytes=1024) as offloader:
+            twins.step()
+            for optimizer in (twins.plain, twins.optimizer):
+                wrap(optimizer, above, "above")
+            top = vars(twins.optimizer)["step"]
+            twins.step()
+            assert_equal(offloader.stats().step_count, 2, where="steps that were offloaded")
+        # A scheduler finds its mark on ours, and puts nothing on top.
+        expected = top if above == "user" else before
+        assert_equal(vars(twins.optimizer).get("step") is expected, True, where="the step after close()")
+        calls.clear()
+        moved = dict(device.engine.moved_bytes)
+        twins.step()
+        last = ["above"] if above == "user" else ["below"] if below == "user" else []
+        assert_equal(calls, last, where="steps of the user's")
+        assert_equal(device.engine.moved_bytes, moved, where="bytes moved after close()")
+        got = twins.optimizer.state_dict()
+        with _disable_current_modes():
+            assert_same_state(got, twins.plain.state_dict())
 
 
 @requirement("OPT-037", "An offloader and its memory MUST go when the optimizer and it are dropped.")

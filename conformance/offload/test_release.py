@@ -142,6 +142,33 @@ def test_released_by_kind(offload: Any, device: str, calls: tuple[str, ...]) -> 
         offloader.close()
 
 
+@requirement(
+    "OPT-383",
+    "With release on request, a state that is bound to another tensor between offload() and the release MUST be that "
+    "tensor's afterwards, however often either was written, and lie where the host keeps it.",
+)
+@pytest.mark.parametrize("chunk_bytes", [512, 1 << 20])
+def test_bound_in_between(offload: Any, chunk_bytes: int) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, release="on_request", chunk_bytes=chunk_bytes)
+        for number in range(3):
+            twins.step()
+            twins.offloader.offload()
+            twins.offloader.settle()
+            for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                state = optimizer.state[params[number]]
+                other = values(params[number].shape, 50 + number).abs()
+                # As many writes as the tensor has seen that it takes the place of.
+                while other._version < state["exp_avg_sq"]._version:
+                    other.add_(0.0)
+                state["exp_avg_sq"] = other
+            twins.offloader.release_gpu_memory()
+            twins.offloader.settle()
+            assert_equal(twins.offloader.residency().device_bytes, 0, where="bytes on the device after the release")
+            twins.check()
+        twins.offloader.close()
+
+
 @requirement("OPT-259", "Masters that are read between offload() and the release MUST be those of the last step.")
 def test_masters_read_in_between(offload: Any, device: str) -> None:
     with proven_on(device, late=True) as place:

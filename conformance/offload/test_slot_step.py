@@ -39,6 +39,7 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
     "adam-max": ("Adam", {"lr": 0.02, "maximize": True, "betas": (0.3, 0.0)}),
     "adamw": ("AdamW", {"lr": 0.01}),
+    "adam-decoupled": ("Adam", {"lr": 0.02, "weight_decay": 0.3, "decoupled_weight_decay": True}),
     "amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "eps": 1e-4}),
     "adagrad": ("Adagrad", {"lr": 0.1, "lr_decay": 0.05, "weight_decay": 0.01}),
     "adagrad-max": ("Adagrad", {"maximize": True, "initial_accumulator_value": 0.25}),
@@ -96,7 +97,8 @@ def _step(name: str, param: Any, grad: Any, states: dict[str, torch.Tensor], ste
     code = {"SGD": "momentum" if states else "sgd", "Adagrad": "adagrad"}.get(kind, "adam")
     code = "amsgrad" if options.get("amsgrad") else code
     lists = [[state] for state in states.values()] + [[]] * (3 - len(states))
-    ops.slot_step(KINDS[code][0], [param], [grad], lists, [0], hyper_of(code, options, step, decoupled=kind == "AdamW"))
+    decoupled = options.get("decoupled_weight_decay", False)
+    ops.slot_step(KINDS[code][0], [param], [grad], lists, [0], hyper_of(code, options, step, decoupled=decoupled))
 
 
 @requirement(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 
 
 @fault(kills="OPT-201", at="twinproof.offload.driver:Update.advance")
@@ -154,3 +154,14 @@ def strides_of_one_compared(original: Any, hyper: Any, *lists: Sequence[torch.Te
         if len({tensor.stride() for tensor in row}) > 1:
             raise RuntimeError("not a CPU tensor with the shape and strides of its master")
     original(hyper, *lists, isa=isa)
+
+
+decay_of_the_class = patched(
+    "A step on the CPU decays as the optimizer's class does by default, whatever the group says.",
+    mutated(
+        "twinproof.offload.driver:Update.advance",
+        'group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))',
+        "isinstance(optimizer, torch.optim.AdamW)",
+    ),
+    kills="OPT-201",
+)

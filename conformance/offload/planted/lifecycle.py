@@ -151,3 +151,10 @@ def unlisted_beside_new_ones(original: Any, plan: Any, transfers: Any) -> None:
     listed = [param for group in plan.optimizer.param_groups for param in group["params"]]
     if not plan.known.issuperset(listed) or len(listed) < len(plan.known):
         original(plan, transfers)
+
+
+step_of_others_dropped = patched(
+    "close() drops the step that a scheduler or a user had put on the optimizer before.",
+    mutated("twinproof.offload.driver:StepDriver.detach", "if self._before is None:", "if True:"),
+    kills="OPT-381",
+)
