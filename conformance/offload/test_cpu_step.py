@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, raises, requirement, succeeds
+from conformance.harness import (
+    assert_equal,
+    assert_le,
+    assert_same_tensor,
+    assert_within_derived,
+    raises,
+    requirement,
+    succeeds,
+)
 from conformance.offload.cases import (
     CPU_OPTIONS,
     SHAPES,
     CpuArm,
+    Place,
     Twins,
     assert_same_state,
     in_host_memory,
@@ -234,6 +244,54 @@ def test_edges(offload: Any, device: str) -> None:
                 arm.step()
             arm.check()
             arm.offloader.close()
+
+
+# Another value of each option of torch's Adam and AdamW.
+_OTHER: dict[str, Any] = {
+    "lr": 0.05,
+    "betas": (0.5, 0.7),
+    "eps": 0.3,
+    "weight_decay": 0.4,
+    "amsgrad": True,
+    "maximize": True,
+    "decoupled_weight_decay": True,
+    "foreach": True,
+    "capturable": True,
+    "differentiable": True,
+    "fused": True,
+}
+
+
+@requirement(
+    "OPT-388",
+    "A step on the CPU MUST take every option of torch's Adam and AdamW as torch takes it, given to the optimizer or "
+    "to one of its groups, or refuse it by name: none may be without effect.",
+)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("in_group", [False, True], ids=["all", "a group"])
+def test_every_option(offload: Any, kind: str, in_group: bool) -> None:
+    names = set(inspect.signature(getattr(torch.optim, kind)).parameters) - {"params"}
+    assert_equal(sorted(names - set(_OTHER)), [], where=f"options of {kind} that are not known here")
+    for name in sorted(names):
+        value = {name: _OTHER[name]}
+        groups = [([0, 1], {}), ([2, 3], value if in_group else {})]
+        # A square that decays fast is less than its largest value soon.
+        options = {"weight_decay": 0.2, "betas": (0.9, 0.6), **({} if in_group else value)}
+        # Parameters on the CPU need no device.
+        attach = partial(
+            Twins, offload, Place(torch.device("cpu"), None), kind, groups=groups, options=options, step_device="cpu"
+        )
+        if name in ("capturable", "differentiable", "fused"):
+            with raises(ConfigError, mentions=(name, "step_device")):
+                attach()
+            continue
+        twins = attach()
+        for _ in range(3):
+            twins.step()
+        for i, (param, plain) in enumerate(zip(twins.params, twins.plain_params, strict=True)):
+            error = float((param.detach() - plain.detach()).abs().max())
+            assert_le(error, 1e-5, where=f"{value}, parameter {i}: distance from torch's step")
+        twins.offloader.close()
 
 
 @requirement(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, proven, values
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
+from conformance.offload.cases import SHAPES, Twins, in_host_memory, proven, reread, values
 
 RELEASES = ("at_offload", "on_request")
 
@@ -153,10 +154,11 @@ def test_no_memory_for_an_edit(offload: Any, edit: Any, monkeypatch: pytest.Monk
 
 @requirement(
     "OPT-386",
-    "Where host memory lacks for states that come beside those that have places, with an option or with a load, no "
-    "value MUST be lost, and they MUST have their places with the first call that finds memory.",
+    "Where host memory lacks for states that come beside those that have places, with an option, with a load, or by a "
+    "user who binds them in another form, no value MUST be lost, and they MUST have their places with the first call "
+    "that finds memory.",
 )
-@pytest.mark.parametrize("way", ["turned", "loaded"])
+@pytest.mark.parametrize("way", ["turned", "loaded", "bound"])
 def test_no_memory_beside_others(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with proven() as device:
         options = {"lr": 0.1, "momentum": 0.0} if way == "turned" else {"lr": 0.1, "amsgrad": False}
@@ -177,6 +179,12 @@ def test_no_memory_beside_others(offload: Any, way: str, monkeypatch: pytest.Mon
             if way == "turned":
                 optimizer.param_groups[0]["momentum"] = 0.9
                 step(2)
+                return
+            if way == "bound":
+                # With gaps between the elements; no option and no list changes with it.
+                for state in optimizer.state.values():
+                    state["exp_avg"] = torch.stack([state["exp_avg"]] * 2, dim=-1)[..., 0]
+                offloader.offload()
                 return
             saved = offloader.snapshot()
             saved["param_groups"][0]["amsgrad"] = True
@@ -237,3 +245,103 @@ def test_interrupted_prefetch(offload: Any, kind: str, monkeypatch: pytest.Monke
                 twins.step()
                 twins.check()
             twins.offloader.close()
+
+
+# What asks for memory, as (name, what both arms go through, what the offloaded one does then).
+def _adds(optimizer: Any) -> None:
+    """A larger parameter than all others, in a group of its own."""
+    param = torch.nn.Parameter(values((40, 33), 77))
+    optimizer.add_param_group({"params": [param], "lr": 0.2})
+    param.grad = values(param.shape, 78)
+
+
+def _binds(optimizer: Any) -> None:
+    """A state of each matrix that lies by columns."""
+    for number, state in enumerate(optimizer.state.values()):
+        if state["exp_avg"].dim() == 2:
+            rows, columns = state["exp_avg"].shape
+            state["exp_avg"] = values((columns, rows), 90 + number).mT
+
+
+def _turns(optimizer: Any) -> None:
+    """States that an option brings; those that torch would miss begin anew."""
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.state.clear()
+
+
+_EDITS: dict[str, Any] = {"nothing": lambda _: None, "adds": _adds, "binds": _binds, "turns": _turns}
+
+
+@requirement(
+    "OPT-389",
+    "Whichever request for memory fails, of the host or of the device, in a step, a prefetch, offload() or a load, no "
+    "value MUST be lost: the same call succeeds when there is memory, and all that was selected has its place.",
+)
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("call", "edit"),
+    # A step that has places to make for what a user bound makes them behind its arithmetic: it is over then.
+    [
+        *(("step", edit) for edit in ("nothing", "adds", "turns")),
+        *(("offload", edit) for edit in ("binds", "turns")),
+        ("prefetch", "adds"),
+        *(("load_state_dict", edit) for edit in ("nothing", "binds")),
+    ],
+)
+def test_any_memory_fails(offload: Any, call: str, edit: str, release: str) -> None:
+    options = {"lr": 0.1, "foreach": False}
+    for refused in range(20):
+        with proven() as device:
+            twins = Twins(offload, device, "Adam", options=options, release=release, chunk_bytes=2048)
+            twins.step()
+            twins.set_gradients()
+            for optimizer in (twins.plain, twins.optimizer):
+                _EDITS[edit](optimizer)
+            saved = reread(twins.plain.state_dict())
+            arguments = (in_host_memory(device, saved),) if call == "load_state_dict" else ()
+            made = twins.optimizer.step if call == "step" else partial(getattr(twins.offloader, call), *arguments)
+            failed = _failing_once(device.engine, refused, made)
+            if failed:
+                with succeeds(f"{call} when there is memory again", where=f"request {refused} was refused"):
+                    made()
+            if call != "step":
+                twins.optimizer.step()
+            twins.plain.step()
+            twins.step()
+            twins.check()
+            twins.offloader.offload()
+            twins.offloader.release_gpu_memory()
+            twins.offloader.settle()
+            moving = [s for state in twins.optimizer.state.values() for s in state.values() if s.dim()]
+            residency = twins.offloader.residency()
+            found = residency.device_bytes, residency.host_bytes
+            assert_equal(found, (0, sum(s.nbytes for s in moving)), where=f"request {refused}: device and host bytes")
+            twins.offloader.close()
+            if not failed:
+                return
+    assert_equal("refused 20 times", "fewer requests", where=f"{call} after {edit}")
+
+
+def _failing_once(engine: Any, number: int, call: Any) -> bool:
+    """Make a call whose request for memory of that number fails; whether there was one."""
+    count = 0
+
+    def counted(make: Any) -> Any:
+        def empty(size_bytes: int) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            if count == number + 1:
+                raise MemoryError("no memory")
+            found: torch.Tensor = make(size_bytes)
+            return found
+
+        return empty
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("host_empty", "device_empty"):
+            patch.setattr(engine, name, counted(getattr(engine, name)))
+        try:
+            call()
+        except MemoryError:
+            return True
+    return False

@@ -307,6 +307,7 @@ class StreamedTransfers:
             if is_whole and not for_good and self._bring_as_planned(chunk):
                 continue
             items: list[Item] = []
+            names: list[tuple[Bundle, str]] = []
             for bundle in chunk.bundles:
                 if not (is_all or id(bundle) in wanted):
                     continue
@@ -317,9 +318,12 @@ class StreamedTransfers:
                             place.shape, place.strides, dtype=place.dtype, device=self.engine.device
                         )
                         items.append((place, bundle.offset_bytes, here))
-                        rebind(self.plan.optimizer, bundle, name, here)
-                        self.plan.counts.h2d_bytes += place.size_bytes
+                        names.append((bundle, name))
+            # It needs memory of the device: where there is none, everything stays what it is, and where.
             receive(self.engine, chunk.memory, items)
+            for (bundle, name), (place, _, here) in zip(names, items, strict=True):
+                rebind(self.plan.optimizer, bundle, name, here)
+                self.plan.counts.h2d_bytes += place.size_bytes
         # The host memory goes with this offloader, so its copies have to be over.
         self.engine.record(self._edge, self.engine.current())
         self.engine.synchronize(self._edge)

@@ -244,7 +244,7 @@ class StepDriver:
     def detach(self) -> None:
         """Give ``optimizer.step`` back. A scheduler that wrapped ours meanwhile keeps it, as a plain step."""
         self.attached = False
-        setattr(self.optimizer, _ATTACHED, None)
+        delattr(self.optimizer, _ATTACHED)
         if self.optimizer.__dict__.get("step") is self._after:
             if self._before is None:
                 del self.optimizer.step
@@ -705,16 +705,17 @@ class MovePlan:
                 wrong[number] = make_bundle(bundle.param, {**placed, **foreseen, **placed, **found})
         # As many at a time as a chunk holds: what lies there and stays, a master for instance, passes the device.
         for some in chunks_of(wrong.values(), self.options.chunk_bytes):
-            ids = set(map(id, some))
-            for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
-                transfers.unplace(self.bundles[number])
-                self.bundles[number] = wrong[number]
+            ids, moved = set(map(id, some)), set[int]()
             try:
+                for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
+                    transfers.unplace(self.bundles[number])
+                    self.bundles[number] = wrong[number]
+                    moved.add(id(wrong[number]))
                 transfers.place(some)
             except BaseException:
                 # On the device and without a place, as if they had just been listed: planned for with the next call.
-                self.bundles = [bundle for bundle in self.bundles if id(bundle) not in ids]
-                self.known -= {bundle.param for bundle in some}
+                self.bundles = [bundle for bundle in self.bundles if id(bundle) not in moved]
+                self.known -= {bundle.param for bundle in some if id(bundle) in moved}
                 self._listed = None
                 raise
             if self.options.release == "at_offload":

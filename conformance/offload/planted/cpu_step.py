@@ -165,3 +165,9 @@ decay_of_the_class = patched(
     ),
     kills="OPT-201",
 )
+
+options_of_the_first_group = patched(
+    "A step on the CPU asks the first group alone whether the largest squares count.",
+    mutated("twinproof.offload.driver:Update.states", 'self.group["amsgrad"]', 'optimizer.param_groups[0]["amsgrad"]'),
+    kills="OPT-388",
+)

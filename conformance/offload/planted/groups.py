@@ -33,7 +33,11 @@ noted_before_it_is_done = patched(
 
 without_a_place_for_ever = patched(
     "States whose new places failed for lack of memory are taken for states that have them.",
-    mutated("twinproof.offload.driver:MovePlan.refit", "self.known -= {bundle.param for bundle in some}", "pass"),
+    mutated(
+        "twinproof.offload.driver:MovePlan.refit",
+        "self.known -= {bundle.param for bundle in some if id(bundle) in moved}",
+        "pass",
+    ),
     kills="OPT-386",
 )
 
@@ -41,4 +45,30 @@ slots_taken_for_filled = patched(
     "Slots of a prefetch that was interrupted are taken for filled.",
     mutated("fastimpl.offload.transfers:StreamedTransfers._fetch_first", "except BaseException:", "except SystemExit:"),
     kills="OPT-387",
+)
+
+listed_as_done = patched(
+    "After a failure for lack of memory the lists of parameters are taken for planned, and nobody looks again.",
+    mutated("twinproof.offload.driver:MovePlan.refit", "self._listed = None", "pass"),
+    kills="OPT-386",
+)
+
+bound_before_it_arrives = patched(
+    "States are bound to memory of the device before there is memory for what is copied there: a failure loses them.",
+    mutated(
+        "fastimpl.offload.transfers:StreamedTransfers.to_device",
+        "names.append((bundle, name))",
+        "names.append((bundle, name)); rebind(self.plan.optimizer, bundle, name, here)",
+    ),
+    kills="OPT-389",
+)
+
+all_moved_or_none = patched(
+    "What could not be brought to the device for its new place is taken for moved, and gets a second place.",
+    mutated(
+        "twinproof.offload.driver:MovePlan.refit",
+        "moved = set(map(id, some)), set[int]()",
+        "moved = [set(map(id, some))] * 2",
+    ),
+    kills="OPT-389",
 )
