@@ -210,6 +210,44 @@ def test_sharded(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
             assert_same_tensor(_rounded(parts, torch.float32), _rounded(whole, torch.float32), where=f"{rank_count}")
 
 
+class _Noting(DefaultLoadPlanner):
+    """Notes what is committed, as it is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed: list[tuple[str, torch.Tensor]] = []
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.committed.append((read_item.dest_index.fqn, tensor.clone()))
+
+
+@requirement(
+    "CKPT-632",
+    "Each tensor that is loaded MUST be committed to the planner, once, when it holds its values: by the plain reader, "
+    "and by that of quantized tensors, of those with scales and those without.",
+)
+def test_commits(checkpoint: Any, tmp_path: Path) -> None:
+    scaled = _matrix([20, 10], 8, torch.float8_e4m3fn, 1)
+    plain = {"a": random_bits(torch.int32, (5, 3), 3), "b": random_bits(torch.int16, (7,), 4)}
+    checkpoint.save_file({**scaled, **plain}, tmp_path / "model.safetensors")
+    whole = fp8_oracle(scaled["w.weight"], scaled["w.weight_scale_inv"], 8)
+    for is_quantized in (False, True):
+        expected = {**plain, "w.weight": whole if is_quantized else scaled["w.weight"]}
+        if is_quantized:
+            reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path, block_size=8)
+        else:
+            reader = checkpoint.HuggingFaceStorageReader(tmp_path)
+        planner = _Noting()
+        load_with(reader, {name: torch.zeros_like(value) for name, value in expected.items()}, planner)
+        where = f"quantized {is_quantized}"
+        assert_equal(sorted(name for name, _ in planner.committed), sorted(expected), where=f"committed, {where}")
+        for name, value in planner.committed:
+            same = (
+                _rounded(each, each.dtype) if each.is_floating_point() else each for each in (value, expected[name])
+            )
+            assert_same_tensor(*same, where=f"{name} when it was committed, {where}")
+
+
 @requirement(
     "CKPT-453",
     "Beside quantized tensors, tensors without scales MUST be converted to their targets' dtypes, scales be readable "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.checkpoint.cases import (
@@ -152,7 +153,8 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
         torch.cat(blocks), mesh_of(rank), place, shape=full.shape, stride=full.stride(), run_check=False
     )
     checkpoint = rank.component("checkpoint")
-    save_ranks(rank, {"qkv": value}, Path(path), planner=checkpoint.HuggingFaceSavePlanner(), block_bytes=64)
+    planners = checkpoint.HuggingFaceSavePlanner(), checkpoint.HuggingFaceLoadPlanner()
+    save_ranks(rank, {"qkv": value}, Path(path), planner=planners[0], block_bytes=64)
     target = DTensor.from_local(
         torch.zeros_like(value.to_local()),
         mesh_of(rank),
@@ -161,13 +163,19 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
         stride=full.stride(),
         run_check=False,
     )
-    load_ranks(rank, {"qkv": target}, Path(path), planner=checkpoint.HuggingFaceLoadPlanner())
+    load_ranks(rank, {"qkv": target}, Path(path), planner=planners[1])
     assert_same_tensor(target.to_local(), value.to_local(), where=f"rank {rank.rank}")
+    for look_up in (planners[0].lookup_object, planners[1].lookup_tensor):
+        # The blocks of a rank begin at 0, 8 and 16, and 4 rows behind.
+        for offset, shown in ((None, "()"), (torch.Size([1, 0]), "(1, 0)")):
+            with raises(PlanError, mentions=("no such chunk", shown), where=f"a chunk at {offset}"):
+                look_up(MetadataIndex("qkv", offset))
 
 
 @requirement(
     "CKPT-025",
-    "Packed strided shards, several disjoint blocks on each rank, MUST be saved and loaded as the tensor they are.",
+    "Packed strided shards, several disjoint blocks on each rank, MUST be saved and loaded as the tensor they are; a "
+    "block that the rank does not have MUST be refused with the place that was asked for.",
 )
 def test_packed_strided_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_packed, 2, str(tmp_path / "ck"), 24)

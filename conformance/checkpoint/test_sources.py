@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from conformance.checkpoint.cases import Tiled, random_bits, save_ranks, tiled
-from conformance.harness import Rank, assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
+from conformance.checkpoint.cases import FILE, PT, Tiled, oracle, random_bits, save, save_ranks, tiled
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_le,
+    assert_same_bytes,
+    assert_same_tensor,
+    examples,
+    raises,
+    requirement,
+    succeeds,
+)
 from twinproof.errors import PlanError
 
 
@@ -137,6 +147,37 @@ def test_ranges_of_rows(
         for skip in range(count):
             with raises(PlanError, mentions=["int16", f"{[count - skip, *row_shape]}", f"{wrong.dtype}"]):
                 strange.dense(skip * row_bytes, len(expected))
+
+
+class _CountedRows(Tiled):
+    """Rows that are read when they are due; how many at a time is noted."""
+
+    row_offset = 0
+    asked: list[int]
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        self.asked.append(length)
+        return self.parts[0, 0][start : start + length]
+
+
+@requirement(
+    "CKPT-633",
+    "A save MUST ask a tensor that reads its rows when they are due for no more than fill two blocks, and never for "
+    "all of its part at once, whatever the number of threads.",
+    needs=("bounded_memory",),
+)
+def test_rows_by_the_block(checkpoint: Any, tmp_path: Path) -> None:
+    whole, block_bytes = random_bits(torch.float32, (1000, 16), 1), 4096
+    for thread_count in (1, 3):
+        rows: Any = torch.Tensor._make_subclass(_CountedRows, torch.empty(0))
+        rows.parts, rows.whole, rows.asked = {(0, 0): whole}, whole.shape, []
+        path = tmp_path / f"{thread_count}"
+        save(checkpoint, {"w": rows}, path, block_bytes=block_bytes, thread_count=thread_count)
+        assert_same_bytes(path / FILE, oracle({"w": whole}, PT), where="file")
+        # A block may begin and end inside a row.
+        most = 2 * block_bytes // (16 * 4) + 1
+        assert_le(max(rows.asked, default=1000), most, where=f"rows that are asked for at once, {thread_count} threads")
+        assert_le(1000, sum(rows.asked), where="rows that were asked for")
 
 
 class _Unsendable(LookupError):

@@ -178,3 +178,24 @@ def bits_of_a_nan_overflow(original: Any, *arguments: Any) -> None:
     numbers = torch.empty(out.shape, dtype=torch.float32)
     original(*given, numbers)
     out.copy_(_rounded_by_bits(numbers) if out.dtype is torch.bfloat16 else numbers)
+
+
+scaled_ones_not_committed = patched(
+    "A planner does not hear of the tensors with scales.",
+    mutated(
+        "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader.read_data",
+        "planner.commit_tensor(item, target)",
+        "pass",
+    ),
+    kills="CKPT-632",
+)
+
+committed_too_early = patched(
+    "A planner hears of a tensor before it holds its values.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_data",
+        "meter = Meter(",
+        "[planner.commit_tensor(item, target) for item, target in targets]; targets = []; meter = Meter(",
+    ),
+    kills="CKPT-632",
+)
