@@ -499,7 +499,7 @@ def test_export_dtype(checkpoint: Any, tmp_path: Path) -> None:
         targets = {name: torch.empty_like(value) for name, value in expected.items()}
         reader = checkpoint.HuggingFaceStorageReader if in_hf else dcp.FileSystemReader
         # A load converts: what was stored is asked for.
-        stored = reader(folder / "step-3").read_metadata().state_dict_metadata
+        stored: Any = reader(folder / "step-3").read_metadata().state_dict_metadata
         dtypes = {name: stored[name].properties.dtype for name in stored}
         assert_equal(dtypes, {n: v.dtype for n, v in expected.items()}, where=f"stored dtypes, in_hf={in_hf}")
         dcp.load(targets, storage_reader=reader(folder / "step-3"), no_dist=True)
@@ -528,7 +528,7 @@ def test_every_stored_dtype(checkpoint: Any, tmp_path: Path, export: torch.dtype
         manager.save(1, last_step=True)
     reader = checkpoint.HuggingFaceStorageReader if in_hf else dcp.FileSystemReader
     # A load converts, and would hide it.
-    stored = reader(tmp_path / "step-1").read_metadata().state_dict_metadata
+    stored: Any = reader(tmp_path / "step-1").read_metadata().state_dict_metadata
     for number, dtype in enumerate(DTYPES):
         expected = dtype if export is None or dtype not in _CAST else export
         assert_equal(stored[f"b{number}"].properties.dtype, expected, where=f"{dtype} with export_dtype={export}")

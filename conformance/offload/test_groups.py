@@ -283,9 +283,9 @@ _EDITS: dict[str, Any] = {"nothing": lambda _: None, "adds": _adds, "binds": _bi
     # A step that has places to make for what a user bound makes them behind its arithmetic: it is over then.
     [
         *(("step", edit) for edit in ("nothing", "adds", "turns")),
-        *(("offload", edit) for edit in ("binds", "turns")),
+        ("offload", "binds"),
         ("prefetch", "adds"),
-        *(("load_state_dict", edit) for edit in ("nothing", "binds")),
+        ("load_state_dict", "binds"),
     ],
 )
 def test_any_memory_fails(offload: Any, call: str, edit: str, release: str) -> None:

@@ -57,6 +57,8 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam-half": ("Adam", {"lr": 0.02, "betas": (0.5, 0.95)}),
     "adam-above": ("Adam", {"lr": 0.02, "betas": (0.5000001, 0.95)}),
     "adam-whole": ("AdamW", {"lr": 0.02, "betas": (0.0, 0.0)}),
+    "adagrad-eps": ("Adagrad", {"lr": 0.1, "eps": 0.03}),
+    "adam-eps": ("Adam", {"lr": 0.02, "eps": 0.03}),
     "sgd-whole": ("SGD", {"lr": 1.0, "momentum": 1.0, "nesterov": True}),
 }
 
