@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,6 +69,53 @@ def _step_dtensors(rank: Rank) -> None:
 @requirement("OPT-080", "DTensor parameters and their states MUST move by local shard, uneven and replicated ones too.")
 def test_dtensors(rank_pool: Any) -> None:
     rank_pool.run(_step_dtensors, 2)
+
+
+def _load_dtensors(rank: Rank, options: dict[str, Any]) -> None:
+    offload = rank.component("offload")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    placements = [Shard(0), Shard(1), Replicate()]
+    arms = []
+    for _ in range(2):
+        whole = [
+            distribute_tensor(values((7, 6), i), mesh, [placement], src_data_rank=None)
+            for i, placement in enumerate(placements)
+        ]
+        params = [torch.nn.Parameter(value) for value in whole]
+        arms.append((params, torch.optim.AdamW(params, lr=0.1, foreach=False)))
+    with VirtualDevice() as device:
+        (plain_params, plain), (params, optimizer) = arms
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=256, **options)
+        for step in range(2):
+            for i, placement in enumerate(placements):
+                grad = values((7, 6), 100 * step + i)
+                for mine, _ in arms:
+                    mine[i].grad = distribute_tensor(grad, mesh, [placement], src_data_rank=None)
+            plain.step()
+            optimizer.step()
+            offloader.load_state_dict(offloader.snapshot())
+            for param in params:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state, where = optimizer.state[param][name], f"{name} after a load with {options}"
+                    assert_equal(type(state).__name__, "DTensor", where=f"class of {where}")
+                    got, expected = (each.placements for each in (state, param))
+                    assert_equal(got, expected, where=f"placements of {where}")
+        got = offloader.snapshot()
+        offloader.close()
+    device.check()
+    for a, b in zip(params, plain_params, strict=True):
+        assert_same_tensor(_local(a).detach(), _local(b).detach(), where=f"local shard after loads with {options}")
+    _assert_same_state(got, plain.state_dict())
+
+
+@requirement(
+    "OPT-390",
+    "A load of sharded states MUST give DTensors of the same placements back, whenever memory of the device goes and "
+    "also where they stay there, and steps MUST go on from them bit for bit.",
+)
+@pytest.mark.parametrize("options", [{}, {"release": "on_request"}, {"fraction": 0.4}], ids=["all", "request", "some"])
+def test_loaded_dtensors(rank_pool: Any, options: dict[str, Any]) -> None:
+    rank_pool.run(_load_dtensors, 2, options)
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

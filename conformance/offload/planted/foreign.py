@@ -68,3 +68,9 @@ neighbours_refused = patched(
     mutated("twinproof.offload.states:check_separate", "other_begin < end", "other_begin <= end"),
     kills="OPT-365",
 )
+
+parameter_not_said = patched(
+    "States that share memory are refused without the parameter that has them.",
+    mutated("twinproof.offload.states:check_separate", 'where=f"parameter {number}",', ""),
+    kills="OPT-256",
+)

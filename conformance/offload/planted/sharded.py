@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills=("OPT-080", "OPT-081"), at="twinproof.offload.driver:expected_states")
@@ -17,3 +17,10 @@ def sharded_states_left(original: Any, optimizer: Any, param: Any, group: Any) -
 def sharded_factors(original: Any, optimizer: Any, param: Any, group: Any) -> Any:
     """Adafactor's factored states get the shape of each shard, not of the whole parameter."""
     return original(optimizer, getattr(param, "_local_tensor", param), group)
+
+
+loaded_shards_lose_their_mesh = patched(
+    "A load puts shards on the device as plain tensors.",
+    mutated("twinproof.offload.driver:_settled", "if source is found:", "if True:"),
+    kills="OPT-390",
+)
