@@ -29,6 +29,8 @@ MAKERS: dict[str, Any] = {
     "Factored": Factored,
     "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=3),
     "Renamed": lambda params: Renamed(params, lr=0.01),
+    # Only its name is that of one of torch's.
+    "SGD": lambda params: type("SGD", (Clipped,), {})(params, lr=0.1, momentum=0.9),
 }
 
 
@@ -71,7 +73,7 @@ class _Arms:
     "An optimizer that is none of torch's, and one that changes torch's arithmetic, MUST be stepped bit for bit as "
     "without an offloader, its counters in groups and its closure included, and its states MUST leave the device.",
 )
-@pytest.mark.parametrize("name", ["FusedAdam", "Clipped", "Factored", "LBFGS"])
+@pytest.mark.parametrize("name", ["FusedAdam", "Clipped", "Factored", "LBFGS", "SGD"])
 def test_foreign(offload: Any, device: str, name: str) -> None:
     with proven_on(device, this_branch_only=name == "LBFGS") as place:
         arms = _Arms(offload, place, MAKERS[name])
@@ -152,7 +154,7 @@ def test_foreign_load(offload: Any, device: str) -> None:
 def test_shared_memory(offload: Any, device: str) -> None:
     with proven_on(device) as place:
         arms = _Arms(offload, place, Shared)
-        with raises(UnsupportedError, mentions=("share memory", "head", "parameter 0")):
+        with raises(UnsupportedError, mentions=("share memory", "head", "parameter 0", "memory of its own")):
             arms.step()
 
 

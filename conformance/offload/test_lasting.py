@@ -166,6 +166,32 @@ def test_host_memory_is_counted(offload: Any, step_device: str) -> None:
 
 
 @requirement(
+    "OPT-393",
+    "Host memory MUST be the engine's, to which copies run at full speed, unless pin_memory is False: then all of it "
+    "MUST be ordinary memory, of steps on either device.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_ordinary_memory(offload: Any, step_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not proven: memory that is not the engine's counts as the device's there.
+    with VirtualDevice() as device:
+        asked: list[int] = []
+        make = device.engine.host_empty
+
+        def noted(size_bytes: int) -> torch.Tensor:
+            asked.append(size_bytes)
+            return make(size_bytes)
+
+        monkeypatch.setattr(device.engine, "host_empty", noted)
+        for pin_memory in (False, True):
+            twins = Twins(offload, device, step_device=step_device, pin_memory=pin_memory)
+            for _ in range(2):
+                twins.step()
+            assert_equal(bool(asked), pin_memory, where=f"memory of the engine with pin_memory={pin_memory}")
+            assert_equal(twins.offloader.residency().device_bytes, 0, where="states on the device")
+            twins.offloader.close()
+
+
+@requirement(
     "OPT-235", "A step MUST NOT retain gradients, those of masters, or temporaries: device bytes end as they began."
 )
 @pytest.mark.parametrize("with_masters", [False, True])

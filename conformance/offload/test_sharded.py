@@ -98,8 +98,8 @@ def _load_dtensors(rank: Rank, options: dict[str, Any]) -> None:
                 for name in ("exp_avg", "exp_avg_sq"):
                     state, where = optimizer.state[param][name], f"{name} after a load with {options}"
                     assert_equal(type(state).__name__, "DTensor", where=f"class of {where}")
-                    got, expected = (each.placements for each in (state, param))
-                    assert_equal(got, expected, where=f"placements of {where}")
+                    placed: Any = param
+                    assert_equal(state.placements, placed.placements, where=f"placements of {where}")
         got = offloader.snapshot()
         offloader.close()
     device.check()

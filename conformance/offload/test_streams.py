@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_le, requirement
@@ -136,6 +137,24 @@ def test_nothing_grows(offload: Any) -> None:
         twins.offloader.close()
     assert_equal(seen[-1], seen[2], where="streams, host bytes, copies of a step")
     assert_le(seen[-1][1], 1.02 * len(EVEN) * EVEN_BYTES, where="host bytes")
+
+
+@requirement(
+    "OPT-392",
+    "Chunks MUST be filled with whole parameters in their order, each as far as chunk_bytes goes, one parameter at "
+    "least; with 0 all are one chunk.",
+    needs=("bounded_window",),
+)
+@pytest.mark.parametrize(
+    ("chunk_bytes", "expected"), [(0, 1), (1, 4), (1024, 4), (1535, 4), (1536, 3), (2048, 3), (2560, 2), (4608, 1)]
+)
+def test_chunks(offload: Any, chunk_bytes: int, expected: int) -> None:
+    with proven() as device:
+        # Two states each: 1024, 512, 1024 and 2048 bytes.
+        twins = Twins(offload, device, chunk_bytes=chunk_bytes)
+        twins.step()
+        assert_equal(twins.offloader.stats().chunk_count, expected, where=f"chunks of {chunk_bytes} bytes")
+        twins.offloader.close()
 
 
 @requirement("OPT-078", "A chunk's copies MUST be as many as its directions.", needs=("coalesced_copies",))

@@ -9,6 +9,7 @@ import torch
 
 from conformance.harness import raises, requirement
 from twinproof.errors import ConfigError, UnsupportedError
+from twinproof.offload import offloader
 
 
 @requirement(
@@ -30,3 +31,13 @@ def test_optimizers(offload: Any, kind: str) -> None:
     given = type(wrong[kind]).__name__
     with raises(UnsupportedError, mentions=(given, "torch.optim.Optimizer", "where: optimizer"), where=kind):
         offload.OptimizerStateOffloader(wrong[kind])
+
+
+@requirement(
+    "OPT-391",
+    "The class that implementations bind to their transfers, taken as it is, MUST refuse with where bound ones are.",
+)
+def test_unbound(offload: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with raises(ConfigError, mentions=("no transfers", "fastimpl.offload", "refimpl.offload")):
+        offloader.OptimizerStateOffloader(optimizer)

@@ -74,3 +74,9 @@ parameter_not_said = patched(
     mutated("twinproof.offload.states:check_separate", 'where=f"parameter {number}",', ""),
     kills="OPT-256",
 )
+
+known_by_name = patched(
+    "An optimizer that has the name of one of torch's is taken for it.",
+    mutated("twinproof.offload.driver:known_kind", "and base is getattr(torch.optim, base.__name__, None)", ""),
+    kills="OPT-252",
+)

@@ -83,3 +83,10 @@ counted_when_unplaced = patched(
     mutated("fastimpl.offload.transfers:StreamedTransfers.unplace", "self.plan.counts.host_bytes -= sum(gone)", "pass"),
     kills="OPT-373",
 )
+
+
+always_the_engines = patched(
+    "Host memory is the engine's, whatever pin_memory says.",
+    mutated("twinproof.offload.driver:MovePlan.host_empty", "if self.options.pin_memory:", "if True:"),
+    kills="OPT-393",
+)

@@ -158,3 +158,13 @@ step_of_others_dropped = patched(
     mutated("twinproof.offload.driver:StepDriver.detach", "if self._before is None:", "if True:"),
     kills="OPT-381",
 )
+
+possible_values_not_said = patched(
+    "A place to step that there is not is refused without those that there are.",
+    mutated(
+        "twinproof.offload.offloader:_check_options",
+        'expected="device or cpu", where="step_device"',
+        'where="step_device"',
+    ),
+    kills="OPT-074",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault, patched
+from conformance.harness import fault, mutated, patched
 from conformance.offload.planted.planting import altered
 
 no_wait_for_the_copy_in = patched(
@@ -62,3 +62,10 @@ def call_site_lost(original: Any, transfers: Any, arithmetic: Any, step_whole: A
 def a_copy_for_each_tensor(original: Any, memory: Any, bundles: Any, chunk_bytes: int, engine: Any) -> Any:
     """Parameters are moved one by one."""
     return original(memory, bundles, 1, engine)
+
+
+nothing_is_one_parameter = patched(
+    "chunk_bytes of 0 is a size like others, and each parameter a chunk.",
+    mutated("twinproof.offload.states:chunks_of", "(chunk_bytes and size", "(size"),
+    kills="OPT-392",
+)

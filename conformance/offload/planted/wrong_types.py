@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.errors import UnsupportedError
 
 
@@ -23,3 +23,10 @@ def class_not_named(original: Any, optimizer: Any) -> Any:
         return original(optimizer)
     except UnsupportedError as error:
         raise UnsupportedError(error.message) from None
+
+
+unbound_class_goes_on = patched(
+    "A class without transfers goes on until it needs them.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader.__init__", "if transfers is None:", "if False:"),
+    kills="OPT-391",
+)
