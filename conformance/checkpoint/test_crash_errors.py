@@ -222,7 +222,7 @@ def test_other_writers_fail(checkpoint: Any, impl: ModuleType, server: FaultServ
 @pytest.mark.parametrize("what", ["load", "load_file", "consolidate"])
 def test_short_reads(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, what: str) -> None:
     root, merged = tmp_path / "root", tmp_path / "root/merged"
-    root.mkdir()
+    merged.mkdir(parents=True)
     if what == "load_file":
         programs.save_one_file(impl.__name__, str(root / "m.safetensors"), NEW)
         call: tuple[Any, ...] = (programs.read_one_file, impl.__name__, str(root / "m.safetensors"), NEW)

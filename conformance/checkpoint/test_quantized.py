@@ -229,7 +229,7 @@ class _Noting(DefaultLoadPlanner):
 def test_commits(checkpoint: Any, tmp_path: Path) -> None:
     scaled = _matrix([20, 10], 8, torch.float8_e4m3fn, 1)
     plain = {"a": random_bits(torch.int32, (5, 3), 3), "b": random_bits(torch.int16, (7,), 4)}
-    checkpoint.save_file({**scaled, **plain}, tmp_path / "model.safetensors")
+    _save(checkpoint, {**scaled, **plain}, tmp_path)
     whole = fp8_oracle(scaled["w.weight"], scaled["w.weight_scale_inv"], 8)
     for is_quantized in (False, True):
         expected = {**plain, "w.weight": whole if is_quantized else scaled["w.weight"]}
