@@ -8,6 +8,8 @@ those bytes, and the reference's too.
 from __future__ import annotations
 
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from conformance.kvstore.cases import (
 )
 from conformance.kvstore.model import Row, stepped_body
 from conformance.kvstore.strategies import close_batches, close_ids
+from twinproof.errors import TwinproofError
 
 COUNT_MAX = 2**31 - 1
 TABLES = ("a", "b")
@@ -38,6 +41,22 @@ tables = st.sampled_from(TABLES)
 seeds = st.integers(0, 1000)
 # When a program begins: also next to where timestamps need their highest bit, and where they begin anew.
 moments = st.sampled_from([1000, 2**31 - 20, 2**32 - 20])
+
+
+KINDS = ("ttl", "count", "ttl_count", "l2", "older_than", "score")
+
+
+def policy_of(kvstore: Any, kind: str, now: int, ttl: int, threshold: int, decay: float = 1.0) -> Any:
+    """A policy of any kind out of the same numbers."""
+    policy = kvstore.EvictionPolicy
+    return {
+        "ttl": lambda: policy.ttl(ttl),
+        "count": lambda: policy.count(threshold, decay),
+        "ttl_count": lambda: policy.ttl_count(ttl, threshold, decay),
+        "l2": lambda: policy.l2(float(threshold)),
+        "older_than": lambda: policy.older_than(max(0, now - ttl)),
+        "score": lambda: policy.score(threshold),
+    }[kind]()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -60,6 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.saved: dict[str, dict[int, bytes]] | None = None
         self.steps = dict.fromkeys(TABLES, 0)
         self.evicted_count = 0
+        self.allocations_left: int | None = None
         self.initials: dict[tuple[str, int], bytes] = {}
         self.blank: Any = None
 
@@ -84,8 +104,36 @@ class StoreMachine(RuleBasedStateMachine):
 
     def both(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """The verb on the implementation and on the reference; the former's answer."""
-        answers = [getattr(store, verb)(*args, **kwargs) for store in (self.store, self.twin)]
-        return answers[0]
+        answer = self.tried(args[0], lambda: getattr(self.store, verb)(*args, **kwargs))
+        getattr(self.twin, verb)(*args, **kwargs)
+        return answer
+
+    @precondition(lambda self: hasattr(self.store, "fail_allocations"))
+    @rule(allocations_left=st.integers(0, 3))
+    def run_short(self, allocations_left: int) -> None:
+        """The next call that changes something gets memory so often, and then none."""
+        self.allocations_left = allocations_left
+
+    def tried(self, table: str, act: Callable[[], Any]) -> Any:
+        """What the call says. Where memory is short nothing has happened, and it is made again."""
+        left, self.allocations_left = self.allocations_left, None
+        if left is None:
+            return act()
+        mark = self.store.mark()
+        self.store.fail_allocations(table, left)
+        try:
+            return act()
+        except MemoryError as error:
+            assert_equal(isinstance(error, TwinproofError), True, where=f"{error!r} is named")
+        finally:
+            self.store.fail_allocations(table, -1)
+        self.nothing_happened(mark)
+        return act()
+
+    def nothing_happened(self, mark: int) -> None:
+        """A call failed: all is as it was before."""
+        self.rows_are_the_model()
+        assert_equal(self.store.mark(), mark, where="the mark after a call that failed")
 
     def opened(self, table: str, key: int) -> Row:
         """The model's row, made on the spot where it was missing."""
@@ -182,22 +230,63 @@ class StoreMachine(RuleBasedStateMachine):
         """Time passes."""
         self.clock.now += seconds
 
-    @rule(table=tables, ttl=st.integers(0, 60), threshold=st.integers(0, 4), kind=st.sampled_from(["ttl", "count"]))
+    @rule(table=tables, keys=close_batches, score=st.sampled_from([0.0, -0.0, 1e-45, -0.5, 0.5, 2.0]))
+    def set_scores(self, table: str, keys: list[int], score: float) -> None:
+        """The count's bits of rows that are there, in ascending steps: of duplicates the last wins."""
+        scores = [score * (1 + place % 3) for place in range(len(keys))]
+        self.both("set_scores", table, ids_of(keys), torch.tensor(scores))
+        there = {key: value for key, value in zip(keys, scores, strict=True) if key in self.model[table]}
+        for key, value in there.items():
+            self.model[table][key].count = struct.unpack("<I", struct.pack("<f", value))[0] & COUNT_MAX
+        self.wrote(table, list(there))
+
+    @rule(table=tables, keys=close_batches, seed=seeds)
+    def set_metadata(self, table: str, keys: list[int], seed: int) -> None:
+        """Timestamps and counts of rows that are there; used or not, they stay in use."""
+        fields = {key: stamp_and_count(place, seed) for place, key in enumerate(keys)}
+        words = [fields[key][0] | fields[key][1] << 32 | -(2**63) * (seed % 2) for key in keys]
+        self.both("set_metadata", table, ids_of(keys), ids_of(words).reshape(-1, 1))
+        there = [key for key in fields if key in self.model[table]]
+        for key in there:
+            row = self.model[table][key]
+            row.timestamp, row.count = fields[key]
+        self.wrote(table, there)
+
+    @rule(table=tables, kind=st.sampled_from(KINDS), ttl=st.integers(0, 60), threshold=st.integers(0, 4))
     def evict(self, table: str, ttl: int, threshold: int, kind: str) -> None:
         """A round: exactly the rows of the predicate go."""
-        rows = self.model[table]
-        policy = reference.EvictionPolicy.ttl(ttl) if kind == "ttl" else reference.EvictionPolicy.count(threshold)
-        stats = self.both("evict", table, policy=policy)[table]
+        rows, condemned = self.model[table], self.condemned(table, kind, ttl, threshold)
+        stats = self.both("evict", table, policy=policy_of(reference, kind, self.now, ttl, threshold))[table]
         assert_equal(stats.processed_count, len(rows), where="processed")
-        if kind == "ttl":
-            gone = [key for key, row in rows.items() if ttl and self.now - row.timestamp > ttl]
-        else:
-            gone = [key for key, row in rows.items() if row.count < threshold]
-        assert_equal(stats.evicted_count, len(gone), where="evicted")
+        gone = [key for key, row in rows.items() if condemned(key, row)]
+        assert_equal(stats.evicted_count, len(gone), where=f"evicted by {kind}")
         for key in gone:
             del rows[key]
         self.went(table, gone)
         self.evicted_count += len(gone)
+
+    def condemned(self, table: str, kind: str, ttl: int, threshold: int) -> Callable[[int, Row], bool]:
+        """Whom a round that begins now evicts, by the policy's own words."""
+        now, layout = self.now, self.store.layout(table)
+        ranked = sorted((row.count, key) for key, row in self.model[table].items())
+        kept = set(ranked[-threshold:] if threshold else ranked)
+
+        def square(row: Row) -> float:
+            weight = torch.frombuffer(bytearray(row.body[: layout.weight_bytes]), dtype=layout.weight_dtype)
+            return float(weight.double().square().sum())
+
+        def is_old(row: Row) -> bool:
+            return ttl > 0 and now - row.timestamp > ttl
+
+        predicates: dict[str, Callable[[int, Row], bool]] = {
+            "ttl": lambda key, row: is_old(row),
+            "count": lambda key, row: row.count < threshold,
+            "ttl_count": lambda key, row: is_old(row) and row.count < threshold,
+            "l2": lambda key, row: square(row) < threshold**2,
+            "older_than": lambda key, row: row.timestamp < max(0, now - ttl),
+            "score": lambda key, row: (row.count, key) < min(kept, default=(0, 0)),
+        }
+        return predicates[kind]
 
     @rule(table=tables, keys=st.lists(close_ids, max_size=8), first=close_ids, last=close_ids)
     def read(self, table: str, keys: list[int], first: int, last: int) -> None:
@@ -240,7 +329,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def snapshot(self) -> None:
         """A point in time, remembered as bytes."""
-        taken = self.store.snapshot()
+        taken = self.tried("a", self.store.snapshot)
         self.snapshots.append((taken, self.expected()))
         self.snapped(taken)
 

@@ -215,3 +215,36 @@ def test_reserved_rows_need_no_memory(kvstore: Any, thread_count: int) -> None:
     assert_equal(
         (stats.allocated_bytes, stats.map_bytes), (reserved.allocated_bytes, reserved.map_bytes), where="bytes"
     )
+
+
+@requirement(
+    "KV-280",
+    "A slice of an eviction round for which memory is short MUST count as not looked at; the round MUST go on with the "
+    "same rows, and end as one that always had memory.",
+    needs=("injected_allocation_failure",),
+)
+def test_rounds_go_on_after_a_failure(kvstore: Any) -> None:
+    policy, slice_rows = kvstore.EvictionPolicy.count(2, 0.5), 7
+    for failing in range(4):
+        store = filled(kvstore)
+        # Rows of ids that are multiples of 3 stay, with fewer counts.
+        for _ in range(4):
+            store.set("t", ids_of(range(0, ROWS, 3)), weights_of(store, ROWS // 3, 2))
+        found = store.start_eviction("t", policy=policy, slice_rows=slice_rows)
+        for _ in range(failing):
+            found.step()
+        # It has kept no row yet, so that the next slice needs memory.
+        before, taken = image(store), store.snapshot()
+        store.fail_allocations("t", 0)
+        for _ in range(2):
+            told = found.stats
+            with raises(MemoryError, where=f"slice {failing}"):
+                found.step()
+            assert_equal((found.stats, found.done), (told, False), where=f"slice {failing}: what the round did")
+        store.fail_allocations("t", -1)
+        stats = found.run()
+        assert_equal((stats.processed_count, stats.evicted_count), (ROWS, ROWS - ROWS // 3), where="in all")
+        assert_equal(store.ids("t").tolist(), [*range(0, ROWS, 3)], where="rows that stay")
+        counts = (store.metadata("t", store.ids("t"))[:, 0] >> 32) & (2**31 - 1)
+        assert_equal(set(counts.tolist()), {2}, where="their counts: 5 and a half")
+        assert_image(taken, before, where="the snapshot")

@@ -194,3 +194,55 @@ def test_blocks_cut_rows(kvstore: Any, tmp_path: Path, form: str) -> None:
     other = fresh(kvstore)
     kvstore.load(other, tmp_path / "4096")
     assert_contents(other, contents(store), where="loaded again")
+
+
+@requirement(
+    "KV-281",
+    "The bytes that a store counts for rows and for finding them MUST be those of all its rows and of what it "
+    "reserved, whichever way rows came, and those of an emptied store MUST NOT be fewer than a new one's.",
+)
+def test_counted_bytes(kvstore: Any, tmp_path: Path) -> None:
+    count, shards = 3000, 3
+    ids = torch.arange(count)
+
+    def made(*, reserved: int = 0) -> Any:
+        store = store_of(kvstore, kvstore.RowLayout(4), num_shards=shards)
+        if reserved:
+            store.reserve("t", reserved)
+        return store
+
+    def written(store: Any) -> Any:
+        for begin in range(0, count, 300):
+            store.set("t", ids[begin : begin + 300], torch.ones(300, 4))
+        return store
+
+    def loaded(store: Any) -> Any:
+        kvstore.load(store, tmp_path / "ck")
+        return store
+
+    new, grown = made().stats(), written(made())
+    save(kvstore, grown, tmp_path / "ck")
+    least = grown.stats()
+    assert_le(least.map_bytes // 2, made(reserved=count).stats().map_bytes, where="bytes of reserved maps")
+    ways = {
+        "grown": grown,
+        "reserved and written": written(made(reserved=count)),
+        "reserved late": written(written(made())),
+        "loaded": loaded(made()),
+        "reserved and loaded": loaded(made(reserved=count)),
+        "loaded twice": loaded(loaded(made())),
+    }
+    ways["reserved late"].reserve("t", 2 * count)
+    for name, store in ways.items():
+        for turn in range(2):
+            stats, where = store.stats(), f"{name}, turn {turn}"
+            assert_equal(stats.row_bytes, count * store.layout("t").row_bytes, where=f"{where}: bytes of rows")
+            assert_le(stats.row_bytes, stats.allocated_bytes, where=f"{where}: bytes held for rows")
+            assert_le(least.map_bytes // 2, stats.map_bytes, where=f"{where}: bytes for finding them")
+            store.clear("t")
+            left = store.stats()
+            assert_le(new.map_bytes, left.map_bytes, where=f"{where}: bytes for finding no row")
+            assert_le(new.allocated_bytes, left.allocated_bytes, where=f"{where}: bytes of no row")
+            assert_le(left.allocated_bytes, stats.allocated_bytes, where=f"{where}: bytes that are given back")
+            assert_le(left.map_bytes, stats.map_bytes, where=f"{where}: bytes of maps that are given back")
+            written(store)

@@ -27,7 +27,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
-from conformance.kvstore.machine import StoreMachine
+from conformance.kvstore.orders import OrdersMachine
 from twinproof.errors import ConfigError, TwinproofError
 
 NEEDS = ("operators",)
@@ -37,7 +37,7 @@ def on_device(kvstore: Any) -> Any:
     """The component with stores on the device that is run here."""
     from conformance.kvstore.simt import SimtStore
 
-    names = ("Buckets", "EvictionPolicy", "RowLayout", "load", "save")
+    names = ("Buckets", "EvictionPolicy", "KVTensor", "RowLayout", "SavedRows", "load", "save")
     return SimpleNamespace(KVStore=SimtStore, **{name: getattr(kvstore, name) for name in names})
 
 
@@ -54,7 +54,7 @@ def test_absent_devices(kvstore: Any) -> None:
 @requirement(
     "KV-163",
     "A store on a device MUST hold exactly the rows of a dictionary after any program of writes, optimizer steps, "
-    "deletes, evictions, snapshots, saves and loads.",
+    "deletes, evictions, snapshots, saves and loads, and views, rounds, marks and state dicts beside it show theirs.",
     needs=NEEDS,
 )
 def test_any_program(kvstore: Any, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_any_program(kvstore: Any, tmp_path: Path) -> None:
         store.set_rows("t", random_rows(store, [1, 2, 1, 3, 2], 1))
     assert_equal(contents(stores[0]), contents(stores[1]), where="whole rows of one key")
 
-    class Machine(StoreMachine):
+    class Machine(OrdersMachine):
         pass
 
     Machine.kvstore, Machine.root = on_device(kvstore), tmp_path
@@ -234,7 +234,7 @@ def test_memory_of_a_snapshot(kvstore: Any, tmp_path: Path, memory: dict[str, An
     assert_equal(0 < max(taken_by_reads) < 2**16, True, where=f"reads of a save: {max(taken_by_reads)} bytes")
 
 
-def _changes(store: Any) -> dict[str, Callable[[Any], Any]]:
+def _changes(kvstore: Any, store: Any) -> dict[str, Callable[[Any], Any]]:
     """What changes rows that a snapshot shows, by slabs and indexes of what is kept."""
     ids = ids_of(range(-20, 150))
     weights, rows = weights_of(store, ids.numel(), 2), random_rows(store, range(40, 200), 2)
@@ -242,6 +242,11 @@ def _changes(store: Any) -> dict[str, Callable[[Any], Any]]:
         "set": lambda store: store.set("t", ids, weights),
         "set_rows": lambda store: store.set_rows("t", rows),
         "set_scores": lambda store: store.set_scores("t", ids[:60], torch.ones(60)),
+        "set_metadata": lambda store: store.set_metadata("t", ids[:60], torch.ones(60, 1, dtype=torch.int64)),
+        "set_state": lambda store: store.set_state("t", "momentum1", ids, torch.ones(ids.numel(), 6)),
+        "evict": lambda store: store.evict("t", policy=kvstore.EvictionPolicy.older_than(2000)),
+        # Nobody is old enough to go.
+        "decay": lambda store: store.evict("t", policy=kvstore.EvictionPolicy.ttl_count(10**6, 9, 0.5)),
         "apply_gradients": lambda store: store.apply_gradients("t", ids, torch.ones(ids.numel(), 6), 0.5),
         "delete": lambda store: store.delete("t", ids_of(range(0, 60, 2))),
         "clear": lambda store: store.clear("t"),
@@ -262,7 +267,7 @@ def test_failing_snapshots(kvstore: Any) -> None:
         store.set("t", ids_of(range(60)), weights_of(store, 60, 1))
         return store
 
-    for name, verb in _changes(filled(kvstore)).items():
+    for name, verb in _changes(kvstore, filled(kvstore)).items():
         expected = filled(kvstore)
         before = contents(expected)
         verb(expected)

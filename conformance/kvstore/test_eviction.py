@@ -126,7 +126,7 @@ def test_scores(kvstore: Any, scores: list[float], keep: int) -> None:
     "scores those of higher ids, in slices of any size; at 0 and from all on it MUST keep all.",
 )
 def test_best_rows(kvstore: Any) -> None:
-    scores = [0.5, 2.0, 0.5, 1e-45, 0.5, 0.0, 2.0]
+    scores = [0.5, 2.0, 0.5, 0.0, 1e-45, 0.5, 0.0, 2.0, 0.0]
     ids, count = ids_of(range(len(scores))), len(scores)
     ranked = sorted(range(count), key=lambda key: (scores[key], key))
     for keep in range(count + 2):

@@ -13,8 +13,9 @@ from conformance.kvstore.machine import StoreMachine
 
 @requirement(
     "KV-028",
-    "After any program of writes, optimizer steps, deletes, evictions, snapshots, saves and loads the store MUST hold "
-    "exactly the rows of a dictionary that went through the same.",
+    "After any program of writes, scores, optimizer steps, deletes, evictions by any policy, snapshots, saves, loads "
+    "and calls that memory was short for the store MUST hold exactly the rows of a dictionary that went through the "
+    "same.",
 )
 def test_any_program(kvstore: Any, tmp_path: Path) -> None:
     class Machine(StoreMachine):

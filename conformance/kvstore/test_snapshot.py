@@ -39,6 +39,8 @@ def test_isolation(kvstore: Any, first: list[int], second: list[int]) -> None:
     for seed, keys in enumerate((first, second, first[::2])):
         store.set("t", ids_of(keys), weights_of(store, len(keys), seed))
         moments.append((store.snapshot(), contents(store)))
+        # Nobody is old enough to go.
+        store.evict("t", policy=kvstore.EvictionPolicy.ttl_count(10**6, 9, 0.5))
         store.apply_gradients("t", ids_of(second), torch.ones(len(second), 6), 0.25)
         store.set_state("t", "momentum2", ids_of(first), torch.full((len(first), 6), 3.0))
         store.set_rows("t", random_rows(store, range(1000, 1100), seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -68,3 +69,10 @@ def cut_rows_from_their_start(original: Any, source: Any, begin: int, end: int, 
     cut_bytes = -begin % source._row_bytes
     if 0 < cut_bytes <= end - begin:
         out[:cut_bytes] = source.read(begin - begin % source._row_bytes, end)[:cut_bytes]
+
+
+@fault(kills="KV-281", at="fastimpl.kvstore.store:NativeRows.stats")
+def maps_without_rows_not_counted(original: Any, store: Any) -> Any:
+    """Of memory for finding rows only that is counted which rows use."""
+    found = original(store)
+    return dataclasses.replace(found, map_bytes=min(found.map_bytes, 8 * found.row_count))

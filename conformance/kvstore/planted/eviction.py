@@ -154,6 +154,12 @@ def as_many_as_there_are_but_one(original: Any, store: Any, table: str, policy: 
     return plan
 
 
+no_cutoff_at_score_zero = patched(
+    "A round whose last kept row has the score 0 evicts nobody.",
+    mutated("fastimpl.kvstore.native:plan_message", "has_cutoff=plan.cutoff is not None", "has_cutoff=bool(cutoff[0])"),
+    kills="KV-215",
+)
+
 one_slice_after_the_end = patched(
     "A round that is cancelled looks at one more slice.",
     mutated(
