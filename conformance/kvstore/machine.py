@@ -39,8 +39,8 @@ COUNT_MAX = 2**31 - 1
 TABLES = ("a", "b")
 tables = st.sampled_from(TABLES)
 seeds = st.integers(0, 1000)
-# When a program begins: also next to where timestamps need their highest bit, and where they begin anew.
-moments = st.sampled_from([1000, 2**31 - 20, 2**32 - 20])
+# When a program begins: also at 0, next to where timestamps need their highest bit, and where they begin anew.
+moments = st.sampled_from([1000, 0, 2**31 - 20, 2**32 - 20])
 
 
 KINDS = ("ttl", "count", "ttl_count", "l2", "older_than", "score")
@@ -215,6 +215,12 @@ class StoreMachine(RuleBasedStateMachine):
         parts = [rows[:, at : at + count * kind.itemsize].clone().view(kind) for at, count, kind in slots]
         is_nan = torch.cat([part.isnan().any(1, keepdim=True) for part in parts], 1).any(1)
         return [key for key, wrong in zip(keys, is_nan.tolist(), strict=True) if wrong]
+
+    @rule(table=tables, row_count=st.sampled_from([0, 1, 20, 2000]), keys=close_batches)
+    def make_ready(self, table: str, row_count: int, keys: list[int]) -> None:
+        """Room for rows, and rows brought near: no row changes."""
+        self.both("reserve", table, row_count)
+        self.both("prefetch", table, ids_of(keys))
 
     @rule(table=tables, keys=close_batches)
     def delete(self, table: str, keys: list[int]) -> None:

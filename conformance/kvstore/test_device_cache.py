@@ -20,7 +20,7 @@ from hypothesis import settings
 
 from conformance.harness import assert_equal, examples, raises, requirement, run_machine
 from conformance.kvstore.cases import assert_bits, contents, ids_of, random_rows, store_of, weights_of
-from conformance.kvstore.machine import StoreMachine
+from conformance.kvstore.orders import OrdersMachine
 from twinproof.errors import ConfigError, ShapeError, StoreClosedError, UnsupportedError
 
 NEEDS = ("operators",)
@@ -30,7 +30,7 @@ def _cached(kvstore: Any) -> Any:
     """The component with rows in host memory, behind a cache."""
     from conformance.kvstore.simt import CachedStore
 
-    names = ("Buckets", "EvictionPolicy", "RowLayout", "load", "save")
+    names = ("Buckets", "EvictionPolicy", "KVTensor", "RowLayout", "SavedRows", "load", "save")
     return SimpleNamespace(KVStore=CachedStore, **{name: getattr(kvstore, name) for name in names})
 
 
@@ -73,7 +73,7 @@ def test_any_program(kvstore: Any, tmp_path: Path) -> None:
             store.prefetch("t", ids_of(range(begin, begin + 12)))
     assert_equal(contents(stores[0]), contents(stores[1]), where="rows that came and went")
 
-    class Machine(StoreMachine):
+    class Machine(OrdersMachine):
         pass
 
     Machine.kvstore, Machine.root = _cached(kvstore), tmp_path

@@ -6,17 +6,19 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.cases import assert_bits, ids_of, random_rows, store_of
+from conformance.kvstore.cases import assert_bits, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import ConfigError
 
 
-def _stored(kvstore: Any) -> Any:
-    layout = kvstore.RowLayout(4, optimizer="sgd")
+def _stored(kvstore: Any, optimizer: str = "sgd") -> Any:
+    layout = kvstore.RowLayout(4, optimizer=optimizer)
     store = store_of(kvstore, {"t": layout, "u": layout})
     store.set("t", ids_of(range(100)), torch.zeros(100, 4))
     return store
@@ -246,6 +248,82 @@ def test_what_listeners_see(kvstore: Any) -> None:
         assert_equal([found[1:] for found in seen], [now] * (2 if name == "step" else 1), where=name)
         for rows, *_ in seen:
             assert_bits(rows, store.get(table, ids_of([1, 2000])), where=f"{name}: rows")
+
+
+def _writes(kvstore: Any, store: Any, folder: Path) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
+    """Calls that may insert rows of table "t", and calls that do not."""
+    ids, ones, other = ids_of([1, 2000]), torch.ones(2, 4), _stored(kvstore, "adagrad")
+    other.set("t", ids_of(range(3000, 3005)), torch.ones(5, 4))
+    view = kvstore.KVTensor(store, ids_of([5000]), "weight", table="t")
+    rows = kvstore.KVTensor(store, ids_of([5001]), "row", table="t")
+    wrapper = kvstore.KVTensorWrapper([1, 4], torch.float32, 0, sorted_indices=ids_of([5002]), table="t")
+    wrapper.set_dram_db_wrapper(store)
+    module = kvstore.KVEmbedding(store, table="t")
+    only, empty = {"tables": ("t",)}, kvstore.EvictionPolicy.count(0)
+    for form in ("rows", "separate"):
+        save(kvstore, other, folder / form, form=form)
+    begun = store.start_eviction("t", policy=empty)
+
+    def loaded(form: str, is_empty: bool) -> None:
+        if is_empty:
+            store.clear("t")
+        kvstore.load(store, folder / form, **only)
+
+    def loaded_state(whole: bool, clear: bool) -> None:
+        other.set_return_whole_row(whole)
+        store.load_state_dict(other.state_dict(), clear=clear, **only)
+
+    loud: dict[str, Callable[[], Any]] = {
+        "set": lambda: store.set("t", ids, ones),
+        "set_rows": lambda: store.set_rows("t", random_rows(store, [1, 4000], 3)),
+        "set_state": lambda: store.set_state("t", "momentum1", ids_of([1, 4001]), ones),
+        "apply_gradients": lambda: store.apply_gradients("t", ids, ones, 0.5, 11),
+        "a module": lambda: module(ids_of([1, 2001])).sum().backward(),
+        "a view of weights": lambda: view.set_range(0, 0, 1, ones[:1]),
+        "a view of rows": lambda: rows.set_range(0, 0, 1, rows.full_tensor()),
+        "a wrapper": lambda: wrapper.set_range(0, 0, 1, ones[:1]),
+    }
+    for flag in (False, True):
+        for form in ("rows", "separate"):
+            loud[f"load {form}, into no rows {flag}"] = partial(loaded, form, flag)
+        for clear in (False, True):
+            loud[f"load_state_dict, whole rows {flag}, {clear=}"] = partial(loaded_state, flag, clear)
+    quiet = {
+        "get": lambda: store.get("t", ids),
+        "set_scores": lambda: store.set_scores("t", ids, torch.ones(2)),
+        "set_metadata": lambda: store.set_metadata("t", ids, torch.ones(2, 1, dtype=torch.int64)),
+        "set_step_count": lambda: store.set_step_count("t", 4),
+        "reserve": lambda: store.reserve("t", 10),
+        "prefetch": lambda: store.prefetch("t", ids),
+        "state_dict": lambda: store.state_dict(),
+        "save": lambda: save(kvstore, store, folder / "quiet"),
+        "snapshot": lambda: store.snapshot().close(),
+        "evict": lambda: store.evict("t", policy=empty),
+        "a round": lambda: begun.run(),
+        "delete": lambda: store.delete("t", ids),
+        "clear": lambda: store.clear("t"),
+    }
+    return loud, quiet
+
+
+@requirement(
+    "KV-282",
+    "Listeners MUST hear of a table after every verb, load, view or module that may have inserted rows of it, at last "
+    "when all of them are there, and of nothing else.",
+)
+def test_what_is_told(kvstore: Any, tmp_path: Path) -> None:
+    store, heard = _stored(kvstore, "adagrad"), []
+    loud, quiet = _writes(kvstore, store, tmp_path)
+    store.add_listener(lambda table: heard.append((table, contents(store))))
+    for name, act in loud.items():
+        heard.clear()
+        act()
+        assert_equal({table for table, _ in heard}, {"t"}, where=f"{name}: tables that are told")
+        assert_equal(heard[-1][1], contents(store), where=f"{name}: rows when it is told")
+    for name, act in quiet.items():
+        heard.clear()
+        act()
+        assert_equal([table for table, _ in heard], [], where=f"{name}: tables that are told")
 
 
 @requirement("KV-256", "A store MUST let go of a background evictor that was closed, whatever triggered its rounds.")

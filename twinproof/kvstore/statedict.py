@@ -277,7 +277,7 @@ def load_state_dict(
     tables: tuple[str, ...] | None = None,
     clear: bool = False,
 ) -> dict[str, int]:
-    """See ``KVStore.load_state_dict``; rows go to the engine, so that listeners hear nothing."""
+    """See ``KVStore.load_state_dict``; rows go to the engine: who listens is told when all are there."""
     names = store.tables if tables is None else tables
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():

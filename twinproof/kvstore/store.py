@@ -410,7 +410,10 @@ class KVStore(DeltaStore):
             ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
             states or metadata. CapacityError: more rows than a table may hold.
         """
-        return load_state_dict(self, self._engine, state, weights_only=weights_only, tables=tables, clear=clear)
+        found = load_state_dict(self, self._engine, state, weights_only=weights_only, tables=tables, clear=clear)
+        for table in found:
+            self.tell_written(table)
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

@@ -91,3 +91,22 @@ closed_and_still_told_of_writes = patched(
     mutated("twinproof.kvstore.eviction:BackgroundEvictor.close", "self._store.remove_listener(self._written)", "pass"),
     kills="KV-256",
 )
+nobody_hears_of_views = patched(
+    "Rows that a view writes are told to nobody.",
+    mutated("twinproof.kvstore.store:KVStore.place", "self.tell_written(table)", "pass"),
+    kills="KV-282",
+)
+nobody_hears_of_state_dicts = patched(
+    "Rows of a state dict are told to nobody.",
+    mutated("twinproof.kvstore.store:KVStore.load_state_dict", "self.tell_written(table)", "pass"),
+    kills="KV-282",
+)
+removals_are_told = patched(
+    "Who listens for writes hears of removals, too.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.clear",
+        "self._engine.clear(table)",
+        "self._engine.clear(table)\n    self.tell_written(table)",
+    ),
+    kills="KV-282",
+)
