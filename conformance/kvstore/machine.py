@@ -109,18 +109,17 @@ class StoreMachine(RuleBasedStateMachine):
         return answer
 
     @precondition(lambda self: hasattr(self.store, "fail_allocations"))
-    @rule(allocations_left=st.integers(0, 3))
-    def run_short(self, allocations_left: int) -> None:
-        """The next call that changes something gets memory so often, and then none."""
+    @rule(allocations_left=st.sampled_from([0, 0, 1, 2, 3, None]))
+    def run_short(self, allocations_left: int | None) -> None:
+        """From now on calls that change something get memory so often at first, and then none."""
         self.allocations_left = allocations_left
 
     def tried(self, table: str, act: Callable[[], Any]) -> Any:
         """What the call says. Where memory is short nothing has happened, and it is made again."""
-        left, self.allocations_left = self.allocations_left, None
-        if left is None:
+        if self.allocations_left is None:
             return act()
         mark = self.store.mark()
-        self.store.fail_allocations(table, left)
+        self.store.fail_allocations(table, self.allocations_left)
         try:
             return act()
         except MemoryError as error:

@@ -198,7 +198,7 @@ class OrdersMachine(StoreMachine):
         for key in some:
             if key in found.touched or key not in rows:
                 continue
-            fewer = Row(rows[key].timestamp, math.floor(rows[key].count * found.decay), rows[key].body)
+            fewer = Row(rows[key].timestamp, math.floor(rows[key].count * found.decay), bytes(rows[key].body))
             if found.condemned(key, fewer):
                 gone.append(key)
             elif fewer.count != rows[key].count:

@@ -11,7 +11,7 @@ import torch
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.cases import Clock, assert_bits, ids_of, random_rows, save, store_of, weights_of
-from twinproof.errors import TwinproofError
+from twinproof.errors import ConfigError, TwinproofError
 
 ROWS, NEW = 600, 3000
 
@@ -180,6 +180,9 @@ def test_failing_load(kvstore: Any, tmp_path: Path) -> None:
     assert_equal(count > 0, True, where="a load that grows the table allocates")
     with raises(MemoryError, where="reserve"):
         store.reserve("t", 2**32 - 16)
+    for absurd in (2**32 - 15, 2**63, 2**70):
+        with raises(ConfigError, mentions=(f"got: {absurd}", "where: row_count"), where=f"reserve({absurd})"):
+            store.reserve("t", absurd)
 
 
 @requirement(

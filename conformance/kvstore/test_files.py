@@ -70,6 +70,7 @@ def torn_files(path: Path) -> dict[str, Any]:
         "newer version": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.version": "5"})),
         "no JSON": rewritten(lambda copy: copy["__metadata__"].update({"kvstore.content": "{"})),
         "another kind": rewritten(content("kind", "half")),
+        "another form": rewritten(content("form", "columns")),
         "moments that are no names": rewritten(content("moments", [1])),
         "steps that are no numbers": rewritten(content("steps", {"a": -1})),
         "bases that are no names": rewritten(content("bases", {"a": 5})),

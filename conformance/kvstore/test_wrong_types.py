@@ -1,14 +1,20 @@
-"""What is no store is refused by name."""
+"""What is no store, no tensor, no number or no name of the right kind is refused by name, by whichever call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from conformance.harness import raises, requirement
-from twinproof.errors import ConfigError
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.cases import assert_contents, contents, ids_of, random_rows, save, store_of
+from twinproof.errors import ConfigError, TwinproofError
+
+Call = Callable[[Any], Any]
 
 
 @requirement("KV-230", "save, load and the modules MUST refuse what is no store with what it was and what they take.")
@@ -18,3 +24,232 @@ def test_stores(kvstore: Any, tmp_path: Path, verb: str, store: Any) -> None:
     arguments = (store, tmp_path / "ck") if verb in ("save", "load") else (store,)
     with raises(ConfigError, mentions=("where: store", type(store).__name__, "a KVStore"), where=verb):
         getattr(kvstore, verb)(*arguments)
+
+
+def _stored(kvstore: Any) -> Any:
+    store = store_of(kvstore, track_changes=True)
+    store.set_rows("t", random_rows(store, [1, 2, 3], 4))
+    return store
+
+
+def _of_tensors(kvstore: Any, store: Any) -> Iterator[tuple[str, str, torch.Tensor, Call]]:
+    """Calls that are given a tensor: the verb, the argument, what is right, and the call."""
+    ids, values, words = ids_of([1, 5]), torch.zeros(2, 6), torch.zeros(2, 1, dtype=torch.int64)
+    rows, scores, flat = torch.zeros(2, store.layout("t").row_bytes, dtype=torch.uint8), torch.zeros(2), ids_of([0, 1])
+    view, bag = kvstore.KVTensor(store, ids, "weight"), kvstore.KVEmbeddingBag(store)
+    wrapper = kvstore.KVTensorWrapper([2, 6], torch.float32, 0, sorted_indices=ids)
+    wrapper.set_dram_db_wrapper(store)
+    whole = {"t.weight": values, "t.weight_id": ids, "t.momentum1": values, "t.momentum2": values}
+    by_ids: dict[str, Call] = {
+        "set": lambda it: store.set("t", it, values),
+        "set_state": lambda it: store.set_state("t", "momentum1", it, values),
+        "set_scores": lambda it: store.set_scores("t", it, scores),
+        "set_metadata": lambda it: store.set_metadata("t", it, words),
+        "apply_gradients": lambda it: store.apply_gradients("t", it, values, 0.1),
+        "place": lambda it: store.place("t", it, values, 16),
+        "delete": lambda it: store.delete("t", it),
+        "prefetch": lambda it: store.prefetch("t", it),
+        "get": lambda it: store.get("t", it),
+        "get_rows": lambda it: store.get_rows("t", it),
+        "get_state": lambda it: store.get_state("t", "momentum1", it),
+        "metadata": lambda it: store.metadata("t", it),
+        "get_scores": lambda it: store.get_scores("t", it),
+        "contains": lambda it: store.contains("t", it),
+        "KVTensor": lambda it: kvstore.KVTensor(store, it),
+        "set_weights_and_ids": lambda it: view.set_weights_and_ids(values, it),
+        "get_weights_by_ids": lambda it: view.get_weights_by_ids(it),
+        "set_weights_and_ids of a wrapper": lambda it: wrapper.set_weights_and_ids(values, it),
+        "get_weights_by_ids of a wrapper": lambda it: wrapper.get_weights_by_ids(it),
+        "sort_ids_by_bucket": kvstore.sort_ids_by_bucket,
+        "bucket_of": lambda it: kvstore.bucket_of(it, kvstore.Buckets(2)),
+    }
+    yield from ((verb, "ids", ids, call) for verb, call in by_ids.items())
+    yield "KVEmbedding", "input", ids, kvstore.KVEmbedding(store)
+    yield "KVEmbeddingBag", "input", ids, lambda it: bag(it, flat)
+    yield "KVEmbeddingBag", "offsets", flat, lambda it: bag(ids, it)
+    yield (
+        "KVTensorWrapper",
+        "sorted_indices",
+        ids,
+        lambda it: kvstore.KVTensorWrapper([2, 6], torch.float32, 0, sorted_indices=it),
+    )
+    yield "set", "weights", values, lambda it: store.set("t", ids, it)
+    yield "set_rows", "rows", rows, lambda it: store.set_rows("t", it)
+    yield "set_state", "values", values, lambda it: store.set_state("t", "momentum1", ids, it)
+    yield "set_scores", "scores", scores, lambda it: store.set_scores("t", ids, it)
+    yield "set_metadata", "words", words, lambda it: store.set_metadata("t", ids, it)
+    yield "apply_gradients", "grads", values, lambda it: store.apply_gradients("t", ids, it, 0.1)
+    yield "get", "out", values, lambda it: store.get("t", ids, out=it)
+    yield "get_rows", "out", rows, lambda it: store.get_rows("t", ids, out=it)
+    yield "set_range", "values", values, lambda it: view.set_range(0, 0, 2, it)
+    yield "set_range of a wrapper", "weights", values, lambda it: wrapper.set_range(0, 0, 2, it)
+    for name in whole:
+        yield "load_state_dict", name, whole[name], partial(_loaded_with, store, whole, name)
+    for name, right in (("t.metadata", words), ("t.step", ids_of([3]))):
+        yield "load_state_dict", name, right, partial(_loaded_with, store, whole, name)
+
+
+def _loaded_with(store: Any, state: dict[str, Any], name: str, value: Any) -> Any:
+    return store.load_state_dict(state | {name: value})
+
+
+# What may be left out is not given as None.
+_OPTIONAL = ("out", "offsets", "sorted_indices", "t.metadata", "t.step")
+
+
+@requirement(
+    "KV-283",
+    "Every call that is given a tensor MUST refuse what is none, a dtype that it does not take and memory that is not "
+    "there with a named error that names the argument and what it was, and change nothing.",
+)
+def test_tensors(kvstore: Any) -> None:
+    store = _stored(kvstore)
+    before, mark = contents(store), store.mark()
+    for verb, name, right, call in _of_tensors(kvstore, store):
+        wrong: dict[str, Any] = {
+            "list": right.tolist(),
+            "str": "some",
+            "dtype": right.to(torch.complex64),
+            "meta": right.to("meta"),
+        }
+        if name not in _OPTIONAL:
+            wrong["NoneType"] = None
+        if (verb, name) in (("KVEmbeddingBag", "input"), ("bucket_of", "ids")):
+            # Offsets lie where the ids do; a bucket is a number of an id wherever that is.
+            del wrong["meta"]
+        for kind, value in wrong.items():
+            where = f"{verb}, {name} is a {kind}"
+            told = kind if kind in ("list", "str", "NoneType") else {"dtype": "complex64", "meta": "meta"}[kind]
+            with raises(TwinproofError, mentions=(f"where: {name}", told), where=where):
+                call(value)
+    whole = {"t.weight": torch.zeros(2, 6), "t.weight_id": ids_of([1, 5])}
+    whole |= {"t.momentum1": whole["t.weight"], "t.momentum2": whole["t.weight"]}
+    for name, width, dtype in (("t.momentum1", 6, torch.float32), ("t.metadata", 1, torch.int64)):
+        for shape in ((3, width), (2, width + 1), (2,)):
+            mentions = (f"where: {name}", str(shape), str((2, width)))
+            with raises(TwinproofError, mentions=mentions, where=f"{name}, {shape}"):
+                store.load_state_dict(whole | {name: torch.zeros(shape, dtype=dtype)})
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")
+
+
+def _of_tables(kvstore: Any, store: Any) -> dict[str, Call]:
+    """Calls that are given the name of a table."""
+    ids, values, policy = ids_of([1, 5]), torch.zeros(2, 6), kvstore.EvictionPolicy.count(2)
+    rows = store.get_rows("t", ids)
+    return {
+        "set": lambda it: store.set(it, ids, values),
+        "set_rows": lambda it: store.set_rows(it, rows),
+        "set_state": lambda it: store.set_state(it, "momentum1", ids, values),
+        "set_scores": lambda it: store.set_scores(it, ids, torch.zeros(2)),
+        "set_metadata": lambda it: store.set_metadata(it, ids, torch.zeros(2, 1, dtype=torch.int64)),
+        "apply_gradients": lambda it: store.apply_gradients(it, ids, values, 0.1),
+        "set_step_count": lambda it: store.set_step_count(it, 1),
+        "place": lambda it: store.place(it, ids, values, 16),
+        "delete": lambda it: store.delete(it, ids),
+        "clear": lambda it: store.clear(it),
+        "reserve": lambda it: store.reserve(it, 4),
+        "prefetch": lambda it: store.prefetch(it, ids),
+        "get": lambda it: store.get(it, ids),
+        "get_rows": lambda it: store.get_rows(it, ids),
+        "get_state": lambda it: store.get_state(it, "momentum1", ids),
+        "metadata": lambda it: store.metadata(it, ids),
+        "get_scores": lambda it: store.get_scores(it, ids),
+        "contains": lambda it: store.contains(it, ids),
+        "ids": lambda it: store.ids(it),
+        "size": lambda it: store.size(it),
+        "layout": lambda it: store.layout(it),
+        "slot": lambda it: store.slot(it, "momentum1"),
+        "step_count": lambda it: store.step_count(it),
+        "changes": lambda it: store.changes(it, 0),
+        "start_eviction": lambda it: store.start_eviction(it, policy=policy),
+        "BackgroundEvictor": lambda it: kvstore.BackgroundEvictor(store, it, trigger_rows=1, policy=policy),
+        "KVTensor": lambda it: kvstore.KVTensor(store, ids, table=it),
+        "KVEmbedding": lambda it: kvstore.KVEmbedding(store, table=it),
+        "state_dict": lambda it: store.state_dict(tables=(it,)),
+    }
+
+
+def _of_numbers(kvstore: Any, store: Any, folder: Path) -> Iterator[tuple[str, str, list[Any], Call]]:
+    """Calls that are given a number or a name: the verb, the option, wrong values, and the call."""
+    ids, values, counts = ids_of([1, 5]), torch.zeros(2, 6), [0, -1, 1.5, True, "4"]
+    policy, few, wrapper = kvstore.EvictionPolicy.count(2), [-1, 3, 1.5, True, "1"], kvstore.KVTensorWrapper
+    yield "save", "form", ["columns", 3], lambda it: save(kvstore, store, folder / "x", form=it)
+    yield "save", "chunk_rows", counts, lambda it: save(kvstore, store, folder / "x", chunk_rows=it)
+    yield "save", "since", [-1, 1.5, True, 10**9], lambda it: save(kvstore, store, folder / "x", since=it)
+    yield "load", "chunk_rows", counts, lambda it: kvstore.load(store, folder / "ck", chunk_rows=it)
+    yield "load", "owned", [(1, 0), (0, 9), (-1, 1)], lambda it: kvstore.load(store, folder / "ck", owned=it)
+    yield (
+        "start_eviction",
+        "slice_rows",
+        counts,
+        lambda it: store.start_eviction("t", policy=policy, slice_rows=it),
+    )
+    for name in ("trigger_rows", "trigger_bytes", "trigger_steps"):
+        yield "BackgroundEvictor", name, counts, partial(_evictor_with, kvstore, store, policy, name)
+    yield "reserve", "row_count", [-1, 1.5, True, "4"], lambda it: store.reserve("t", it)
+    yield "set", "count", few, lambda it: store.set("t", ids, values, count=it)
+    yield "get", "count", few, lambda it: store.get("t", ids, count=it)
+    yield "ids", "begin", [1.5, "4", 2**63, True], lambda it: store.ids("t", it)
+    yield "ids", "last", [1.5, "4", -(2**63) - 1, True], lambda it: store.ids("t", 0, it)
+    yield "changes", "since", [-1, 1.5, True, 10**9], lambda it: store.changes("t", it)
+    for verb, call in _of_tables(kvstore, store).items():
+        yield verb, "table", ["u", 3], call
+    yield "KVTensor", "chunk_rows", counts, lambda it: kvstore.KVTensor(store, ids, chunk_rows=it)
+    yield "state_dict", "chunk_rows", counts, lambda it: store.state_dict(chunk_rows=it)
+    yield "KVTensor", "view", ["momentum3", 3], lambda it: kvstore.KVTensor(store, ids, it)
+    yield "KVEmbeddingBag", "mode", ["max", 3], lambda it: kvstore.KVEmbeddingBag(store, mode=it)
+    yield "KVTensorWrapper", "shape", [[3], [1, -1], [1, 2, 3]], lambda it: wrapper(it, torch.float32, 0)
+    yield "KVTensorWrapper", "dtype", ["float32", 3], lambda it: wrapper([1, 2], it, 0)
+    yield "KVTensorWrapper", "row_offset", [1.5, "4", 2**63], lambda it: wrapper([1, 2], torch.float32, it)
+    yield (
+        "KVTensorWrapper",
+        "width_offset",
+        [-1, 1.5, True],
+        lambda it: wrapper([1, 2], torch.float32, 0, width_offset=it),
+    )
+    layout = kvstore.RowLayout(4)
+    for name in ("initializer", "eviction", "capacity", "cache_rows"):
+        yield "KVStore", name, [{"u": None}, {"t": None, "u": None}], partial(_store_with, kvstore, layout, name)
+    yield "sort_ids_by_bucket", "bucket_start", [-1, 3, 1.5], lambda it: kvstore.sort_ids_by_bucket(ids, it, 2, 2)
+    yield "sort_ids_by_bucket", "bucket_end", [-1, 3, 1.5], lambda it: kvstore.sort_ids_by_bucket(ids, 0, it, 2)
+    yield "rank_buckets", "total_count", [1.5, True], lambda it: kvstore.rank_buckets(it, 2, 0)
+    yield "rank_buckets", "world_size", [2.5, True], lambda it: kvstore.rank_buckets(4, it, 0)
+    yield "rank_buckets", "rank", [0.5, True], lambda it: kvstore.rank_buckets(4, 2, it)
+
+
+def _store_with(kvstore: Any, layout: Any, name: str, value: Any) -> Any:
+    return kvstore.KVStore({"t": layout}, **{name: value})
+
+
+def _evictor_with(kvstore: Any, store: Any, policy: Any, name: str, value: Any) -> Any:
+    return kvstore.BackgroundEvictor(store, "t", policy=policy, **{name: value})
+
+
+@requirement(
+    "KV-284",
+    "Every call MUST refuse a number or a name that an option cannot have, of another type or outside its range, with "
+    "a named error that names the option and the value and says what it takes, and change nothing.",
+)
+def test_numbers(kvstore: Any, tmp_path: Path) -> None:
+    store = _stored(kvstore)
+    save(kvstore, store, tmp_path / "ck", buckets=kvstore.Buckets(2))
+    before, mark = contents(store), store.mark()
+    for verb, name, wrong, call in _of_numbers(kvstore, store, tmp_path):
+        for value in wrong:
+            where = f"{verb}, {name} is {value!r}"
+            told = sorted(value) if isinstance(value, dict) else value
+            mentions = (f"where: {name}", "expected: ", f"got: {told}")
+            with raises(TwinproofError, mentions=mentions, where=where):
+                call(value)
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")
+    assert_equal((tmp_path / "x").exists(), False, where="a save that was refused")
+    for layouts in ({"": kvstore.RowLayout(4)}, {"t": 4}, {3: kvstore.RowLayout(4)}):
+        told = f"got: {next(iter(layouts.items()))}"
+        with raises(TwinproofError, mentions=("where: layouts", "expected: ", told), where=f"{layouts}"):
+            kvstore.KVStore(layouts)
+    part = kvstore.KVTensorWrapper([1, 6], torch.float32, 0, only_load_weight=True)
+    row_bytes = store.layout("t").row_bytes
+    with raises(TwinproofError, mentions=("got: (16, 40)", f"expected: (0, {row_bytes})"), where="only_load_weight"):
+        part.set_dram_db_wrapper(store)

@@ -14,7 +14,16 @@ from typing import Any, cast
 import torch
 
 from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
-from twinproof.kvstore.options import HEADER_BYTES, RowLayout, as_bytes, check_ids, check_matrix, from_bytes
+from twinproof.kvstore.options import (
+    HEADER_BYTES,
+    RowLayout,
+    as_bytes,
+    check_ids,
+    check_int,
+    check_matrix,
+    check_tensor,
+    from_bytes,
+)
 from twinproof.kvstore.rows import Buckets, RowSource, RowStore, check_row_range, places_of, table_of
 from twinproof.kvstore.store import KVStore
 
@@ -121,7 +130,7 @@ class _StoreRows(torch.nn.Module):
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         # A stand-in for a store may know of no places.
         places: tuple[str, ...] = getattr(self.store, "places", ("cpu",))
-        checked = check_ids(ids.reshape(-1).contiguous(), "input", places)
+        checked = check_ids(check_tensor(ids, "input").reshape(-1).contiguous(), "input", places)
         result: torch.Tensor = _Lookup.apply(self._anchor, self, checked)  # type: ignore[no-untyped-call]
         return result
 
@@ -217,11 +226,12 @@ class KVEmbeddingBag(_StoreRows):
 
     def _ends(self, input: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
         """Where bags begin, and where the last one ends, int64 [bags + 1]."""
+        check_tensor(input, "input")
         if offsets is None:
             if input.dim() != 2:
                 raise ShapeError("ids without offsets are [bags, ids per bag]", got=tuple(input.shape), where="input")
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
-        starts = check_ids(offsets.contiguous(), "offsets", places_of(input))
+        starts = check_ids(check_tensor(offsets, "offsets").contiguous(), "offsets", places_of(input))
         if input.dim() != 1 or (starts.numel() == 0 and input.numel()):
             raise ShapeError("ids with offsets are [n], in at least one bag", got=tuple(input.shape), where="input")
         ends = torch.cat([starts, starts.new_full((1,), input.numel())])
@@ -270,12 +280,21 @@ class KVTensorWrapper:
         if len(shape) != 2 or min(shape) < 0:
             raise ShapeError("not the shape of rows", got=list(shape), expected="[rows, width]", where="shape")
         if not isinstance(dtype, torch.dtype):
-            raise ConfigError("not a dtype", got=dtype, where="dtype")
+            raise ConfigError("not a dtype", got=dtype, expected="torch.dtype", where="dtype")
         if checkpoint_handle is not None:
-            raise UnsupportedError("there are no checkpoint handles here", got=checkpoint_handle, expected="SavedRows")
+            raise UnsupportedError(
+                "there are no checkpoint handles here",
+                got=checkpoint_handle,
+                expected="SavedRows",
+                where="checkpoint_handle",
+            )
         if type(width_offset) is not int or width_offset < 0:
             raise ConfigError("not an offset", got=width_offset, expected="an int >= 0", where="width_offset")
-        self._ids = None if sorted_indices is None else check_ids(sorted_indices.reshape(-1), "sorted_indices").clone()
+        check_int(row_offset, "row_offset")
+        self._ids: torch.Tensor | None = None
+        if sorted_indices is not None:
+            flat = check_tensor(sorted_indices, "sorted_indices").reshape(-1)
+            self._ids = check_ids(flat, "sorted_indices").clone()
         if self._ids is not None and self._ids.numel() != shape[0]:
             raise ShapeError("one id for each row", got=self._ids.numel(), expected=shape[0], where="sorted_indices")
         self.shape, self.dtype, self.read_only = tuple(shape), dtype, bool(read_only)

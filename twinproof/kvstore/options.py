@@ -31,6 +31,7 @@ __all__ = [
     "COUNT_MAX",
     "GOLDEN",
     "HEADER_BYTES",
+    "ID_DTYPES",
     "METADATA_OFFSET",
     "Clock",
     "EvictionPolicy",
@@ -44,8 +45,10 @@ __all__ = [
     "as_bytes",
     "check_count",
     "check_ids",
+    "check_int",
     "check_matrix",
     "check_rows",
+    "check_tensor",
     "from_bytes",
     "initial_weights",
     "mix",
@@ -238,29 +241,44 @@ def unpack_header(rows: torch.Tensor) -> Header:
     return Header(words[:, 0].clone(), words[:, 1] & TIMESTAMP_MAX, (words[:, 1] >> 32) & COUNT_MAX, words[:, 1] < 0)
 
 
-_ID_DTYPES = (torch.int64, torch.int32)
+ID_DTYPES = (torch.int64, torch.int32)
 
 
 _CPU = ("cpu",)
 
 
-def check_plain(value: Any, where: str, places: tuple[str, ...] = _CPU) -> torch.Tensor:
-    """A dense contiguous tensor in one of these places (types of devices), else ShapeError or UnsupportedError."""
+def check_tensor(value: Any, where: str) -> torch.Tensor:
+    """A tensor of any kind, else UnsupportedError."""
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError("not a tensor", got=type(value).__name__, expected="torch.Tensor", where=where)
-    if value.device.type not in places:
+    return value
+
+
+def check_int(value: Any, where: str, least: int = -(2**63), most: int = 2**63 - 1) -> int:
+    """An int from ``least`` to ``most``, else ConfigError."""
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(
+            "not a whole number in this range", got=value, expected=f"an int from {least} to {most}", where=where
+        )
+    return value
+
+
+def check_plain(value: Any, where: str, places: tuple[str, ...] = _CPU) -> torch.Tensor:
+    """A dense contiguous tensor in one of these places (types of devices), else ShapeError or UnsupportedError."""
+    plain = check_tensor(value, where)
+    if plain.device.type not in places:
         expected = " or ".join(places)
-        raise ShapeError("a tensor on another device than the store", got=value.device, expected=expected, where=where)
-    if value.layout is not torch.strided or not value.is_contiguous() or value.is_conj() or value.is_neg():
-        raise ShapeError("not contiguous; call .contiguous()", got=tuple(value.stride()), where=where)
-    return value.detach()
+        raise ShapeError("a tensor on another device than the store", got=plain.device, expected=expected, where=where)
+    if plain.layout is not torch.strided or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        raise ShapeError("not contiguous; call .contiguous()", got=tuple(plain.stride()), where=where)
+    return plain.detach()
 
 
 def check_ids(ids: Any, where: str = "ids", places: tuple[str, ...] = _CPU) -> torch.Tensor:
     """Ids as int64 [n], from int32 or int64 [n]; every value is an id. Raises ShapeError, UnsupportedError."""
     plain = check_plain(ids, where, places)
-    if plain.dtype not in _ID_DTYPES:
-        raise UnsupportedError("not a dtype of ids", got=plain.dtype, expected=_ID_DTYPES, where=where)
+    if plain.dtype not in ID_DTYPES:
+        raise UnsupportedError("not a dtype of ids", got=plain.dtype, expected=ID_DTYPES, where=where)
     if plain.dim() != 1:
         raise ShapeError("ids are one-dimensional", got=tuple(plain.shape), expected="[n]", where=where)
     return plain.to(torch.int64)
@@ -544,18 +562,20 @@ class StoreOptions:
         if self.row_memory == "host" and self.device == "cpu":
             raise ConfigError("row_memory is for a store on a GPU", got=self.device, expected="cuda", where="device")
         for table, cached in self.cache_rows.items():
+            where = f"cache_rows[{table!r}]"
             if type(cached) is not int or not 0 <= cached <= CACHE_ROWS_MAX:
-                raise ConfigError("not a number of rows", got=cached, expected=f"0 to {CACHE_ROWS_MAX}", where=table)
+                raise ConfigError("not a number of rows", got=cached, expected=f"0 to {CACHE_ROWS_MAX}", where=where)
             if cached and self.row_memory != "host":
-                raise ConfigError("a cache is for rows in host memory", got=cached, expected=0, where=table)
+                raise ConfigError("a cache is for rows in host memory", got=cached, expected=0, where=where)
         for table in self.layouts:
             capacity, policy = self.capacities[table], self.evictions[table]
             if capacity is not None and (type(capacity) is not int or capacity < 1):
                 raise ConfigError("not a capacity", got=capacity, expected="rows >= 1", where=f"capacity[{table!r}]")
             if policy is not None and not isinstance(policy, EvictionPolicy):
                 raise ConfigError("not a policy", got=policy, expected="EvictionPolicy", where=f"eviction[{table!r}]")
-            if not isinstance(self.initializers[table], Initializer):
-                raise ConfigError("not an initializer", got=self.initializers[table], where=f"initializer[{table!r}]")
+            initializer, where = self.initializers[table], f"initializer[{table!r}]"
+            if not isinstance(initializer, Initializer):
+                raise ConfigError("not an initializer", got=initializer, expected="Initializer", where=where)
 
 
 GOLDEN = signed64(0x9E3779B97F4A7C15)

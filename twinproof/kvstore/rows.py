@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from twinproof.errors import ConfigError, MissingKeyError, ShapeError
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.options import (
     COUNT_MAX,
     HEADER_BYTES,
+    ID_DTYPES,
     METADATA_OFFSET,
     EvictionPolicy,
     Header,
@@ -29,7 +30,9 @@ from twinproof.kvstore.options import (
     as_bytes,
     check_count,
     check_ids,
+    check_int,
     check_matrix,
+    check_tensor,
     from_bytes,
     pack_header,
 )
@@ -91,7 +94,13 @@ class Buckets:
 
 
 def bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
-    """The bucket of each id, int64 [n]. Raises ConfigError for an id that "chunk" puts outside all buckets."""
+    """The bucket of each id, int64 [n].
+
+    Raises:
+        ConfigError: an id that "chunk" puts outside all buckets. UnsupportedError: what is no tensor of ids.
+    """
+    if check_tensor(ids, "ids").dtype not in ID_DTYPES:
+        raise UnsupportedError("not a dtype of ids", got=ids.dtype, expected=ID_DTYPES, where="ids")
     found = bucket_number(ids, buckets)
     if buckets.hash_mode == "interleave":
         return found
@@ -122,6 +131,8 @@ def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int
 
     Source of the rule: torchrec's sharding of virtual tables. Raises ConfigError.
     """
+    for name, number in (("total_count", total_count), ("world_size", world_size), ("rank", rank)):
+        check_int(number, name)
     if total_count < 0 or not 0 <= rank < world_size:
         raise ConfigError("not a rank of a world", got=(total_count, world_size, rank))
     share, extra = divmod(total_count, world_size)
@@ -405,9 +416,9 @@ class RowSource:
         return self._reader.find(table, self._ids(ids))
 
     def ids(self, table: str, begin: int = ID_MIN, last: int = ID_MAX) -> torch.Tensor:
-        """The ids of the table in [begin, last], both included, ascending, int64 [n]."""
+        """The ids of the table in [begin, last], both included, ascending, int64 [n]. Raises ConfigError."""
         self.layout(table)
-        return self._reader.ids(table, begin, last)
+        return self._reader.ids(table, check_int(begin, "begin"), check_int(last, "last"))
 
     def size(self, table: str) -> int:
         """The number of rows of the table."""

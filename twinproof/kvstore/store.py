@@ -31,9 +31,11 @@ from twinproof.kvstore.options import (
     as_bytes,
     check_count,
     check_ids,
+    check_int,
     check_matrix,
     check_plain,
     check_rows,
+    check_tensor,
 )
 from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine, Snapshot, TrackedReader, places_of
 from twinproof.kvstore.statedict import load_state_dict, state_dict
@@ -212,7 +214,11 @@ class KVStore(DeltaStore):
 
     def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
         """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
-        checked, raw = check_ids(ids), as_bytes(values)
+        checked, raw = check_ids(ids), as_bytes(check_tensor(values, "values"))
+        if raw.shape[0] != checked.numel():
+            raise ShapeError(
+                "values of another number of ids", got=raw.shape[0], expected=checked.numel(), where="values"
+            )
         if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
             raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
         self._engine.write(table, checked, raw, begin, self.now(), visit=False)
@@ -224,8 +230,9 @@ class KVStore(DeltaStore):
         Of duplicates the last wins. Scores share their bits with the count: see ``EvictionPolicy.score``.
         """
         checked = check_ids(ids, places=self.places)
-        if not isinstance(scores, torch.Tensor) or scores.shape != checked.shape:
-            raise ShapeError("one score per id", got=getattr(scores, "shape", scores), expected=tuple(checked.shape))
+        if check_tensor(scores, "scores").shape != checked.shape:
+            got, expected = tuple(scores.shape), tuple(checked.shape)
+            raise ShapeError("one score per id", got=got, expected=expected, where="scores")
         bits = check_matrix(
             scores.reshape(-1, 1), checked.numel(), 1, torch.float32, "scores", places_of(checked)
         ).view(torch.int32)[:, 0]
@@ -582,11 +589,8 @@ class BucketSort:
             ConfigError: an id outside the rank's buckets, or a range outside all buckets. ShapeError, UnsupportedError.
         """
         buckets = Buckets(total_buckets, hash_mode, bucket_size)
-        end = total_buckets if bucket_end is None else bucket_end
-        if not 0 <= bucket_start <= end <= total_buckets:
-            raise ConfigError(
-                "not a range of buckets", got=(bucket_start, end), expected=f"within 0 to {total_buckets}"
-            )
+        end = check_int(total_buckets if bucket_end is None else bucket_end, "bucket_end", 0, total_buckets)
+        check_int(bucket_start, "bucket_start", 0, end)
         return self._sort(check_ids(_flat(ids)), buckets, bucket_start, end)
 
 

@@ -44,6 +44,12 @@ def duplicates_need_room(original: Any, store: Any, table: str, ids: torch.Tenso
     return original(store, table, ids, *rest, **options)
 
 
+too_many_rows_are_no_memory = patched(
+    "A number of rows that no table can have is taken for memory that is not there.",
+    mutated("fastimpl.kvstore.store:NativeRows.reserve", "if row_count > ROWS_MAX:", "if False:"),
+    kills="KV-122",
+)
+
 slices_that_failed_are_passed_over = patched(
     "A slice counts as looked at before it was, so that a round goes on behind the one that failed.",
     mutated(

@@ -142,3 +142,9 @@ same_ids_are_the_same_rows = patched(
     wrap("twinproof.checkpoint.catalog:Catalog.check_unchanged", _not_looked_at),
     kills="KV-278",
 )
+
+every_form_is_rows = patched(
+    "A form that there is not is that of whole rows.",
+    mutated("twinproof.kvstore.deltas:read_content", "content.form not in FORMS", "content.form is None"),
+    kills="KV-048",
+)
