@@ -150,6 +150,9 @@ def test_close(kvstore: Any) -> None:
     store = store_of(kvstore)
     ids = ids_of([1])
     store.set("t", ids, torch.zeros(1, 6))
+    rows, policy, state = store.get_rows("t", ids), kvstore.EvictionPolicy.count(2), store_of(kvstore).state_dict()
+    begun, view = store.start_eviction("t", policy=policy), kvstore.KVTensor(store, ids, "weight")
+    module = kvstore.KVEmbedding(store)
     with store:
         pass
     store.close()
@@ -161,6 +164,28 @@ def test_close(kvstore: Any) -> None:
         "delete": lambda: store.delete("t", ids),
         "snapshot": lambda: store.snapshot(),
         "stats": lambda: store.stats(),
+        "set_rows": lambda: store.set_rows("t", rows),
+        "set_state": lambda: store.set_state("t", "momentum1", ids, torch.zeros(1, 6)),
+        "set_scores": lambda: store.set_scores("t", ids, torch.zeros(1)),
+        "set_metadata": lambda: store.set_metadata("t", ids, torch.zeros(1, 1, dtype=torch.int64)),
+        "apply_gradients": lambda: store.apply_gradients("t", ids, torch.zeros(1, 6), 0.1),
+        "clear": lambda: store.clear("t"),
+        "reserve": lambda: store.reserve("t", 4),
+        "prefetch": lambda: store.prefetch("t", ids),
+        "get of nothing": lambda: store.get("t", ids[:0]),
+        "get_rows": lambda: store.get_rows("t", ids),
+        "get_state": lambda: store.get_state("t", "momentum1", ids),
+        "metadata": lambda: store.metadata("t", ids),
+        "get_scores": lambda: store.get_scores("t", ids),
+        "contains": lambda: store.contains("t", ids),
+        "mark": lambda: store.mark(),
+        "evict": lambda: store.evict("t", policy=policy),
+        "a round": lambda: begun.step(),
+        "state_dict": lambda: store.state_dict(),
+        "views of the store": lambda: store.state_dict(snapshot=False),
+        "load_state_dict": lambda: store.load_state_dict(state),
+        "a view": lambda: view.full_tensor(),
+        "a module": lambda: module(ids),
     }
     for name, call in calls.items():
         with raises(StoreClosedError, where=name):
