@@ -9,7 +9,7 @@ import torch
 from conformance.harness import assert_equal, raises, requirement
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import EPS, LR, Naive, assert_bits, assert_tables, lookups_of, train
-from conformance.pipeline.sharding import placed
+from conformance.pipeline.sharding import collection_of, placed, sharded_of
 from refimpl.optimizers import Hyper
 from twinproof.errors import IdRangeError, ShapeError
 
@@ -119,3 +119,40 @@ def test_refusals(pipeline: Any) -> None:
         lookups(ids, torch.tensor([0, 1, 3]), torch.ones(2))
     for index, weight in enumerate(weights):
         assert_bits(lookups.weight(index), weight, "weight")
+
+
+def _weighted(pipeline: Any, kind: str, check: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What is pooled of weighted bags of one table, the gradient of the weights, and the table after a step."""
+    config, weight = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"]), values_of((6, 4), 1)
+    scale, lengths = values_of((4,), 2).requires_grad_(), torch.tensor([2, 0, 2])
+    if kind == "table-batched":
+        module = lookups_of(pipeline, [config], [weight], "adagrad", bounds_check=check)
+        pooled = module(ids, torch.tensor([0, 2, 2, 4]), scale)
+        table = module.weight(0)
+    else:
+        module = collection_of(pipeline, [config], [weight], is_weighted=True, bounds_check=check)
+        table = module.embedding_bags["t"].weight.detach()
+        if kind != "collection":
+            plan = {"t": pipeline.table_wise(0) if kind == "table_wise" else pipeline.row_wise()}
+            module = sharded_of(pipeline, module, plan, "adagrad", device="cpu", bounds_check=check)
+            table = module.local_shards()["t"][1]
+        pooled = module(pipeline.KeyedJaggedTensor(["f"], ids, scale, lengths=lengths)).values()
+    found = pooled.detach().clone()
+    pooled.backward(values_of((3, 4), 3))
+    gradients = [module.embedding_bags["t"].weight.grad] if kind == "collection" else [table]
+    return [found, torch.zeros(4) if scale.grad is None else scale.grad, *gradients]
+
+
+@requirement(
+    "PIPE-434",
+    "A weighted batch with ids outside their table MUST be looked up, under warning and ignore, as the same batch with "
+    "row 0 in their place: weights scale rows, and get their gradient, in every module.",
+)
+def test_weights_beside_bad_ids(pipeline: Any) -> None:
+    for check in ("warning", "ignore"):
+        for kind in ("table-batched", "collection", "table_wise", "row_wise"):
+            found = _weighted(pipeline, kind, check, torch.tensor([1, 6, -1, 2]))
+            expected = _weighted(pipeline, kind, check, torch.tensor([1, 0, 0, 2]))
+            names = ("pooled rows", "gradient of the weights", "the table, or its gradient")
+            for name, one, other in zip(names, found, expected, strict=True):
+                assert_bits(one, other, f"{kind}, {check}: {name}")

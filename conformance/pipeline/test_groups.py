@@ -114,3 +114,38 @@ def _mixed(rank: Rank, groups: list[list[int]]) -> None:
 def test_groups(rank_pool: Any) -> None:
     rank_pool.run(_apart, 4, [[0, 3], [2, 1]])
     rank_pool.run(_mixed, 3, [[0, 2], [1]])
+
+
+def _looked_up_again(rank: Rank) -> None:
+    # No lookup is exchanged, so that ranks which do not agree are seen to and do not wait for each other.
+    pipeline, part = rank.component("pipeline"), _part_of(rank, [[0], [1]])
+    for edited in (0, 1):
+        job, lookups = Job(pipeline, 4, part, kinds=("table_wise", "row_wise")), list[int]()
+        for collection in job.collections:
+
+            def compute(*args: Any, wrapped: Any = collection.compute, lookups: list[int] = lookups) -> Any:
+                lookups.append(1)
+                return wrapped(*args)
+
+            collection.compute = compute
+        schedule = job.schedule(
+            FUSED, process_group=rank.group, embedding_lookup_before_optimizer=True, reduce_dense_gradients=True
+        )
+        loader = iter(job.batches(4))
+        schedule.progress(loader)
+        if rank.rank == edited:
+            for _, weight, _ in job.collections[0].local_shards().values():
+                weight.mul_(1.5)
+        before = len(lookups)
+        schedule.progress(loader)
+        # Two modules: of this batch what is outdated, and of the next.
+        assert_equal(len(lookups) - before, 4, where=f"lookups of rank {rank.rank}, edited on rank {edited}")
+
+
+@requirement(
+    "PIPE-432",
+    "Where one rank's tables were written since a lookup was hoisted, every rank MUST look up again: ranks that do not "
+    "agree would wait for each other's exchange.",
+)
+def test_looked_up_again(rank_pool: Any) -> None:
+    rank_pool.run(_looked_up_again, 2)

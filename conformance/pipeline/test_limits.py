@@ -16,9 +16,10 @@ def test_bounds_of_first_weights(pipeline: Any) -> None:
         config = pipeline.EmbeddingBagConfig(num_embeddings=rows, embedding_dim=8, name="t", feature_names=["f"])
         found = (config.get_weight_init_min(), config.get_weight_init_max())
         assert_equal(found, (-1 / rows**0.5, 1 / rows**0.5), where=f"bounds of {rows} rows")
-        config.weight_init_min, config.weight_init_max = 0.0, 0.25
-        found = (config.get_weight_init_min(), config.get_weight_init_max())
-        assert_equal(found, (0.0, 0.25), where=f"given bounds of {rows} rows")
+        for bounds in ((0.0, 0.25), (-0.25, 0.0), (0.0, 0.0)):
+            config.weight_init_min, config.weight_init_max = bounds
+            found = (config.get_weight_init_min(), config.get_weight_init_max())
+            assert_equal(found, bounds, where=f"given bounds of {rows} rows")
 
 
 @requirement(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, assert_le, requirement
-from conformance.pipeline.cases import Breaking, LoaderError
-from conformance.pipeline.jobs import Job, outputs_of
+from conformance.harness import Rank, assert_equal, assert_le, requirement
+from conformance.pipeline.batches import values_of
+from conformance.pipeline.cases import EVALUATION, TRAINING, Breaking, LoaderError
+from conformance.pipeline.every_module import EVERY, batch_of, looked_up
+from conformance.pipeline.jobs import KINDS, Job, outputs_of
 from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
 
@@ -117,3 +121,91 @@ def test_released(pipeline: Any) -> None:
             assert_equal(alive, [False] * (step + 1), where=f"{name} processed batches after step {step}")
         outputs_of(schedule, batches)
         assert_equal([reference() is not None for reference in seen], [False] * 6, where=f"{name} batches at the end")
+
+
+@requirement(
+    "PIPE-435",
+    "After reset() a schedule MUST hold no more than one that has processed all it was given: nothing of batches in "
+    "flight, whatever was exchanged, looked up or read ahead for them.",
+)
+def test_reset_leaves_nothing(pipeline: Any, kvstore: Any) -> None:
+    for name in (*TRAINING, *EVALUATION):
+        job = Job(pipeline, 13, kinds=("table_wise",), kvstore=kvstore)
+        schedule = job.schedule(name)
+        outputs_of(schedule, iter(job.batches(4)))
+        before = live()
+        for detaches in (False, True):
+            loader = iter(job.batches(4))
+            for _ in range(2):
+                schedule.progress(loader)
+            del loader
+            if detaches:
+                schedule.detach()
+            schedule.reset()
+            for what, found, most in zip(("tensors", "bytes"), live(), before, strict=True):
+                assert_le(found, most, where=f"{name}, detached {detaches}: {what} after reset()")
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """What is in a cycle stays, as it does on a device until a garbage collection happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _growth(work: Callable[[], Any]) -> int:
+    """Tensors that are more after the work was done six times than after three, garbage among them."""
+    found = []
+    with _without_collection():
+        for _ in range(6):
+            work()
+            # The youngest generation: what has come since.
+            found.append(sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects(generation=0)))
+    # A thread that sent something may let go of it a moment later.
+    return max(0, min(found[3:]) - min(found[:3]))
+
+
+def _no_cycles(rank: Rank | None, pipeline: Any, kvstore: Any, schedules: Iterable[str]) -> None:
+    for name in schedules:
+        job = Job(pipeline, 13, rank, kinds=KINDS, kvstore=kvstore)
+        schedule, batch = job.schedule(name, **({"start_batch": 0} if "Semi" in name else {})), job.batch(0)
+        loader = iter([batch] * 12)
+        for _ in range(3):
+            schedule.progress(loader)
+        assert_equal(_growth(partial(schedule.progress, loader)), 0, where=f"{name}: tensors more after some steps")
+    job = Job(pipeline, 13, rank, kinds=KINDS, kvstore=kvstore)
+    job.step(job.batch(0))
+    assert_equal(_growth(partial(job.step, job.batch(0))), 0, where="the loop: tensors more after some steps")
+
+
+def _no_cycles_of_rank(rank: Rank) -> None:
+    _no_cycles(rank, rank.component("pipeline"), rank.component("kvstore"), (LONGEST[0], "TrainPipelineBase"))
+
+
+@requirement(
+    "PIPE-437",
+    "A step MUST NOT leave tensors in cycles of references, which would keep their memory until a garbage collection: "
+    "of every schedule and of a loop, over tables of every kind, on one rank and on several.",
+)
+def test_no_cycles(pipeline: Any, kvstore: Any, rank_pool: Any) -> None:
+    _no_cycles(None, pipeline, kvstore, (*TRAINING, *EVALUATION))
+    rank_pool.run(_no_cycles_of_rank, 2)
+
+
+@requirement("PIPE-438", "Nor MUST a lookup and a backward of any module, nor one whose way back nobody takes.")
+def test_no_cycles_of_modules(pipeline: Any) -> None:
+    batch = batch_of(3)
+    weights = values_of((len(batch.flat()[0]),), 5)
+    for make in EVERY:
+        module = make(pipeline)
+
+        def work(module: Any = module) -> None:
+            looked_up(pipeline, module, batch, weights)
+            looked_up(pipeline, module, batch, weights).sum().backward()
+
+        work()
+        assert_equal(_growth(work), 0, where=f"{make.__name__}: tensors more after some lookups")

@@ -29,26 +29,44 @@ LINEAR, IDS = "aten::addmm", "twinproof::pipeline_check_ids"
 ALL = {LOOKUP: 7.0, UPDATE: 5.0, DENSE: 2.0, LINEAR: 4.0, IDS: 1.0, "byte": 0.03125}
 
 
+class HostsTime(VirtualClock):
+    """The host's time counts, as on a GPU: it moves on while the host waits."""
+
+    def host_s(self) -> float:
+        """The host's."""
+        return self.engine.time_s["host"]
+
+
 def recorded(
-    pipeline: Any, name: str, options: dict[str, Any], seconds: dict[str, float], *, sees_reads: bool = False
+    pipeline: Any,
+    name: str,
+    options: dict[str, Any],
+    seconds: dict[str, float],
+    *,
+    sees_reads: bool = False,
+    clock: type[VirtualClock] = VirtualClock,
+    forgets: int | None = None,
 ) -> tuple[list[Any], VirtualEngine, list[float]]:
     """Six steps: the program, the engine with its clocks, and when each ends; ``seconds`` are those of ops by name.
 
-    ``sees_reads``: the recorder finds the host's reads itself, as on a GPU; else the device tells of them.
+    ``sees_reads``: the recorder finds the host's reads itself, as on a GPU; else the device tells of them. ``forgets``:
+    behind so many steps the recorder begins anew.
     """
     from fastimpl.pipeline.recording import Recorder
 
     costs = Costs(h2d_s_per_byte=seconds.get("byte", 0.0), op_s=lambda op, size_bytes: seconds.get(op, 0.0))
     device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",), device="cpu")
     engine = device.engine
-    recorder = Recorder(engine, VirtualClock(engine), sees_reads=sees_reads)
+    recorder = Recorder(engine, clock(engine), sees_reads=sees_reads)
     if not sees_reads:
         device.engine = recorder  # type: ignore[assignment]
     batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number) for number in range(6)])]
     with device:
         schedule, loader = job.schedule(name, engine=recorder, **options), iter(batches)
         ends_s = []
-        for _ in range(6):
+        for step in range(6):
+            if step == forgets:
+                recorder.forget()
             with recorder.step():
                 schedule.progress(loader)
             ends_s.append(engine.makespan_s)
@@ -315,3 +333,29 @@ def test_margins(pipeline: Any) -> None:
             assert_equal((report.step_count, report.step_s), expected, where=f"{name}, margin {margin_count}")
         with raises(ConfigError, mentions=("margin_count", "-1")):
             overlap_report(program, schedule=name, device="virtual", margin_count=-1)
+
+
+def _behind(program: list[Any], count: int) -> list[Any]:
+    """What comes behind so many steps, counted from there; edges from what was before are no more."""
+    from fastimpl.pipeline.overlap import HostWait, Record, StepEnd, Wait
+
+    ends = [place for place, one in enumerate(program) if isinstance(one, StepEnd)]
+    rest = program[ends[count - 1] + 1 :]
+    known = {one.event for one in rest if isinstance(one, Record)}
+    kept = [one for one in rest if not isinstance(one, (Wait, HostWait)) or one.event in known]
+    return [dataclasses.replace(one, step=one.step - count) if hasattr(one, "step") else one for one in kept]
+
+
+@requirement(
+    "PIPE-436",
+    "A recorder that was told to forget MUST record what follows as one that begins there: the same work, edges and "
+    "waits, issued at the same moments, steps counted from 0, whatever the host waited before.",
+    needs=("streams",),
+)
+def test_forgotten(pipeline: Any) -> None:
+    for name in (SPARSE_DIST, FUSED):
+        whole, engine, _ = recorded(pipeline, name, {}, ALL, clock=HostsTime)
+        assert_le(1.0, engine.time_s["host"], where=f"{name}: what the host waited")
+        for count in (1, 3):
+            found, _, _ = recorded(pipeline, name, {}, ALL, clock=HostsTime, forgets=count)
+            assert_equal(found, _behind(whole, count), where=f"{name}: what is recorded behind {count} steps")

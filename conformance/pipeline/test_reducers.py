@@ -19,6 +19,7 @@ from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError
 
 TABLES = ("table_wise", "row_wise")
+DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
 
 
 def _apart(rank: Rank, name: str) -> None:
@@ -190,6 +191,39 @@ def test_reduced(rank_pool: Any) -> None:
     for name in TRAINING:
         rank_pool.run(_reduced, 2, name)
         rank_pool.run(_used_here_and_there, 2, name)
+
+
+def _of_every_dtype(rank: Rank, name: str) -> None:
+    """Parameters side by side, whose gradients a sum over two ranks cannot hold."""
+    job = Job(rank.component("pipeline"), 4, rank, reduces=False)
+    params = [torch.nn.Parameter(torch.zeros(3, dtype=dtype, device=job.device)) for dtype in DTYPES]
+    job.model.more = torch.nn.ParameterList(params)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.5)
+    # Two of them are beyond the largest number.
+    largest = [torch.finfo(dtype).max / 4 * 3 for dtype in DTYPES]
+
+    def forward(batch: Any) -> Any:
+        losses, output = job.model(batch)
+        for param, most in zip(params, largest, strict=True):
+            losses = losses + (param * param.new_tensor([most, -most, most * (-1) ** rank.rank])).sum().to(losses.dtype)
+        return losses, output
+
+    schedule = job.schedule(name, custom_model_fwd=forward, reduce_dense_gradients=True)
+    schedule.progress(iter(job.batches(1)))
+    for param, most in zip(params, largest, strict=True):
+        expected = param.new_tensor([most, -most, 0.0]).detach()
+        assert param.grad is not None
+        assert_bits(param.grad, expected, f"{name}: the mean of {param.dtype}")
+        assert_bits(param.detach(), 0 - 0.5 * expected, f"{name}: a step of {param.dtype}")
+
+
+@requirement(
+    "PIPE-433",
+    "The mean of dense gradients MUST be that of each parameter's own dtype, of any dtypes side by side, also where "
+    "the sum over the ranks is beyond the dtype's largest number.",
+)
+def test_means_of_every_dtype(rank_pool: Any) -> None:
+    rank_pool.run(_of_every_dtype, 2, FUSED)
 
 
 class Documented(torch.nn.Module):

@@ -113,8 +113,9 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
-        # Those whose sizes are read in one go, for the host waits each time; and what was read.
-        self.together: Sequence[InputDist] = (self,)
+        # Those whose sizes are read in one go, for the host waits each time; and what was read. Let go when it is: each
+        # is one of them, and a cycle would keep what was sent until a garbage collection.
+        self.together: Sequence[InputDist] = ()
         self._said: list[int] | None = None
 
     @property
@@ -163,7 +164,8 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
     def _read(self) -> tuple[list[list[int]], list[int]]:
         """What each rank said, and the ids of each segment sent, on the host."""
         if self._said is None:
-            asked = [each for each in self.together if not each.is_read and each.words.device == self.words.device]
+            here, fused = self.words.device, self.together or (self,)
+            asked = [each for each in fused if not each.is_read and each.words.device == here]
             messages = [each.message() for each in asked]
             found = torch.cat([part for message in messages for part in message]).tolist()
             for each, message in zip(asked, messages, strict=True):
@@ -187,7 +189,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
             if self._failure is None:
                 self._failure = check.failure(said[end + 2 * at], said[end + 2 * at + 1])
         self._ctx.late_checks = ()
-        self._said = said[:end]
+        self._said, self.together = said[:end], ()
 
     @property
     def _feature_count(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from conformance.pipeline.planted.planting import lookups
 from twinproof.pipeline.jagged import Bags
 
@@ -67,3 +67,14 @@ def lookups_cached(original: Any, module: Any, bags: Bags) -> torch.Tensor:
 @fault(kills="PIPE-104", at="twinproof.pipeline.modules:TableBatchedEmbeddingBags._check_offsets")
 def bag_offsets_not_checked(original: Any, *args: Any, **options: Any) -> None:
     """Offsets that do not cut the ids are taken."""
+
+
+weights_lost_where_mended = patched(
+    "A batch with an id outside its table is looked up without its weights.",
+    mutated(
+        "twinproof.pipeline.modules:_check_now",
+        "engine.mended(bags, row_counts), bags.offsets, bags.weights",
+        "engine.mended(bags, row_counts), bags.offsets",
+    ),
+    kills="PIPE-434",
+)

@@ -19,3 +19,8 @@ gradients_of_all_ranks = patched(
     mutated("twinproof.pipeline.stages:DenseGradients.reduce", "(flat, group=process_group)", "(flat)"),
     kills="PIPE-367",
 )
+each_rank_by_itself = patched(
+    "Each rank decides by itself whether what was looked up ahead is outdated.",
+    mutated("fastimpl.pipeline.schedules:forget_outdated", "not p.agree(int(not changed))", "changed"),
+    kills="PIPE-432",
+)

@@ -14,6 +14,16 @@ zero_is_no_bound = patched(
     kills="PIPE-371",
 )
 
+zero_is_no_upper_bound = patched(
+    "An upper bound of zero is taken for none.",
+    mutated(
+        "twinproof.pipeline.config:EmbeddingConfig.get_weight_init_max",
+        "self.weight_init_max is None",
+        "not self.weight_init_max",
+    ),
+    kills="PIPE-371",
+)
+
 more_columns_taken = patched(
     "Columns beyond the widths are taken.",
     mutated("twinproof.pipeline.batches:KeyedTensor._check", "sum(widths) != shape", "sum(widths) > shape"),

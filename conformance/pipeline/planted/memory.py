@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
+from conformance.pipeline.planted.planting import lookups
 
 
 @fault(kills="PIPE-156", at="fastimpl.pipeline.schedules:look_up_early")
@@ -34,3 +35,27 @@ def last_batch_kept(original: Any, schedule: Any, loader: Any) -> Any:
     """A batch is kept for a step more."""
     schedule._last = schedule._queue[0].batch if schedule._queue else None
     return original(schedule, loader)
+
+
+rows_held_by_their_reader = patched(
+    "Rows that were read ahead are held by whoever read them, not by their batch alone.",
+    mutated("fastimpl.pipeline.prefetch:PrefetchedRows.prefetch", "weakref.ref(found)", "lambda: found"),
+    kills="PIPE-435",
+)
+
+sent_with_itself = patched(
+    "What was exchanged together is remembered by each of it, so that all of it waits for a garbage collection.",
+    mutated(
+        "fastimpl.pipeline.input_dist:InputDist._hear",
+        "self._said, self.together = said[:end], ()",
+        "self._said = said[:end]",
+    ),
+    kills="PIPE-437",
+)
+
+
+@fault(kills="PIPE-438", at=lookups("pool"))
+def batch_points_to_itself(original: Any, engine: Any, tables: Any, features: Any, bags: Any) -> Any:
+    """A batch that was looked up points to itself."""
+    bags.whole = bags
+    return original(engine, tables, features, bags)

@@ -110,3 +110,17 @@ begun_with_the_end = patched(
     mutated("fastimpl.pipeline.overlap:_step_s", "if steps[0] else 0.0", "if True else 0.0"),
     kills="PIPE-428",
 )
+waits_of_before = patched(
+    "What the host waited before a recorder forgot counts on.",
+    mutated(
+        "fastimpl.pipeline.recording:Recorder.forget",
+        "self._step, self._begun_s, self._blocked_s = 0, self._clock.host_s(), 0.0",
+        "self._step, self._begun_s = 0, self._clock.host_s()",
+    ),
+    kills="PIPE-436",
+)
+edges_of_before = patched(
+    "Edges from what a recorder forgot are recorded.",
+    mutated("fastimpl.pipeline.recording:Recorder.forget", "self._events.clear()", "pass"),
+    kills="PIPE-436",
+)

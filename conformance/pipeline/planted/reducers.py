@@ -65,3 +65,12 @@ ignored_by_replicate_counted = patched(
     mutated("twinproof.pipeline.stages:_by_replicate", "if id(param) not in ignored", "if ignored is not None"),
     kills="PIPE-424",
 )
+summed_before_divided = patched(
+    "Dense gradients are summed over the ranks, and divided then.",
+    mutated(
+        "twinproof.pipeline.stages:DenseGradients.reduce",
+        ".div_(world_size)\n        dist.all_reduce(flat, group=process_group)\n",
+        "\n        dist.all_reduce(flat, group=process_group)\n        flat.div_(world_size)\n",
+    ),
+    kills="PIPE-433",
+)
