@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -185,3 +185,20 @@ def test_contradictions(pipeline: Any) -> None:
             job.schedule(FUSED, **options)
     for options in ({"use_emb_lookup_stream": True, "emb_lookup_stream": "new"}, {"embedding_lookup_after_opt": False}):
         _as_the_loop(pipeline, FUSED, (), options, str(options))
+
+
+@requirement(
+    "PIPE-442",
+    "A number of batches between two averages of replicas that is none, 0 among them, MUST be refused by name where "
+    "the pipeline is made, not in the middle of a step.",
+)
+def test_intervals(pipeline: Any) -> None:
+    argument = "dmp_collection_sync_interval_batches"
+    for name in ("TrainPipelineSparseDist", "TrainPipelineSemiSync"):
+        job = Job(pipeline, 3)
+        for interval in (0, -1, 1.5):
+            with raises(ConfigError, mentions=(argument, str(interval)), where=f"{name}, {interval}"):
+                job.schedule(name, **{argument: interval})
+        for good in (1, 2, None):
+            with succeeds(name, where=f"{good}"):
+                job.schedule(name, **{argument: good}).detach()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
+from conformance.pipeline.every_module import EVERY, batch_of, cut, whole
 from conformance.pipeline.model import EPS, LR, Naive, assert_bits, assert_tables, lookups_of, train
 from conformance.pipeline.sharding import collection_of, placed, sharded_of
 from refimpl.optimizers import Hyper
@@ -156,3 +160,69 @@ def test_weights_beside_bad_ids(pipeline: Any) -> None:
             names = ("pooled rows", "gradient of the weights", "the table, or its gradient")
             for name, one, other in zip(names, found, expected, strict=True):
                 assert_bits(one, other, f"{kind}, {check}: {name}")
+
+
+def _every_other(data: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with others between them."""
+    return torch.stack([data, data + 1], dim=1)[:, 0]
+
+
+FORMS = ("ids", "lengths", "offsets", "weights")
+
+
+def _found(pipeline: Any, module: Any, batch: Jagged, weights: torch.Tensor, form: str) -> list[torch.Tensor]:
+    """What is looked up of a batch of which one part has gaps, its state after a step, and the weights' gradient."""
+    parts = {**dict(zip(("ids", "offsets"), batch.flat()[:2], strict=True)), "weights": weights.requires_grad_()}
+    cut_by = "lengths" if form == "lengths" else "offsets"
+    parts["lengths"] = parts["offsets"].diff()
+    given = {name: _every_other(part) if name == form else part for name, part in parts.items()}
+    if isinstance(module, pipeline.TableBatchedEmbeddingBags):
+        found = module(given["ids"], given["offsets"], given["weights"])
+    else:
+        kjt = pipeline.KeyedJaggedTensor(batch.keys, given["ids"], given["weights"], **{cut_by: given[cut_by]})
+        result = module(kjt)
+        is_rows = isinstance(result, dict)
+        found = torch.cat([part.values() for part in result.values()]) if is_rows else result.values()
+    rows = found.detach().clone()
+    found.backward(values_of(found.shape, 9))
+    held = [*module.buffers(), *(param.grad for param in module.parameters() if param.grad is not None)]
+    if hasattr(module, "local_shards"):
+        held += [
+            tensor for _, weight, states in module.local_shards().values() for tensor in (weight, *states.values())
+        ]
+    return [rows, *held, *([] if weights.grad is None else [weights.grad])]
+
+
+def _with_gaps(pipeline: Any, make: Callable[[], Any], seed: int, where: str) -> None:
+    batch = batch_of(seed)
+    count = len(batch.flat()[0])
+    expected = _found(pipeline, make(), batch, values_of((count,), 5), "none")
+    for form in FORMS:
+        with succeeds("a lookup", where=f"{where}, {form} with gaps"):
+            found = _found(pipeline, make(), batch, values_of((count,), 5), form)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_bits(one, other, f"{where}, {form} with gaps: tensor {number}")
+
+
+def _by_rows(pipeline: Any, group: Any = None) -> Any:
+    """Tables that are cut alike, so that a batch is cut as it stands."""
+    return sharded_of(
+        pipeline, whole(pipeline), {f"t{i}": pipeline.row_wise() for i in range(3)}, "sgd", group, device="cpu"
+    )
+
+
+def _with_gaps_on_ranks(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    for make in (partial(cut, pipeline, rank.group, rank.world_size), partial(_by_rows, pipeline, rank.group)):
+        _with_gaps(pipeline, make, 3 + rank.rank, f"rank {rank.rank}")
+
+
+@requirement(
+    "PIPE-439",
+    "Ids, lengths, offsets and weights that are strided views MUST be looked up and trained on as their copies are, by "
+    "every module, on one rank and on several.",
+)
+def test_strided_parts(pipeline: Any, rank_pool: Any) -> None:
+    for make in (*EVERY, _by_rows):
+        _with_gaps(pipeline, partial(deepcopy, make(pipeline)), 3, make.__name__)
+    rank_pool.run(_with_gaps_on_ranks, 2)

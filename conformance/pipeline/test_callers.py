@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import EXACT, VARIANTS
 from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -167,6 +167,67 @@ class Plain:
     parts: dict[str, Any]
     pair: Pair
     note: str
+
+
+@dataclass
+class Prepared:
+    """Says how often it was prepared; its constructor does not take all of it."""
+
+    given: torch.Tensor
+    times: list[int]
+    ready: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.times.append(1)
+        self.ready = self.given * 2
+        self.note = "not a field"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Cannot be assigned to; one of its parts is made by its constructor."""
+
+    given: torch.Tensor
+    factor: InitVar[float]
+    ready: torch.Tensor = field(init=False)
+
+    def __post_init__(self, factor: float) -> None:
+        object.__setattr__(self, "ready", self.given * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """Has no dictionary."""
+
+    ready: torch.Tensor
+
+
+@requirement(
+    "PIPE-440",
+    "A dataclass MUST be moved field by field, each with the values that it has, whatever its constructor takes or "
+    "does: that is not called again, and the caller's is left as it was.",
+)
+def test_dataclasses_move(pipeline: Any) -> None:
+    model, seen = torch.nn.Linear(2, 1), list[Any]()
+
+    def forward(batch: Any) -> Any:
+        seen.append(batch)
+        loss = model(torch.ones(1, 2)).sum()
+        return loss.reshape(1), loss.detach()
+
+    for name in EXACT:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = getattr(pipeline, name)(model, optimizer, device="meta", custom_model_fwd=forward)
+        given: list[Any] = [Prepared(torch.ones(3), []), Frozen(torch.ones(3), 4.0), Slotted(torch.ones(3))]
+        given[0].ready = torch.ones(2, 5)
+        with succeeds("a step", where=name):
+            schedule.progress(iter([tuple(given)]))
+        found = seen.pop()
+        kinds = [(type(each).__name__, each.ready.device.type, tuple(each.ready.shape)) for each in found]
+        expected = [("Prepared", "meta", (2, 5)), ("Frozen", "meta", (3,)), ("Slotted", "meta", (3,))]
+        assert_equal(kinds, expected, where=f"{name}: what came")
+        assert_equal((given[0].times, found[0].note), ([1], "not a field"), where=f"{name}: prepared once")
+        assert_equal([each.ready.device.type for each in given], ["cpu"] * 3, where=f"{name}: the caller's")
 
 
 @requirement(

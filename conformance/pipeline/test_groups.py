@@ -146,6 +146,7 @@ def _looked_up_again(rank: Rank) -> None:
     "PIPE-432",
     "Where one rank's tables were written since a lookup was hoisted, every rank MUST look up again: ranks that do not "
     "agree would wait for each other's exchange.",
+    needs=("streams",),
 )
 def test_looked_up_again(rank_pool: Any) -> None:
     rank_pool.run(_looked_up_again, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -389,3 +390,51 @@ def test_dictionaries(pipeline: Any) -> None:
     bare = pipeline.JaggedTensor(parts["a"].values(), lengths=parts["a"].lengths())
     with raises(ConfigError, mentions=("weights",)):
         pipeline.KeyedJaggedTensor.from_jt_dict({"a": bare, "b": parts["b"]})
+
+
+def _told_of(batch: Any) -> tuple[list[int], list[Any]]:
+    """The tensors whose memory is kept for a stream when the batch is told of it, by their sizes; and the streams."""
+    sizes, streams = list[int](), list[Any]()
+
+    def noted(tensor: torch.Tensor, stream: Any) -> None:
+        sizes.append(tensor.numel())
+        streams.append(stream)
+
+    with mock.patch.object(torch.Tensor, "record_stream", noted):
+        batch.record_stream("a stream")
+    return sorted(sizes), sorted(set(streams))
+
+
+@requirement(
+    "PIPE-441",
+    "record_stream MUST keep the memory of every part that a batch has on a device, values, weights, lengths, offsets "
+    "and inverse indices, and nothing of the host's.",
+)
+def test_record_stream(pipeline: Any) -> None:
+    def made(device: str) -> dict[str, Any]:
+        def sized(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        rows = (["a", "b"], sized(10).view(2, 5))
+        sizes = {"stride_per_key_per_rank": [[2], [4]], "inverse_indices": rows}
+        return {
+            "JaggedTensor": pipeline.JaggedTensor(sized(8), sized(8), sized(6), sized(7)),
+            "without weights": pipeline.JaggedTensor(sized(8), lengths=sized(6)),
+            "KeyedJaggedTensor": pipeline.KeyedJaggedTensor(
+                ["a", "b"], sized(8), sized(8), sized(6), sized(7), **sizes
+            ),
+            "of one size": pipeline.KeyedJaggedTensor(["a", "b"], sized(8), lengths=sized(6)),
+            "KeyedTensor": pipeline.KeyedTensor(["a"], [3], sized(12).view(4, 3)),
+        }
+
+    expected = {
+        "JaggedTensor": [6, 7, 8, 8],
+        "without weights": [6, 8],
+        "KeyedJaggedTensor": [6, 7, 8, 8, 10],
+        "of one size": [6, 8],
+        "KeyedTensor": [12],
+    }
+    for name, batch in made("meta").items():
+        assert_equal(_told_of(batch), (expected[name], ["a stream"]), where=name)
+    for name, batch in made("cpu").items():
+        assert_equal(_told_of(batch), ([], []), where=f"{name} of the host")

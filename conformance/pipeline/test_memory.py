@@ -205,7 +205,7 @@ def test_no_cycles_of_modules(pipeline: Any) -> None:
 
         def work(module: Any = module) -> None:
             looked_up(pipeline, module, batch, weights)
-            looked_up(pipeline, module, batch, weights).sum().backward()
+            looked_up(pipeline, module, batch, weights).sum().backward()  # type: ignore[no-untyped-call]
 
         work()
         assert_equal(_growth(work), 0, where=f"{make.__name__}: tensors more after some lookups")

@@ -50,9 +50,11 @@ class AllToAll:
 
     def _segments(self, route: Route, bags: Bags, *, wants_gradient: bool) -> Segments:
         """Every feature whole, then the cut ones by rank."""
+        weights = None if bags.weights is None else bags.weights.contiguous()
+        bags = Bags(bags.indices.contiguous(), bags.offsets.contiguous(), weights, bags.sizes)
         stride = (bags.offsets.numel() - 1) // len(self.layout.feature_tables)
         positions = torch.arange(bags.indices.numel(), device=bags.indices.device) if wants_gradient else None
-        result = Segments(bags.offsets.diff(), bags.indices.contiguous(), bags.weights, stride, positions)
+        result = Segments(bags.offsets.diff(), bags.indices, bags.weights, stride, positions)
         for cut in route.cuts:
             part = self._cut(route, cut, self.layout.features(bags, cut.features), stride)
             if positions is not None:
@@ -69,7 +71,7 @@ class AllToAll:
         else:
             blocks = route.on(bags.indices.device).block_rows[cut.key]
         lengths, ids, weights, positions = ops.bucketize(
-            bags.indices.contiguous(), bags.offsets, bags.weights, blocks, self.layout.world_size, destinations=owners
+            bags.indices, bags.offsets, bags.weights, blocks, self.layout.world_size, destinations=owners
         )
         return Segments(lengths, ids, weights, stride, positions)
 

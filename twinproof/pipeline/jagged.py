@@ -738,6 +738,12 @@ class KeyedMoves(Eager):
         made._weights = weights
         return made
 
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of every part until ``stream`` has passed this point."""
+        super().record_stream(stream)
+        if self._inverse_indices is not None:
+            recorded(stream, self._inverse_indices[1])
+
     def _empty_copy(self, device: torch.device) -> Any:
         """Memory of the same sizes, not initialised, on a device."""
         made = self._map(lambda part: torch.empty_like(part, device=device))

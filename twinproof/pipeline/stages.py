@@ -6,6 +6,7 @@ refused before the first update, or averaged where the pipeline is asked for it:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -434,7 +435,7 @@ class Options:
         looks_up_before_update: whether a batch may be looked up before the update of the one before it.
 
     Raises:
-        ConfigError: ``apply_jit`` and the two behind it, which have no meaning here.
+        ConfigError: ``apply_jit`` and the two behind it, which have no meaning here; an interval below 1.
     """
 
     execute_all_batches: bool = True
@@ -460,6 +461,10 @@ class Options:
             free_features_storage_early=self.free_features_storage_early,
             clear_data_dist_inputs=self.clear_data_dist_inputs,
         )
+        interval = self.sync_interval_batches
+        if interval is not None and (type(interval) is not int or interval < 1):
+            where = "dmp_collection_sync_interval_batches"
+            raise ConfigError("not a number of batches", got=interval, expected=">= 1, or None", where=where)
 
 
 def refuse(**given: bool) -> None:
@@ -530,9 +535,12 @@ def move_batch(
     if hasattr(batch, "to"):
         return _asked_to_go(batch, device, copy_stream)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch)]
-        fields = {name: move_batch(getattr(batch, name), move, device, copy_stream) for name in names}
-        return dataclasses.replace(batch, **fields)
+        # Its constructor may take other fields, and has done its work.
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            # Also where it is frozen.
+            object.__setattr__(moved, field.name, move_batch(getattr(batch, field.name), move, device, copy_stream))
+        return moved
     return batch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="PIPE-280", at="twinproof.pipeline.driver:check_placement", of="fastimpl")
@@ -34,3 +34,10 @@ def another_order(
 @fault(kills="PIPE-283", at="twinproof.pipeline.stages:refuse")
 def meaningless_arguments_taken(original: Any, **given: bool) -> None:
     """Arguments without a meaning here are taken."""
+
+
+interval_of_none_taken = patched(
+    "Replicas are averaged every 0 batches, which the first step cannot.",
+    mutated("twinproof.pipeline.stages:Options.__post_init__", "interval < 1", "interval < 0"),
+    kills="PIPE-442",
+)

@@ -78,3 +78,13 @@ weights_lost_where_mended = patched(
     ),
     kills="PIPE-434",
 )
+strided_weights_refused = patched(
+    "Weights that are a strided view are refused where their table is cut by rows.",
+    mutated("fastimpl.pipeline.exchange:AllToAll._segments", "else bags.weights.contiguous()", "else bags.weights"),
+    kills="PIPE-439",
+)
+strided_offsets_refused = patched(
+    "Offsets that are a strided view are refused where a table is cut by rows.",
+    mutated("fastimpl.pipeline.exchange:AllToAll._segments", "bags.offsets.contiguous()", "bags.offsets"),
+    kills="PIPE-439",
+)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="PIPE-147", at=("refimpl.pipeline:move_batch", "fastimpl.pipeline.stages:move_batch"))
@@ -72,3 +72,19 @@ def one_queue_for_all(original: Any, schedule: Any, model: Any, *args: Any, **op
 def attached_to_the_first(original: Any, schedule: Any, model: Any = None, **options: Any) -> None:
     """attach() takes no other model."""
     original(schedule, schedule.__dict__.setdefault("_first_model", schedule._model), **options)
+
+
+prepared_again = patched(
+    "A dataclass is made anew where it is moved, by its constructor.",
+    mutated(
+        "twinproof.pipeline.stages:move_batch",
+        "moved = copy.copy(batch)",
+        "moved = dataclasses.replace(batch, **{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)})",
+    ),
+    kills="PIPE-440",
+)
+moved_in_place = patched(
+    "A dataclass of the caller's is changed where it is moved.",
+    mutated("twinproof.pipeline.stages:move_batch", "copy.copy(batch)", "batch"),
+    kills="PIPE-440",
+)

@@ -140,3 +140,15 @@ each_in_the_dtype_of_lengths = patched(
     ),
     kills="PIPE-405",
 )
+
+
+inverse_indices_not_kept = patched(
+    "record_stream leaves inverse indices out.",
+    mutated("twinproof.pipeline.jagged:KeyedMoves.record_stream", "self._inverse_indices is not None", "False"),
+    kills="PIPE-441",
+)
+offsets_not_kept = patched(
+    "record_stream leaves offsets out.",
+    mutated("twinproof.pipeline.jagged:Eager.record_stream", ", self._offsets", ""),
+    kills="PIPE-441",
+)
