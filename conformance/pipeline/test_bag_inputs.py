@@ -11,7 +11,7 @@ import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
-from conformance.pipeline.every_module import EVERY, batch_of, cut, whole
+from conformance.pipeline.every_module import EVERY, batch_of, whole
 from conformance.pipeline.model import EPS, LR, Naive, assert_bits, assert_tables, lookups_of, train
 from conformance.pipeline.sharding import collection_of, placed, sharded_of
 from refimpl.optimizers import Hyper
@@ -213,8 +213,7 @@ def _by_rows(pipeline: Any, group: Any = None) -> Any:
 
 def _with_gaps_on_ranks(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
-    for make in (partial(cut, pipeline, rank.group, rank.world_size), partial(_by_rows, pipeline, rank.group)):
-        _with_gaps(pipeline, make, 3 + rank.rank, f"rank {rank.rank}")
+    _with_gaps(pipeline, partial(_by_rows, pipeline, rank.group), 3 + rank.rank, f"rank {rank.rank}")
 
 
 @requirement(
