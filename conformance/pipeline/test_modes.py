@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import Any
 
 import torch
 
-from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import EXACT, FUSED, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -62,6 +64,63 @@ def test_changed_while_detached(pipeline: Any) -> None:
         for step, batch in enumerate(expected[1:], 1):
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} {options} step {step}")
         assert_same_state(job, loop, f"{name} {options}")
+
+
+def _held(model: Any) -> dict[str, torch.Tensor]:
+    """What training changes: tables, their states, and dense gradients."""
+    found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for index, collection in enumerate(model.collections):
+        for name, (_, weight, states) in collection.local_shards().items():
+            found |= {f"{index} {name}": weight, **{f"{index} {name} {key}": state for key, state in states.items()}}
+    return found
+
+
+def _copies_of_driven(pipeline: Any, name: str, rank: Rank | None) -> None:
+    job, loop = (Job(pipeline, 9, rank) for _ in range(2))
+    options = {"start_batch": 10**6} if "Semi" in name else {}
+    schedule, loader, batches = job.schedule(name, **options), iter(job.batches(4)), loop.batches(4)
+    for step in (0, 1):
+        assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
+    # A group cannot be pickled.
+    ways = {"copied": copy.deepcopy} | (
+        {"pickled": lambda model: pickle.loads(pickle.dumps(model))} if not rank else {}
+    )
+    apart = list[tuple[str, Any, Any]]()
+    for way, make in ways.items():
+        with succeeds(way, where=name):
+            apart.append((f"{name}, {way}", make(job.model), copy.deepcopy(loop.model)))
+    for step in (2, 3):
+        assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
+    assert_same_state(job, loop, name)
+    there = loop.there(batches[0])
+    for where, model, expected in apart:
+        for model_of in (model, expected):
+            model_of.zero_grad()
+        with succeeds("a step", where=where):
+            losses, output = model(there)
+        theirs, wanted = expected(there)
+        assert_bits(output, wanted, f"{where}: output")
+        losses.sum().backward()
+        theirs.sum().backward()
+        mine = _held(model)
+        for key, value in _held(expected).items():
+            assert_bits(mine[key], value, f"{where}: {key}")
+    assert_same_state(job, loop, f"{name}, after steps of its copies")
+
+
+def _copies_on_ranks(rank: Rank) -> None:
+    _copies_of_driven(rank.component("pipeline"), FUSED, rank)
+
+
+@requirement(
+    "PIPE-443",
+    "A copy of a model that a pipeline drives, deep or pickled, MUST be a model of its own, which looks up and trains "
+    "as one that nobody drives: neither it nor the pipeline knows of the other. On several ranks it has their group.",
+)
+def test_copies_of_driven_models(pipeline: Any, rank_pool: Any) -> None:
+    for name in WITHOUT_PREFETCH:
+        _copies_of_driven(pipeline, name, None)
+    rank_pool.run(_copies_on_ranks, 2)
 
 
 class Twice(torch.nn.Module):

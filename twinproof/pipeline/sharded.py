@@ -8,6 +8,7 @@ columns, so that another plan, or another number of ranks, reads what it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -474,6 +475,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             return initial_shard(table, shard.table, shard, seed)
         part = whole[slice(*shard.rows), slice(*shard.columns)]
         return self._engine.fresh((part.shape[0], part.shape[1]), part.dtype, part.device).copy_(part)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Tables, states and optimizer of its own; the ranks are the same."""
+        memo[id(self.process_group)] = self.process_group
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(deepcopy(self.__dict__, memo))
+        return made
 
     def create_context(self) -> ShardedContext:
         """A context for one batch."""

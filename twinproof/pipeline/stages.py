@@ -219,7 +219,7 @@ class Attachment:
         for call in calls:
             self._driven |= call.postprocs
         for name, module in self._driven.items():
-            module.forward = Prepared(name, result_of, vars(module).get("forward"))
+            module.forward = Prepared(module, name, result_of, vars(module).get("forward"))
 
     def close(self) -> None:
         """Twice is harmless."""
@@ -232,15 +232,17 @@ class Attachment:
 
 
 class Prepared:
-    """Stands in for a driven module's forward.
+    """Stands in for a driven module's forward. A copy of the module, which no pipeline drives, has its own forward.
 
     Attributes:
         replaced: the forward that the module itself had, None where it has its class's only. What another pipeline
             put there is none of the module's.
     """
 
-    def __init__(self, name: str, result_of: Callable[[str], Any], before: Callable[..., Any] | None = None) -> None:
-        self._name, self._result_of = name, result_of
+    def __init__(
+        self, module: Any, name: str, result_of: Callable[[str], Any], before: Callable[..., Any] | None = None
+    ) -> None:
+        self._module, self._name, self._result_of = module, name, result_of
         own = before.replaced if isinstance(before, Prepared) else before
         self.replaced: Callable[..., Any] | None = own
 
@@ -253,6 +255,16 @@ class Prepared:
                 "model is called directly, and call the module once in a forward",
                 where=self._name,
             ) from None
+
+    def __reduce__(self) -> Any:
+        # Not the pipeline with its batches, which would come along with what is called here.
+        if self.replaced is not None:
+            return _itself, (self.replaced,)
+        return functools.partial, (type(self._module).forward, self._module)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 def _is_dtensor(param: torch.Tensor) -> bool:

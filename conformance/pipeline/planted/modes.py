@@ -88,3 +88,20 @@ kept_of_the_exchange = patched(
     mutated("fastimpl.pipeline.stages:StreamedBatch.forget", "self.given.clear()", "pass"),
     kills="PIPE-400",
 )
+
+
+@fault(kills="PIPE-443", at="twinproof.pipeline.stages:Prepared.__reduce__")
+def copied_with_its_pipeline(original: Any, prepared: Any) -> Any:
+    """A copy of a driven model hands out what a copy of its pipeline has prepared."""
+    return object.__reduce_ex__(prepared, 2)
+
+
+groups_are_copied = patched(
+    "A copy of a cut collection copies its group of ranks, which cannot be.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection.__deepcopy__",
+        "memo[id(self.process_group)] = self.process_group",
+        "pass",
+    ),
+    kills="PIPE-443",
+)
