@@ -66,6 +66,35 @@ def test_changed_while_detached(pipeline: Any) -> None:
         assert_same_state(job, loop, f"{name} {options}")
 
 
+@requirement(
+    "PIPE-444",
+    "A model that attach() refuses MUST leave the pipeline as it was: it drives the model before, whose next steps are "
+    "the loop's, with the batches in flight and no exchange again.",
+)
+def test_refused_model(pipeline: Any) -> None:
+    for name in (FUSED, "TrainPipelineSemiSync"):
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+        schedule, loader = job.schedule(name, strict=True, **options), iter(job.batches(4))
+        # Data-parallel tables that the optimizer updates, and a module that is called twice.
+        other = Job(pipeline, 4, kinds=("data_parallel",))
+        job.optimizer.add_param_group({"params": list(other.model.parameters())})
+        loop.optimizer.add_param_group({"params": []})
+        batches, sent = loop.batches(4), list[int]()
+        assert_bits(schedule.progress(loader), loop.step(batches[0]), f"{name} step 0")
+        dist = job.collections[0].input_dist
+        job.collections[0].input_dist = lambda *args, dist=dist, sent=sent: (sent.append(1), dist(*args))[1]
+        for refused, why in ((Twice(other.model), "twice"), (other.model, "strict")):
+            with raises(ConfigError, mentions=(why,)):
+                schedule.attach(refused)
+        assert_equal(sent, [], where=f"{name}: exchanges of refused models")
+        for step, batch in enumerate(batches[1:], 1):
+            with succeeds("a step", where=f"{name}, behind a model that was refused"):
+                output = schedule.progress(loader)
+            assert_bits(output, loop.step(batch), f"{name} step {step}")
+        assert_equal(schedule.detach() is job.model, True, where=f"{name}: the model")
+
+
 def _held(model: Any) -> dict[str, torch.Tensor]:
     """What training changes: tables, their states, and dense gradients."""
     found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}

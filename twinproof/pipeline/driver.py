@@ -167,13 +167,18 @@ class Pipeline(Generic[In, Out]):
 
         ``sparse_dist`` starts the exchange of the first batch in flight at once, so that every rank must call this;
         without it the next step does.
+
+        Raises:
+            ConfigError: see the class; the pipeline goes on with the model that it has.
         """
-        self.detach()
-        self._model = self._model if model is None else model
-        self.calls = find_calls(self._model, pipeline_postproc=self.options.pipeline_postproc)
-        late = [call.name for call in self.calls if self.options.strict and self.is_late(call)]
+        model = self._model if model is None else model
+        # What is refused leaves the model that is driven.
+        calls = find_calls(model, pipeline_postproc=self.options.pipeline_postproc)
+        late = [call.name for call in calls if self.options.strict and self.is_late(call)]
         if late:
             raise ConfigError("the optimizer updates parameters that a lookup reads", got=late, where="strict")
+        self.detach()
+        self._model, self.calls = model, calls
         stale = [call.name for call in self.calls if self.options.looks_up_before_update and self.is_late(call)]
         if stale:
             logger.warning("parameters of the optimizer are read one update stale in %s", stale)

@@ -105,3 +105,11 @@ groups_are_copied = patched(
     ),
     kills="PIPE-443",
 )
+
+
+@fault(kills="PIPE-444", at="twinproof.pipeline.driver:Pipeline.attach")
+def refused_model_driven(original: Any, schedule: Any, model: Any = None, **options: Any) -> None:
+    """A model that is refused is the pipeline's from then on."""
+    schedule.detach()
+    schedule._model = schedule._model if model is None else model
+    original(schedule, model, **options)
