@@ -308,3 +308,45 @@ def _counted(rank: Rank, module_count: int) -> None:
 )
 def test_collectives(rank_pool: Any) -> None:
     rank_pool.run(_counted, 2, 3)
+
+
+def _refused_states(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    configs, weights, keys, limits = random_tables(pipeline, 12, rows=13)
+    plan = random_plan(pipeline, configs, rank.world_size, 12, KINDS)
+    sharded, other = (
+        sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adam", rank.group) for _ in range(2)
+    )
+    train(rank, sharded, batches_of(rank, keys, limits, 1), 1, pipeline)
+    train(rank, other, batches_of(rank, keys, limits, 2), 2, pipeline)
+    states, tables = other.optimizer_state_dict(), other.state_dict()
+    before = copy.deepcopy(sharded.local_shards())
+    sharded.fused_optimizer.step_count = 7
+    last, table_of_all = [name for name in states if not name.endswith("step")][-1], list(tables)[-1]
+    narrow = torch.zeros(states[last].shape, dtype=torch.float16)
+    wrong: list[tuple[Any, dict[str, Any], str, Any]] = [
+        (sharded.load_optimizer_state_dict, states, last, torch.zeros(1, 1)),
+        (sharded.load_optimizer_state_dict, states, last, narrow),
+        (sharded.load_optimizer_state_dict, states, last, 1.0),
+        (sharded.load_state_dict, tables, table_of_all, torch.zeros(1, 1)),
+        (sharded.load_state_dict, tables, table_of_all, None),
+    ]
+    for load, state, name, given in wrong:
+        where = f"{name} of {type(given).__name__}"
+        with raises(ShapeError if isinstance(given, torch.Tensor) else UnsupportedError, mentions=(name,), where=where):
+            load({**state, name: given})
+        for table, (_, weight, held) in sharded.local_shards().items():
+            assert_bits(weight, before[table][1], f"{table}, after {where}")
+            for key, value in held.items():
+                assert_bits(value, before[table][2][key], f"{table} {key}, after {where}")
+        assert_equal(sharded.fused_optimizer.step_count, 7, where=f"steps, after {where}")
+
+
+@requirement(
+    "PIPE-445",
+    "Tables, or states of the optimizer, of which one does not fit MUST be refused by its name before any of them is "
+    "changed, and before the step is.",
+)
+def test_refused_states(rank_pool: Any) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_refused_states, world_size)

@@ -57,6 +57,7 @@ __all__ = [
     "ShardedEmbeddingBagCollection",
     "TableParts",
     "TableShard",
+    "check_part",
     "copy_into",
 ]
 
@@ -89,6 +90,11 @@ class TableShard(torch.Tensor):
     def origin(self) -> tuple[int, int]:
         """Row and column at which the part begins."""
         return self._origin
+
+    @property
+    def _place(self) -> tuple[tuple[int, int], tuple[int, ...]] | None:
+        """Where the part begins, and its shape; None where there is none."""
+        return None if self._local is None else (self._origin, tuple(self._local.shape))
 
     def __deepcopy__(self, memo: Any) -> TableShard:
         local = None if self._local is None else self._local.clone()
@@ -128,8 +134,8 @@ class TableShard(torch.Tensor):
         return self._local
 
 
-def copy_into(target: TableShard, value: Any, where: str) -> None:
-    """Fill the part from a whole tensor, or from a part at the same place, which may be the very same memory.
+def check_part(target: TableShard, value: Any, where: str) -> None:
+    """Demand a whole tensor, or a part at the same place.
 
     Raises:
         ShapeError: another shape, place or dtype. UnsupportedError: not a tensor.
@@ -139,18 +145,22 @@ def copy_into(target: TableShard, value: Any, where: str) -> None:
     if tuple(value.shape) != tuple(target.shape) or value.dtype != target.dtype:
         got, expected = (tuple(value.shape), value.dtype), (tuple(target.shape), target.dtype)
         raise ShapeError("not this table", got=got, expected=expected, where=where)
+    if isinstance(value, TableShard):
+        mine, theirs = target._place, value._place
+        if mine != theirs:
+            raise ShapeError("a part at another place", got=theirs, expected=mine, where=where)
+
+
+def copy_into(target: TableShard, value: torch.Tensor) -> None:
+    """Fill the part from what ``check_part`` has let pass, which may be the very same memory."""
     local, (row, column) = target.to_local(), target.origin
+    if local is None:
+        return
     if isinstance(value, TableShard):
         source = value.to_local()
-        places = [
-            None if part is None else (at, tuple(part.shape))
-            for part, at in ((source, value.origin), (local, target.origin))
-        ]
-        if places[0] != places[1]:
-            raise ShapeError("a part at another place", got=places[0], expected=places[1], where=where)
-    elif local is not None:
+    else:
         source = value[row : row + local.shape[0], column : column + local.shape[1]]
-    if local is not None and source is not None and source.data_ptr() != local.data_ptr():
+    if source is not None and source.data_ptr() != local.data_ptr():
         local.copy_(source)
 
 
@@ -215,15 +225,18 @@ class TableParts:
         """Take states from parts at the same places, or from whole tensors.
 
         Raises:
-            MissingKeyError: names that are absent; nothing was changed. ShapeError: see ``copy_into``.
+            MissingKeyError: names that are absent. ShapeError: see ``check_part``. Then nothing was changed.
         """
         views = self.views(states=True)
         missing = sorted({*views, STEP} - set(state))
         if missing:
             raise MissingKeyError("names are not in the state dict", got=missing, where="optimizer state")
+        step = int(state[STEP])
         for name, view in views.items():
-            copy_into(view, state[name], name)
-        self._optimizer.step_count = int(state[STEP])
+            check_part(view, state[name], name)
+        for name, view in views.items():
+            copy_into(view, state[name])
+        self._optimizer.step_count = step
 
     def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
@@ -245,16 +258,15 @@ class TableParts:
         """Take the parts of tables from a state dict; returns the names that were taken, and those that are missing.
 
         Raises:
-            ShapeError: see ``copy_into``.
+            ShapeError: see ``check_part``. Then nothing was changed.
         """
-        loaded, missing = list[str](), list[str]()
-        for name, view in self.views(states=False).items():
-            if prefix + name in state:
-                loaded.append(prefix + name)
-                copy_into(view, state[prefix + name], prefix + name)
-            else:
-                missing.append(prefix + name)
-        return loaded, missing
+        views = {prefix + name: view for name, view in self.views(states=False).items()}
+        loaded = {name: view for name, view in views.items() if name in state}
+        for name, view in loaded.items():
+            check_part(view, state[name], name)
+        for name, view in loaded.items():
+            copy_into(view, state[name])
+        return list(loaded), [name for name in views if name not in loaded]
 
 
 class CutTable(torch.nn.Module):
@@ -480,7 +492,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Tables, states and optimizer of its own; the ranks are the same."""
         memo[id(self.process_group)] = self.process_group
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(deepcopy(self.__dict__, memo))
+        made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
 
     def create_context(self) -> ShardedContext:
@@ -634,7 +646,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Take states from parts at the same places, or from whole tensors.
 
         Raises:
-            MissingKeyError: names that are absent; nothing was changed. ShapeError: see ``copy_into``.
+            MissingKeyError: names that are absent. ShapeError: another shape, place or dtype. Then nothing was changed.
         """
         self._parts.load_optimizer_state_dict(state)
 

@@ -107,8 +107,8 @@ def ids_copied_to_the_store(original: Any, rows: Any, ids: torch.Tensor) -> torc
 
 
 @fault(kills="PIPE-328", at="twinproof.pipeline.sharded:copy_into")
-def loads_into_a_copy(original: Any, target: Any, value: Any, where: str) -> None:
+def loads_into_a_copy(original: Any, target: Any, value: Any) -> None:
     """Parts on a device are loaded into a copy on the host, which is dropped."""
     local = target.to_local()
     if local is None or local.device.type == "cpu":
-        original(target, value, where)
+        original(target, value)

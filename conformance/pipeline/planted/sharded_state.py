@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.pipeline.sharding import INIT_ROWS, Shard
 
 
@@ -40,27 +40,27 @@ def step_not_loaded(original: Any, module: Any, state: Any) -> None:
 
 
 @fault(kills="PIPE-059", at="twinproof.pipeline.sharded:copy_into")
-def whole_tensor_cut_at_the_beginning(original: Any, target: Any, value: Any, where: str) -> None:
+def whole_tensor_cut_at_the_beginning(original: Any, target: Any, value: Any) -> None:
     """A whole tensor gives every rank its first rows."""
     local = target.to_local()
     if local is None or hasattr(value, "to_local"):
-        original(target, value, where)
+        original(target, value)
     else:
         local.copy_(value[: local.shape[0], : local.shape[1]])
 
 
 @fault(kills="PIPE-059", at="twinproof.pipeline.sharded:copy_into")
-def saved_parts_not_taken(original: Any, target: Any, value: Any, where: str) -> None:
+def saved_parts_not_taken(original: Any, target: Any, value: Any) -> None:
     """Parts that were saved are not loaded."""
     if not hasattr(value, "to_local"):
-        original(target, value, where)
+        original(target, value)
 
 
-@fault(kills="PIPE-107", at="twinproof.pipeline.sharded:copy_into")
-def states_of_other_blocks_skipped(original: Any, target: Any, value: Any, where: str) -> None:
-    """States of other column blocks are left out in silence."""
-    if tuple(value.shape) == tuple(target.shape):
-        original(target, value, where)
+states_of_other_blocks_taken = patched(
+    "States of other column blocks are taken in silence.",
+    mutated("twinproof.pipeline.sharded:check_part", "tuple(value.shape) != tuple(target.shape)", "False"),
+    kills="PIPE-107",
+)
 
 
 @fault(kills="PIPE-108", at="twinproof.pipeline.sharded:initial_shard")
@@ -72,3 +72,23 @@ def first_weights_by_local_row(original: Any, table: Any, index: int, shard: Sha
     ids = torch.arange(min(INIT_ROWS, shard.rows[1] - shard.rows[0]))
     made = initial_weights(Initializer.uniform(-bound, bound), seed, index, ids, shard.width, table.dtype)
     return made.contiguous()
+
+
+states_checked_one_by_one = patched(
+    "States are loaded one after the other until one does not fit.",
+    mutated(
+        "twinproof.pipeline.sharded:TableParts.load_optimizer_state_dict",
+        "check_part(view, state[name], name)\n",
+        "check_part(view, state[name], name)\n        copy_into(view, state[name])\n",
+    ),
+    kills="PIPE-445",
+)
+tables_checked_one_by_one = patched(
+    "Tables are loaded one after the other until one does not fit.",
+    mutated(
+        "twinproof.pipeline.sharded:TableParts.load",
+        "check_part(view, state[name], name)\n",
+        "check_part(view, state[name], name)\n        copy_into(view, state[name])\n",
+    ),
+    kills="PIPE-445",
+)
