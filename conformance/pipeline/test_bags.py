@@ -255,6 +255,36 @@ def test_copy(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-446",
+    "Lookups that are loaded from a state dict MUST go on as those that it was taken of, Adam's step among it; so MUST "
+    "the learning rate and the step of the optimizer's own state dict; a step that is absent MUST be refused.",
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resumed(pipeline: Any, optimizer: str) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    weights = [values_of((6, 4), 1)]
+    lookups, naive = (
+        placed(pipeline, lookups_of(pipeline, [config], weights, optimizer)),
+        Naive([config], weights, optimizer),
+    )
+    for step in (1, 2):
+        train(lookups, naive, random_jagged(["f"], [6], 3, step), step, f"step {step}")
+    saved, handle = copy.deepcopy(lookups.state_dict()), copy.deepcopy(lookups.fused_optimizer.state_dict())
+    model = torch.nn.ModuleDict({"lookups": lookups_of(pipeline, [config], weights, optimizer)})
+    again = placed(pipeline, model)["lookups"]
+    model.load_state_dict({f"lookups.{name}": value for name, value in saved.items()})
+    train(again, copy.deepcopy(naive), random_jagged(["f"], [6], 3, 3), 3, "loaded")
+    again.fused_optimizer.param_groups[0]["lr"] = 7.0
+    again.fused_optimizer.load_state_dict(handle)
+    assert_equal(again.fused_optimizer.step_count, 2, where="steps of the handle")
+    assert_equal(again.fused_optimizer.param_groups[0]["lr"], LR, where="learning rate of the handle")
+    absent = {name: value for name, value in saved.items() if name != "step"}
+    with raises(RuntimeError, mentions=("step",)):
+        again.load_state_dict(absent)
+    assert_equal(again.load_state_dict(absent, strict=False).missing_keys, ["step"], where="what is missing")
+
+
+@requirement(
     "PIPE-020", "The step MUST count backwards: lookups in evaluation, repeated ones and unused ones MUST NOT count."
 )
 def test_step_count(pipeline: Any) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingConfig",
     "FusedOptimizer",
+    "InBackwardOptimizer",
     "PoolingType",
     "UniformInit",
     "apply_optimizer_in_backward",
@@ -314,6 +315,50 @@ class FusedOptimizer:
     def state_widths(self, columns: int) -> dict[str, int]:
         """State name -> float32 values of a row of this many columns."""
         return OPTIMIZERS[self.kind].widths(columns)
+
+
+class InBackwardOptimizer(torch.optim.Optimizer):
+    """A handle on the optimizer in the backward, for schedulers: ``step()`` and ``zero_grad()`` do nothing.
+
+    Attributes:
+        config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``.
+        step_count: backward passes so far; Adam's step. It is an option of the group, so that a state dict has it.
+    """
+
+    def __init__(self, config: FusedOptimizer) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(0, device="cpu"))], {"lr": config.lr, "step_count": 0})
+        self.config = config
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer names what is copied and pickled; its own attributes are not among it.
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "config": self.config}
+
+    @property
+    def step_count(self) -> int:
+        """See the class."""
+        count: int = self.param_groups[0]["step_count"]
+        return count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self.param_groups[0]["step_count"] = count
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The backward has taken it already."""
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """There are no gradients."""
+
+    def count_step(self) -> None:
+        """A backward is a step; schedulers, which may only follow one, are told."""
+        self.step_count += 1
+        self._opt_called = True
+
+    def hyper(self) -> Hyper:
+        """Hyperparameters of the step that is being taken."""
+        return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)
 
 
 # By name: row-wise ones are no classes of torch's.

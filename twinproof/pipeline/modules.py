@@ -21,6 +21,7 @@ from twinproof.pipeline.config import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     FusedOptimizer,
+    InBackwardOptimizer,
     check_names,
     check_tables,
     embedding_names,
@@ -146,40 +147,6 @@ def eagerly(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class InBackwardOptimizer(torch.optim.Optimizer):
-    """A handle on the optimizer in the backward, for schedulers: ``step()`` and ``zero_grad()`` do nothing.
-
-    Attributes:
-        config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``.
-        step_count: backward passes so far; Adam's step.
-    """
-
-    def __init__(self, config: FusedOptimizer) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(0, device="cpu"))], {"lr": config.lr})
-        self.config, self.step_count = config, 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        # An optimizer names what is copied and pickled; its own attributes are not among it.
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, "config": self.config, "step_count": self.step_count}
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The backward has taken it already."""
-        return None if closure is None else closure()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """There are no gradients."""
-
-    def count_step(self) -> None:
-        """A backward is a step; schedulers, which may only follow one, are told."""
-        self.step_count += 1
-        self._opt_called = True
-
-    def hyper(self) -> Hyper:
-        """Hyperparameters of the step that is being taken."""
-        return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)
-
-
 def _watch(ctx: Any, *tensors: torch.Tensor | None) -> None:
     """Batches are the caller's memory: torch is to see whether they are written over before the backward."""
     ctx.save_for_backward(*(tensor.detach() for tensor in tensors if tensor is not None))
@@ -242,7 +209,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         device: of the tables.
 
     The tables are buffers, not parameters: nothing but the backward updates them. Optimizer states are float32 zeros
-    at first, [E, D], or [E, 1] where the optimizer keeps one value for a row.
+    at first, [E, D], or [E, 1] where the optimizer keeps one value for a row. A state dict has both, and the ``step``.
 
     Raises:
         ConfigError: see ``EmbeddingBagConfig`` and ``FusedOptimizer``. ShapeError: weights of another shape.
@@ -288,6 +255,21 @@ class TableBatchedEmbeddingBags(BoundToLookup):
             return found if found.dtype == tensor.dtype else tensor.to(found.device)
 
         return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}step"] = torch.tensor([self.fused_optimizer.step_count], device="cpu")
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        name = f"{prefix}step"
+        if name in state_dict:
+            self.fused_optimizer.step_count = int(state_dict[name])
+            unexpected[:] = [each for each in unexpected if each != name]
+        elif strict:
+            missing.append(name)
 
     def weight(self, index: int) -> torch.Tensor:
         """The weight [E, D] of one table, itself and not a copy."""

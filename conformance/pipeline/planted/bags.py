@@ -12,10 +12,29 @@ from conformance.pipeline.planted.planting import exported, lookups
 from twinproof.pipeline.jagged import Bags, offsets_of
 
 
-@fault(kills="PIPE-117", at="twinproof.pipeline.modules:InBackwardOptimizer.__getstate__")
+@fault(kills="PIPE-117", at="twinproof.pipeline.config:InBackwardOptimizer.__getstate__")
 def copies_count_from_zero(original: Any, optimizer: Any) -> dict[str, Any]:
     """A copy of lookups counts steps from 0 again."""
-    return {**original(optimizer), "step_count": 0}
+    state: dict[str, Any] = original(optimizer)
+    return {**state, "param_groups": [{**group, "step_count": 0} for group in state["param_groups"]]}
+
+
+step_not_saved = patched(
+    "A module's state dict has no step of its optimizer.",
+    mutated(
+        "twinproof.pipeline.modules:TableBatchedEmbeddingBags._save_to_state_dict",
+        "[self.fused_optimizer.step_count]",
+        "[0]",
+    ),
+    kills="PIPE-446",
+)
+
+
+@fault(kills="PIPE-446", at="twinproof.pipeline.config:InBackwardOptimizer.load_state_dict")
+def handle_counts_from_zero(original: Any, optimizer: Any, state: Any) -> None:
+    """The optimizer's handle is loaded without its step."""
+    original(optimizer, state)
+    optimizer.step_count = 0
 
 
 @fault(kills="PIPE-012", at=lookups("pool"))
