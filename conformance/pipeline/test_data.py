@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +109,25 @@ def test_batch_refusals(pipeline: Any) -> None:
     by_rank = [make(["a"], ids, lengths=torch.tensor([1, 2]), stride_per_key_per_rank=[n]) for n in ([2], [1, 1])]
     with raises(ShapeError, mentions=("ranks",)):
         make.concat(by_rank)
+
+
+@requirement(
+    "PIPE-447",
+    "Lengths and offsets that do not cut the values MUST be refused whatever integers they are, those that have no "
+    "sign among them.",
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_integers_that_do_not_cut(pipeline: Any, dtype: torch.dtype) -> None:
+    wrong: list[dict[str, list[int]]] = [
+        {"offsets": each} for each in ([0, 3, 2, 4], [0, 5, 2, 4], [0, 1, 2, 3], [1, 2, 3, 4])
+    ]
+    wrong += [{"lengths": each} for each in ([2, 1, 0], [2, 1, 2], [0, 0, 0])]
+    # 260 is 4 where a sum is of eight bits.
+    wrong.append({"lengths": [120, 120, 20]})
+    for parts in wrong:
+        given = {name: torch.tensor(each, dtype=dtype) for name, each in parts.items()}
+        with raises(ShapeError, where=f"{dtype} {parts}"):
+            pipeline.KeyedJaggedTensor(["a", "b", "c"], torch.arange(4), **given)["b"]
 
 
 @requirement("PIPE-102", "Pooled columns MUST be found under their feature's name and regroup in the order asked for.")

@@ -226,6 +226,33 @@ def test_means_of_every_dtype(rank_pool: Any) -> None:
     rank_pool.run(_of_every_dtype, 2, FUSED)
 
 
+def _sparse_here_and_there(rank: Rank, name: str) -> None:
+    """A table of torch's with sparse gradients, which one rank alone uses."""
+    job = Job(rank.component("pipeline"), 4, rank, reduces=False)
+    job.model.more = torch.nn.Embedding(5, 2, sparse=True)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.5)
+    before = {key: value.detach().clone() for key, value in job.model.named_parameters()}
+
+    def forward(batch: Any) -> Any:
+        losses, output = job.model(batch)
+        return losses + job.model.more(torch.tensor([1])).sum() if rank.rank else losses, output
+
+    schedule = job.schedule(name, custom_model_fwd=forward, reduce_dense_gradients=True)
+    with raises(ConfigError, mentions=("sparse", "more.weight"), where=f"rank {rank.rank}"):
+        schedule.progress(iter(job.batches(1)))
+    for key, value in job.model.named_parameters():
+        assert_bits(value.detach(), before[key], f"{name}: {key}")
+
+
+@requirement(
+    "PIPE-448",
+    "A sparse gradient, of one rank alone, MUST be refused on every rank by the name of its parameter, before a dense "
+    "parameter is stepped.",
+)
+def test_sparse_gradients(rank_pool: Any) -> None:
+    rank_pool.run(_sparse_here_and_there, 2, "TrainPipelineBase")
+
+
 class Documented(torch.nn.Module):
     """The model that the documentation speaks of: (losses, output) for a batch (dense [B, 4], ids, target [B])."""
 

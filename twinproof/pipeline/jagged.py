@@ -645,7 +645,8 @@ class KeyedMoves(Eager):
         if any(part is not None and part.device.type != "cpu" for part in (lengths, offsets)):
             return None
         if offsets is not None and offsets.numel() > 0:
-            first, last, sizes = int(offsets[0]), int(offsets[-1]), offsets.diff()
+            # Of uint8, a step down is a size above 0.
+            first, last, sizes = int(offsets[0]), int(offsets[-1]), offsets.to(torch.int64).diff()
             if (first, last) != (0, count) or bool((sizes < 0).any()):
                 raise ShapeError("offsets do not cut the values", got=(first, last), expected=(0, count))
             if lengths is not None and not torch.equal(lengths.reshape(-1).to(sizes.dtype), sizes):

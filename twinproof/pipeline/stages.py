@@ -366,14 +366,18 @@ class DenseGradients:
         """The mean over ranks, in place. A parameter without gradient counts as 0, and has none if no rank has one."""
         if not self.params:
             return
-        found = [param.grad is not None for param in self.params]
+        # More than all ranks have where any is refused, so that all refuse it and nobody waits.
+        grads_of = (param.grad for param in self.params)
+        found = [0 if grad is None else 1 if grad.layout is torch.strided else world_size + 1 for grad in grads_of]
         present = torch.tensor(found, dtype=torch.int64, device=self.params[0].device)
         dist.all_reduce(present, group=process_group)
-        used = [param for param, count in zip(self.params, present.tolist(), strict=True) if count]
+        counts: list[int] = present.tolist()
+        sparse = [name for name, count in zip(self.names, counts, strict=True) if count > world_size]
+        if sparse:
+            raise ConfigError("sparse gradients are not reduced", got=sparse, where="reduce_dense_gradients")
+        used = [param for param, count in zip(self.params, counts, strict=True) if count]
         for params in _alike(used):
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-            if any(grad.layout is not torch.strided for grad in grads):
-                raise ConfigError("sparse gradients are not reduced", where="reduce_dense_gradients")
             flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world_size)
             dist.all_reduce(flat, group=process_group)
             parts = torch.split(flat, [param.numel() for param in params])

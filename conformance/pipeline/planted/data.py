@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from conformance.pipeline.planted.planting import accepted
 
 
@@ -28,3 +28,10 @@ def regroup_keeps_order(original: Any, tensors: Any, groups: Any) -> Any:
     """Groups keep the tensors' order."""
     order = [key for tensor in tensors for key in tensor.keys()]  # noqa: SIM118
     return original(tensors, [sorted(group, key=order.index) for group in groups if set(group) <= set(order)])
+
+
+steps_down_of_bytes_taken = patched(
+    "Sizes are of the dtype of offsets: of uint8 none is below 0.",
+    mutated("twinproof.pipeline.jagged:KeyedMoves._sizes", "offsets.to(torch.int64).diff()", "offsets.diff()"),
+    kills="PIPE-447",
+)

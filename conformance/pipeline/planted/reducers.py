@@ -74,3 +74,11 @@ summed_before_divided = patched(
     ),
     kills="PIPE-433",
 )
+
+
+@fault(kills="PIPE-448", at="twinproof.pipeline.stages:DenseGradients.reduce")
+def sparse_made_dense(original: Any, dense: Any, group: Any, world_size: int) -> None:
+    """Sparse gradients are made dense without a word, and averaged."""
+    for param in dense.params:
+        param.grad = None if param.grad is None else param.grad.to_dense()
+    original(dense, group, world_size)
