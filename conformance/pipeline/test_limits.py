@@ -115,3 +115,26 @@ def test_texts_of_parts(pipeline: Any) -> None:
     assert_equal(repr(part), "TableShard(shape=(9, 4), dtype=torch.float16, local=(3, 2) at (6, 2))", where="a part")
     empty = TableShard.make((9, 4), torch.float32, None)
     assert_equal(repr(empty), "TableShard(shape=(9, 4), dtype=torch.float32, local=None at (0, 0))", where="no part")
+
+
+@requirement("PIPE-451", "A kind of sharding that there is not MUST be refused with the kinds that there are.")
+def test_kinds(pipeline: Any) -> None:
+    for kind in ("table_wise", "row_wise", "column_wise", "data_parallel", "key_value"):
+        with succeeds("TableSharding", where=kind):
+            pipeline.TableSharding(kind)
+    kinds = ("row-wise", "table_wise", "row_wise", "column_wise", "data_parallel", "key_value")
+    with raises(ConfigError, mentions=kinds):
+        pipeline.TableSharding("row-wise")
+
+
+@requirement("PIPE-452", "More weights than values MUST be refused where a batch is permuted or put together.")
+def test_more_weights(pipeline: Any) -> None:
+    def made(count: int) -> Any:
+        return pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(4), torch.ones(count), torch.tensor([1, 3]))
+
+    for name, use in (("permute", lambda b: b.permute([1, 0])), ("concat", lambda b: type(b).concat([b, made(4)]))):
+        with succeeds(name, where="a weight for each value"):
+            use(made(4))
+        for count in (3, 5, 8):
+            with raises(ShapeError, mentions=("weight", "4"), where=f"{name}, {count} weights of 4 values"):
+                use(made(count))

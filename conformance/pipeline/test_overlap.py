@@ -93,6 +93,8 @@ def test_replay_is_exact(pipeline: Any) -> None:
     for name, options in SCHEDULES:
         program, _, ends_s = recorded(pipeline, name, options, ALL)
         assert_equal(replay(program).ends_s, ends_s, where=f"ends of steps, {name} {options}")
+    program, _, ends_s = recorded(pipeline, FUSED, {"emb_lookup_stream": "current"}, ALL)
+    assert_equal(replay(program).ends_s, ends_s, where="ends of steps, lookups on the caller's stream")
     program, _, ends_s = recorded(pipeline, FUSED, {}, ALL, sees_reads=True)
     assert_equal(replay(program).ends_s, ends_s, where="ends of steps, reads seen by the recorder")
 
@@ -359,3 +361,53 @@ def test_forgotten(pipeline: Any) -> None:
         for count in (1, 3):
             found, _, _ = recorded(pipeline, name, {}, ALL, clock=HostsTime, forgets=count)
             assert_equal(found, _behind(whole, count), where=f"{name}: what is recorded behind {count} steps")
+
+
+@requirement(
+    "PIPE-449",
+    "Work of a step outside of all stages, as a user's own before and behind progress(), MUST be recorded as "
+    "such, and work between two steps MUST NOT, whatever events are recorded there.",
+    needs=("streams",),
+)
+def test_own_work(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import Record, Work
+    from fastimpl.pipeline.recording import Recorder
+
+    found = list[Any]()
+    for inside, between in ((0, 0), (3, 0), (0, 3), (3, 3)):
+        costs = Costs(op_s=lambda op, size_bytes: {"aten::mul_": 2.0}.get(op, 0.0))
+        device, job = VirtualDevice(costs=costs), Job(pipeline, 5, kinds=("table_wise",), device="cpu")
+        recorder = Recorder(device.engine, VirtualClock(device.engine))
+        batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number) for number in range(2)])]
+        with device:
+            schedule, loader = job.schedule(SPARSE_DIST, engine=recorder), iter(batches)
+            own = job.model.top.weight.detach()
+            for _ in range(2):
+                with recorder.step():
+                    for part in (lambda: None, lambda: schedule.progress(loader)):  # noqa: B023
+                        part()
+                        for _ in range(inside):
+                            own.mul_(1.0)
+                for _ in range(between):
+                    own.mul_(1.0)
+                recorder.record(recorder.event(), recorder.current())
+        work = [one for one in recorder.program() if isinstance(one, Work) and one.stage == "other"]
+        assert_equal(sum(one.duration_s for one in work), 8.0 * inside, where=f"{inside} inside, {between} between")
+        found.append(len([one for one in recorder.program() if isinstance(one, Record)]))
+    assert_equal(found, found[:1] * 4, where="events")
+
+
+@requirement(
+    "PIPE-450",
+    "A recorder that looks for reads of the device's values itself MUST find some, and no more waits of the host than "
+    "the device tells of, which knows those of operators too.",
+    needs=("streams",),
+)
+def test_reads_seen(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import HostWait
+
+    for name in (SPARSE_DIST, FUSED):
+        programs = [recorded(pipeline, name, {}, ALL, sees_reads=sees)[0] for sees in (False, True)]
+        told, seen = (sum(isinstance(one, HostWait) for one in program) for program in programs)
+        assert_le(seen, told, where=f"{name}: waits that are seen, and told")
+        assert_le(1, seen, where=f"{name}: waits that are seen")

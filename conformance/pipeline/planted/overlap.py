@@ -124,3 +124,34 @@ edges_of_before = patched(
     mutated("fastimpl.pipeline.recording:Recorder.forget", "self._events.clear()", "pass"),
     kills="PIPE-436",
 )
+own_work_unseen = patched(
+    "Work behind the last stage of a step is not recorded.",
+    mutated("fastimpl.pipeline.recording:Recorder.step", "yield\n        self._cut()", "yield"),
+    kills="PIPE-449",
+)
+work_between_steps = patched(
+    "Work between two steps is the next one's.",
+    mutated("fastimpl.pipeline.recording:Recorder.step", "self._open.clear()", "pass"),
+    kills="PIPE-449",
+)
+every_call_is_a_read = patched(
+    "Every call of torch is taken for a read of the device's values.",
+    mutated(
+        "fastimpl.pipeline.recording:_Reads.__torch_function__",
+        'getattr(func, "__name__", "") in _READS and args and self.recorder.holds(args[0])',
+        "args",
+    ),
+    kills="PIPE-450",
+)
+own_work_before_a_stage = patched(
+    "Work before a stage is the stage's.",
+    mutated(
+        "fastimpl.pipeline.recording:Recorder.stage", "self._cut()\n    self._labels.append", "self._labels.append"
+    ),
+    kills="PIPE-449",
+)
+stream_begins_inside_of_itself = patched(
+    "A stream that is entered again is forgotten when it is left.",
+    mutated("fastimpl.pipeline.recording:Recorder.on", "lane not in self._open", "True"),
+    kills="PIPE-160",
+)
