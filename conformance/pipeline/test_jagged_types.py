@@ -345,8 +345,8 @@ def test_copied_sizes(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-212",
-    "Pooled columns MUST be put together along cat_dim, regrouped under names, moved and counted in bytes; a repeated "
-    "key means its last columns.",
+    "Pooled columns MUST be put together along cat_dim, given by name, regrouped under names, moved and counted in "
+    "bytes; a repeated key means its last columns.",
 )
 def test_pooled_columns(pipeline: Any) -> None:
     parts = [values_of((3, width), width) for width in (2, 1, 4)]
@@ -364,6 +364,10 @@ def test_pooled_columns(pipeline: Any) -> None:
     assert_bits(rows["b"], parts[0] + 1, "along rows")
     twice = pipeline.KeyedTensor(["a", "a"], [2, 1], torch.cat([parts[0], parts[1]], dim=1))
     assert_bits(twice["a"], parts[1], "a repeated key")
+    columns = left.to_dict()
+    assert_equal(list(columns), ["a", "b"], where="names of to_dict")
+    for name, part in zip(columns, parts, strict=False):
+        assert_bits(columns[name], part, f"to_dict of {name}")
     assert_equal((left.size_in_bytes(), left.to(torch.device("cpu")).device().type), (36, "cpu"), where="facts")
 
 

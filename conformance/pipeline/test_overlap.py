@@ -381,18 +381,24 @@ def test_own_work(pipeline: Any) -> None:
         batches = [virtual(device, batch) for batch in on_host(device, [job.batch(number) for number in range(2)])]
         with device:
             schedule, loader = job.schedule(SPARSE_DIST, engine=recorder), iter(batches)
-            own = job.model.top.weight.detach()
+            own, other = job.model.top.weight.detach(), job.model.bottom.weight.detach()
+            event, stream = recorder.event(), recorder.stream("mine")
+            recorder.record(event, recorder.current())
             for _ in range(2):
                 with recorder.step():
                     for part in (lambda: None, lambda: schedule.progress(loader)):  # noqa: B023
                         part()
                         for _ in range(inside):
                             own.mul_(1.0)
+                            recorder.wait(recorder.current(), event)
+                            with recorder.on(stream):
+                                other.mul_(1.0)
+                            own.mul_(1.0)
                 for _ in range(between):
                     own.mul_(1.0)
-                recorder.record(recorder.event(), recorder.current())
+                recorder.record(event, recorder.current())
         work = [one for one in recorder.program() if isinstance(one, Work) and one.stage == "other"]
-        assert_equal(sum(one.duration_s for one in work), 8.0 * inside, where=f"{inside} inside, {between} between")
+        assert_equal(sum(one.duration_s for one in work), 24.0 * inside, where=f"{inside} inside, {between} between")
         found.append(len([one for one in recorder.program() if isinstance(one, Record)]))
     assert_equal(found, found[:1] * 4, where="events")
 

@@ -152,3 +152,8 @@ offsets_not_kept = patched(
     mutated("twinproof.pipeline.jagged:Eager.record_stream", ", self._offsets", ""),
     kills="PIPE-441",
 )
+columns_left_out = patched(
+    "to_dict of pooled columns leaves them out.",
+    mutated("twinproof.pipeline.batches:KeyedTensor.to_dict", "found[key] = self[key]", "pass"),
+    kills="PIPE-212",
+)
