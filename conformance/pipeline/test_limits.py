@@ -132,7 +132,8 @@ def test_more_weights(pipeline: Any) -> None:
     def made(count: int) -> Any:
         return pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(4), torch.ones(count), torch.tensor([1, 3]))
 
-    for name, use in (("permute", lambda b: b.permute([1, 0])), ("concat", lambda b: type(b).concat([b, made(4)]))):
+    uses: dict[str, Any] = {"permute": lambda b: b.permute([1, 0]), "concat": lambda b: type(b).concat([b, made(4)])}
+    for name, use in uses.items():
         with succeeds(name, where="a weight for each value"):
             use(made(4))
         for count in (3, 5, 8):

@@ -394,11 +394,13 @@ def test_own_work(pipeline: Any) -> None:
                             with recorder.on(stream):
                                 other.mul_(1.0)
                             own.mul_(1.0)
+                            recorder.synchronize(event)
+                            own.mul_(1.0)
                 for _ in range(between):
                     own.mul_(1.0)
                 recorder.record(event, recorder.current())
         work = [one for one in recorder.program() if isinstance(one, Work) and one.stage == "other"]
-        assert_equal(sum(one.duration_s for one in work), 24.0 * inside, where=f"{inside} inside, {between} between")
+        assert_equal(sum(one.duration_s for one in work), 32.0 * inside, where=f"{inside} inside, {between} between")
         found.append(len([one for one in recorder.program() if isinstance(one, Record)]))
     assert_equal(found, found[:1] * 4, where="events")
 

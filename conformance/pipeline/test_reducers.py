@@ -229,13 +229,13 @@ def test_means_of_every_dtype(rank_pool: Any) -> None:
 def _sparse_here_and_there(rank: Rank, name: str) -> None:
     """A table of torch's with sparse gradients, which one rank alone uses."""
     job = Job(rank.component("pipeline"), 4, rank, reduces=False)
-    job.model.more = torch.nn.Embedding(5, 2, sparse=True)
+    job.model.more = more = torch.nn.Embedding(5, 2, sparse=True)
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.5)
     before = {key: value.detach().clone() for key, value in job.model.named_parameters()}
 
     def forward(batch: Any) -> Any:
         losses, output = job.model(batch)
-        return losses + job.model.more(torch.tensor([1])).sum() if rank.rank else losses, output
+        return losses + more(torch.tensor([1])).sum() if rank.rank else losses, output
 
     schedule = job.schedule(name, custom_model_fwd=forward, reduce_dense_gradients=True)
     with raises(ConfigError, mentions=("sparse", "more.weight"), where=f"rank {rank.rank}"):
