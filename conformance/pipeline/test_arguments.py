@@ -202,3 +202,31 @@ def test_intervals(pipeline: Any) -> None:
         for good in (1, 2, None):
             with succeeds(name, where=f"{good}"):
                 job.schedule(name, **{argument: good}).detach()
+
+
+@requirement(
+    "PIPE-453",
+    "SemiSync MUST name in the log, or refuse under strict, the modules of which the optimizer updates what a lookup "
+    "reads, and no others; a schedule that never looks up before an update MUST log nothing of them.",
+)
+def test_stale_parameters(pipeline: Any, caplog: Any) -> None:
+    for name in ("TrainPipelineSemiSync", FUSED):
+        for kinds, count in ((("data_parallel",), 2), (("table_wise", "row_wise"), 0)):
+            job, where = Job(pipeline, 4, kinds=kinds), f"{name}, {kinds}"
+            caplog.clear()
+            schedule = job.schedule(name)
+            expected = [call.name for call in schedule.calls][:count] if "Semi" in name else []
+            lines = [record.getMessage() for record in caplog.records if "stale" in record.getMessage()]
+            assert_equal(len(lines), int(bool(expected)), where=f"{where}: lines in the log")
+            assert_equal(
+                [each for each in ("collections.0", "collections.1") if any(each in line for line in lines)],
+                expected,
+                where=f"{where}: modules in the log",
+            )
+            schedule.detach()
+            if count:
+                with raises(ConfigError, mentions=("strict", "collections.0", "collections.1"), where=where):
+                    job.schedule(name, strict=True)
+            else:
+                with succeeds("strict", where=where):
+                    job.schedule(name, strict=True)

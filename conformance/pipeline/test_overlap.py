@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_le, examples, raises, requirement
+from conformance.harness import assert_equal, assert_le, examples, raises, requirement, succeeds
 from conformance.pipeline.cases import EXACT, FUSED
 from conformance.pipeline.jobs import Job
 from conformance.pipeline.virtual_batches import on_host, virtual
@@ -355,12 +355,24 @@ def _behind(program: list[Any], count: int) -> list[Any]:
     needs=("streams",),
 )
 def test_forgotten(pipeline: Any) -> None:
+    from fastimpl.pipeline.recording import Recorder
+
     for name in (SPARSE_DIST, FUSED):
         whole, engine, _ = recorded(pipeline, name, {}, ALL, clock=HostsTime)
         assert_le(1.0, engine.time_s["host"], where=f"{name}: what the host waited")
         for count in (1, 3):
             found, _, _ = recorded(pipeline, name, {}, ALL, clock=HostsTime, forgets=count)
             assert_equal(found, _behind(whole, count), where=f"{name}: what is recorded behind {count} steps")
+    engine = VirtualDevice().engine
+    recorder = Recorder(engine, VirtualClock(engine))
+    event = recorder.event()
+    recorder.record(event, recorder.current())
+    recorder.forget()
+    recorder.synchronize(event)
+    recorder.wait(recorder.current(), event)
+    with succeeds("a program", where="an event that was forgotten"):
+        program = recorder.program()
+    assert_equal(program, [], where="a program of an event that was forgotten")
 
 
 @requirement(

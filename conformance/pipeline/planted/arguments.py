@@ -41,3 +41,8 @@ interval_of_none_taken = patched(
     mutated("twinproof.pipeline.stages:Options.__post_init__", "interval < 1", "interval < 0"),
     kills="PIPE-442",
 )
+stale_in_silence = patched(
+    "SemiSync does not say that the optimizer updates what a lookup reads.",
+    mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.__init__", "looks_up_before_update=True,", ""),
+    kills="PIPE-453",
+)

@@ -155,3 +155,8 @@ stream_begins_inside_of_itself = patched(
     mutated("fastimpl.pipeline.recording:Recorder.on", "lane not in self._open", "True"),
     kills="PIPE-160",
 )
+waits_for_what_was_forgotten = patched(
+    "A wait for an event that was forgotten is recorded.",
+    mutated("fastimpl.pipeline.recording:Recorder.synchronize", "known is not None", "True"),
+    kills="PIPE-436",
+)
