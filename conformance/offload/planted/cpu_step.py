@@ -163,7 +163,7 @@ decay_of_the_class = patched(
         'group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))',
         "isinstance(optimizer, torch.optim.AdamW)",
     ),
-    kills="OPT-201",
+    kills="OPT-388",
 )
 
 options_of_the_first_group = patched(
