@@ -17,13 +17,15 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-__all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for", "pinned_empty", "release_dropped"]
+__all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for", "in_mode_of_caller", "pinned_empty", "release_dropped"]
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -230,6 +232,20 @@ def engine_for(device: torch.device) -> Engine:
 
 
 _PAGE_BYTES = 4096
+
+
+def in_mode_of_caller(work: Callable[..., T]) -> Callable[..., T]:
+    """The callable for other threads, which have no mode of their own: it runs in the inference mode of this thread.
+
+    Tensors made in inference mode can be written to in no other.
+    """
+    is_on = torch.is_inference_mode_enabled()
+
+    def run(*args: Any) -> T:
+        with torch.inference_mode(is_on):
+            return work(*args)
+
+    return run
 
 
 class _Region(NamedTuple):

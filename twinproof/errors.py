@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 
+# None is a value that may have been got.
+_UNSAID: Any = object()
+
+
 def _rebuild(cls: type[TwinproofError], message: str, state: dict[str, Any]) -> TwinproofError:
     return cls(message, **state)
 
@@ -46,21 +50,20 @@ class TwinproofError(Exception):
 
     Args:
         message: one sentence that names the fault.
-        got: the value found.
+        got: the value found, which may be None; the attribute is None, too, where nothing is said of it.
         expected: what would have been right.
         where: file, tensor, rank or argument at fault.
     """
 
-    def __init__(self, message: str, *, got: Any = None, expected: Any = None, where: Any = None) -> None:
-        self.message, self.got, self.expected, self.where = message, got, expected, where
-        parts = [message]
-        parts += [f"{name}: {value}" for name, value in (("got", got), ("expected", expected)) if value is not None]
-        if where is not None:
-            parts.append(f"where: {where}")
-        super().__init__("; ".join(parts))
+    def __init__(self, message: str, *, got: Any = _UNSAID, expected: Any = None, where: Any = None) -> None:
+        self.message, self.expected, self.where = message, expected, where
+        self.got = None if got is _UNSAID else got
+        self._said = {} if got is _UNSAID else {"got": got}
+        self._said |= {name: value for name, value in (("expected", expected), ("where", where)) if value is not None}
+        super().__init__("; ".join([message, *(f"{name}: {value}" for name, value in self._said.items())]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, {"got": self.got, "expected": self.expected, "where": self.where})
+        return _rebuild, (type(self), self.message, self._said)
 
 
 class ConfigError(TwinproofError, ValueError):
@@ -163,6 +166,29 @@ class VersionError(FormatError):
     """Files of a format version that this reader does not know."""
 
 
+def check_flags(**flags: object) -> None:
+    """Demand that no flag is text: "false", out of a file of settings, would be true. Raises ConfigError."""
+    for name, value in flags.items():
+        if isinstance(value, str | bytes):
+            raise ConfigError("a flag is no text", got=value, expected="True or False", where=name)
+
+
+def check_number(value: Any, where: str) -> float:
+    """A real number, or a tensor of one, as a float; text that reads as a number is none. Raises ConfigError."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        pass
+    raise ConfigError("not a number", got=value, expected="a real number", where=where)
+
+
+def check_kind(value: Any, kind: Any, where: str, expected: str) -> None:
+    """Demand an object of a class. Raises ConfigError."""
+    if not isinstance(value, kind):
+        raise ConfigError("not what is taken here", got=type(value).__name__, expected=expected, where=where)
+
+
 def sendable(error: BaseException | None) -> Any:
     """What a rank sends to others of its error: that, or where it cannot be pickled a DistributedError that names it.
 
@@ -174,7 +200,7 @@ def sendable(error: BaseException | None) -> Any:
         pickle.loads(pickle.dumps(error))
     except Exception:
         got = f"{type(error).__name__}: {error}"
-        told = DistributedError("an error that cannot be sent to other ranks", got=got)
+        told = DistributedError("an error that cannot be sent to other ranks", got=got, where="sendable")
         told.__cause__ = error
         return told
     return error

@@ -11,7 +11,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, check_number
 
 __all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "STEP_MAX", "AdamHyper", "Hyper", "OptimizerKind", "StateKind"]
 
@@ -76,10 +76,15 @@ class Hyper:
     beta2: float = 0.999
 
     def __post_init__(self) -> None:
+        for name in ("lr", "eps", "beta1", "beta2"):
+            if type(getattr(self, name)) is not float:
+                object.__setattr__(self, name, check_number(getattr(self, name), name))
         if not (math.isfinite(self.lr) and math.isfinite(self.eps)) or self.eps < 0:
-            raise ConfigError("not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0")
+            raise ConfigError(
+                "not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0", where="lr, eps"
+            )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1")
+            raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1", where="betas")
         if type(self.step) is not int or not 1 <= self.step <= STEP_MAX:
             raise ConfigError("not a step", got=self.step, expected=f"an int from 1 to {STEP_MAX}", where="step")
 

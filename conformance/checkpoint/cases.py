@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -37,6 +38,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FILE = "model-00001-of-00001.safetensors"
 INDEX = "model.safetensors.index.json"
+CHECKSUMS_KEY = "twinproof.crc32"
 PT = {"format": "pt"}
 
 State = dict[str, torch.Tensor]
@@ -79,8 +81,19 @@ def oracle(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
     return result
 
 
+def sums_of(state: State) -> dict[str, str]:
+    """Zlib's sums of the bytes of each tensor, as an index states them."""
+    dense = {name: bits(tensor.detach()).contiguous().reshape(-1) for name, tensor in state.items()}
+    return {name: f"{zlib.crc32(bytes(value.view(torch.uint8).tolist())):08x}" for name, value in dense.items()}
+
+
 def assert_folder(
-    folder: Path, files: Mapping[str, Sequence[str]], state: State, metadata: Mapping[str, str] | None = None
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    state: State,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    has_sums: bool = False,
 ) -> None:
     """Every file is byte-identical to the oracle's, the index is exact, and nothing else is there."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -90,7 +103,8 @@ def assert_folder(
         expected = oracle({name: state[name] for name in names}, {**PT, **(metadata or {})})
         assert_same_bytes(folder / file, expected, where=file)
     found = json.loads((folder / INDEX).read_text())
-    assert_same_json(found, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    sums = {CHECKSUMS_KEY: sums_of(state)} if has_sums else {}
+    assert_same_json(found, {"metadata": {"total_size": total, **sums}, "weight_map": weight_map})
 
 
 def assert_same_json(got: Any, expected: Any) -> None:

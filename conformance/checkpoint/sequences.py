@@ -1,8 +1,9 @@
 """Several saves and loads with one writer, one reader and one planner: what an earlier one left must not be seen later.
 
 A program is a list of steps for all ranks. The model is what stands in each folder: the state, and by whom it was cut
-into files. After a program each folder's files are the safetensors library's bytes for the last state that was saved
-there; a save that failed on one rank left the folder as it was; no file stays open and no state is held.
+into files, and whether with sums. After a program each folder's files are the safetensors library's bytes for the last
+state that was saved there, and its index states the sums of that state; a save that failed on one rank left the folder
+as it was; no file stays open and no state is held.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class SequenceMachine(RuleBasedStateMachine):
         type(self).counter += 1
         self.home = self.root / f"sequence-{type(self).counter}"
         self.home.mkdir()
-        self.model: dict[str, tuple[dict[str, Spec], dict[str, list[str]]]] = {}
+        self.model: dict[str, tuple[dict[str, Spec], dict[str, list[str]], bool]] = {}
 
     @rule(
         world=st.integers(1, 3),
@@ -165,6 +166,7 @@ class SequenceMachine(RuleBasedStateMachine):
         sequential=st.booleans(),
         threads=st.integers(1, 3),
         caches=st.booleans(),
+        sums=st.booleans(),
         steps=st.lists(step_strategy, min_size=2, max_size=5),
     )
     def program(
@@ -174,10 +176,11 @@ class SequenceMachine(RuleBasedStateMachine):
         sequential: bool,
         threads: int,
         caches: bool,
+        sums: bool,
         steps: list[Step],
     ) -> None:
         """One writer, one reader, several steps."""
-        options: dict[str, Any] = {"max_shard_size": limit, "thread_count": threads}
+        options: dict[str, Any] = {"max_shard_size": limit, "thread_count": threads, "checksums": sums}
         options["write_mode"] = "sequential" if sequential else "random"
         chosen: list[Step] = []
         for verb, folder, specs, dim, *fault in steps:
@@ -187,7 +190,7 @@ class SequenceMachine(RuleBasedStateMachine):
                 fails = fails and self._has_part(specs, dim, world, fault[0])
                 chosen.append((verb, folder, specs, dim, fault[0] if fails else None))
                 if not fails:
-                    self.model[folder] = (specs, files_of(state_of(specs), limit))
+                    self.model[folder] = (specs, files_of(state_of(specs), limit), sums)
             elif folder in self.model:
                 chosen.append((verb, folder, self.model[folder][0], dim))
         self.pool.run(program_on, world, str(self.home), options, threads, caches, chosen)
@@ -213,7 +216,7 @@ class SequenceMachine(RuleBasedStateMachine):
         """Each holds the last state that was saved there, and nothing lies beside."""
         if not hasattr(self, "home"):
             return
-        for folder, (specs, files) in self.model.items():
-            assert_folder(self.home / folder, files, state_of(specs))
+        for folder, (specs, files, sums) in self.model.items():
+            assert_folder(self.home / folder, files, state_of(specs), has_sums=sums)
             assert_equal(sorted(os.listdir(self.home / folder)), sorted([*files, INDEX]), where=folder)
         assert_equal(sorted(os.listdir(self.home)), sorted(self.model), where="folders, and what is hidden among them")

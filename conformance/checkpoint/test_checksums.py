@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from conformance.checkpoint.cases import (
+    CHECKSUMS_KEY,
     DTYPES,
     FILE,
     INDEX,
     State,
     assert_folder,
-    bits,
     cut,
     load,
     load_with,
@@ -34,10 +34,11 @@ from conformance.checkpoint.cases import (
     save,
     save_ranks,
     sharded,
+    sums_of,
     tiled,
     zeros_like,
 )
-from conformance.checkpoint.trainer import Trainer
+from conformance.checkpoint.trainer import Trainer, alone
 from conformance.checkpoint.trainer import load as load_managed
 from conformance.harness import (
     Rank,
@@ -53,18 +54,18 @@ from conformance.harness import (
 from twinproof.checkpoint.catalog import combine, verify
 from twinproof.errors import ConfigError, CorruptionError, FormatError
 
-KEY = "twinproof.crc32"
 STRUCTURE = "only the structure was verified"
 
 
-def _sums(state: State) -> dict[str, str]:
-    dense = {name: bits(tensor.detach()).contiguous().reshape(-1) for name, tensor in state.items()}
-    return {name: f"{zlib.crc32(bytes(value.view(torch.uint8).tolist())):08x}" for name, value in dense.items()}
-
-
 def _stated(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((folder / INDEX).read_text())["metadata"].get(KEY, {})
+    found: dict[str, str] = json.loads((folder / INDEX).read_text())["metadata"].get(CHECKSUMS_KEY, {})
     return found
+
+
+def save_with(writer: Any, state: State, folder: Path) -> None:
+    """One of several saves with a writer."""
+    with alone():
+        dcp.save(dict(state), checkpoint_id=folder, storage_writer=writer)
 
 
 def _flip(file: Path, at: int = -1) -> None:
@@ -91,7 +92,7 @@ def _varied() -> State:
 def test_sums_are_zlibs(checkpoint: Any, tmp_path: Path, block_bytes: int) -> None:
     state = _varied()
     save(checkpoint, state, tmp_path / "ck", checksums=True, max_shard_size=500, block_bytes=block_bytes)
-    assert_equal(_stated(tmp_path / "ck"), _sums(state), where="index")
+    assert_equal(_stated(tmp_path / "ck"), sums_of(state), where="index")
     save(checkpoint, state, tmp_path / "plain", max_shard_size=500)
     files: dict[str, list[str]] = {}
     for name, file in json.loads((tmp_path / "ck" / INDEX).read_text())["weight_map"].items():
@@ -132,7 +133,7 @@ def _sharded_state() -> State:
 def test_sums_over_ranks(rank_pool: Any, tmp_path: Path, kind: str, block_bytes: int) -> None:
     options = {"block_bytes": block_bytes, "thread_count": 2, "max_shard_size": 1400}
     rank_pool.run(_save_sharded, 3, str(tmp_path / "ck"), PLACEMENTS[kind], options)
-    assert_equal(_stated(tmp_path / "ck"), _sums(_sharded_state()), where=f"{kind}, blocks of {block_bytes}")
+    assert_equal(_stated(tmp_path / "ck"), sums_of(_sharded_state()), where=f"{kind}, blocks of {block_bytes}")
 
 
 def _load_sharded(rank: Rank, path: str) -> tuple[str, ...]:
@@ -179,7 +180,7 @@ def test_flipped_bits_are_named(checkpoint: Any, tmp_path: Path, kind: str) -> N
     save(checkpoint, state, tmp_path / "ck", checksums=True, fqn_to_index_mapping={"a": 1, "b": 2, "c": 3})
     for number in (1, 3):
         _flip(tmp_path / "ck" / f"model-{number:05d}-of-00003.safetensors", -7)
-    wrong = [_sums(state)[name] for name in ("a", "c")]
+    wrong = [sums_of(state)[name] for name in ("a", "c")]
     mentions = ("'a'", "'c'", *wrong, "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
     with raises(CorruptionError, mentions=mentions, where="verify"):
         verify(tmp_path / "ck", thread_count=2)
@@ -195,7 +196,7 @@ def test_flipped_bits_are_named(checkpoint: Any, tmp_path: Path, kind: str) -> N
     "A checkpoint without checksums MUST verify as its structure alone, and verify_checksums MUST then refuse to load; "
     "tensors without one among others MUST be named.",
 )
-def test_without_sums(checkpoint: Any, tmp_path: Path) -> None:
+def test_withoutsums_of(checkpoint: Any, tmp_path: Path) -> None:
     state = {"a": torch.randn(3), "b": torch.randn(4)}
     save(checkpoint, state, tmp_path / "ck")
     found = verify(tmp_path / "ck")
@@ -204,7 +205,7 @@ def test_without_sums(checkpoint: Any, tmp_path: Path) -> None:
         load(checkpoint, {"a": torch.zeros(3)}, tmp_path / "ck", verify_checksums=True)
     save(checkpoint, state, tmp_path / "ck", checksums=True)
     index = json.loads((tmp_path / "ck" / INDEX).read_text())
-    del index["metadata"][KEY]["a"]
+    del index["metadata"][CHECKSUMS_KEY]["a"]
     (tmp_path / "ck" / INDEX).write_text(json.dumps(index))
     found = verify(tmp_path / "ck")
     assert_equal((found.checked, found.unchecked), (("b",), ("a",)), where="one without")
@@ -230,7 +231,7 @@ def _tiles_apart(rank: Rank, path: str) -> None:
     "a disagreement MUST name the tensor and publish nothing; a final folder's bytes MUST be compared too.",
 )
 @pytest.mark.parametrize("on_every_rank", [False, True])
-def test_consolidation_carries_sums(checkpoint: Any, rank_pool: Any, tmp_path: Path, on_every_rank: bool) -> None:
+def test_consolidation_carriessums_of(checkpoint: Any, rank_pool: Any, tmp_path: Path, on_every_rank: bool) -> None:
     rank_pool.run(_tiles_apart, 2, str(tmp_path / "shards"))
     assert_equal(len(verify(tmp_path / "shards").checked), 3, where="shards verified")
 
@@ -241,7 +242,7 @@ def test_consolidation_carries_sums(checkpoint: Any, rank_pool: Any, tmp_path: P
             checkpoint.consolidate_safetensors_files(source, target)
 
     consolidate(tmp_path / "shards", tmp_path / "whole")
-    assert_equal(_stated(tmp_path / "whole"), _sums(_sharded_state()), where="sums of the result")
+    assert_equal(_stated(tmp_path / "whole"), sums_of(_sharded_state()), where="sums of the result")
     assert_folder_values(tmp_path / "whole", _sharded_state())
     _flip(tmp_path / "shards" / "shard-00002-model-00001-of-00001.safetensors")
     with raises((CorruptionError, RuntimeError), mentions=("do not agree with their checksums",)):
@@ -269,17 +270,17 @@ def test_single_files(checkpoint: Any, tmp_path: Path) -> None:
     checkpoint.save_file(state, file, {"step": "7"}, checksums=True)
     content = file.read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    assert_equal((json.loads(header[KEY]), header["step"]), (_sums(state), "7"), where="metadata")
+    assert_equal((json.loads(header[CHECKSUMS_KEY]), header["step"]), (sums_of(state), "7"), where="metadata")
     assert_equal(len(verify(file).checked), len(state), where="verified")
     targets = {"part": zeros_like(state["part"])}
     assert_equal(load(checkpoint, targets, file, verify_checksums=True).unverified, (), where="load")
     _flip(file)
     with raises(CorruptionError, mentions=("do not agree with their checksums",)):
         verify(file)
-    with raises(ConfigError, mentions=(KEY,)):
-        checkpoint.save_file({}, file, {KEY: "{}"})
-    with raises(ConfigError, mentions=(KEY,)):
-        checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", metadata={KEY: "{}"})
+    with raises(ConfigError, mentions=(CHECKSUMS_KEY,)):
+        checkpoint.save_file({}, file, {CHECKSUMS_KEY: "{}"})
+    with raises(ConfigError, mentions=(CHECKSUMS_KEY,)):
+        checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", metadata={CHECKSUMS_KEY: "{}"})
     with raises(ConfigError, mentions=("single_file", "checksums")):
         checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", single_file=True, checksums=True)
 
@@ -289,7 +290,7 @@ def test_single_files(checkpoint: Any, tmp_path: Path) -> None:
     "The reader of block-quantized weights MUST compare the stored bytes of values and scales that are read whole, and "
     "name what is read in part.",
 )
-def test_quantized_sums(checkpoint: Any, tmp_path: Path) -> None:
+def test_quantizedsums_of(checkpoint: Any, tmp_path: Path) -> None:
     state = {
         "l.weight": random_bits(torch.uint8, (6, 10), 1).clamp(max=120).view(torch.float8_e4m3fn),
         "l.weight_scale_inv": torch.rand(2, 3),
@@ -325,7 +326,7 @@ def test_quantized_sums(checkpoint: Any, tmp_path: Path) -> None:
     "The reader of block-quantized weights MUST refuse to compare where there are no checksums, whatever is asked for, "
     "and before any target is written.",
 )
-def test_quantized_without_sums(checkpoint: Any, tmp_path: Path) -> None:
+def test_quantized_withoutsums_of(checkpoint: Any, tmp_path: Path) -> None:
     state = {
         "l.weight": torch.ones(6, 10).to(torch.float8_e4m3fn),
         "l.weight_scale_inv": torch.ones(2, 3),
@@ -365,7 +366,7 @@ def test_group_without_rank_0(checkpoint: Any, rank_pool: Any, tmp_path: Path) -
         rank_pool.run(_save_in_group, 3, str(tmp_path))
     state = {"w": random_bits(torch.float32, (9, 37), 1)}
     for folder in ("ck", "merged"):
-        assert_equal(_stated(tmp_path / folder), _sums(state), where=folder)
+        assert_equal(_stated(tmp_path / folder), sums_of(state), where=folder)
         assert_same_bytes(tmp_path / folder / FILE, oracle(state, {"format": "pt"}), where=folder)
 
 
@@ -384,13 +385,13 @@ def test_group_without_rank_0(checkpoint: Any, rank_pool: Any, tmp_path: Path) -
         ({"ghost": "01234567"}, CorruptionError),
     ],
 )
-def test_hostile_sums(checkpoint: Any, tmp_path: Path, stated: Any, error: type[Exception]) -> None:
+def test_hostilesums_of(checkpoint: Any, tmp_path: Path, stated: Any, error: type[Exception]) -> None:
     state = {"a": torch.randn(3)}
     save(checkpoint, state, tmp_path / "ck")
     index = json.loads((tmp_path / "ck" / INDEX).read_text())
-    index["metadata"][KEY] = stated
+    index["metadata"][CHECKSUMS_KEY] = stated
     (tmp_path / "ck" / INDEX).write_text(json.dumps(index))
-    with raises(error, mentions=(KEY,)):
+    with raises(error, mentions=(CHECKSUMS_KEY,)):
         verify(tmp_path / "ck")
     targets = {"a": torch.zeros(3)}
     load(checkpoint, targets, tmp_path / "ck")
@@ -408,7 +409,7 @@ def test_shards_partly_summed(checkpoint: Any, tmp_path: Path) -> None:
         part = {name: value[2 * rank : 2 * rank + 2].clone() for name, value in whole.items()}
         info = json.dumps({name: {"saved_offsets": [2 * rank, 0]} for name in part})
         summed = part if rank == 0 else {"a": part["a"]}
-        metadata = {"DCP_SHARDING_INFO": info, KEY: json.dumps(_sums(summed))}
+        metadata = {"DCP_SHARDING_INFO": info, CHECKSUMS_KEY: json.dumps(sums_of(summed))}
         # The library's writer takes that key, which a save keeps for itself.
         (tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors").write_bytes(oracle(part, metadata))
     found = verify(tmp_path)
@@ -559,11 +560,31 @@ def test_two_sums_of_one_tensor(checkpoint: Any, tmp_path: Path) -> None:
     state = {"a": torch.randn(3), "b": torch.randn(2)}
     checkpoint.save_file(state, tmp_path / "model.safetensors", checksums=True)
     for wrong in (None, "a", "b"):
-        stated = {name: f"{int(crc, 16) ^ (name == wrong):08x}" for name, crc in _sums(state).items()}
-        index = {"metadata": {KEY: stated}, "weight_map": dict.fromkeys(state, "model.safetensors")}
+        stated = {name: f"{int(crc, 16) ^ (name == wrong):08x}" for name, crc in sums_of(state).items()}
+        index = {"metadata": {CHECKSUMS_KEY: stated}, "weight_map": dict.fromkeys(state, "model.safetensors")}
         (tmp_path / INDEX).write_text(json.dumps(index))
         if wrong is None:
             assert_equal(verify(tmp_path).checked, ("a", "b"), where="the same sums")
             continue
         with raises(CorruptionError, mentions=("different checksums", f"'{wrong}'"), where=f"of {wrong}"):
             verify(tmp_path)
+
+
+@requirement(
+    "CKPT-637",
+    "A writer that saves several times with checksums MUST state in each index the sums of that save alone, also after "
+    "one that failed.",
+)
+def test_sums_of_several_saves(checkpoint: Any, tmp_path: Path) -> None:
+    with checkpoint.HuggingFaceStorageWriter(tmp_path / "0", checksums=True, block_bytes=64) as writer:
+        for number in range(8):
+            state = {name: random_bits(torch.float32, (9, 5), 10 * number + i) for i, name in enumerate("ab")}
+            folder = tmp_path / f"{number}"
+            if number == 5:
+                folder.write_text("a file is in the way")
+                with raises(BaseException, mentions=("not a folder",), where="a save that fails"):
+                    save_with(writer, state, folder)
+                continue
+            with succeeds("a save", where=f"number {number}"):
+                save_with(writer, state, folder)
+            assert_equal(_stated(folder), sums_of(state), where=f"sums of save {number}")

@@ -15,7 +15,7 @@ from conformance.checkpoint.hostile_folders import HOSTILE_INDEXES, HOSTILE_SETS
 from conformance.checkpoint.hostile_headers import HOSTILE_FILES
 from conformance.checkpoint.hostile_reading import bounded, consolidate_into, library_verdict, read_metadata, values_of
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from twinproof.errors import FormatError, TwinproofError, UnsupportedError
+from twinproof.errors import CorruptionError, FormatError, TwinproofError, UnsupportedError
 
 
 def _cases(cases: tuple[Any, ...]) -> pytest.MarkDecorator:
@@ -195,3 +195,65 @@ def test_files_alike(checkpoint: Any, tmp_path: Path) -> None:
                 read_metadata(checkpoint, folder)
             with raises(FormatError, mentions=(wrong,), where=where):
                 checkpoint.consolidate_safetensors_files(folder, tmp_path / "out")
+
+
+@requirement(
+    "CKPT-635",
+    "A folder without index MUST be refused where any one of its numbered files is missing, the first, the last and "
+    "each between, in each of several numbered sets, by readers and consolidations; complete sets MUST be read.",
+)
+def test_numbered_sets(checkpoint: Any, tmp_path: Path) -> None:
+    sets = {"model": 3, "ema": 2, "head-00001-of-00002": 1}
+    whole = [(stem, number) for stem, count in sets.items() for number in range(1, count + 1)]
+    for missing in (None, *whole):
+        folder = tmp_path / "-".join(map(str, missing or ("whole",)))
+        folder.mkdir()
+        for at, (stem, number) in enumerate(whole):
+            if (stem, number) != missing:
+                name = f"{stem}-{number:05d}-of-{sets[stem]:05d}.safetensors"
+                (folder / name).write_bytes(pack("{" + entry(name=f"t{at}") + "}", b"xy"))
+        if missing is None:
+            with succeeds("reading", where="complete sets"):
+                found = read_metadata(checkpoint, folder)
+            assert_equal(len(found.state_dict_metadata), len(whole), where="tensors of complete sets")
+        elif sets[missing[0]] > 1:
+            # Of a set of one file nothing is left that could say so.
+            with raises(CorruptionError, mentions=("numbered", missing[0]), where=f"without {missing}"):
+                read_metadata(checkpoint, folder)
+            with raises(CorruptionError, mentions=("numbered", missing[0]), where=f"without {missing}"):
+                checkpoint.consolidate_safetensors_files(folder, tmp_path / "out")
+            assert_equal((tmp_path / "out").exists(), False, where="what is shown")
+
+
+@requirement(
+    "CKPT-636",
+    "A link that leaves its folder MUST be followed to the blobs of the same cache and from a snapshot alone: not from "
+    "another folder, not to another cache's, not to a folder below or above, nor to a file beside.",
+)
+def test_links_to_blobs(checkpoint: Any, tmp_path: Path) -> None:
+    places = {
+        ("cache/snapshots/rev", "cache/blobs/f"): True,
+        ("cache/shots/rev", "cache/blobs/f"): False,
+        ("cache/rev", "blobs/f"): False,
+        ("cache/snapshots/rev", "other/blobs/f"): False,
+        ("cache/snapshots/rev", "cache/snapshots/blobs/f"): False,
+        ("cache/snapshots/rev", "cache/blobs/below/f"): False,
+        ("cache/snapshots/rev", "cache/f"): False,
+        ("cache/snapshots/rev", "cache/snapshots/f"): False,
+        ("cache/snapshots/rev", "cache/snapshots/rev/blobs/f"): False,
+        ("cache/snapshots", "blobs/f"): False,
+    }
+    for number, ((folder, target), is_followed) in enumerate(places.items()):
+        root = tmp_path / f"{number}"
+        (root / folder).mkdir(parents=True)
+        (root / target).parent.mkdir(parents=True, exist_ok=True)
+        (root / target).write_bytes(pack("{" + entry() + "}", b"xy"))
+        (root / folder / FILE).symlink_to(root / target)
+        (root / folder / INDEX).write_text(json.dumps({"weight_map": {"a": FILE}}))
+        where = f"{folder} -> {target}"
+        if is_followed:
+            with succeeds("following the link", where):
+                read_metadata(checkpoint, root / folder)
+        else:
+            with raises(FormatError, mentions=("leaves its folder", FILE), where=where):
+                read_metadata(checkpoint, root / folder)

@@ -257,6 +257,26 @@ def test_small_neighbours(checkpoint: Any, tmp_path: Path, count: int) -> None:
                 assert_same_tensors(targets, expected, where=f"{which}, {threads} threads, stride {stride}")
 
 
+@requirement(
+    "CKPT-640",
+    "More small tensors side by side than one call of the system takes MUST be saved, loaded and read from one file as "
+    "few are.",
+)
+def test_beyond_one_call(checkpoint: Any, tmp_path: Path) -> None:
+    # Linux takes 1024 pieces of memory at a time.
+    values = torch.arange(2100, dtype=torch.int16)
+    state = {f"t{n:04}": values[n : n + 1] for n in range(len(values))}
+    with succeeds("a save", where="of 2100 tensors"):
+        save(checkpoint, state, tmp_path / "ck")
+    targets = {name: torch.zeros(1, dtype=torch.int16) for name in state}
+    with succeeds("a load", where="of 2100 tensors"):
+        load(checkpoint, targets, tmp_path / "ck")
+    assert_same_tensor(torch.cat(list(targets.values())), values, where="loaded")
+    with succeeds("load_file", where="of 2100 tensors"):
+        found = checkpoint.load_file(tmp_path / "ck" / FILE)
+    assert_same_tensor(torch.cat([found[name] for name in state]), values, where="load_file")
+
+
 class _Hinting(DefaultLoadPlanner):
     """Says of each chunk that it is the one with this number among those of its tensor."""
 

@@ -287,3 +287,48 @@ def _read(checkpoint: Any, path: Path) -> torch.Tensor:
     target = torch.zeros(64)
     load(checkpoint, {"w": target}, path)
     return target
+
+
+def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
+    """What rank 0 does while rank 1 has not come back from ``new_group``: waits for it, or returns."""
+    checkpoint, store = rank.component("checkpoint"), dist.distributed_c10d._get_default_store()
+    makers: dict[str, Callable[[], Any]] = {
+        "writer": lambda: checkpoint.HuggingFaceStorageWriter(folder),
+        "manager": lambda: checkpoint.CheckpointManager(folder, model=torch.nn.Linear(2, 2), interval=9),
+    }
+    new_group, barrier = dist.new_group, dist.barrier
+    found = []
+    for kind, make in makers.items():
+        # The group and its store outlive this call.
+        name = f"{folder}: {kind}"
+
+        def make_group(*arguments: Any, name: str = name, **options: Any) -> Any:
+            made = new_group(*arguments, **options)
+            store.set(f"{name}: connected", "")
+            found.append(store.get(name).decode())
+            return made
+
+        def wait(*arguments: Any, name: str = name, **options: Any) -> Any:
+            store.set(name, "waits")
+            return barrier(*arguments, **options)
+
+        changed = {"new_group": make_group} if rank.rank == 1 else {"barrier": wait}
+        with pytest.MonkeyPatch.context() as patch:
+            for attribute, value in changed.items():
+                patch.setattr(dist, attribute, value)
+            made = make()
+        if rank.rank == 0 and not store.check([name]):
+            store.set(name, "returns")
+        store.wait([f"{name}: connected"])
+        made.close()
+    return found
+
+
+@requirement(
+    "CKPT-642",
+    "A writer and a manager of several ranks MUST be there on no rank before all ranks have connected to their group: "
+    "one that is closed at once would break the connections of the others.",
+)
+def test_groups_are_connected(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    said = rank_pool.run(_make_while_others_connect, 2, str(tmp_path / "ck"))
+    assert_equal(said, [[], ["waits", "waits"]], where="rank 0, writer and manager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,31 @@ def test_names_of_folders(checkpoint: Any, tmp_path: Path) -> None:
             manager.save(3)
     left = sorted(path.name for path in folder.iterdir())
     assert_equal(left, sorted(["step-2", "step-3", *strange]), where="what is left after retention")
+
+
+@requirement(
+    "CKPT-634",
+    "A file, a link to nothing or to a file, a pipe and an empty folder that are named as checkpoints MUST be none: "
+    "loads, saves and retention pass them over and leave them alone.",
+)
+def test_no_folders(checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "step-7").write_text("a note")
+    (folder / "step-8").symlink_to("nothing")
+    (folder / "step-9").symlink_to("step-7")
+    os.mkfifo(folder / "step-10")
+    (folder / "step-11").mkdir()
+    strange = sorted(path.name for path in folder.iterdir())
+    with Trainer(1).manager(checkpoint, folder, interval=1, keep_latest_k=1) as manager:
+        with succeeds("a load", where="beside what is no checkpoint"):
+            assert_equal(load(manager), False, where="loaded")
+        with alone(), succeeds("a save", where="beside what is no checkpoint"):
+            for step in (1, 2):
+                manager.save(step)
+        with raises(MissingCheckpointError, mentions=["7", "2"], where="a step that is none"):
+            load(manager, 7)
+        with succeeds("a load", where="beside what is no checkpoint"):
+            assert_equal(load(manager), True, where="loaded")
+    left = sorted(path.name for path in folder.iterdir())
+    assert_equal(left, sorted(["step-2", *strange]), where="what is left after retention")

@@ -197,3 +197,26 @@ def test_failure_of_one_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path) ->
             assert_equal(said[: len(expected)], expected, where=f"rank {number} where {failing} fails: {said}")
             assert_equal(f"rank {failing}" in said, True, where=f"rank {number} where {failing} fails: {said}")
         assert_equal(sorted(path.name for path in target.glob("*.safetensors*")), [], where="what became visible")
+
+
+def _save_unevenly(rank: Rank, path: str) -> None:
+    mesh = mesh_of(rank)
+    state: dict[str, Any] = {"w": sharded(random_bits(torch.float32, [7, 4], 3), mesh, [Shard(0)])}
+    if rank.rank == 1:
+        state |= {f"n{i}": torch.full((2,), i) for i in (1, 2)}
+    mapping = {"w": 1, "n1": 2, "n2": 3, "absent": 4}
+    save_ranks(rank, state, Path(path), enable_consolidation=False, fqn_to_index_mapping=mapping)
+
+
+@requirement(
+    "CKPT-638",
+    "The names of all shard files MUST say one number of files, that of the mapping, whichever of its files a rank has "
+    "tensors of.",
+)
+def test_names_of_uneven_ranks(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_unevenly, 3, str(tmp_path / "ck"))
+    names = sorted(path.name for path in (tmp_path / "ck").iterdir())
+    expected = [(1, 1), (2, 1), (2, 2), (2, 3), (3, 1)]
+    assert_equal(names, [f"shard-{r:05d}-model-{f:05d}-of-00004.safetensors" for r, f in expected], where="files")
+    state = {"w": random_bits(torch.float32, [7, 4], 3), "n1": torch.full((2,), 1), "n2": torch.full((2,), 2)}
+    assert_loads(checkpoint, tmp_path / "ck", state)

@@ -249,6 +249,38 @@ def test_writes_behind_the_caller(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @requirement(
+    "CKPT-639",
+    "A buffer that becomes too small MUST live until the copy that still uses it is over, however pieces grow or "
+    "shrink from one to the next.",
+    needs=("staged_copies",),
+)
+@pytest.mark.parametrize("sizes", [(4, 4, 8, 60, 140, 36), (4, 84, 8, 156), (84, 84, 28, 28, 28)])
+def test_pieces_of_any_sizes(checkpoint: Any, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    from fastimpl.checkpoint.device_copies import CopyStarts, EngineStart
+    from fastimpl.checkpoint.geometry import geometry
+    from fastimpl.checkpoint.readio import ReadJob, _Reading, _Slice
+
+    plain = torch.arange(63.0).reshape(7, 9)
+    (tmp_path / "values").write_bytes(plain.numpy().tobytes())
+    for late in (False, True):
+        for name in ("dense", "strided"):
+            with _proven(late=late) as device, open(tmp_path / "values", "rb") as file:
+                memory = device.engine.device_empty(63 * 4).view(torch.float32)
+                memory.fill_(1)
+                target = memory.view(9, 7).t() if name == "strided" else memory.view(7, 9)
+                job = ReadJob(str(tmp_path / "values"), 0, geometry((7, 9), (0, 0), (7, 9), 4), target, torch.float32)
+                reading, skip = _Reading(CopyStarts(lambda _: EngineStart(device.engine), [CPU])), 0
+                for size in sizes:
+                    reading.read(file.fileno(), [_Slice(job, skip, size)])
+                    skip += size
+                reading.drain()
+                with device.engine.on(device.engine.stream("after")):
+                    got = target.contiguous().view(-1) * 1
+            read = skip // 4
+            assert_same_tensor(got[:read], plain.view(-1)[:read], where=f"{name}, pieces of {sizes}")
+
+
+@requirement(
     "CKPT-110", "On a GPU, saves and loads of CUDA tensors MUST give the bytes of the same tensors on the CPU."
 )
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: CUDA copies are unproven here")

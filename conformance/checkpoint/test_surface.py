@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from conformance.checkpoint.cases import FILE, assert_loads, load, load_with, oracle, random_bits, save, tiled
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from twinproof import errors
 from twinproof.errors import (
     ConfigError,
     DistributedError,
@@ -258,3 +260,35 @@ def test_metadata_of_a_save(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
             begin, end = entry["data_offsets"]
             width = (end - begin) // math.prod(entry["shape"])
             assert_equal((offset, size_bytes), (start + begin, items[fqn, offsets] * width), where=where)
+
+
+@requirement(
+    "CKPT-678",
+    "Every named error MUST say what was got, None included, what was expected and where, as text in this order and as "
+    "attributes, be the error of Python's that its place asks for, and come out of a pickle as it was.",
+)
+def test_errors(checkpoint: Any) -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        for said in (
+            {},
+            {"got": None},
+            {"got": 0, "where": "here"},
+            {"got": [1], "expected": "two", "where": ("a", 3)},
+        ):
+            where, error = f"{name}, {said}", kind("what is wrong", **said)
+            text = "; ".join(["what is wrong", *(f"{key}: {value}" for key, value in said.items())])
+            for each in (error, pickle.loads(pickle.dumps(error))):
+                assert_equal(type(each), kind, where=where)
+                assert_equal(str(each), text, where=where)
+                for key in ("got", "expected", "where"):
+                    assert_equal(getattr(each, key), said.get(key), where=f"{key} of {where}")
+                assert_equal(each.message, "what is wrong", where=where)
+    known = {
+        "ConfigError": ValueError,
+        "MissingKeyError": KeyError,
+        "StorageError": OSError,
+        "IdRangeError": IndexError,
+    }
+    for name, base in known.items():
+        assert_equal(issubclass(getattr(errors, name), base), True, where=f"{name} is a {base.__name__}")

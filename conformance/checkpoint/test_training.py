@@ -235,7 +235,7 @@ class _Plain:
 class _Counter:
     """A state of the user's."""
 
-    is_lost = False
+    is_lost = is_full = False
 
     def state_dict(self) -> dict[str, Any]:
         if self.is_lost:
@@ -243,7 +243,8 @@ class _Counter:
         return {"count": torch.tensor(3)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        if self.is_full:
+            raise LookupError("full on one rank")
 
 
 def _fail_on_one(rank: Rank, folder: str) -> list[str]:
@@ -294,3 +295,45 @@ def test_one_rank_fails_early(checkpoint: Any, rank_pool: Any, tmp_path: Path) -
     expected = [f"{way}: LookupError" for way in ways[:-1]] + ["load_training: MissingCheckpointError"]
     assert_equal(own, expected, where="the rank that fails")
     assert_equal(sorted(os.listdir(tmp_path / "native")), ["step-1"], where="what is left")
+
+
+def _fail_in_loads(rank: Rank, folder: str) -> list[str]:
+    """What a state of one rank raises in every way to load it; what each raises here."""
+    checkpoint, model, counter = rank.component("checkpoint"), torch.nn.Linear(2, 3), _Counter()
+    training: Any = (model, torch.optim.SGD(model.parameters(), lr=0.1))
+    states, said = {"counter": counter}, []
+    with checkpoint.CheckpointManager(
+        f"{folder}/native", model=model, interval=1, states=states, durable=False
+    ) as manager:
+        manager.save(1)
+        plain = f"{folder}/plain"
+        checkpoint.save_training(plain, *training, 1, states=states, durable=False)
+        for flag in ("is_lost", "is_full"):
+            setattr(counter, flag, rank.rank == 1)
+            ways = {
+                "load": manager.load,
+                "load_training": lambda: checkpoint.load_training(plain, *training, states=states),
+            }
+            for name, way in ways.items():
+                try:
+                    way()
+                    said.append(f"{name}, {flag}: no error")
+                except Exception as error:
+                    said.append(f"{name}, {flag}: {type(error).__name__}")
+            setattr(counter, flag, False)
+        with succeeds("load", where="afterwards"):
+            manager.load()
+    return said
+
+
+@requirement(
+    "CKPT-677",
+    "What a state raises on one rank of a load, asked for its values or given those that were saved, MUST be "
+    "raised there and told to all others, which wait for nobody.",
+)
+def test_one_state_fails(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        others, own = rank_pool.run(_fail_in_loads, 2, str(tmp_path), timeout_s=30)
+    ways = [f"{way}, {flag}" for flag in ("is_lost", "is_full") for way in ("load", "load_training")]
+    assert_equal(others, [f"{way}: DistributedError" for way in ways], where="the other rank")
+    assert_equal(own, [f"{way}: LookupError" for way in ways], where="the rank that fails")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
 from conformance.checkpoint.cases import assert_loads
-from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_flags_are_no_text, raises, requirement
 from twinproof.errors import ConfigError
 
 
@@ -78,3 +79,52 @@ def test_plans_of_too_many(checkpoint: Any, tmp_path: Path) -> None:
             writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", **options)
             with raises(ConfigError, mentions=(f"{rank_count} ranks", *said), where=f"{rank_count} ranks, {options}"):
                 writer.prepare_global_plan(plans)
+
+
+@requirement(
+    "CKPT-679",
+    "A flag of a writer, reader, planner, manager or save that is text MUST be refused by its name, "
+    'before anything is written: "false" is true.',
+)
+def test_flags(checkpoint: Any, tmp_path: Path) -> None:
+    model, folder = torch.nn.Linear(2, 2), tmp_path / "ck"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name in ("HuggingFaceStorageWriter", "HuggingFaceStorageReader", "QuantizedHuggingFaceStorageReader"):
+        kind = getattr(checkpoint, name)
+        assert_flags_are_no_text(kind, partial(kind, folder), where=name)
+    for name in ("HuggingFaceSavePlanner", "HuggingFaceLoadPlanner"):
+        assert_flags_are_no_text(getattr(checkpoint, name), where=name)
+    manager = checkpoint.CheckpointManager
+    assert_flags_are_no_text(manager, partial(manager, folder, model=model, interval=1), where="CheckpointManager")
+    with manager(folder, model=model, interval=1) as made:
+        assert_flags_are_no_text(manager.save, partial(made.save, 1), where="save")
+    save_file, save_training = checkpoint.save_file, checkpoint.save_training
+    assert_flags_are_no_text(save_file, partial(save_file, {}, tmp_path / "file"), where="save_file")
+    saved = partial(save_training, folder, model, optimizer, 1)
+    assert_flags_are_no_text(save_training, saved, where="save_training")
+    assert_equal(sorted(path.name for path in tmp_path.rglob("*") if path.is_file()), [], where="what was written")
+
+
+@requirement(
+    "CKPT-680",
+    "Metadata, tensors of a file, numbers of files, tensors to keep and what is told of progress that are of another "
+    "type MUST be refused by their name when they are given.",
+)
+def test_options(checkpoint: Any, tmp_path: Path) -> None:
+    writer, reader = checkpoint.HuggingFaceStorageWriter, checkpoint.HuggingFaceStorageReader
+    consolidate = partial(checkpoint.consolidate_safetensors_files, tmp_path, tmp_path / "out")
+    calls: dict[str, list[tuple[Callable[..., Any], list[Any]]]] = {
+        "metadata": [
+            (partial(writer, tmp_path / "ck"), ["pt", 7, ["pt"]]),
+            (partial(checkpoint.save_file, {}, tmp_path / "file"), ["pt", 7, ["pt"]]),
+        ],
+        "tensors": [(lambda tensors: checkpoint.save_file(tensors, tmp_path / "file"), ["a", None, [torch.zeros(1)]])],
+        "fqn_to_index_mapping": [(partial(writer, tmp_path / "ck"), ["a", 7, [1]]), (consolidate, ["a", 7, [1]])],
+        "export_keep": [(partial(writer, tmp_path / "ck"), ["a", 7, None])],
+        "progress": [(partial(writer, tmp_path / "ck"), ["a", 7]), (partial(reader, tmp_path / "ck"), ["a", 7])],
+    }
+    for name, cases in calls.items():
+        for call, values in cases:
+            for value in values:
+                with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{name}={value!r}"):
+                    call(**{name: value})

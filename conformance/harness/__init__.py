@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         assert_same_tensors,
     )
     from conformance.harness.derived import assert_within_derived
+    from conformance.harness.flags import assert_flags_are_no_text
     from conformance.harness.mutants import mutated
     from conformance.harness.planted import PlantedBug, fault, patched, swap, wrap
     from conformance.harness.profiles import examples, run_machine
@@ -36,6 +37,7 @@ __all__ = [
     "Requirement",
     "RequirementError",
     "assert_equal",
+    "assert_flags_are_no_text",
     "assert_le",
     "assert_refused",
     "assert_same_bytes",
@@ -65,6 +67,7 @@ _HOMES = {
         "assert_same_tensors",
     ),
     "derived": ("assert_within_derived",),
+    "flags": ("assert_flags_are_no_text",),
     "mutants": ("mutated",),
     "planted": ("PlantedBug", "fault", "patched", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from conformance.harness.compare import Mismatch, assert_same_tensor
+from twinproof.errors import TwinproofError
 
 __all__ = ["Raised", "assert_refused", "errors_inside", "raises", "succeeds"]
 
@@ -91,7 +92,10 @@ class _Raises(AbstractContextManager[Raised]):
                 message = f"the error does not mention {', '.join(map(repr, self._absent(shown)))}"
             got = f"{type(shown).__name__}: {shown}"
             raise Mismatch(message, got=got, expected=wanted, where=self._where) from error
-        self._caught.error = fitting[0]
+        placed = [inner for inner in fitting if not isinstance(inner, TwinproofError) or inner.where is not None]
+        if not placed:
+            raise Mismatch("the error says no where", got=str(fitting[0]), expected=wanted, where=self._where)
+        self._caught.error = placed[0]
         return True
 
     def _absent(self, error: BaseException) -> list[str]:
@@ -107,9 +111,10 @@ def raises(
     """Demand that the block raises ``error_class``, with every string of ``mentions`` in its message.
 
     The class is looked for in the raised exception, its causes, and the failures of torch's ``CheckpointException``.
+    One of our own named errors has to say where.
 
     Raises:
-        Mismatch: when nothing or another class is raised, or the message lacks a mention.
+        Mismatch: when nothing or another class is raised, the message lacks a mention, or ours says no where.
         TypeError: when ``mentions`` is a string, whose letters would be looked for.
     """
     if isinstance(mentions, str):

@@ -9,7 +9,8 @@ import torch
 
 from conformance.kvstore.cases import header
 
-LR, EPS, BETA1, BETA2 = 0.05, 1e-8, 0.9, 0.999
+# None of them is a default, which whoever forgets to hand them on would take.
+LR, EPS, BETA1, BETA2 = 0.05, 1e-3, 0.75, 0.96875
 
 
 class Row:
@@ -83,21 +84,31 @@ def lanes_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def one_step(
-    optimizer: str, w: torch.Tensor, g: torch.Tensor, m1: torch.Tensor, m2: torch.Tensor, step: int, lr: float = LR
+    optimizer: str,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    m1: torch.Tensor,
+    m2: torch.Tensor,
+    step: int,
+    lr: float = LR,
+    *,
+    eps: float = 1e-8,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One step of one row, one float32 operation after the other."""
+    """One step of one row, one float32 operation after the other; by the defaults of a store unless told."""
     mean = (lanes_sum(g * g) / f32(g.numel())).reshape(1)
     if optimizer == "sgd":
         return w - f32(lr) * g, m1, m2
     if "adagrad" in optimizer:
         m1 = m1 + (mean if "rowwise" in optimizer else g * g)
-        divisor = root(m1) + f32(1e-8)
+        divisor = root(m1) + f32(eps)
         # FBGEMM's order: a row has one factor of its gradients.
         return w - ((f32(lr) / divisor) * g if "rowwise" in optimizer else (f32(lr) * g) / divisor), m1, m2
-    m1 = f32(BETA1) * m1 + f32(1 - BETA1) * g
-    m2 = f32(BETA2) * m2 + f32(1 - BETA2) * (mean if "rowwise" in optimizer else g * g)
-    denominator = root(m2) / f32((1 - BETA2**step) ** 0.5) + f32(1e-8)
-    change = (f32(lr / (1 - BETA1**step)) * m1) / denominator
+    m1 = f32(beta1) * m1 + f32(1 - beta1) * g
+    m2 = f32(beta2) * m2 + f32(1 - beta2) * (mean if "rowwise" in optimizer else g * g)
+    denominator = root(m2) / f32((1 - beta2**step) ** 0.5) + f32(eps)
+    change = (f32(lr / (1 - beta1**step)) * m1) / denominator
     if optimizer == "lamb":
         norm, length = root(lanes_sum(w * w)), root(lanes_sum(change * change))
         change = ((f32(lr) * norm) / length if norm > 0 and length > 0 else f32(1.0)) * change

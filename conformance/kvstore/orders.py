@@ -153,6 +153,25 @@ class OrdersMachine(StoreMachine):
             self.opened(table, key).body[begin - 16 : begin - 16 + len(raw)] = raw
         self.wrote(table, some)
 
+    @rule(
+        table=tables, keys=close_batches, begin=st.integers(16, 80), width=st.integers(1, 40), fill=st.integers(0, 99)
+    )
+    def write_columns(self, table: str, keys: list[int], begin: int, width: int, fill: int) -> None:
+        """Any columns behind the header, wherever values and padding begin; padding stays zero."""
+        layout = self.store.layout(table)
+        first = min(begin, layout.row_bytes - 1)
+        end = min(first + width, layout.row_bytes)
+        # Numbers, of any dtype.
+        raw = torch.full((len(keys), end - first), fill, dtype=torch.uint8)
+        self.both("place", table, ids_of(keys), raw, first)
+        parts = [self.part(table, name) for name in ("weight", *layout.state_slots)]
+        for key in keys:
+            body = self.opened(table, key).body
+            for at in range(first, end):
+                if any(lower <= at < upper for lower, upper in parts):
+                    body[at - 16] = fill
+        self.wrote(table, keys)
+
     def part(self, table: str, name: str) -> tuple[int, int]:
         """The bytes of a row that a view shows."""
         layout = self.store.layout(table)

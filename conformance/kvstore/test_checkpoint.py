@@ -6,6 +6,8 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from conformance.harness import assert_equal, assert_same_bytes, examples, raise
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     FILE,
+    OPTIMIZERS,
     Clock,
     assert_bits,
     assert_contents,
@@ -182,6 +185,53 @@ def test_weights_only(kvstore: Any, tmp_path: Path) -> None:
     save(kvstore, small, tmp_path / "small")
     with raises(ConfigError, mentions=["weights_only"]):
         kvstore.load(fresh(kvstore), tmp_path / "small")
+
+
+def _load_file(kvstore: Any, path: Path, store: Any, weights_only: bool) -> None:
+    kvstore.load(store, path, weights_only=weights_only)
+
+
+def _load_state(state: dict[str, Any], store: Any, weights_only: bool) -> None:
+    store.load_state_dict(state, weights_only=weights_only)
+
+
+@requirement(
+    "KV-307",
+    "Rows of every optimizer MUST be refused by tables of every other one whose state they are not, also where the "
+    "states have the same names and widths, from files and as whole rows; with weights_only they MUST load.",
+)
+def test_pairs_of_optimizers(kvstore: Any, tmp_path: Path) -> None:
+    def made(optimizer: str) -> Any:
+        store = store_of(kvstore, kvstore.RowLayout(4, optimizer=optimizer), return_whole_row=True)
+        store.set_rows("t", random_rows(store, [50], 2))
+        return store
+
+    sources = {name: store_of(kvstore, kvstore.RowLayout(4, optimizer=name)) for name in OPTIMIZERS}
+    for name, source in sources.items():
+        source.set_rows("t", random_rows(source, [1, 2, 3], 1))
+        source.set_return_whole_row(True)
+        save(kvstore, source, tmp_path / name)
+    for (name, source), other in product(sources.items(), OPTIMIZERS):
+        has_state = bool(source.layout("t").state_slots) or bool(sources[other].layout("t").state_slots)
+        state = source.state_dict()
+        ways: dict[str, Callable[..., Any]] = {
+            "file": partial(_load_file, kvstore, tmp_path / name),
+            "state dict": partial(_load_state, state),
+        }
+        for way, load in ways.items():
+            target, where = made(other), f"{way} of {name} into {other}"
+            before = contents(target)
+            if name != other and has_state:
+                with raises(ConfigError, mentions=(f"got: {name}", f"expected: {other}", "weights_only"), where=where):
+                    load(target, False)
+                assert_contents(target, before, where=where)
+                with succeeds("load", where=f"{where}, weights only"):
+                    load(target, True)
+            else:
+                with succeeds("load", where=where):
+                    load(target, False)
+            ids = source.ids("t")
+            assert_bits(target.get("t", ids), source.get("t", ids), where=f"{where}: weights")
 
 
 @requirement(
@@ -351,6 +401,10 @@ def save_apart(rank: Any, path: str) -> list[str]:
         "closed": lambda: save(kvstore, [store, closed][rank.rank], Path(path), buckets=chosen[0]),
         "views of closed": lambda: [store, closed][rank.rank].state_dict(buckets=chosen[0]),
         "views of no table": lambda: store.state_dict(buckets=chosen[0], tables=([("t",), ("u",)][rank.rank])),
+        "views of no buckets": lambda: store.state_dict(buckets=[chosen[0], 4][rank.rank]),
+        "views of a name": lambda: store.state_dict(buckets=chosen[0], tables=[("t",), "t"][rank.rank]),
+        "views of no chunk": lambda: store.state_dict(buckets=chosen[0], chunk_rows=[None, 0][rank.rank]),
+        "views of no flag": lambda: store.state_dict(buckets=chosen[0], snapshot=[True, "no"][rank.rank]),
     }
     return [f"{name}: {_error_of(way)}" for name, way in ways.items()]
 
@@ -373,7 +427,7 @@ def test_ranks_that_disagree(kvstore: Any, rank_pool: Any, tmp_path: Path) -> No
         found = rank_pool.run(save_apart, 2, str(tmp_path / "ck"), timeout_s=20)
     expected = [f"{name}: ConfigError" for name in ("buckets", "forms", "kinds", "views")]
     wrong = ["no form", "no chunk", "no store", "no buckets", "no option", "no such option", "closed"]
-    wrong += ["views of closed", "views of no table"]
+    wrong += [f"views of {what}" for what in ("closed", "no table", "no buckets", "a name", "no chunk", "no flag")]
     expected += [f"{name}: DistributedError" for name in wrong]
     assert_equal(found, [expected] * 2, where="by rank")
     assert_equal(os.path.exists(tmp_path / "ck"), False, where="nothing is written")

@@ -25,6 +25,7 @@ from conformance.kvstore.cases import (
     store_of,
     weights_of,
 )
+from conformance.provers.faults import Interruption, each_moment, interrupted
 from twinproof.errors import ConfigError, DeltaBaseError, TwinproofError
 
 
@@ -464,3 +465,101 @@ def test_bases_after_refusals(kvstore: Any, tmp_path: Path) -> None:
             assert_equal(contents(store)[table], held[1][table], where=f"{table} after its delta")
         for table in "ab":
             store.clear(table)
+
+
+@requirement(
+    "KV-308",
+    "What is written or removed at any moment of a save MUST be in that save or in the next delta since the mark that "
+    "it reports, and the moment of the save be that mark's.",
+)
+def test_written_while_saved(kvstore: Any, tmp_path: Path) -> None:
+    def once(nth: int) -> Interruption:
+        store, folder = filled(kvstore, range(-4, 5), track_changes=True), tmp_path / f"{nth}"
+        held = [contents(store)]
+        folder.mkdir()
+
+        def act() -> None:
+            held.append(contents(store))
+            store.set("a", ids_of([3, 99]), weights_of(store, 2, nth, "a"))
+            store.delete("b", ids_of([2]))
+
+        with interrupted(folder, nth, act) as hook:
+            report = save(kvstore, store, folder / "full")
+        save(kvstore, store, folder / "delta", since=report.mark)
+        other, where = fresh(kvstore), f"moment {nth}"
+        kvstore.load(other, folder / "full")
+        assert_equal(contents(other) in (held[0], contents(store)), True, where=f"{where}: rows of one moment")
+        kvstore.load(other, folder / "delta")
+        assert_contents(other, contents(store), where=f"{where}: with the delta")
+        return hook
+
+    each_moment(once)
+
+
+@requirement(
+    "KV-312",
+    "A delta MUST load on every save of the moment that it follows, full saves and deltas, in whatever order they were "
+    "made, and after a load of either too.",
+)
+def test_moments_of_several_saves(kvstore: Any, tmp_path: Path) -> None:
+    def changed(store: Any, seed: int) -> None:
+        store.set("a", ids_of([seed, 70 + seed]), weights_of(store, 2, seed, "a"))
+        store.delete("b", ids_of([seed]))
+
+    for kinds in (("delta", "full"), ("full", "delta"), ("delta", "full", "delta")):
+        for is_loaded in (False, True):
+            folder = tmp_path / f"{'-'.join(kinds)} {is_loaded}"
+            store = filled(kvstore, range(-4, 5), track_changes=True)
+            first = save(kvstore, store, folder / "first").mark
+            changed(store, 1)
+            for number, kind in enumerate(kinds):
+                save(kvstore, store, folder / f"{number}", **({"since": first} if kind == "delta" else {}))
+            if is_loaded:
+                # Whoever goes on from what was loaded knows it by the names of both, too.
+                store = fresh(kvstore, track_changes=True)
+                for name in ("first", f"{kinds.index('delta')}"):
+                    kvstore.load(store, folder / name)
+                save(kvstore, store, folder / "again")
+            mark = store.mark()
+            changed(store, 2)
+            save(kvstore, store, folder / "last", since=mark)
+            ways = [["first", f"{n}"] if kind == "delta" else [f"{n}"] for n, kind in enumerate(kinds)]
+            for names in ways + ([["again"]] if is_loaded else []):
+                other = fresh(kvstore)
+                for name in (*names, "last"):
+                    with succeeds("load", where=f"{kinds}, {is_loaded=}: {name} of {names}"):
+                        kvstore.load(other, folder / name)
+                assert_contents(other, contents(store), where=f"{kinds}, {is_loaded=}: {names}")
+
+
+@requirement(
+    "KV-314",
+    "A delta since the beginning MUST load into a table that is empty and was never loaded, and nowhere else; one "
+    "since a moment that was neither saved nor loaded, and those after it, MUST load anywhere.",
+)
+def test_deltas_without_a_save(kvstore: Any, tmp_path: Path) -> None:
+    store = filled(kvstore, range(-4, 5), track_changes=True)
+    save(kvstore, store, tmp_path / "all", since=0)
+    emptied, written = fresh(kvstore), filled(kvstore, [1])
+    kvstore.load(emptied, tmp_path / "all")
+    assert_contents(emptied, contents(store), where="since the beginning")
+    for table in "ab":
+        emptied.clear(table)
+    for name, other in (("emptied", emptied), ("written", written)):
+        before = contents(other)
+        with raises(DeltaBaseError, where=f"since the beginning, into a table that was {name}"):
+            kvstore.load(other, tmp_path / "all")
+        assert_contents(other, before, where=name)
+    store.set("a", ids_of([3]), weights_of(store, 1, 5, "a"))
+    for number in range(2):
+        mark = store.mark()
+        store.set("a", ids_of([number, 60]), weights_of(store, 2, number, "a"))
+        store.delete("b", ids_of([number]))
+        save(kvstore, store, tmp_path / f"{number}", since=mark)
+    for names in (["0", "1"], ["1"], ["1", "0", "1"]):
+        for other in (fresh(kvstore), filled(kvstore, [1, 2])):
+            for name in names:
+                with succeeds("load", where=f"{name} of {names}, since a moment without a name"):
+                    kvstore.load(other, tmp_path / name)
+            found = other.get_rows("a", ids_of([1, 60]))
+            assert_same_bytes(found.numpy().tobytes(), store.get_rows("a", ids_of([1, 60])).numpy().tobytes())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,15 @@ from conformance.harness import assert_equal, assert_same_bytes, examples, raise
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     EXTREMES,
+    FILE,
     Clock,
     assert_bits,
     header,
     ids_of,
     random_row,
+    random_rows,
     rows_tensor,
+    save,
     store_of,
     weights_of,
 )
@@ -163,6 +169,75 @@ def test_padding_is_zero(kvstore: Any) -> None:
         # D = 5 in float16: weight 16-26, padding to 32; momentum2 32-34, padding to 36; momentum1 36-56; 56 % 8 = 0.
         assert_same_bytes(row[26:32] + row[34:36], bytes(8), where=f"padding of row {key}")
         assert_equal(len(row), 56, where="row bytes")
+
+
+@requirement(
+    "KV-306",
+    "Padding MUST be zero whatever columns of rows are written, through views, wrappers, state dicts and files too, "
+    "and values beside it what was written.",
+)
+def test_padding_of_columns(kvstore: Any, tmp_path: Path) -> None:
+    layout = kvstore.RowLayout(5, torch.float16, "partial_rowwise_adam", {"momentum2": torch.float16})
+    size, keys = layout.row_bytes, ids_of([3, -4])
+    is_value = torch.zeros(size, dtype=torch.bool)
+    for begin, end in layout.value_ranges:
+        is_value[begin:end] = True
+
+    def made(**options: Any) -> Any:
+        store = store_of(kvstore, layout, **options)
+        store.set_rows("t", random_rows(store, [3], 1))
+        return store
+
+    def wrapper(store: Any, width: int, offset: int, **options: Any) -> Any:
+        found = kvstore.KVTensorWrapper(
+            [2, width], torch.uint8, 0, sorted_indices=keys, width_offset=offset, table="t", **options
+        )
+        found.set_dram_db_wrapper(store)
+        return found
+
+    # Next to where values and padding begin and end.
+    edges = {edge for values in layout.value_ranges for edge in values} | {size}
+    cuts = sorted(cut for cut in {edge + d for edge in edges for d in (-1, 0, 1)} if 16 <= cut <= size)
+    for begin, end in combinations(cuts, 2):
+        store = made()
+        expected = store.get_rows("t", keys)
+        wrapper(store, end - begin, begin - 16).set_range(0, 0, 2, torch.full((2, end - begin), 0x55).byte())
+        expected[:, begin:end] = torch.where(is_value[begin:end], 0x55, 0).byte()
+        assert_bits(store.get_rows("t", keys)[:, 16:], expected[:, 16:], where=f"bytes {begin} to {end} written")
+    rows = torch.full((2, size), 0x55, dtype=torch.uint8)
+    rows[:, :16] = rows_tensor([header(key, 7, 2) for key in keys.tolist()], 16)
+    clean = torch.where(is_value, rows, 0).byte()
+    only = clean.clone()
+    only[:, 16 + layout.weight_bytes :] = 0
+
+    def from_file(store: Any, is_empty: bool) -> None:
+        source, folder = made(), tmp_path / f"{is_empty}"
+        source.set_rows("t", clean)
+        save(kvstore, source, folder)
+        raw = (folder / FILE).read_bytes()
+        # The ids that a file lists ascend.
+        stored = source.get_rows("t", source.ids("t"))
+        assert_equal(raw.count(stored.numpy().tobytes()), 1, where="rows in a file")
+        (folder / FILE).write_bytes(raw.replace(stored.numpy().tobytes(), rows.flip(0).contiguous().numpy().tobytes()))
+        if is_empty:
+            store.clear("t")
+        kvstore.load(store, folder)
+
+    ways: dict[str, Callable[[Any], Any]] = {
+        "set_rows": lambda store: store.set_rows("t", rows),
+        "a view": lambda store: kvstore.KVTensor(store, keys).set_range(0, 0, 2, rows),
+        "a wrapper of whole rows": lambda store: wrapper(store, size, 0).set_range(0, 0, 2, rows),
+        "a state dict": lambda store: store.load_state_dict({"t.weight": rows, "t.weight_id": keys}),
+        "a file, into an empty table": lambda store: from_file(store, True),
+        "a file, over rows": lambda store: from_file(store, False),
+    }
+    for name, act in ways.items():
+        store = made(return_whole_row=True)
+        act(store)
+        assert_bits(store.get_rows("t", keys), clean, where=name)
+    store = store_of(kvstore, layout, return_whole_row=True)
+    wrapper(store, size, 0, only_load_weight=True).set_range(0, 0, 2, rows)
+    assert_bits(store.get_rows("t", keys)[:, 16:], only[:, 16:], where="only weights")
 
 
 @requirement("KV-055", "A row MUST be the bytes that FBGEMM's format documents, to the last one.")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_bytes, examples, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     EXTREMES,
@@ -19,9 +22,11 @@ from conformance.kvstore.cases import (
     header,
     ids_of,
     random_rows,
+    save,
     store_of,
     weights_of,
 )
+from twinproof.errors import TwinproofError
 
 
 @requirement("KV-010", "Reading MUST NOT insert: ids, size and every row stay as they are after any read.")
@@ -188,3 +193,42 @@ def test_states_of_missing_rows(kvstore: Any) -> None:
         assert_equal(sorted(store.ids("t").tolist()), [-2, 3, 5, 6], where=f"{where}: ids")
         # Headers of new rows are a writer's affair.
         assert_bits(store.get_rows("t", ids)[:, 16:], expected[:, 16:], where)
+
+
+@requirement(
+    "KV-316",
+    "A batch in which one id has no answer MUST be refused wherever that id stands, and by its name alone: scores, "
+    "saved rows and rows in memory of an id without a row, and buckets of an id outside of them.",
+)
+def test_one_among_others(kvstore: Any, tmp_path: Path) -> None:
+    keys = [3, 1, 2, 1, 0]
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, sorted(set(keys)), 1))
+    save(kvstore, store, tmp_path / "rows", form="rows")
+    save(kvstore, store, tmp_path / "apart", form="separate")
+    chunks, sort = kvstore.Buckets(2, "chunk", 4), kvstore.sort_ids_by_bucket
+    asks: dict[str, Callable[[torch.Tensor], Any]] = {
+        "scores": lambda ids: store.get_scores("t", ids),
+        "scores of a moment": lambda ids: store.snapshot().get_scores("t", ids),
+        "buckets": lambda ids: kvstore.bucket_of(ids, chunks),
+        "ids by bucket": lambda ids: sort(ids, 0, 2, 2, hash_mode="chunk", bucket_size=4),
+        "ids of some buckets": lambda ids: sort(ids, 0, 1, 2, hash_mode="chunk", bucket_size=4),
+    }
+    held = kvstore.KVTensor(store, ids_of([0, 1, 2, 3])).clone().source
+    for name, source in (
+        ("saved rows", kvstore.SavedRows(tmp_path / "rows")),
+        ("values saved apart", kvstore.SavedRows(tmp_path / "apart")),
+        ("rows in memory", held),
+    ):
+        asks |= {
+            f"weights of {name}": partial(source.get, "t"),
+            f"a state of {name}": partial(source.get_state, "t", "momentum1"),
+            f"scores of {name}": partial(source.get_scores, "t"),
+        }
+    for name, ask in asks.items():
+        with succeeds("asking", where=name):
+            ask(ids_of(keys))
+        for place in range(len(keys) + 1):
+            batch = [*keys[:place], 77, *keys[place:]]
+            with raises(TwinproofError, mentions=("got: [77]",), where=f"{name}: {batch}"):
+                ask(ids_of(batch))

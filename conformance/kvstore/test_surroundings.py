@@ -41,6 +41,14 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
+def _round_in_thread(kvstore: Any, it: SimpleNamespace) -> Any:
+    """What a round removes that a thread runs, which has no mode of its own."""
+    policy = kvstore.EvictionPolicy.count(2)
+    with kvstore.BackgroundEvictor(it.store, "b", trigger_rows=1, policy=policy, slice_rows=1) as evictor:
+        it.store.set("b", it.ids, it.some)
+        return [stats.evicted_count for stats in evictor.wait()], it.store.ids("b")
+
+
 def _verbs(kvstore: Any, it: SimpleNamespace) -> dict[str, Callable[[], Any]]:
     """Every verb of a store, its rows and moments."""
     store, ids, some = it.store, it.ids, it.some
@@ -54,6 +62,7 @@ def _verbs(kvstore: Any, it: SimpleNamespace) -> dict[str, Callable[[], Any]]:
         "metadata": lambda: [store.set_metadata("a", ids, it.words), store.metadata("a", ids)],
         "lists": lambda: [store.ids("a", -3, 4), store.contains("a", ids), store.changes("b", 0)],
         "evict": lambda: [store.evict("b", policy=policy)["b"].evicted_count for policy in it.policies],
+        "evict in a thread": lambda: _round_in_thread(kvstore, it),
         "delete": lambda: [store.delete("a", ids[:1]), store.size("a")],
         "buckets": lambda: [*kvstore.sort_ids_by_bucket(ids, total_buckets=3), kvstore.bucket_of(ids, it.buckets)],
         "headers": lambda: vars(kvstore.unpack_header(kvstore.pack_header(it.header))),

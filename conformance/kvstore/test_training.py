@@ -16,6 +16,8 @@ from conformance.kvstore.model import BETA1, BETA2, EPS, LR, dense_steps, f32, o
 from twinproof.errors import ConfigError, ShapeError
 from twinproof.optimizers import FUSED_OPTIMIZERS
 
+HYPER = {"eps": EPS, "beta1": BETA1, "beta2": BETA2}
+
 
 @requirement(
     "KV-076",
@@ -34,7 +36,7 @@ def test_steps(kvstore: Any, tmp_path: Path, tolerance_factor: float) -> None:
         for step, grad in enumerate(grads, start=1):
             for each in (store, continued):
                 if each is not None:
-                    each.apply_gradients("t", ids, grad, LR, step, eps=EPS, beta1=BETA1, beta2=BETA2)
+                    each.apply_gradients("t", ids, grad, LR, step, **HYPER)
             if step == 4:
                 kvstore.save(store, tmp_path / optimizer, durable=False)
                 continued = store_of(kvstore, layout, clock=clock, seed=99)
@@ -65,12 +67,12 @@ def test_exact_step(kvstore: Any, optimizer: str, dtype: torch.dtype, keys: list
     for number in (step, step + 1):
         grads = torch.randn(len(keys), 11, generator=generator)
         before = {key: one_row(store, key) for key in set(keys)}
-        store.apply_gradients("t", ids_of(keys), grads, LR, number)
+        store.apply_gradients("t", ids_of(keys), grads, LR, number, **HYPER)
         for key, (weight, m1, m2) in before.items():
             total = torch.zeros(11)
             for position, other in enumerate(keys):
                 total = total + grads[position] if other == key else total
-            expected = one_step(optimizer, weight.float(), total, m1, m2, number)
+            expected = one_step(optimizer, weight.float(), total, m1, m2, number, **HYPER)
             found = one_row(store, key)
             for name, got, wanted, kind in zip(
                 ("weight", "m1", "m2"), found, expected, (dtype, None, None), strict=True
@@ -97,12 +99,12 @@ def test_scaled_rows(kvstore: Any) -> None:
     for optimizer in ("lamb", "adam"):
         store = store_of(kvstore, kvstore.RowLayout(3, optimizer=optimizer))
         store.set("t", ids_of([1, 2, 3]), weights)
-        store.apply_gradients("t", ids_of([1, 2, 3]), grads, LR)
+        store.apply_gradients("t", ids_of([1, 2, 3]), grads, LR, **HYPER)
         found[optimizer] = store.get("t", ids_of([1, 2, 3]))
     assert_bits(found["lamb"][1:], found["adam"][1:], where="a row of zeros, and one without a gradient")
     for row in range(3):
         empty = torch.zeros(3)
-        expected, _, _ = one_step("lamb", weights[row], grads[row], empty, empty, 1)
+        expected, _, _ = one_step("lamb", weights[row], grads[row], empty, empty, 1, **HYPER)
         assert_bits(found["lamb"][row], expected, where=f"row {row}")
 
 
@@ -147,7 +149,7 @@ def test_modules(kvstore: Any, tolerance_factor: float) -> None:
         initial = store.get("t", every)
         module = kvstore.KVEmbedding(store, lr=LR) if mode is None else kvstore.KVEmbeddingBag(store, mode=mode, lr=LR)
         tables = [torch.nn.Parameter(initial.to(dtype)) for dtype in (torch.float32, torch.float64)]
-        optimizers = [torch.optim.Adagrad([table], lr=LR, eps=EPS) for table in tables]
+        optimizers = [torch.optim.Adagrad([table], lr=LR, eps=1e-8) for table in tables]
         for _ in range(4):
             ids = torch.randint(0, 12, (30,), generator=generator)
             offsets = ids_of([0, 0, 4, 5, 30])

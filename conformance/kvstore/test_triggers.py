@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
@@ -100,6 +101,40 @@ def test_listeners(kvstore: Any) -> None:
         writes, steps = ([name for name in left if name[0] == kind] for kind in "ws")
         expected = [(name, table) for table in "ut" for name in writes] + [(name, "t") for name in steps]
         assert_equal(heard, expected, where=f"without {gone}")
+
+
+@requirement(
+    "KV-310",
+    "What a listener adds or removes while it is told MUST be heard, or not, from the next write on: this one is told "
+    "to all that listened when it was done, once, and one that listens twice is told twice until it is removed.",
+)
+@pytest.mark.parametrize("steps", [False, True])
+def test_listeners_that_change(kvstore: Any, steps: bool) -> None:
+    store = _stored(kvstore)
+    heard: list[str] = []
+
+    def hears(name: str) -> Callable[[str], None]:
+        return lambda table: heard.append(name)
+
+    late, middle, twice, last = (hears(name) for name in ("late", "middle", "twice", "last"))
+
+    def first(table: str) -> None:
+        heard.append("first")
+        store.remove_listener(first)
+        store.remove_listener(last)
+        store.add_listener(late, steps=steps)
+
+    for listener in (first, middle, twice, last, twice):
+        store.add_listener(listener, steps=steps)
+    for expected in (["first", "middle", "twice", "last", "twice"], ["middle", "twice", "twice", "late"]):
+        heard.clear()
+        _step(store, "t", 0)
+        assert_equal(heard, expected, where=f"{steps=}")
+    store.add_listener(twice, steps=not steps)
+    store.remove_listener(twice)
+    heard.clear()
+    _step(store, "t", 0)
+    assert_equal(heard, ["middle", "late"], where=f"one that is removed from both, {steps=}")
 
 
 @requirement(

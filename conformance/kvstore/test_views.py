@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore.cases import (
     assert_bits,
     assert_contents,
@@ -331,3 +332,45 @@ def test_ids_are_their_own(kvstore: Any) -> None:
         view.full_tensor().fill_(3)
         assert_bits(view.narrow(0, 0, 3), expected, where=f"rows that were handed out, {dtype}")
         assert_bits(wrapper.narrow(0, 0, 3), expected, where=f"rows of a wrapper, {dtype}")
+
+
+@requirement(
+    "KV-315",
+    "A write through a read-only view or wrapper MUST refuse whatever a writable one refuses: other shapes, dtypes, "
+    "keys, ids and ranges; and skip what that takes.",
+)
+def test_refusals_of_read_only(kvstore: Any) -> None:
+    store = filled(kvstore)
+    rows, row_bytes = store.get_rows("t", ids_of(KEYS)), store.layout("t").row_bytes
+    before = contents(store)
+    for read_only in (True, False):
+        view = kvstore.KVTensor(store, ids_of(KEYS), "row", read_only)
+        weights = kvstore.KVTensor(store, ids_of(KEYS), "weight", read_only)
+        store.set_return_whole_row(True)
+        wrapper = kvstore.KVTensorWrapper(
+            [6, row_bytes], torch.uint8, 0, sorted_indices=ids_of(KEYS), read_only=read_only
+        )
+        wrapper.set_dram_db_wrapper(store)
+        for name, to in (("a view", view), ("a wrapper", wrapper)):
+            wrong: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+                "other keys": (CorruptionError, partial(to.set_range, 0, 0, 6, rows.flip(0).contiguous())),
+                "other ids": (CorruptionError, partial(to.set_weights_and_ids, rows, ids_of([*KEYS[:5], 18]))),
+                "fewer rows": (ShapeError, partial(to.set_range, 0, 0, 6, rows[:5])),
+                "narrower rows": (ShapeError, partial(to.set_range, 0, 0, 6, rows[:, :20].contiguous())),
+                "strided rows": (ShapeError, partial(to.set_range, 0, 0, 3, rows[::2])),
+                "a range outside": (ShapeError, partial(to.set_range, 0, 1, 6, rows)),
+                "columns": (ShapeError, partial(to.set_range, 1, 0, 6, rows)),
+                "another dtype": (UnsupportedError, partial(to.set_range, 0, 0, 6, rows.to(torch.int8))),
+                "ids of floats": (UnsupportedError, partial(to.set_weights_and_ids, rows, ids_of(KEYS).double())),
+            }
+            for how, (kind, act) in wrong.items():
+                with raises(kind, where=f"{name}, {read_only=}: {how}"):
+                    act()
+                assert_contents(store, before, where=f"{name}, {read_only=}: {how}")
+            with succeeds("set_range", where=f"{name}, {read_only=}"):
+                to.set_range(0, 0, 6, rows)
+        with raises(ShapeError, where=f"weights, {read_only=}"):
+            weights.set_range(0, 0, 6, torch.zeros(6, 5, dtype=torch.float16))
+        with raises(UnsupportedError, where=f"weights, {read_only=}"):
+            weights.set_range(0, 0, 6, torch.zeros(6, 6))
+    assert_contents(store, before, where="rows that are written as they are")

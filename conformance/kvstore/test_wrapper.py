@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_bits, assert_contents, contents, header, ids_of, random_rows, store_of
 from twinproof.errors import (
     ConfigError,
@@ -173,6 +174,41 @@ def test_another_store(kvstore: Any) -> None:
         written = _refusal(columns.set_range, 0, 0, 1, torch.full((1, 8), 4.0))
         assert_equal(written, None, where=f"{name} written after a refusal")
         assert_bits(stores[name].get(name, ids_of(KEYS[:1])), torch.full((1, 8), 4.0), where=f"{name} after a refusal")
+
+
+@requirement(
+    "KV-317",
+    "Ids that leave int64 with a wrapper's ``row_offset`` MUST be refused, and never be those of other rows; the last "
+    "that stay MUST be taken.",
+)
+def test_offsets_beyond_int64(kvstore: Any) -> None:
+    first, last = -(2**63), 2**63 - 1
+    for offset, inside, outside in (
+        (last, [0, -1, first], [1, last]),
+        (first, [0, 1, last], [-1, first]),
+        (1, [first, 0, last - 1], [last]),
+        (-1, [first + 1, 0, last], [first]),
+        (0, [first, 0, last], []),
+    ):
+        store = store_of(kvstore, kvstore.RowLayout(8))
+        columns = kvstore.KVTensorWrapper([len(inside), 8], torch.float32, offset, sorted_indices=ids_of(inside))
+        columns.set_dram_db_wrapper(store)
+        values = torch.arange(8.0 * len(inside)).reshape(-1, 8)
+        with succeeds("set_range", where=f"{inside} + {offset}"):
+            columns.set_range(0, 0, len(inside), values)
+        mine = ids_of([key + offset for key in inside])
+        assert_bits(store.get("t", mine), values, where=f"{inside} + {offset} written")
+        assert_bits(columns.narrow(0, 0, len(inside)), values, where=f"{inside} + {offset} read")
+        before = contents(store)
+        for key in outside:
+            ids = ids_of([0, key])
+            for how in (
+                partial(columns.get_weights_by_ids, ids),
+                partial(columns.set_weights_and_ids, torch.ones(2, 8), ids),
+            ):
+                with raises(ConfigError, mentions=("where: row_offset", f"got: [{key}]"), where=f"{key} + {offset}"):
+                    how()
+        assert_contents(store, before, where=f"beyond {offset}")
 
 
 @requirement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, assert_flags_are_no_text, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_contents, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import ConfigError, TwinproofError
 
@@ -178,7 +179,12 @@ def _of_numbers(kvstore: Any, store: Any, folder: Path) -> Iterator[tuple[str, s
     yield "save", "chunk_rows", counts, lambda it: save(kvstore, store, folder / "x", chunk_rows=it)
     yield "save", "since", [-1, 1.5, True, 10**9], lambda it: save(kvstore, store, folder / "x", since=it)
     yield "load", "chunk_rows", counts, lambda it: kvstore.load(store, folder / "ck", chunk_rows=it)
-    yield "load", "owned", [(1, 0), (0, 9), (-1, 1)], lambda it: kvstore.load(store, folder / "ck", owned=it)
+    yield (
+        "load",
+        "owned",
+        [(1, 0), (0, 9), (-1, 1), (0,), "01", 1],
+        lambda it: kvstore.load(store, folder / "ck", owned=it),
+    )
     yield (
         "start_eviction",
         "slice_rows",
@@ -195,11 +201,26 @@ def _of_numbers(kvstore: Any, store: Any, folder: Path) -> Iterator[tuple[str, s
     yield "changes", "since", [-1, 1.5, True, 10**9], lambda it: store.changes("t", it)
     for verb, call in _of_tables(kvstore, store).items():
         yield verb, "table", ["u", 3], call
+    of_tables: dict[str, Call] = {
+        "load": lambda it: kvstore.load(store, folder / "ck", tables=it),
+        "state_dict": lambda it: store.state_dict(tables=it),
+        "load_state_dict": lambda it: store.load_state_dict({}, tables=it),
+    }
+    for verb, call in of_tables.items():
+        yield verb, "tables", ["t", 3], call
+    yield "save", "buckets", [2, "2"], lambda it: save(kvstore, store, folder / "x", buckets=it)
+    yield "load", "path", [None, 3, b"ck"], lambda it: kvstore.load(store, it)
+    yield "SavedRows", "path", [None, 3, b"ck"], kvstore.SavedRows
     yield "KVTensor", "chunk_rows", counts, lambda it: kvstore.KVTensor(store, ids, chunk_rows=it)
     yield "state_dict", "chunk_rows", counts, lambda it: store.state_dict(chunk_rows=it)
     yield "KVTensor", "view", ["momentum3", 3], lambda it: kvstore.KVTensor(store, ids, it)
     yield "KVEmbeddingBag", "mode", ["max", 3], lambda it: kvstore.KVEmbeddingBag(store, mode=it)
-    yield "KVTensorWrapper", "shape", [[3], [1, -1], [1, 2, 3]], lambda it: wrapper(it, torch.float32, 0)
+    yield (
+        "KVTensorWrapper",
+        "shape",
+        [[3], [1, -1], [1, 2, 3], [1.5, 2], ["1", 2], 3, "ab"],
+        lambda it: wrapper(it, torch.float32, 0),
+    )
     yield "KVTensorWrapper", "dtype", ["float32", 3], lambda it: wrapper([1, 2], it, 0)
     yield "KVTensorWrapper", "row_offset", [1.5, "4", 2**63], lambda it: wrapper([1, 2], torch.float32, it)
     yield (
@@ -239,6 +260,7 @@ def test_numbers(kvstore: Any, tmp_path: Path) -> None:
         for value in wrong:
             where = f"{verb}, {name} is {value!r}"
             told = sorted(value) if isinstance(value, dict) else value
+            told = type(value).__name__ if name == "buckets" else repr(value) if name == "path" else told
             mentions = (f"where: {name}", "expected: ", f"got: {told}")
             with raises(TwinproofError, mentions=mentions, where=where):
                 call(value)
@@ -253,3 +275,152 @@ def test_numbers(kvstore: Any, tmp_path: Path) -> None:
     row_bytes = store.layout("t").row_bytes
     with raises(TwinproofError, mentions=("got: (16, 40)", f"expected: (0, {row_bytes})"), where="only_load_weight"):
         part.set_dram_db_wrapper(store)
+
+
+@requirement(
+    "KV-328",
+    "A flag of a store, of its verbs, of a load, a view or a wrapper that is text MUST be refused by its name, and "
+    'change nothing: "false" is true.',
+)
+def test_flags(kvstore: Any, tmp_path: Path) -> None:
+    kind, store = kvstore.KVStore, _stored(kvstore)
+    save(kvstore, store, tmp_path / "ck")
+    before, mark = contents(store), store.mark()
+    state = store.state_dict()
+    calls: dict[str, tuple[Call, Call]] = {
+        "KVStore": (kind, partial(kind, {"t": kvstore.RowLayout(4)})),
+        "add_listener": (kind.add_listener, partial(store.add_listener, print)),
+        "load_state_dict": (kind.load_state_dict, partial(store.load_state_dict, state)),
+        "set_return_whole_row": (kind.set_return_whole_row, store.set_return_whole_row),
+        "state_dict": (kind.state_dict, store.state_dict),
+        "load": (kvstore.load, partial(kvstore.load, store, tmp_path / "ck")),
+        "KVTensor": (kvstore.KVTensor, partial(kvstore.KVTensor, store, ids_of([1]))),
+        "KVTensorWrapper": (kvstore.KVTensorWrapper, partial(kvstore.KVTensorWrapper, [1, 6], torch.float32, 0)),
+    }
+    for name, (call, using) in calls.items():
+        assert_flags_are_no_text(call, using, where=name)
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")
+
+
+@requirement(
+    "KV-329",
+    "Thresholds of a policy, numbers of a step, optimizers and dtypes of a layout and lists of tables that are of "
+    "another type MUST be refused by their name.",
+)
+def test_options(kvstore: Any) -> None:
+    store, ids, values = _stored(kvstore), ids_of([1, 5]), torch.zeros(2, 6)
+    before = contents(store)
+    many = ["0.5", None, [0.5], torch.zeros(2)]
+    calls: dict[str, tuple[Call, list[Any]]] = {
+        "decay": (lambda it: kvstore.EvictionPolicy.count(2, it), many),
+        "l2_threshold": (kvstore.EvictionPolicy.l2, many),
+        "lr": (lambda it: store.apply_gradients("t", ids, values, it), many),
+        "eps": (lambda it: store.apply_gradients("t", ids, values, 0.1, eps=it), many),
+        "beta1": (lambda it: store.apply_gradients("t", ids, values, 0.1, beta1=it), many),
+        "beta2": (lambda it: store.apply_gradients("t", ids, values, 0.1, beta2=it), many),
+        "optimizer": (lambda it: kvstore.RowLayout(4, optimizer=it), [["adam"], {"adam": 1}, None, 4]),
+        "tables": (lambda it: store.state_dict(tables=it), ["t", 3]),
+        "state_dtypes": (
+            lambda it: kvstore.RowLayout(4, optimizer="adam", state_dtypes=it),
+            ["float16", torch.float16, ["momentum1"], True],
+        ),
+    }
+    for name, (call, wrong) in calls.items():
+        for value in wrong:
+            with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{name}={value!r}"):
+                call(value)
+    assert_contents(store, before, where="after refusals")
+    with succeeds("apply_gradients", where="a rate that is a tensor of one number"):
+        store.apply_gradients("t", ids, values, torch.tensor(0.5))
+
+
+@requirement(
+    "KV-330",
+    "Metadata of a user's that brings what a saved store says of itself MUST be refused, and nothing be written; other "
+    "metadata MUST be kept.",
+)
+def test_metadata(kvstore: Any, tmp_path: Path) -> None:
+    store = _stored(kvstore)
+    for key in ("kvstore.version", "kvstore.content"):
+        with raises(ConfigError, mentions=("where: metadata", key), where=key):
+            save(kvstore, store, tmp_path / "ck", metadata={key: "1", "mine": "2"})
+        assert_equal((tmp_path / "ck").exists(), False, where=key)
+    save(kvstore, store, tmp_path / "ck", metadata={"mine": "2"})
+    fresh = store_of(kvstore)
+    kvstore.load(fresh, tmp_path / "ck")
+    assert_contents(fresh, contents(store))
+    found = kvstore.SavedRows(tmp_path / "ck").catalog.metadata
+    assert_equal(found.get("mine"), "2", where="the user's metadata")
+
+
+def _of_kinds(kvstore: Any, store: Any, folder: Path) -> Iterator[tuple[str, str, list[Any], Call]]:
+    """Calls that are given an object of ours, or names: the verb, the argument, what is none, and the call."""
+    ids, state, wrapper = ids_of([1, 5]), store.state_dict(), kvstore.KVTensorWrapper
+    policy, view = kvstore.EvictionPolicy.count(1), pickle.loads(pickle.dumps(kvstore.KVTensor(store, ids)))
+    buckets: list[Any] = [3, "interleave", (3,), {}]
+    yield "save", "buckets", buckets, lambda it: save(kvstore, store, folder / "x", buckets=it)
+    yield "state_dict", "buckets", buckets, lambda it: store.state_dict(buckets=it)
+    yield "bucket_of", "buckets", buckets, lambda it: kvstore.bucket_of(ids, it)
+    # Of one name each letter would be a name.
+    names: list[Any] = ["t", "", 3]
+    yield "state_dict", "tables", names, lambda it: store.state_dict(tables=it)
+    yield "load", "tables", names, lambda it: kvstore.load(store, folder / "ck", tables=it)
+    yield "load_state_dict", "tables", names, lambda it: store.load_state_dict(state, tables=it)
+    yield "state_dict", "table", [3, ["t"], None], lambda it: store.state_dict(tables=(it,))
+    others: list[Any] = ["t", 3, {"t": 1}, kvstore.RowLayout(4)]
+    yield "KVTensor", "source", [*others, None], lambda it: kvstore.KVTensor(it, ids)
+    yield "attach", "source", [*others, None], view.attach
+    yield "KVTensorWrapper", "snapshot_handle", others, lambda it: wrapper([1, 6], torch.float32, 0, it)
+    set_store = wrapper([1, 6], torch.float32, 0).set_dram_db_wrapper
+    yield "set_dram_db_wrapper", "db", [*others, None, store.snapshot()], set_store
+    yield (
+        "BackgroundEvictor",
+        "store",
+        [*others, None],
+        lambda it: kvstore.BackgroundEvictor(it, "t", trigger_rows=1, policy=policy),
+    )
+    yield "load_state_dict", "state", [3, "t", None, [state]], store.load_state_dict
+
+
+@requirement(
+    "KV-311",
+    "What is no buckets, no source of rows, no names of tables or no state dict MUST be refused by the name of its "
+    "argument, and so MUST a wrapper's snapshot of other rows than its store's; nothing is changed.",
+)
+def test_kinds(kvstore: Any, tmp_path: Path) -> None:
+    store = _stored(kvstore)
+    save(kvstore, store, tmp_path / "ck", buckets=kvstore.Buckets(2))
+    before, mark = contents(store), store.mark()
+    for verb, name, wrong, call in _of_kinds(kvstore, store, tmp_path):
+        for value in wrong:
+            mentions = (f"where: {name}", "expected: ", "got: ")
+            with raises(TwinproofError, mentions=mentions, where=f"{verb}, {name} is {value!r}"):
+                call(value)
+    for layouts in ({"t": kvstore.RowLayout(6, torch.float16)}, {"u": store.layout("t")}):
+        with store_of(kvstore, layouts).snapshot() as other:
+            wrapper = kvstore.KVTensorWrapper([1, 6], torch.float32, 0, other)
+            with raises(ConfigError, where=f"a snapshot of {[*layouts]}"):
+                wrapper.set_dram_db_wrapper(store)
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")
+    assert_equal((tmp_path / "x").exists(), False, where="a save that was refused")
+
+
+@requirement(
+    "KV-313",
+    "A state dict or a save that is refused MUST give back the moment that it took, even while its error is kept.",
+)
+def test_moments_of_refusals(kvstore: Any, tmp_path: Path) -> None:
+    store, outside = _stored(kvstore), kvstore.Buckets(1, "chunk", 2)
+    calls: dict[str, Callable[[], Any]] = {
+        "state_dict": lambda: store.state_dict(buckets=outside),
+        "save": lambda: save(kvstore, store, tmp_path / "ck", buckets=outside),
+        "a save of a future mark": lambda: save(kvstore, store, tmp_path / "ck", since=10**6),
+        "a table that there is not": lambda: store.state_dict(tables=("t", "u")),
+        "chunks of no rows": lambda: store.state_dict(chunk_rows=0),
+    }
+    for name, call in calls.items():
+        with raises(ConfigError, where=name) as caught:
+            call()
+        assert_equal(store.stats().snapshot_count, 0, where=f"{name}: moments beside {type(caught.error).__name__}")

@@ -20,6 +20,7 @@ from conformance.harness import (
     assert_within_derived,
     raises,
 )
+from twinproof.errors import ConfigError
 
 
 def _all_dtypes() -> list[torch.dtype]:
@@ -166,6 +167,8 @@ def test_raises_finds_the_error_that_matters() -> None:
     with raises(ValueError, mentions=("file", "tensor")) as caught:
         raise ValueError("file and tensor")
     assert isinstance(caught.error, ValueError)
+    with raises(ValueError, mentions=("file",)):
+        raise ConfigError("no file", where="path")
     with raises(ValueError):
         raise RuntimeError("outer") from ValueError("inner")
     with raises(OSError, mentions=("disk",)) as caught:
@@ -180,6 +183,7 @@ def test_raises_finds_the_error_that_matters() -> None:
         (TypeError("x"), "another error"),
         (ValueError("x"), "does not mention 'file'"),
         (CheckpointException("save", {0: _wrap_exception(TypeError("x"))}), "another error"),
+        (ConfigError("no file", got=1, expected=2), "no where"),
     ],
 )
 def test_raises_is_not_satisfied(error: BaseException | None, message: str) -> None:

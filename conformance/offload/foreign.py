@@ -7,7 +7,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["Chained", "Clipped", "Distributed", "Factored", "Flat", "FusedAdam", "Prepared", "Renamed", "Shared"]
+__all__ = [
+    "Chained",
+    "Clipped",
+    "Distributed",
+    "Factored",
+    "Flat",
+    "FusedAdam",
+    "Joint",
+    "Prepared",
+    "Renamed",
+    "Shared",
+    "Tied",
+]
 
 
 class Renamed(torch.optim.AdamW):
@@ -86,6 +98,34 @@ class Shared(Factored):
         super().step(closure)
         for state in self.state.values():
             state["head"] = state["row"][:1]
+
+
+class Tied(Factored):
+    """A state that lies in a parameter: its own, or the next one's, at either end."""
+
+    kin, at_end = "own", False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        params = [param for group in self.param_groups for param in group["params"]]
+        home = params[0] if self.kin == "own" else params[1]
+        flat = home.detach().view(-1)
+        self.state[params[0]]["tied"] = flat[-2:] if self.at_end else flat[:2]
+
+
+class Joint(Factored):
+    """One state that all parameters have; ``is_view``: each another part of it, with an element of the last one's."""
+
+    is_view = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        params = [param for group in self.param_groups for param in group["params"]]
+        memory = torch.ones(1 + len(params), device=params[0].device)
+        for number, param in enumerate(params):
+            self.state[param]["joint"] = memory[number : number + 2] if self.is_view else memory
 
 
 class Flat(Factored):

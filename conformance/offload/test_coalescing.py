@@ -144,6 +144,29 @@ def test_written_meanwhile(offload: Any) -> None:
 
 
 @requirement(
+    "OPT-397",
+    "A state that is new to a chunk MUST leave the device with offload() whatever else is new beside it: numbers, "
+    "texts, counters, and None.",
+)
+def test_new_states_of_kinds(offload: Any) -> None:
+    others = {"count": 3, "text": "new", "scale": torch.tensor(2.0), "nothing": None}
+    # Which name is looked at first is nobody's choice: each is the one that has to move.
+    for name in ("first", "second", "third", "fourth", "fifth", "sixth"):
+        with proven() as device:
+            twins = Twins(offload, device, "SGD", chunk_bytes=0)
+            twins.step()
+            for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                optimizer.state[params[1]].update(others, **{name: torch.zeros_like(params[1])})
+            twins.offloader.offload()
+            twins.offloader.settle()
+            found = twins.optimizer.state[twins.params[1]][name]
+            assert_equal(device.engine.holds(found), False, where=f"a new state {name!r} is on the device")
+            twins.step()
+            twins.check()
+            twins.offloader.close()
+
+
+@requirement(
     "OPT-364",
     "A state that is new to some parameters of a chunk only, the first or a later one, MUST leave the device with "
     "offload().",

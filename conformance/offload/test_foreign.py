@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import SHAPES, assert_same_state, proven_on, values
 from conformance.offload.foreign import (
     Chained,
@@ -17,9 +17,11 @@ from conformance.offload.foreign import (
     Factored,
     Flat,
     FusedAdam,
+    Joint,
     Prepared,
     Renamed,
     Shared,
+    Tied,
 )
 from twinproof.errors import ConfigError, PlanError, UnsupportedError
 
@@ -156,6 +158,43 @@ def test_shared_memory(offload: Any, device: str) -> None:
         arms = _Arms(offload, place, Shared)
         with raises(UnsupportedError, mentions=("share memory", "head", "parameter 0", "memory of its own")):
             arms.step()
+
+
+@requirement(
+    "OPT-395",
+    "States that share memory with a parameter, or with states of another parameter, MUST be refused as well, with "
+    "the parameters named; parameters that share memory MUST be stepped as before.",
+)
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (Tied, {"kin": "own", "at_end": False}, ("the parameter", "tied", "parameter 0")),
+        (Tied, {"kin": "own", "at_end": True}, ("the parameter", "tied", "parameter 0")),
+        (Tied, {"kin": "next", "at_end": True}, ("the parameter", "tied", "parameter 0 and 1")),
+        (Joint, {"is_view": False}, ("joint", "parameter 0 and 1")),
+        (Joint, {"is_view": True}, ("joint", "parameter 0 and 1")),
+        (Factored, {}, None),
+    ],
+)
+def test_memory_of_others(offload: Any, device: str, kind: Any, options: dict[str, Any], said: Any) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, type("Kind", (kind,), options))
+        if said is not None:
+            with raises(UnsupportedError, mentions=("share memory", *said)):
+                arms.step()
+            return
+        for params in arms.arms:
+            # One flat piece of memory for all of them, of which two have the same part.
+            flat = torch.cat([param.detach().view(-1) for param in params])
+            parts = list(torch.split(flat, [param.numel() for param in params]))
+            parts[2] = parts[0]
+            for param, part in zip(params, parts, strict=True):
+                param.data = part.view(param.shape)
+        for _ in range(2):
+            with succeeds("a step", where="parameters of one piece of memory"):
+                arms.step()
+            arms.check()
+        arms.offloader.close()
 
 
 @requirement(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import proven, values
+from conformance.offload.corners import by_formula
 from twinproof.errors import UnsupportedError
 
 
@@ -42,4 +43,44 @@ def test_sparse(offload: Any, kind: str, with_masters: bool) -> None:
         optimizer.step()
         with _disable_current_modes():
             assert_equal(torch.equal(params[1], start[1]), False, where="the dense parameter is the old one")
+        offloader.close()
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
+
+
+@requirement(
+    "OPT-396",
+    "Gradients of another dtype than their parameters, as grad_dtype allows them, MUST be stepped as the plain masters "
+    "step them on either device, also where parameters of several dtypes have gradients of one.",
+)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_dtypes_apart(offload: Any, step_device: str, grad_dtype: torch.dtype) -> None:
+    with proven() as device:
+        # A float32 parameter is its own master, whose gradients torch does not cast.
+        dtypes = [dtype for dtype in _DTYPES if step_device == "cpu" or dtype in (torch.bfloat16, torch.float16)]
+        arms: list[tuple[list[torch.nn.Parameter], Any, torch.optim.Optimizer]] = []
+        # The formula steps one parameter at a time: nothing can be mixed up.
+        plain: Any = by_formula(torch.optim.AdamW) if step_device == "cpu" else torch.optim.AdamW
+        for kind in (plain, torch.optim.AdamW):
+            params = [torch.nn.Parameter(values((5, 3 + i), i, dtype)) for i, dtype in enumerate(dtypes)]
+            for param in params:
+                param.grad_dtype = grad_dtype
+            masters = offload.MasterWeights(params)
+            arms.append((params, masters, kind(masters.parameters(), lr=0.1, foreach=False)))
+        arms[0][1].attach(arms[0][2])
+        offloader = offload.OptimizerStateOffloader(
+            arms[1][2], engine=device.engine, master_weights=arms[1][1], step_device=step_device, chunk_bytes=0
+        )
+        for number in range(2):
+            for params, _, optimizer in arms:
+                for i, param in enumerate(params):
+                    param.grad = values(param.shape, 10 * number + i, grad_dtype)
+                with succeeds("a step", where=f"on {step_device} with gradients of {grad_dtype}"):
+                    optimizer.step()
+            offloader.settle()
+            with _disable_current_modes():
+                for i, (theirs, mine) in enumerate(zip(arms[0][0], arms[1][0], strict=True)):
+                    assert_same_tensor(mine.detach(), theirs.detach(), where=f"parameter {i} after step {number}")
         offloader.close()

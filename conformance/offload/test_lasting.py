@@ -166,6 +166,29 @@ def test_host_memory_is_counted(offload: Any, step_device: str) -> None:
 
 
 @requirement(
+    "OPT-394",
+    "A closed offloader MUST hold no memory of the device: states that the optimizer drops are gone, whatever was "
+    "copied out, prefetched or brought before.",
+)
+@pytest.mark.parametrize("release", ["at_offload", "on_request"])
+@pytest.mark.parametrize("verb", ["offload", "prefetch", "release_gpu_memory", "snapshot"])
+def test_closed_holds_no_states(offload: Any, release: str, verb: str) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "Adam", release=release)
+        for _ in range(2):
+            twins.step()
+        getattr(twins.offloader, verb)()
+        twins.offloader.close()
+        states = [value for state in twins.optimizer.state.values() for value in state.values()]
+        watched = [StorageWeakRef(value.untyped_storage()) for value in states]  # type: ignore[no-untyped-call]
+        del states
+        twins.optimizer.state.clear()
+        gc.collect()
+        alive = sum(not one.expired() for one in watched)  # type: ignore[no-untyped-call]
+        assert_equal(alive, 0, where=f"dropped states that are held after {verb}() and close(), {release}")
+
+
+@requirement(
     "OPT-393",
     "Host memory MUST be the engine's, to which copies run at full speed, unless pin_memory is False: then all of it "
     "MUST be ordinary memory, of steps on either device.",

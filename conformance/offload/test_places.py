@@ -40,6 +40,7 @@ class Arms:
         *,
         dtype: Any = torch.float32,
         step_device: str = "device",
+        fraction: float = 1.0,
     ) -> None:
         self.device, given = device, [values(shape, i, dtype) for i, shape in enumerate(shapes)]
         self.mine = [torch.nn.Parameter(value.to(device.device)) for value in given]
@@ -48,6 +49,7 @@ class Arms:
         stepped = [list(masters.parameters()) for masters in self.masters]
         self.optimizer, self.plain = (getattr(torch.optim, kind)(params, **KINDS[kind]) for params in stepped)
         options: dict[str, Any] = {"engine": PretendEngine(), "chunk_bytes": 1024, "step_device": step_device}
+        options["fraction"] = fraction
         if dtype is not torch.float32:
             options["master_weights"] = self.masters[0]
             self.masters[1].attach(self.plain)
@@ -62,6 +64,11 @@ class Arms:
             mine.grad = theirs.grad.to(self.device.device)
         self.plain.step()
         self.optimizer.step()
+
+    def places(self) -> list[dict[str, str]]:
+        """Where each state lies, by parameter."""
+        states = [self.optimizer.state[param] for param in self.mine]
+        return [{name: value.device.type for name, value in state.items()} for state in states]
 
     def check(self) -> None:
         """Parameters and states, bit for bit."""
@@ -145,6 +152,30 @@ def test_copies_of_the_optimizer(offload: Any, kind: str, dtype: torch.dtype, wa
         for number, (one, other) in enumerate(zip(_params(mine), _params(theirs), strict=True)):
             assert_equal(one.device, device.device, where=f"place of parameter {number}")
             assert_same_tensor(on_host(one.detach()), other.detach(), where=f"parameter {number}")
+
+
+@requirement(
+    "OPT-349",
+    "Wherever a saved state lies, on the host or on the device, a load MUST leave it where the optimizer's own steps "
+    "have it: counters that no kernel reads on the host.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam"])
+@pytest.mark.parametrize("saved_on", ["host", "device"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_places_of_what_is_loaded(offload: Any, kind: str, saved_on: str, fraction: float) -> None:
+    with on_pretend() as device:
+        arms = Arms(offload, device, kind, fraction=fraction)
+        arms.step()
+        expected = arms.places()
+        saved = arms.offloader.snapshot()
+        for state in saved["state"].values():
+            for name, value in state.items():
+                state[name] = value.to(device.device) if saved_on == "device" else on_host(value)
+        arms.offloader.load_state_dict(saved)
+        assert_equal(arms.places(), expected, where="places of states after a load")
+        arms.step()
+        arms.check()
+        arms.offloader.close()
 
 
 @requirement("OPT-347", "With step_device='cpu' a copy MUST step on the device, and the original go on on the CPU.")

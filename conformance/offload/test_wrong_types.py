@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from conformance.harness import raises, requirement
+from conformance.harness import assert_flags_are_no_text, raises, requirement
+from conformance.offload.cases import even, proven
 from twinproof.errors import ConfigError, UnsupportedError
 from twinproof.offload import offloader
 
@@ -41,3 +43,21 @@ def test_unbound(offload: Any) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     with raises(ConfigError, mentions=("no transfers", "fastimpl.offload", "refimpl.offload")):
         offloader.OptimizerStateOffloader(optimizer)
+
+
+@requirement(
+    "OPT-419", 'A flag of an offloader or of its verbs that is text MUST be refused by its name: "false" is true.'
+)
+def test_flags(offload: Any) -> None:
+    with proven() as device:
+        kind = offload.OptimizerStateOffloader
+        assert_flags_are_no_text(kind, partial(even, offload, device), where="OptimizerStateOffloader")
+        assert_flags_are_no_text(kind.offload, even(offload, device).offloader.offload, where="offload")
+
+
+@requirement("OPT-420", "What are no master weights MUST be refused with what they are.")
+@pytest.mark.parametrize("masters", ["masters", 7, {}])
+def test_no_masters(offload: Any, masters: Any) -> None:
+    mentions = ("where: master_weights", "expected: MasterWeights", f"got: {type(masters).__name__}")
+    with proven() as device, raises(ConfigError, mentions=mentions):
+        even(offload, device, master_weights=masters)

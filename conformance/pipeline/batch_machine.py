@@ -122,6 +122,19 @@ def _splits(facts: Facts) -> list[list[int]]:
     ]  # fmt: skip
 
 
+def _or(known: torch.Tensor | None, compute: Callable[[], torch.Tensor]) -> Any:
+    """What is known, if it is, or what is computed."""
+    return (compute() if known is None else known).tolist()
+
+
+def _is_counted(batch: Any) -> bool:
+    """Whether ``size_in_bytes`` is that of the parts that can be seen; sizes by rank are of four bytes or of eight."""
+    parts = (batch.values(), batch.weights_or_none(), batch.lengths_or_none(), batch.offsets_or_none())
+    rest = batch.size_in_bytes() - sum(part.nbytes for part in parts if part is not None)
+    count = sum(map(len, batch.stride_per_key_per_rank()))
+    return rest in (4 * count, 8 * count)
+
+
 # What is asked of a batch, and what it has to say.
 QUESTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Facts], Any]]] = {
     "keys": (lambda b: b.keys(), lambda f: f.keys),
@@ -143,6 +156,11 @@ QUESTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Facts], Any]]] = {
     "inverse_indices": (_inverse, lambda f: f.inverse),
     "to_dict": (lambda b: _parts(b.to_dict()), _expected_parts),
     "by name": (lambda b: b[b.keys()[0]].values().tolist(), lambda f: _expected_parts(f)[f.keys[0]][0]),
+    "length_per_key_or_none": (lambda b: b.length_per_key_or_none() or b.length_per_key(), lambda f: f.sizes),
+    "offset_per_key_or_none": (lambda b: b.offset_per_key_or_none() or b.offset_per_key(), lambda f: sums(f.sizes)),
+    "lengths_or_none": (lambda b: _or(b.lengths_or_none(), b.lengths), lambda f: f.lengths),
+    "offsets_or_none": (lambda b: _or(b.offsets_or_none(), b.offsets), lambda f: sums(f.lengths)),
+    "size_in_bytes": (_is_counted, lambda f: True),
     "dist_labels": (lambda b: b.dist_labels(), _labels),
     "dist_tensors": (lambda b: [part.tolist() for part in b.dist_tensors()], _tensors),
     "dist_splits": (lambda b: b.dist_splits([1] * len(b.keys())), _splits),

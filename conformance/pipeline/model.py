@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from conformance.harness import assert_same_tensor
+from conformance.kvstore.model import BETA1, BETA2, EPS, LR
 from conformance.pipeline.batches import Jagged, generator_of, values_of
 from refimpl.optimizers import Hyper, update
 from twinproof.optimizers import FUSED_OPTIMIZERS
@@ -20,7 +21,6 @@ from twinproof.optimizers import OPTIMIZERS as KINDS
 
 OPTIMIZERS = FUSED_OPTIMIZERS
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LR, EPS = 0.05, 1e-8
 
 
 @dataclass
@@ -147,9 +147,19 @@ def features_of(configs: Sequence[Any]) -> list[str]:
     return [name for config in configs for name in config.feature_names]
 
 
+def fused_of(pipeline: Any, optimizer: str) -> Any:
+    """The optimizer in the backward."""
+    return pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS, beta1=BETA1, beta2=BETA2)
+
+
+def hyper_of(step: int) -> Hyper:
+    """What ``fused_of`` has in one step."""
+    return Hyper(LR, step, EPS, BETA1, BETA2)
+
+
 def lookups_of(pipeline: Any, configs: Any, weights: Any, optimizer: str = "sgd", **options: Any) -> Any:
     """Table-batched lookups with their own copies of the weights."""
-    fused = pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS)
+    fused = fused_of(pipeline, optimizer)
     copies = [weight.clone() for weight in weights]
     return pipeline.TableBatchedEmbeddingBags(configs, optimizer=fused, weights=copies, **options)
 
@@ -163,5 +173,5 @@ def train(lookups: Any, naive: Naive, batch: Jagged, seed: int, where: str = "")
     assert_bits(pooled.detach(), expected, f"{where} pooled")
     grad = values_of(expected.shape, seed)
     pooled.backward(grad.to(place))
-    naive.step(batch, grad, Hyper(LR, naive.step_count + 1, EPS))
+    naive.step(batch, grad, hyper_of(naive.step_count + 1))
     assert_tables(lookups, naive, where)

@@ -8,8 +8,7 @@ import torch
 
 from conformance.harness import Rank
 from conformance.pipeline.batches import Jagged, generator_of, joined, place_of, random_jagged, values_of
-from conformance.pipeline.model import EPS, LR, Naive, assert_bits
-from refimpl.optimizers import Hyper
+from conformance.pipeline.model import Naive, assert_bits, fused_of, hyper_of
 from twinproof.optimizers import OPTIMIZERS
 
 
@@ -25,7 +24,7 @@ def sharded_of(
     pipeline: Any, collection: Any, plan: Any, optimizer: str, group: Any = None, *, device: Any = None, **options: Any
 ) -> Any:
     """The collection, cut by the plan, on the device, else where the suite's objects are."""
-    fused = pipeline.FusedOptimizer(optimizer, lr=LR, eps=EPS)
+    fused = fused_of(pipeline, optimizer)
     sharded = pipeline.ShardedEmbeddingBagCollection(collection, plan, optimizer=fused, process_group=group, **options)
     return placed(pipeline, sharded) if device is None else sharded.to(device)
 
@@ -61,7 +60,7 @@ def expected_step(naive: Naive, batches: list[Jagged], seed: int, step: int) -> 
     pooled = naive.pooled(joined(batches))
     world_size, width = len(batches), pooled.shape[1]
     grads = [gradient_of(batches, width, seed, r) / world_size for r in range(world_size)]
-    naive.step(joined(batches), torch.cat(grads), Hyper(LR, step, EPS))
+    naive.step(joined(batches), torch.cat(grads), hyper_of(step))
     return list(torch.split(pooled, [batch.stride for batch in batches]))
 
 

@@ -12,9 +12,8 @@ import torch
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.every_module import EVERY, batch_of, whole
-from conformance.pipeline.model import EPS, LR, Naive, assert_bits, assert_tables, lookups_of, train
+from conformance.pipeline.model import Naive, assert_bits, assert_tables, hyper_of, lookups_of, train
 from conformance.pipeline.sharding import collection_of, placed, sharded_of
-from refimpl.optimizers import Hyper
 from twinproof.errors import IdRangeError, ShapeError
 
 
@@ -44,7 +43,7 @@ def test_bad_ids(pipeline: Any, caplog: Any) -> None:
             assert_bits(ids, given_ids, "ids of the caller")
             assert_bits(pooled.detach(), naive.pooled(mended), f"{check} pooled")
             pooled.backward(torch.ones(3, 4))
-            naive.step(mended, torch.ones(3, 4), Hyper(LR, 1, EPS))
+            naive.step(mended, torch.ones(3, 4), hyper_of(1))
             assert_tables(lookups, naive, check)
             assert_equal(sum(str(bad) in record.getMessage() for record in caplog.records), lines, where=f"{check} log")
 

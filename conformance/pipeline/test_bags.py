@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, examples, raises, requirement
-from conformance.kvstore.model import dense_steps, f32, root
+from conformance.kvstore.model import LR, dense_steps, f32, root
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import (
     DTYPES,
-    LR,
     OPTIMIZERS,
     Naive,
     assert_bits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.harness import assert_equal, examples, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, as_lists, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError
@@ -128,6 +129,28 @@ def test_integers_that_do_not_cut(pipeline: Any, dtype: torch.dtype) -> None:
         given = {name: torch.tensor(each, dtype=dtype) for name, each in parts.items()}
         with raises(ShapeError, where=f"{dtype} {parts}"):
             pipeline.KeyedJaggedTensor(["a", "b", "c"], torch.arange(4), **given)["b"]
+
+
+@requirement(
+    "PIPE-454",
+    "A batch put together on a device that is not waited for MUST know the sizes of its features where the host knows "
+    "those of all parts, and of none where it knows some.",
+)
+@pytest.mark.parametrize("known", [(), (0,), (1,), (0, 1)])
+def test_sizes_of_some_parts(pipeline: Any, known: tuple[int, ...]) -> None:
+    made = functools.partial(torch.empty, dtype=torch.int64, device="meta")
+    parts = [
+        pipeline.KeyedJaggedTensor(keys, made(3 * len(keys)), lengths=made(2 * len(keys)))
+        for keys in (["a", "b"], ["c"])
+    ]
+    for part in known:
+        parts[part].length_per_key()
+    with succeeds("concat", where=f"sizes known of parts {known}"):
+        whole = pipeline.KeyedJaggedTensor.concat(parts)
+        found = whole.length_per_key_or_none()
+        sizes = whole.length_per_key()
+    assert_equal(found, [3, 3, 3] if len(known) == 2 else None, where=f"sizes known of parts {known}: of the whole")
+    assert_equal(sizes, [3, 3, 3], where=f"sizes known of parts {known}: when asked for")
 
 
 @requirement("PIPE-102", "Pooled columns MUST be found under their feature's name and regroup in the order asked for.")

@@ -137,7 +137,10 @@ def test_uneven(rank_pool: Any) -> None:
         rank_pool.run(_uneven, 3, name)
 
 
-@requirement("PIPE-030", "None in place of a batch MUST be refused by name; the batches around it are all processed.")
+@requirement(
+    "PIPE-030",
+    "None in place of a batch MUST be refused by name and not counted; the batches around it are all processed.",
+)
 def test_none(pipeline: Any) -> None:
     for name in WITHOUT_PREFETCH:
         job, loop = Job(pipeline, 6), Job(pipeline, 6)
@@ -152,7 +155,8 @@ def test_none(pipeline: Any) -> None:
             except ConfigError as error:
                 assert_equal("None" in str(error), True, where="the refusal")
                 refusals += 1
-        assert_equal((refusals, len(found)), (1, 4), where=f"{name} refusals and outputs")
+        counts = (refusals, len(found), schedule.pulled_count, schedule.processed_count)
+        assert_equal(counts, (1, 4, 4, 4), where=f"{name} refusals, outputs, batches pulled and processed")
         for number, (got, batch) in enumerate(zip(found, loop.batches(4), strict=True)):
             assert_bits(got, loop.step(batch), f"{name} output {number}")
 
@@ -220,10 +224,45 @@ def test_late_errors(pipeline: Any) -> None:
                 assert_same_state(job, loop, f"{name} {place}")
 
 
-def _failing(model: Any, batch: Any) -> Any:
+class Interrupted(Batch):
+    """A batch whose copy is interrupted."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        """As by the user."""
+        raise KeyboardInterrupt
+
+
+@requirement(
+    "PIPE-459",
+    "An interrupt in the copy of a batch or in the forward MUST cost that batch alone, as any error there: the next "
+    "calls go on behind it, with the loop's bits.",
+)
+def test_interrupts(pipeline: Any) -> None:
+    for name in WITHOUT_PREFETCH:
+        for place in ("copy", "forward"):
+            job, loop = Job(pipeline, 7), Job(pipeline, 7)
+            given = job.batches(5)
+            forward = _failing(job.model, given[2] if place == "forward" else None, KeyboardInterrupt())
+            schedule, found, errors = job.schedule(name, custom_model_fwd=forward), list[Any](), list[str]()
+            if place == "copy":
+                given[2] = Interrupted(given[2].dense, given[2].ids, given[2].target)
+            loader = iter(given)
+            for _ in range(5):
+                try:
+                    found.append(schedule.progress(loader))
+                except (Exception, KeyboardInterrupt) as error:
+                    errors.append(type(error).__name__)
+            assert_equal((errors, len(found)), (["KeyboardInterrupt"], 4), where=f"{name} {place}: errors and outputs")
+            expected = [batch for number, batch in enumerate(loop.batches(5)) if number != 2]
+            for number, (got, batch) in enumerate(zip(found, expected, strict=True)):
+                assert_bits(got, loop.step(batch), f"{name} {place} output {number}")
+            assert_same_state(job, loop, f"{name} {place}")
+
+
+def _failing(model: Any, batch: Any, error: BaseException | None = None) -> Any:
     def forward(given: Any) -> Any:
         if batch is not None and torch.equal(given.target.cpu(), batch.target):
-            raise LoaderError("in forward")
+            raise error or LoaderError("in forward")
         return model(given)
 
     return forward

@@ -345,8 +345,8 @@ def test_copied_sizes(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-212",
-    "Pooled columns MUST be put together along cat_dim, given by name, regrouped under names, moved and counted in "
-    "bytes; a repeated key means its last columns.",
+    "Pooled columns MUST be put together along cat_dim, given by name, regrouped under names along their own "
+    "dimension, moved and counted in bytes; a repeated key means its last columns.",
 )
 def test_pooled_columns(pipeline: Any) -> None:
     parts = [values_of((3, width), width) for width in (2, 1, 4)]
@@ -362,6 +362,9 @@ def test_pooled_columns(pipeline: Any) -> None:
         pipeline.KeyedTensor.regroup_as_dict([left], [["a"]], ["x", "y"])
     rows = pipeline.KeyedTensor.from_tensor_list(["a", "b"], [parts[0], parts[0] + 1], key_dim=0, cat_dim=0)
     assert_bits(rows["b"], parts[0] + 1, "along rows")
+    for regroup in (pipeline.regroup_kts, pipeline.permute_multi_embedding, pipeline.KeyedTensor.regroup):
+        (again,) = regroup([rows], [["b", "a"]])
+        assert_bits(again, torch.cat([parts[0] + 1, parts[0]], dim=0), "regrouped along rows")
     twice = pipeline.KeyedTensor(["a", "a"], [2, 1], torch.cat([parts[0], parts[1]], dim=1))
     assert_bits(twice["a"], parts[1], "a repeated key")
     columns = left.to_dict()
@@ -384,6 +387,10 @@ def test_dictionaries(pipeline: Any) -> None:
     ]
     others.append(pipeline.KeyedJaggedTensor(["a", "b"], kjt.values(), kjt.weights() + 1, kjt.lengths()))
     others.append(pipeline.KeyedJaggedTensor(["a", "b"], kjt.values(), None, kjt.lengths()))
+    # The same bags in the same order, dealt to the features in another way.
+    strides = [[kjt.stride() - 1], [kjt.stride() + 1]]
+    parts_of = (kjt.keys(), kjt.values(), kjt.weights(), kjt.lengths())
+    others.append(pipeline.KeyedJaggedTensor(*parts_of, stride_per_key_per_rank=strides))
     for number, other in enumerate([*others, "no batch"]):
         assert_equal(pipeline.kjt_is_equal(other, kjt), False, where=f"another batch {number}")
     assert_equal(pipeline.jt_is_equal(parts["a"], kjt["a"]), True, where="equal bags")

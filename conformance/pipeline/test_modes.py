@@ -302,6 +302,60 @@ def test_detached_with_a_bad_batch(rank_pool: Any) -> None:
         rank_pool.run(_detached_with_a_bad_batch, 2, name)
 
 
+@requirement(
+    "PIPE-457",
+    "What the exchange of a batch raised MUST be forgotten by detach(): the batch is sent anew, and where it has been "
+    "mended meanwhile, its step is the loop's.",
+)
+def test_mended_while_detached(pipeline: Any) -> None:
+    for name in WITHOUT_PREFETCH:
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        job, loop = Job(pipeline, 7), Job(pipeline, 7)
+        given, expected = job.batches(4), loop.batches(4)
+        for batches in (given, expected):
+            batches[1].ids[1] = with_bad_id(pipeline, batches[1].ids[1])
+        expected[1].ids[1].values()[0] = 0
+        schedule, loader = job.schedule(name, **options), iter(given)
+        assert_bits(schedule.progress(loader), loop.step(expected[0]), f"{name} step 0")
+        schedule.detach()
+        schedule.batches[0].ids[1].values()[0] = 0
+        for step, batch in enumerate(expected[1:], 1):
+            with succeeds("a step", where=f"{name} step {step}, mended"):
+                output = schedule.progress(loader)
+            assert_bits(output, loop.step(batch), f"{name} step {step}, mended")
+        assert_same_state(job, loop, f"{name} mended")
+
+
+class Looked(torch.nn.Module):
+    """Its output is what was looked up, itself."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.collections = model.collections
+
+    def forward(self, batch: Any) -> Any:
+        """The mean of squares of both modules' columns, and those of the first."""
+        pooled = [self.collections[0](batch.ids[0]).values(), self.collections[1](batch.ids[1]).values()]
+        return (pooled[0].square().mean() + pooled[1].square().mean()).reshape(1), pooled[0]
+
+
+@requirement(
+    "PIPE-460",
+    "Columns that a step in evaluation gives out MUST NOT have a way back to the tables, also where they were looked "
+    "up in training before.",
+)
+def test_no_way_back(pipeline: Any) -> None:
+    for options in ({}, {"embedding_lookup_before_optimizer": True}):
+        job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+        model, found = Looked(job.model), list[bool]()
+        schedule = getattr(pipeline, FUSED)(model, job.optimizer, job.device, **options)
+        loader = iter(job.batches(4))
+        for training in (True, False, False, True):
+            model.train(training)
+            found.append(schedule.progress(loader).requires_grad)
+        assert_equal(found, [True, False, False, True], where=f"{options}: whether outputs require a gradient")
+
+
 @requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")
 def test_threads(pipeline: Any) -> None:
     before = threading.active_count()

@@ -21,11 +21,12 @@ from twinproof.errors import ConfigError
 @requirement(
     "PIPE-284",
     "With enqueue_batch_after_forward the last batch ahead MUST be pulled behind the forward, by SparseDist and Fused; "
-    "what its loader raises then MUST come out of the next call, with the step whole and no batch lost.",
+    "what its loader raises then, an interrupt too, MUST come out of the next call, with the step whole and no batch "
+    "lost.",
 )
 def test_enqueued_behind(pipeline: Any) -> None:
     for name in ("TrainPipelineSparseDist", FUSED):
-        for late in (False, True):
+        for late, raised in ((False, LoaderError("here")), (True, LoaderError("here")), (True, KeyboardInterrupt())):
             job, loop, seen = Job(pipeline, 5), Job(pipeline, 5), list[int]()
 
             def forward(batch: Batch, job: Job = job, seen: list[int] = seen) -> Any:
@@ -33,14 +34,15 @@ def test_enqueued_behind(pipeline: Any) -> None:
                 return job.model(batch)
 
             schedule = job.schedule(name, custom_model_fwd=forward, enqueue_batch_after_forward=late)
-            loader, outcomes, batches = Breaking(job.batches(6), {3}, LoaderError("here")), list[str](), loop.batches(6)
+            loader, outcomes, batches = Breaking(job.batches(6), {3}, raised), list[str](), loop.batches(6)
             for _ in range(7):
                 try:
                     output = schedule.progress(loader)
-                except LoaderError:
+                except (LoaderError, KeyboardInterrupt):
                     outcomes.append("error")
+                    assert_same_state(job, loop, f"{name} {late} after {type(raised).__name__}")
                     continue
-                where = f"{name} {late} step {len(outcomes)}"
+                where = f"{name} {late} {type(raised).__name__} step {len(outcomes)}"
                 assert_bits(output, loop.step(batches[outcomes.count("done")]), where)
                 assert_same_state(job, loop, where)
                 outcomes.append("done")
@@ -186,6 +188,42 @@ def test_forwards_of_others(pipeline: Any) -> None:
         model(job.there(job.batch(0)))
         assert_equal(sorted(called), ["collection", "shifted"], where="calls of the model, detached")
         called.clear()
+
+
+class Again(torch.nn.Module):
+    """The job's model, whose ids of both modules go through one module, in two calls."""
+
+    def __init__(self, model: Any, shifted: Shifted) -> None:
+        super().__init__()
+        self.model, self.shifted = model, shifted
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        return self.model(Batch(batch.dense, [self.shifted(batch.ids[0]), self.shifted(batch.ids[1])], batch.target))
+
+
+@requirement(
+    "PIPE-456",
+    "With pipeline_postproc a module that the model calls twice MUST NOT run ahead: the sharded modules behind it are "
+    "left to the model, whose bits are the loop's.",
+)
+def test_postproc_called_twice(pipeline: Any) -> None:
+    for name in ("TrainPipelineSparseDist", "TrainPipelineSemiSync"):
+        jobs = [Job(pipeline, 5, kinds=("table_wise", "row_wise")) for _ in range(2)]
+        models = [Again(job.model, Shifted(pipeline)).to(job.device) for job in jobs]
+        schedule = getattr(pipeline, name)(models[0], jobs[0].optimizer, jobs[0].device, pipeline_postproc=True)
+        assert_equal(len(schedule._pipelined_modules), 0, where=f"{name}: modules that are driven")
+        loader = iter(jobs[0].batches(3))
+        for step, batch in enumerate(jobs[1].batches(3)):
+            jobs[1].optimizer.zero_grad()
+            losses, expected = models[1](jobs[1].there(batch))
+            losses.sum().backward()
+            jobs[1].optimizer.step()
+            with succeeds("a step", where=name):
+                output = schedule.progress(loader)
+            assert_bits(output, expected, f"{name} step {step}")
+            assert_same_state(jobs[0], jobs[1], f"{name} step {step}")
+        assert_equal(models[0].shifted.calls, 6, where=f"{name}: calls of the module")
 
 
 class DistributedModelParallel(torch.nn.Module):

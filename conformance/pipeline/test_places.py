@@ -14,7 +14,7 @@ from conformance.harness.places import copies_of_program, on_pretend
 from conformance.pipeline.batches import random_jagged, values_of
 from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
-from conformance.pipeline.model import LR, OPTIMIZERS, assert_bits, random_tables
+from conformance.pipeline.model import OPTIMIZERS, assert_bits, fused_of, random_tables
 from conformance.pipeline.sharding import (
     batches_of,
     collection_of,
@@ -214,7 +214,7 @@ def _values(result: Any) -> torch.Tensor:
 def test_bags(pipeline: Any) -> None:
     for seed, optimizer in enumerate(OPTIMIZERS):
         configs, weights, _, _ = random_tables(pipeline, seed)
-        fused = pipeline.FusedOptimizer(optimizer, lr=LR)
+        fused = fused_of(pipeline, optimizer)
         arms = [
             pipeline.TableBatchedEmbeddingBags(configs, optimizer=fused, weights=[w.clone() for w in weights])
             for _ in range(2)

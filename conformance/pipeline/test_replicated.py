@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.kvstore.model import LR
 from conformance.pipeline.batches import Jagged, values_of
-from conformance.pipeline.model import DTYPES, LR, Naive, assert_bits, random_tables
+from conformance.pipeline.model import DTYPES, Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
     assert_shards,
     batches_of,

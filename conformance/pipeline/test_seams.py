@@ -10,8 +10,9 @@ import torch
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.harness.threads import torch_threads
+from conformance.kvstore.model import LR
 from conformance.pipeline.cases import COPIED_BYTES, LONG_ROW, PART_IDS, SPLIT_WORDS
-from conformance.pipeline.model import DTYPES, LR, lookups_of
+from conformance.pipeline.model import DTYPES, lookups_of
 
 KERNELS = ("bag_kernels",)
 UNITS = {"AVX512": [0, 1, 2], "AVX2": [0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [0])

@@ -12,7 +12,7 @@ import torch
 
 from conformance.harness import Rank, assert_equal, assert_within_derived, requirement
 from conformance.pipeline.batches import Jagged, joined, values_of
-from conformance.pipeline.model import DTYPES, EPS, LR, OPTIMIZERS, Naive, assert_bits, random_tables
+from conformance.pipeline.model import DTYPES, OPTIMIZERS, Naive, assert_bits, hyper_of, random_tables
 from conformance.pipeline.sharding import (
     assert_shards,
     batches_of,
@@ -24,7 +24,6 @@ from conformance.pipeline.sharding import (
     sharded_of,
     train,
 )
-from refimpl.optimizers import Hyper
 
 
 def _whole_bags(rank: Rank, seeds: range) -> None:
@@ -199,7 +198,7 @@ def _columns(rank: Rank) -> None:
         batches = batches_of(rank, ["f"], [7], step)
         train(rank, sharded, batches, step, pipeline)
         grads = [gradient_of(batches, 10, step, r)[:, part] / rank.world_size for r in range(rank.world_size)]
-        naive.step(joined(batches), torch.cat(grads), Hyper(LR, step, EPS))
+        naive.step(joined(batches), torch.cat(grads), hyper_of(step))
         _, found, states = sharded.local_shards()["t"]
         assert_bits(found, naive.tables[0].weight, f"step {step} columns")
         assert_bits(states["momentum1"], naive.tables[0].states["momentum1"], f"step {step} momentum1")

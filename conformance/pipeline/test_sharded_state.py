@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.batches import joined, values_of
-from conformance.pipeline.model import OPTIMIZERS, Naive, assert_bits, random_tables
+from conformance.pipeline.model import OPTIMIZERS, Naive, assert_bits, hyper_of, random_tables
 from conformance.pipeline.sharding import (
     assert_shards,
     batches_of,
@@ -23,7 +23,6 @@ from conformance.pipeline.sharding import (
     sharded_of,
     train,
 )
-from refimpl.optimizers import Hyper
 from twinproof.errors import MissingKeyError, ShapeError, UnsupportedError
 
 KINDS = ("table_wise", "row_wise", "column_wise")
@@ -231,7 +230,7 @@ def _key_value(rank: Rank, optimizer: str) -> None:
     expected = torch.split(naive.pooled(joined(batches)), [b.stride for b in batches])
     assert_bits(pooled.detach()[:, :12], expected[rank.rank], "pooled")
     whole = torch.cat([grad[:, :12] / rank.world_size for grad in grads])
-    naive.step(joined(batches), whole, Hyper(0.05, 1, 1e-8))
+    naive.step(joined(batches), whole, hyper_of(1))
     got = store.get("kv", mine)
     assert_bits(got, naive.tables[0].weight[torch.isin(ids, mine)], "rows of this rank")
     assert_equal(store.size("kv"), mine.numel(), where="rows: only this rank's own")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
-from conformance.pipeline.cases import EVALUATION, TRAINING, Context
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, TRAINING, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, PipelineError
@@ -341,3 +343,137 @@ def test_attach(pipeline: Any) -> None:
                 assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} {sparse_dist} step {step}")
             assert_equal(len(sent), 3, where=f"{name} {sparse_dist} exchanges of three batches")
             assert_same_state(job, loop, f"{name} {sparse_dist}")
+
+
+class Alike(Context):
+    """A context that equals every other, as one without values of its own does."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@requirement(
+    "PIPE-480",
+    "A stage MUST be of the batch that its context was made for, though contexts of other batches in flight equal it.",
+)
+def test_equal_contexts(pipeline: Any) -> None:
+    job, loop = Job(pipeline, 3), Job(pipeline, 3)
+    schedule, loader = job.schedule("TrainPipelineSparseDist", context_type=Alike), iter(job.batches(4))
+    for number, batch in enumerate(loop.batches(4)):
+        with succeeds("a step", where=f"contexts that are equal, step {number}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"contexts that are equal, output {number}")
+    assert_same_state(job, loop, "contexts that are equal")
+
+
+class DMPCollection(torch.nn.Module):
+    """Of torchrec's class of this name: ``sync`` averages replicas."""
+
+    def __init__(self, module: Any, steps: list[int]) -> None:
+        super().__init__()
+        self.module, self.steps, self.count = module, steps, 0
+
+    def forward(self, batch: Any) -> Any:
+        """The model's."""
+        return self.module(batch)
+
+    def sync(self) -> None:
+        """Notes the step."""
+        self.steps.append(self.count)
+
+
+@requirement(
+    "PIPE-481",
+    "Where replicas are averaged every so many batches, reset() MUST begin to count anew: the first batch behind it is "
+    "averaged, whatever number of batches came before.",
+)
+def test_averaged_behind_reset(pipeline: Any) -> None:
+    for name in ("TrainPipelineSparseDist", "TrainPipelineSemiSync"):
+        job, steps = Job(pipeline, 3), list[int]()
+        model = DMPCollection(job.model, steps)
+        options = {"dmp_collection_sync_interval_batches": 3}
+        schedule = getattr(pipeline, name)(model, job.optimizer, job.device, **options)
+        for count in (1, 2, 4):
+            loader = iter(job.batches(count))
+            for _ in range(count):
+                schedule.progress(loader)
+                model.count += 1
+            schedule.reset()
+        assert_equal(steps, [0, 1, 3, 6], where=f"{name} steps that average, with reset() behind the first and third")
+
+
+@requirement(
+    "PIPE-482",
+    "With enqueue_batch_after_forward the evaluation of Fused, too, MUST pull the last batch ahead behind the forward.",
+)
+def test_evaluation_pulls_behind(pipeline: Any) -> None:
+    for late in (False, True):
+        job, seen = Job(pipeline, 3), list[int]()
+
+        def forward(batch: Any, job: Job = job, seen: list[int] = seen) -> Any:
+            seen.append(schedule.pulled_count)  # noqa: B023
+            return job.model(batch)
+
+        schedule = job.schedule(EVAL_FUSED, custom_model_fwd=forward, enqueue_batch_after_forward=late)
+        outputs_of(schedule, iter(job.batches(5)))
+        expected = [2, 3, 4, 5, 5] if late else [3, 4, 5, 5, 5]
+        assert_equal(seen, expected, where=f"batches pulled when a forward runs, behind it {late}")
+
+
+@requirement(
+    "PIPE-484",
+    "Every schedule MUST honour the arguments that it shares with others: custom_model_fwd runs once a step, "
+    "execute_all_batches=False leaves the last batches, and with enable_inplace_copy_batch batches come by "
+    "inplace_copy_batch_to_gpu, otherwise by copy_batch_to_gpu alone.",
+)
+@pytest.mark.parametrize("name", ALL)
+def test_shared_arguments(pipeline: Any, name: str) -> None:
+    kind, ahead = getattr(pipeline, name), getattr(pipeline, name).ahead_count
+    for in_place, whole in ((False, True), (True, False)):
+        job, calls, copies = Job(pipeline, 3), list[int](), list[int]()
+
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def inplace_copy_batch_to_gpu(self, loader: Any, copies: list[int] = copies) -> Any:
+                """Notes the copy."""
+                copies.append(1)
+                return super().inplace_copy_batch_to_gpu(loader)
+
+        def forward(batch: Any, job: Job = job, calls: list[int] = calls) -> Any:
+            calls.append(1)
+            return job.model(batch)
+
+        options = {"enable_inplace_copy_batch": in_place, "execute_all_batches": whole, "custom_model_fwd": forward}
+        if "enable_inplace_copy_batch" not in inspect.signature(kind).parameters:
+            options.pop("enable_inplace_copy_batch")
+        schedule = Watched(job.model, job.optimizer, job.device, **options)
+        outputs, where = outputs_of(schedule, iter(job.batches(7))), f"{name} in place {in_place}, all batches {whole}"
+        expected = 7 if whole else 7 - ahead
+        assert_equal((len(outputs), len(calls)), (expected, expected), where=f"{where}: outputs and forwards")
+        # The last time there is nothing to copy.
+        assert_equal(len(copies), 8 if in_place else 0, where=f"{where}: copies in place")
+
+
+@requirement(
+    "PIPE-485",
+    "Batches that a subclass appends MUST have numbers of their own, in order with those of the loader, and what is "
+    "done every so many batches MUST count them.",
+)
+def test_numbers_of_appended_batches(pipeline: Any) -> None:
+    job, steps = Job(pipeline, 3), list[int]()
+    model = DMPCollection(job.model, steps)
+    options = {"dmp_collection_sync_interval_batches": 2}
+    schedule = pipeline.TrainPipelineSparseDist(model, job.optimizer, job.device, **options)
+    given = job.batches(6)
+    for batch in given[:2]:
+        schedule.batches.append(job.there(batch))
+    numbers = [context.index for context in schedule.contexts]
+    schedule.enqueue_batch(loader := iter(given[2:]))
+    numbers.append(schedule.contexts[2].index)
+    assert_equal(numbers, [0, 1, 2], where="numbers of two batches that were appended, and of the loader's")
+    for _ in given:
+        schedule.progress(loader)
+        model.count += 1
+    assert_equal(steps, [0, 2, 4], where="steps that average")

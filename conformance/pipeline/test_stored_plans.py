@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, requirement
-from conformance.pipeline.batches import Jagged, generator_of, joined
-from conformance.pipeline.model import Naive, assert_bits
+from conformance.pipeline.batches import Jagged, generator_of, joined, random_jagged, values_of
+from conformance.pipeline.model import OPTIMIZERS, Naive, assert_bits
 from conformance.pipeline.sharding import assert_shards, collection_of, random_plan
 from refimpl.optimizers import Hyper
 
@@ -125,7 +126,7 @@ class Stored:
         grads = [self._numbers(shape, 10 * step + rank) for rank, shape in enumerate(shapes)]
         # Means divide by 1, 2 and 4 alone.
         pooled.backward(world_size * grads[self.rank.rank])
-        self.naive.step(joined(batches), torch.cat(grads), Hyper(LR, step, 1e-8))
+        self.naive.step(joined(batches), torch.cat(grads), Hyper(LR, step))
         assert_shards(self.sharded, self.naive, where)
         for name in self.buckets:
             mine, keys = self.mine(name), self.keys(name)
@@ -159,6 +160,30 @@ def _trained(rank: Rank, seeds: range) -> None:
 def test_any_stored_plan(rank_pool: Any) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_trained, world_size, range(8 * world_size, 8 * world_size + 4))
+
+
+@requirement(
+    "PIPE-458",
+    "The rows of a key-value table MUST be stepped with the learning rate, eps and betas of the optimizer, whatever "
+    "they are, and with its step.",
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_hyperparameters(pipeline: Any, kvstore: Any, optimizer: str) -> None:
+    config, weight = pipeline.EmbeddingBagConfig(6, WIDTH, "t", feature_names=["f"]), values_of((6, WIDTH), 1)
+    store = kvstore.KVStore({"t": kvstore.RowLayout(WIDTH, optimizer=optimizer)}, optimizer_in_row=True)
+    store.set("t", torch.arange(6), weight)
+    hyper = {"lr": 0.25, "eps": 0.5, "beta1": 0.5, "beta2": 0.75}
+    sharded = pipeline.ShardedEmbeddingBagCollection(
+        collection_of(pipeline, [config], [weight]),
+        {"t": pipeline.key_value(store, kvstore.Buckets(4))},
+        optimizer=pipeline.FusedOptimizer(optimizer, **hyper),
+    )
+    naive = Naive([config], [weight], optimizer)
+    for step in (1, 2, 3):
+        batch, grad = random_jagged(["f"], [6], 3, step), values_of((3, WIDTH), step)
+        sharded(batch.kjt(pipeline)).values().backward(grad)
+        naive.step(batch, grad, Hyper(0.25, step, 0.5, 0.5, 0.75))
+        assert_bits(store.get("t", torch.arange(6)), naive.tables[0].weight, f"{optimizer} rows after step {step}")
 
 
 def _saved(rank: Rank, seeds: range) -> None:

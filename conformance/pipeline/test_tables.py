@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import (
@@ -323,3 +323,51 @@ def test_seeds_of_tables(pipeline: Any) -> None:
     for number in range(3):
         torch.manual_seed(3 + number)
         assert_bits(sharded.local_shards()[f"t{number}"][1], torch.randn(6, 4), f"table {number}")
+
+
+@requirement(
+    "PIPE-483",
+    "First weights of another shape MUST be refused by the table's name, those too that would be broadcast: a row for "
+    "all, a column for all, one number; of a table on meta when it is cut.",
+)
+def test_first_weights_of_another_shape(pipeline: Any) -> None:
+    for shape in ((4,), (1, 4), (6, 1), (), (1,), (4, 6)):
+        config = pipeline.EmbeddingBagConfig(
+            6, 4, "t0", feature_names=["f0"], init_fn=lambda weight, shape=shape: torch.zeros(shape)
+        )
+        plain = pipeline.EmbeddingConfig(6, 4, "t0", feature_names=["f0"], init_fn=config.init_fn)
+        on_meta = pipeline.EmbeddingBagCollection([config], device="meta")
+        ways: dict[str, Any] = {
+            "bags": lambda config=config: pipeline.EmbeddingBagCollection([config]),
+            "rows": lambda plain=plain: pipeline.EmbeddingCollection([plain]),
+            "cut": lambda meta=on_meta: pipeline.ShardedEmbeddingBagCollection(meta, {"t0": pipeline.row_wise()}),
+        }
+        for way, make in ways.items():
+            with raises(ConfigError, mentions=("shape", "t0"), where=f"{way} of first weights {shape}"):
+                make()
+
+
+@requirement(
+    "PIPE-486",
+    "A store whose rows are not the table's MUST be refused by the table's name when the collection is cut: rows of "
+    "another width, dtype or optimizer, one without states for one with them and the other way round.",
+)
+def test_rows_of_a_store(pipeline: Any, kvstore: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t0", feature_names=["f0"])
+
+    def cut(dim: int, dtype: torch.dtype, kind: str, asked: str) -> Any:
+        layout = kvstore.RowLayout(dim, weight_dtype=dtype, optimizer=kind)
+        store = kvstore.KVStore({"t0": layout}, optimizer_in_row=True, clock=lambda: 1)
+        plan = {"t0": pipeline.key_value(store, kvstore.Buckets(4))}
+        collection = pipeline.EmbeddingBagCollection([config], device="meta")
+        return pipeline.ShardedEmbeddingBagCollection(collection, plan, optimizer=pipeline.FusedOptimizer(asked))
+
+    for kind in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+        with succeeds("rows of the table", where=kind):
+            cut(4, torch.float32, kind, kind)
+        for dim, dtype in ((5, torch.float32), (4, torch.float16)):
+            with raises(ConfigError, mentions=("t0", "rows"), where=f"{kind}: rows of {dim} {dtype}"):
+                cut(dim, dtype, kind, kind)
+        for asked in {"sgd", "adagrad", "rowwise_adagrad", "adam"} - {kind}:
+            with raises(ConfigError, mentions=("t0", "rows"), where=f"rows of {kind}, a step of {asked}"):
+                cut(4, torch.float32, kind, asked)

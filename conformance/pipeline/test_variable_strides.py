@@ -151,3 +151,27 @@ def test_exchange(pipeline: Any, kind: str, weighted: bool) -> None:
         assert_equal(made.weights().tolist(), scales, where="weights")
     if variable:
         assert_equal(made.stride_per_key_per_rank(), strides, where="sizes by rank")
+
+
+@requirement(
+    "PIPE-455",
+    "size_in_bytes() MUST be the bytes of all that is there: values, weights, lengths, offsets when they are known, "
+    "and the sizes of features that differ.",
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_size_in_bytes(pipeline: Any, weighted: bool) -> None:
+    bags = random_bags([2, 3, 1], 5)
+    count = sum(len(bag) for feature in bags for bag in feature)
+    expected = 8 * count + (4 * count if weighted else 0)
+    kjt = vbe_of(pipeline, bags, weighted=weighted)
+    cuts = kjt.lengths().element_size() * 6
+    # An int32 for each feature and rank.
+    assert_equal(kjt.size_in_bytes(), expected + cuts + 4 * 3, where="features that differ")
+    kjt.offsets()
+    assert_equal(kjt.size_in_bytes(), expected + cuts + cuts // 6 * 7 + 4 * 3, where="with offsets")
+    same = pipeline.KeyedJaggedTensor(["a", "b"], kjt.values(), kjt.weights_or_none(), kjt.lengths())
+    assert_equal(same.size_in_bytes(), expected + cuts, where="features of one size")
+    one = pipeline.JaggedTensor(kjt.values(), kjt.weights_or_none(), kjt.lengths())
+    assert_equal(one.size_in_bytes(), expected + cuts, where="one feature")
+    one.offsets()
+    assert_equal(one.size_in_bytes(), expected + cuts + cuts // 6 * 7, where="one feature with offsets")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from conformance.harness import raises, requirement
+from conformance.harness import assert_flags_are_no_text, raises, requirement, succeeds
 from twinproof.errors import ConfigError, UnsupportedError
 
 SCHEDULES = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
@@ -133,3 +134,88 @@ def test_parts(pipeline: Any, schedule: str) -> None:
         make(model, "sgd", torch.device("cpu"))
     with raises(UnsupportedError, mentions=("KeyedJaggedTensor", "torchrec")):
         model.bags(torch.tensor([1]))
+
+
+@requirement(
+    "PIPE-488",
+    'A flag of a schedule, a collection or a configuration that is text MUST be refused by its name: "false" is true.',
+)
+def test_flags(pipeline: Any) -> None:
+    model = _Model(pipeline, lambda x: (x.sum(), x))
+    parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+    for name in (*SCHEDULES, "PrefetchTrainPipelineSparseDist"):
+        schedule = getattr(pipeline, name)
+        assert_flags_are_no_text(schedule, partial(schedule, *parts), where=name)
+    for name in ("EvalPipelineSparseDist", "EvalPipelineFusedSparseDist"):
+        schedule = getattr(pipeline, name)
+        assert_flags_are_no_text(schedule, partial(schedule, model, None, parts[2]), where=name)
+    sizes = {"num_embeddings": 10, "embedding_dim": 4, "name": "t", "feature_names": ["f"]}
+    tables = {"EmbeddingBagCollection": "EmbeddingBagConfig", "EmbeddingCollection": "EmbeddingConfig"}
+    for name, kind in tables.items():
+        config, collection = getattr(pipeline, kind), getattr(pipeline, name)
+        assert_flags_are_no_text(config, partial(config, **sizes), where=kind)
+        assert_flags_are_no_text(collection, partial(collection, [config(**sizes)]), where=name)
+
+
+@requirement(
+    "PIPE-489",
+    "What a module does with bad ids MUST be one of the kinds that there are; what is none MUST be refused when the "
+    "module is made.",
+)
+def test_bounds_checks(pipeline: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])
+    rows = pipeline.EmbeddingConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])
+    plan = {"t": pipeline.table_wise(0)}
+    modules: dict[str, Callable[[Any], Any]] = {
+        "EmbeddingBagCollection": lambda kind: pipeline.EmbeddingBagCollection([config], bounds_check=kind),
+        "EmbeddingCollection": lambda kind: pipeline.EmbeddingCollection([rows], bounds_check=kind),
+        "TableBatchedEmbeddingBags": lambda kind: pipeline.TableBatchedEmbeddingBags([config], bounds_check=kind),
+        "ShardedEmbeddingBagCollection": lambda kind: pipeline.ShardedEmbeddingBagCollection(
+            _collection(pipeline), plan, bounds_check=kind
+        ),
+    }
+    for name, make in modules.items():
+        for kind in ("fatal", "warning", "ignore"):
+            with succeeds(name, where=kind):
+                make(kind)
+        for wrong in ("fatl", "Warning", "", None, True):
+            with raises(
+                ConfigError, mentions=(f"got: {wrong}", "fatal", "where: bounds_check"), where=f"{name}, {wrong}"
+            ):
+                make(wrong)
+
+
+@requirement(
+    "PIPE-490",
+    "Names, features, sizes, bounds and functions of first weights, numbers of an optimizer in the backward and kinds "
+    "of sharding that are of another type MUST be refused by their name.",
+)
+def test_options(pipeline: Any) -> None:
+    sizes = {"num_embeddings": 10, "embedding_dim": 4, "name": "t", "feature_names": ["f"]}
+    wrong: dict[str, list[Any]] = {
+        "name": [b"t", 7, None],
+        "feature_names": ["f", b"f", 7, None],
+        "num_embeddings": ["10", 1.5, True, 2**63],
+        "embedding_dim": ["4", 1.5, True, 2**63],
+        "weight_init_max": ["1", [1.0], torch.zeros(2)],
+        "weight_init_min": ["0", [0.0], torch.zeros(2)],
+        "init_fn": ["zeros", 7],
+    }
+    # Sizes are refused with the name of their table.
+    told = {"num_embeddings": "where: t", "embedding_dim": "where: t"}
+    for kind in (pipeline.EmbeddingBagConfig, pipeline.EmbeddingConfig):
+        for name, values in wrong.items():
+            for value in values:
+                with raises(ConfigError, mentions=(told.get(name, name),), where=f"{kind.__name__}, {name}={value!r}"):
+                    kind(**{**sizes, name: value})
+    with succeeds("EmbeddingConfig", where="a number of another type"):
+        pipeline.EmbeddingConfig(**sizes, weight_init_max=torch.tensor(0.5), weight_init_min=0)
+    for name in ("lr", "eps", "beta1", "beta2"):
+        for value in ("0.1", None, [0.1], torch.zeros(2)):
+            with raises(ConfigError, mentions=(f"where: {name}", f"got: {value}"), where=f"{name}={value!r}"):
+                pipeline.FusedOptimizer(**{name: value})
+    with succeeds("FusedOptimizer", where="a tensor of one number"):
+        pipeline.FusedOptimizer(lr=torch.tensor(0.5))
+    for kind in (["table_wise"], {"table_wise": 0}, None):
+        with raises(ConfigError, mentions=("where: kind", "table_wise"), where=f"{kind}"):
+            pipeline.TableSharding(kind)

@@ -112,7 +112,9 @@ class Exchange:
             try:
                 request.wait()
             except RuntimeError as error:
-                failure = failure or DistributedError("a rank went away during the exchange", got=str(error)[:200])
+                failure = failure or DistributedError(
+                    "a rank went away during the exchange", got=str(error)[:200], where="exchange"
+                )
         messages = zip(current.senders, current.inbox, strict=True)
         failed = [rank for rank, message in messages if int(message[:8].view(torch.int64)[0]) != STATUS_OK]
         if failure is None and failed:

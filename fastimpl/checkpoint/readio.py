@@ -22,6 +22,7 @@ from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Meter
 from twinproof.checkpoint.format import as_bits, buffer_of
 from twinproof.checkpoint.publish import storage_error
+from twinproof.engine import in_mode_of_caller
 from twinproof.errors import CorruptionError
 
 __all__ = ["LoadStats", "ReadJob", "read_exactly", "run_jobs"]
@@ -323,7 +324,8 @@ def _run_on_threads(work: Callable[[], None], thread_count: int) -> None:
         work()
         return
     with ThreadPoolExecutor(thread_count - 1, thread_name_prefix="checkpoint-read") as pool:
-        others = [pool.submit(work) for _ in range(thread_count - 1)]
+        elsewhere = in_mode_of_caller(work)
+        others = [pool.submit(elsewhere) for _ in range(thread_count - 1)]
         work()
     for other in others:
         other.result()

@@ -130,6 +130,7 @@ class LazySource(Source):
                 "the rows are not what was planned",
                 got=f"{rows.dtype} {list(rows.shape)}",
                 expected=f"{self._stored} {[last - first, *self._row_shape]}",
+                where=f"rows {first} to {last}",
             )
         flat = as_bits(rows.to(self.dtype).contiguous()).view(-1).view(torch.uint8)
         return flat[begin - first * self._row_bytes : end - first * self._row_bytes]

@@ -47,7 +47,7 @@ from twinproof.checkpoint.format import (
     read_header,
     torch_dtype,
 )
-from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError, TwinproofError, check_kind
 
 __all__ = [
     "CHECKSUMS_KEY",
@@ -768,7 +768,9 @@ def metadata_of(tensors: Mapping[str, torch.Tensor], crc: Crc32) -> dict[str, st
 
 
 def check_key(metadata: Mapping[str, str] | None) -> None:
-    """Refuse metadata that brings checksums of other bytes. Raises ConfigError."""
+    """Refuse metadata that is no mapping, or brings checksums of other bytes. Raises ConfigError."""
+    if metadata is not None:
+        check_kind(metadata, Mapping, "metadata", "str -> str")
     if CHECKSUMS_KEY in (metadata or {}):
         raise ConfigError("this key is kept for checksums", got=CHECKSUMS_KEY, where="metadata")
 

@@ -84,13 +84,23 @@ from twinproof.checkpoint.publish import (
     build_index,
     gather,
     gather_first,
+    own_group,
     raise_first,
     rank_count_of,
     scatter,
 )
 from twinproof.checkpoint.shards import write_shards
-from twinproof.engine import Engine, engine_for
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, UnsupportedError, sendable
+from twinproof.engine import Engine, engine_for, in_mode_of_caller
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    MissingKeyError,
+    PlanError,
+    UnsupportedError,
+    check_flags,
+    check_kind,
+    sendable,
+)
 
 __all__ = [
     "Dequantize",
@@ -213,7 +223,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def _make_group(self) -> None:
         wanted = self.options.save_distributed and dist.is_available() and dist.is_initialized()
         if self.group is None and wanted and dist.get_world_size() > 1:
-            self.group, self._owns_group = dist.new_group(backend="gloo"), True
+            self.group, self._owns_group = own_group(), True
 
     def close(self) -> None:
         """Give back the private process group. Safe to call twice."""
@@ -339,7 +349,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items."""
         if len(plans) > 1 and not self.options.save_distributed:
             raise ConfigError(
-                "save_distributed=False saves from one process", got=f"{len(plans)} ranks", expected="1 rank"
+                "save_distributed=False saves from one process",
+                got=f"{len(plans)} ranks",
+                expected="1 rank",
+                where="save_distributed",
             )
         if len(plans) > 1 and (self.group is None or dist.get_world_size(self.group) != len(plans)):
             size = "none" if self.group is None else f"{dist.get_world_size(self.group)} ranks"
@@ -364,6 +377,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                     "there is no global plan to write",
                     got=f"no call of prepare_global_plan, and no global_plan of {type(planner).__name__}",
                     expected="dcp.save, or a planner that caches plans and keeps its global_plan",
+                    where="prepare_global_plan",
                 )
             self.arrangement = arrange(plans, self.options)
         return self.arrangement
@@ -467,7 +481,9 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and show the checkpoint at one instant; the coordinator only."""
         if self.arrangement is None or self.staging is None:
-            raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
+            raise PlanError(
+                "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
+            )
         indexed = not self.options.single_file and not self.options.writes_shards
         try:
             index = self._index(self.arrangement) if indexed else None
@@ -570,6 +586,9 @@ class HuggingFaceStorageReader(StorageReader):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
+        check_flags(cast=cast, verify_checksums=verify_checksums)
+        if progress is not None:
+            check_kind(progress, Callable, "progress", "a function of (done_bytes, total_bytes)")
         self.verify_checksums, self.progress = verify_checksums, progress
         self.unverified: tuple[str, ...] = ()
         self.path = local_path(path)
@@ -887,7 +906,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         future = super().read_data(plain, planner)
         pieces = [piece for item, target in targets for piece in self._pieces(item, target)]
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="checkpoint-dequantize") as pool:
-            for _ in pool.map(partial(self._load, streams), pieces):
+            for _ in pool.map(in_mode_of_caller(partial(self._load, streams)), pieces):
                 pass
         if self.verify_checksums and mine:
             stored = list(self._stored_whole(mine))

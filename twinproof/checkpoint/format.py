@@ -159,11 +159,11 @@ def check_name(name: object) -> str:
     if not isinstance(name, str):
         raise UnsupportedError("tensor names are strings", got=type(name).__name__, where=repr(name))
     if name == METADATA_KEY:
-        raise UnsupportedError("this tensor name is reserved by the format", got=name)
+        raise UnsupportedError("this tensor name is reserved by the format", got=name, where="tensor name")
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise UnsupportedError("tensor names must be valid Unicode", got=ascii(name)) from None
+        raise UnsupportedError("tensor names must be valid Unicode", got=ascii(name), where="tensor name") from None
     return name
 
 
@@ -213,7 +213,9 @@ def lay_out(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = _padded(text, page_align=page_align)
     if len(text) > HEADER_BYTES_MAX:
-        raise ConfigError("header too long for one file", got=len(text), expected=f"<= {HEADER_BYTES_MAX} bytes")
+        raise ConfigError(
+            "header too long for one file", got=len(text), expected=f"<= {HEADER_BYTES_MAX} bytes", where="header"
+        )
     if len(text) > HEADER_BYTES_REMOTE:
         logger.warning("a header of %d bytes: model hubs' remote parsers stop at %d", len(text), HEADER_BYTES_REMOTE)
     start = LENGTH_BYTES + len(text)
@@ -343,12 +345,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
-        raise FormatError("a key stands twice", got=next(n for n in names if names.count(n) > 1))
+        raise FormatError("a key stands twice", got=next(n for n in names if names.count(n) > 1), where="JSON")
     return result
 
 
 def _no_constant(text: str) -> Any:
-    raise FormatError("not a JSON number", got=text)
+    raise FormatError("not a JSON number", got=text, where="JSON")
 
 
 class _Signed(int):
@@ -363,7 +365,7 @@ def _careful_int(text: str) -> int:
 def _careful_float(text: str) -> float:
     value = float(text)
     if value in (math.inf, -math.inf):
-        raise FormatError("a number beyond every range", got=text[:40])
+        raise FormatError("a number beyond every range", got=text[:40], where="JSON")
     return value
 
 

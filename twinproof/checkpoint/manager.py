@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -47,8 +47,24 @@ from torch.futures import Future
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
 from twinproof.checkpoint.plan import Export, check_count, exported_dtype
-from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, scatter, several_ranks, together
-from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingCheckpointError, PlanError, sendable
+from twinproof.checkpoint.publish import (
+    Staging,
+    fsync_path,
+    own_group,
+    rank_count_of,
+    scatter,
+    several_ranks,
+    together,
+)
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    MissingCheckpointError,
+    PlanError,
+    check_flags,
+    sendable,
+)
 
 __all__ = [
     "ASYNC_MODES",
@@ -161,7 +177,9 @@ class NativeStorageWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and show the checkpoint; the coordinator only."""
         if self.staging is None:
-            raise PlanError("nothing was written that could be finished", expected="prepare_global_plan, write_data")
+            raise PlanError(
+                "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
+            )
         super().finish(metadata, results)
         self._sync([NATIVE_METADATA_NAME])
         self.staging.publish(None)
@@ -221,7 +239,12 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
     is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
     if not is_list or not all(isinstance(part, torch.nn.Module) for part in parts):
         got = [type(each).__name__ for each in (model, optimizers)]
-        raise ConfigError("not a model and its optimizers", got=got, expected="modules, torch.optim.Optimizers")
+        raise ConfigError(
+            "not a model and its optimizers",
+            got=got,
+            expected="modules, torch.optim.Optimizers",
+            where="model, optimizers",
+        )
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
     own = {"optimizer": OptimizerStates(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
@@ -257,6 +280,7 @@ def save_training(
     """
 
     def begun() -> tuple[State, NativeStorageWriter]:
+        check_flags(durable=durable)
         state = _told(_training(model, optimizers, step, states)[1])
         return state, NativeStorageWriter(path, durable=durable)
 
@@ -291,8 +315,10 @@ def load_training(
             raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=where)
         return _training(model, optimizers, 0, states)
 
-    parts, state = together(begun, several_ranks(process_group))
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=process_group)
+    group = several_ranks(process_group)
+    (parts, state), told = together(lambda: (found := begun(), _told(found[1])), group)
+    dcp.load(told, storage_reader=dcp.FileSystemReader(path), process_group=process_group)
+    together(lambda: _give_back(state, told), group)
     for part in parts:
         set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
     return int(state["train_state"]["step"])
@@ -350,6 +376,7 @@ class CheckpointPolicy:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured, and what would have no effect. Raises ConfigError."""
+        check_flags(**{field.name: getattr(self, field.name) for field in fields(self) if field.type == "bool"})
         check_count(self.interval, "interval")
         if type(self.keep_latest_k) is not int or self.keep_latest_k < 0:
             raise ConfigError(
@@ -367,7 +394,7 @@ class CheckpointPolicy:
             (self.enable_first_step_checkpoint, not self.load_only, "load_only saves no first step"),
         ):
             if option and not needed:
-                raise ConfigError(reason, expected="both or neither")
+                raise ConfigError(reason, expected="both or neither", where="CheckpointPolicy")
         excluded = self.exclude_from_loading
         if _MODEL in excluded:
             raise ConfigError("the model is always loaded", got=excluded, where="exclude_from_loading")
@@ -476,6 +503,12 @@ class CheckpointManager:
         last_save_in_safetensors_format: bool | None = None,
         last_save_model_weights_only: bool | None = None,
     ) -> None:
+        check_flags(
+            enable=enable,
+            verify_checksums=verify_checksums,
+            last_save_in_safetensors_format=last_save_in_safetensors_format,
+            last_save_model_weights_only=last_save_model_weights_only,
+        )
         self.enable, self._is_closed = enable, False
         self._pending: _Pending | None = None
         self._group: dist.ProcessGroup | None = None
@@ -526,7 +559,7 @@ class CheckpointManager:
     def _set_up(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # Asynchronous saves exchange messages beside the training loop, whose groups they must not use.
-            self._group = dist.new_group(backend="gloo")
+            self._group = own_group()
         if self.policy.last_save_in_hf:
             # Its options are checked now, not hours later.
             self._hf_writer(self.policy.folder).close()
@@ -580,6 +613,7 @@ class CheckpointManager:
         """
         if type(curr_step) is not int or curr_step < 0:
             raise ConfigError("not a step", got=curr_step, expected=">= 0", where="curr_step")
+        check_flags(last_step=last_step)
         self._check_open()
         if not self._saves_at(curr_step, last_step):
             return False
@@ -772,8 +806,9 @@ class CheckpointManager:
         def targets() -> State:
             return self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
 
-        state = together(targets, self._group)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
+        state, told = together(lambda: (found := targets(), _told(found)), self._group)
+        dcp.load(told, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
+        together(lambda: _give_back(state, told), self._group)
         self._set_model(state)
 
     def _load_hf(self, path: Path) -> None:
@@ -802,8 +837,16 @@ class CheckpointManager:
 
 
 def _told(state: State) -> State:
-    # Torch asks objects for their states where nobody hears of a rank that fails.
-    return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
+    # Torch asks objects for their states where nobody hears of a rank that fails. In its order: they may exchange some.
+    return {name: v.state_dict() if isinstance(v := state[name], Stateful) else v for name in sorted(state)}
+
+
+def _give_back(state: State, told: State) -> None:
+    for name in sorted(state):
+        if isinstance(state[name], Stateful):
+            state[name].load_state_dict(told[name])
+        else:
+            state[name] = told[name]
 
 
 def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,15 @@ from twinproof.checkpoint.format import (
     local_path,
 )
 from twinproof.checkpoint.publish import StagedFolder
-from twinproof.errors import ConfigError, DistributedError, MissingKeyError, PlanError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    DistributedError,
+    MissingKeyError,
+    PlanError,
+    UnsupportedError,
+    check_flags,
+    check_kind,
+)
 
 __all__ = [
     "FORMAT_METADATA",
@@ -167,6 +175,13 @@ class HuggingFaceSavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
+        check_flags(
+            flatten_state_dict=flatten_state_dict,
+            flatten_sharded_tensors=flatten_sharded_tensors,
+            dedup_replicated_tensors=dedup_replicated_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+            enable_plan_caching=enable_plan_caching,
+        )
         if enable_plan_caching:
             raise ConfigError(
                 "this planner does not cache plans", got=True, expected=False, where="enable_plan_caching"
@@ -227,6 +242,12 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         *,
         strict: bool | None = None,
     ) -> None:
+        check_flags(
+            flatten_state_dict=flatten_state_dict,
+            flatten_sharded_tensors=flatten_sharded_tensors,
+            allow_partial_load=allow_partial_load,
+            strict=strict,
+        )
         if strict and allow_partial_load:
             raise ConfigError("a strict load is no partial one", got="both", expected="one", where="allow_partial_load")
         self.strict = not allow_partial_load if strict is None else strict
@@ -402,7 +423,7 @@ class Export:
     @classmethod
     def make(cls, dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:
         """Raises ConfigError."""
-        if isinstance(keep, str):
+        if isinstance(keep, str) or not isinstance(keep, Sequence):
             raise ConfigError("export_keep is a sequence of patterns", got=keep, where="export_keep")
         return cls(_export(dtype), tuple(keep))
 
@@ -454,9 +475,14 @@ class WriterOptions:
         **flags: bool,
     ) -> WriterOptions:
         """Check every option and combination. Raises ConfigError."""
+        check_key(metadata)
+        check_flags(single_file=single_file, **flags)
         if mapping is not None and max_shard_size is not None:
             raise ConfigError(
-                "two rules for the files", got="both", expected="one of fqn_to_index_mapping, max_shard_size"
+                "two rules for the files",
+                got="both",
+                expected="one of fqn_to_index_mapping, max_shard_size",
+                where="fqn_to_index_mapping, max_shard_size",
             )
         if single_file and (mapping is not None or max_shard_size is not None):
             raise ConfigError("single_file leaves nothing to split", got=True, where="single_file")
@@ -471,7 +497,6 @@ class WriterOptions:
         if progress is not None and not callable(progress):
             expected = "a function of (done_bytes, total_bytes)"
             raise ConfigError("not a function", got=type(progress).__name__, expected=expected, where="progress")
-        check_key(metadata)
         check_count(thread_count_consolidation, "thread_count_consolidation")
         if write_mode not in WRITE_MODES:
             raise ConfigError("not a write mode", got=write_mode, expected=WRITE_MODES, where="write_mode")
@@ -524,6 +549,7 @@ def check_mapping(mapping: Mapping[str, int] | None) -> dict[str, int] | None:
     """``fqn_to_index_mapping`` with indices 1..N, none left out; else ConfigError."""
     if mapping is None:
         return None
+    check_kind(mapping, Mapping, "fqn_to_index_mapping", "name -> file index")
     for name, index in mapping.items():
         if type(index) is not int or index < 1:
             raise ConfigError("a file index is an int from 1", got=index, where=f"fqn_to_index_mapping[{name!r}]")

@@ -409,6 +409,16 @@ def several_ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
+def own_group() -> dist.ProcessGroup:
+    """A group of all ranks for messages of the CPU, connected on every rank when it is returned on any.
+
+    ``dist.new_group`` returns on a rank while others still connect to it: they would fail if it ended the group first.
+    """
+    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    dist.barrier(made)
+    return made
+
+
 @contextmanager
 def group_to_save_in(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
     """The group for a save by the ranks of a group: for all ranks one of their own, for some of them theirs.
@@ -422,7 +432,7 @@ def group_to_save_in(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGr
     if everyone is None:
         yield None
     elif group is None or dist.get_world_size(group) == dist.get_world_size(everyone):
-        made = dist.new_group(backend="gloo")
+        made = own_group()
         try:
             yield made
         finally:

@@ -71,7 +71,7 @@ from twinproof.checkpoint.publish import (
     warn_of_leftovers,
     write_file,
 )
-from twinproof.errors import ConfigError, PlanError, UnsupportedError
+from twinproof.errors import ConfigError, PlanError, UnsupportedError, check_flags, check_kind
 
 __all__ = ["FileBytes", "Merge", "MergeJob", "consolidate", "load_file", "save_file", "write_shards"]
 
@@ -100,7 +100,9 @@ def save_file(
         UnsupportedError, UnstorableError, ConfigError, StorageError.
     """
     path = os.fspath(local_path(filename, "filename"))
+    check_flags(checksums=checksums)
     check_key(metadata)
+    check_kind(tensors, Mapping, "tensors", "name -> tensor")
     layout = layout_of(tensors, metadata)
     if checksums:
         layout = layout_of(tensors, {**(metadata or {}), **metadata_of(tensors, crc)})
@@ -315,11 +317,17 @@ def consolidate(
         ConfigError: ``mapping`` together with ``max_shard_size``.
         CorruptionError: shards with gaps or overlaps, or that were replaced meanwhile.
     """
+    mapping = check_mapping(mapping)
     together_with = None
     if on_every_rank and dist.is_available() and dist.is_initialized():
         together_with = process_group or dist.group.WORLD
     if mapping is not None and max_shard_size is not None:
-        raise ConfigError("two rules for the files", got="both", expected="one of the mapping and max_shard_size")
+        raise ConfigError(
+            "two rules for the files",
+            got="both",
+            expected="one of the mapping and max_shard_size",
+            where="fqn_to_index_mapping, max_shard_size",
+        )
     source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
     check_count(num_threads, "num_threads")
     rank = 0 if together_with is None else dist.get_rank(together_with)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from twinproof import regime
-from twinproof.errors import CapacityError, DeltaBaseError, FormatError, VersionError
+from twinproof.errors import CapacityError, ConfigError, DeltaBaseError, FormatError, VersionError
 from twinproof.kvstore.options import RowLayout, from_bytes
 from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
 from twinproof.optimizers import STEP_MAX
@@ -47,6 +47,13 @@ __all__ = [
 VERSION_KEY, CONTENT_KEY = "kvstore.version", "kvstore.content"
 FORMAT_VERSION = 4
 KINDS, FORMS = ("full", "delta"), ("rows", "separate")
+
+
+def check_free_keys(metadata: Mapping[str, str]) -> None:
+    """Refuse metadata of a user's that brings an entry of a saved store's own. Raises ConfigError."""
+    taken = sorted({VERSION_KEY, CONTENT_KEY} & metadata.keys())
+    if taken:
+        raise ConfigError("keys of the saved store itself", got=taken, expected="other names", where="metadata")
 
 
 @dataclass(frozen=True)

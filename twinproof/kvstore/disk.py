@@ -21,7 +21,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -31,15 +31,16 @@ import torch.distributed.checkpoint as dcp
 
 from twinproof import regime
 from twinproof.checkpoint.catalog import Catalog, read_catalog
-from twinproof.checkpoint.format import buffer_of, torch_dtype
+from twinproof.checkpoint.format import buffer_of, local_path, torch_dtype
 from twinproof.checkpoint.publish import group_to_save_in
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, check_flags
 from twinproof.kvstore.deltas import (
     FORMS,
     SavedContent,
     SaveNames,
     TableSummary,
     check_base,
+    check_free_keys,
     check_load_fits,
     evict_for_load,
     named,
@@ -55,9 +56,11 @@ from twinproof.kvstore.rows import (
     assemble_rows,
     bucket_of,
     check_convertible,
+    chosen_buckets,
     convert_rows,
     nearest_bucket_of,
     rank_buckets,
+    tables_of,
 )
 from twinproof.kvstore.statedict import check_agreed, gathered, rank_and_world
 from twinproof.kvstore.store import KVStore
@@ -122,6 +125,7 @@ class SavedRows(RowSource):
     def __init__(
         self, path: str | os.PathLike[str], *, read: ReadRange = read_range, fits: RowsFit | None = None
     ) -> None:
+        local_path(path)
         self.path, self._read_range, self._fits = _from_anywhere(os.fspath(path)), read, fits
         self.catalog = read_catalog(self.path)
         self.content = content = read_content(self.catalog.metadata, self.path)
@@ -163,7 +167,9 @@ class SavedRows(RowSource):
     def saved_table(self, name: str) -> SavedTable:
         """One table. Raises MissingKeyError."""
         if name not in self.saved:
-            raise MissingKeyError("the saved store has no such table", got=name, expected=sorted(self.saved))
+            raise MissingKeyError(
+                "the saved store has no such table", got=name, expected=sorted(self.saved), where=self.path
+            )
         return self.saved[name]
 
     def rows(self, table: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -417,7 +423,7 @@ class StoreFiles:
 
         Raises:
             ConfigError: an id outside this rank's buckets, changes that are not tracked, ranks that ask for different
-                buckets, forms or kinds; on every rank.
+                buckets, forms or kinds, or for what is none; on every rank.
             CheckpointExistsError, StorageError, DistributedError.
         """
         chosen = Buckets() if buckets is None else buckets
@@ -429,8 +435,10 @@ class StoreFiles:
 
             def begun() -> TrackedSource:
                 check_store(store)
+                chosen_buckets(buckets)
                 # Options that the writer refuses are refused while the others listen.
                 writer_with(named_by_user)
+                check_free_keys(named_by_user)
                 return opened.enter_context(store.snapshot())
 
             source, parts, names = _parts(store, begun, chosen, since, form, process_group, chunk_rows)
@@ -487,15 +495,18 @@ class StoreFiles:
                 than a table may hold. DeltaBaseError: a delta on another base. FileNotFoundError.
         """
         check_store(store)
+        check_flags(weights_only=weights_only)
         _check_chunk(chunk_rows)
         started = time.perf_counter()
-        saved = self._files.open(os.fspath(path))
+        saved = self._files.open(os.fspath(local_path(path)))
         if tables is None and set(saved.tables) != set(store.tables):
-            raise ConfigError("other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables))
-        names = store.tables if tables is None else tables
+            raise ConfigError(
+                "other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables), where=path
+            )
+        names = tables_of(store.tables, tables)
         rank, world_size = rank_and_world(process_group)
         total = saved.buckets.total_count
-        begin, end = rank_buckets(total, world_size, rank) if owned is None else owned
+        begin, end = rank_buckets(total, world_size, rank) if owned is None else _pair(owned)
         if not 0 <= begin <= end <= total:
             raise ConfigError("not a range of buckets", got=(begin, end), expected=total, where="owned")
         gone = {}
@@ -522,6 +533,12 @@ class StoreFiles:
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
+
+
+def _pair(owned: Any) -> tuple[int, int]:
+    if not isinstance(owned, Sequence) or len(owned) != 2 or any(type(bound) is not int for bound in owned):
+        raise ConfigError("not a range of buckets", got=owned, expected="(begin, end)", where="owned")
+    return owned[0], owned[1]
 
 
 def check_store(store: Any) -> None:

@@ -129,6 +129,8 @@ class BackgroundEvictor:
         policy: EvictionPolicy | None = None,
         slice_rows: int = 1024,
     ) -> None:
+        if not hasattr(store, "start_eviction"):
+            raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
         triggers = {"trigger_rows": trigger_rows, "trigger_bytes": trigger_bytes, "trigger_steps": trigger_steps}
         for name, value in triggers.items():
             if value is not None and (type(value) is not int or value < 1):

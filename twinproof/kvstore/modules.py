@@ -13,7 +13,15 @@ from typing import Any, cast
 
 import torch
 
-from twinproof.errors import ConfigError, CorruptionError, DetachedStoreError, ShapeError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    DetachedStoreError,
+    ShapeError,
+    UnsupportedError,
+    check_flags,
+    check_kind,
+)
 from twinproof.kvstore.options import (
     HEADER_BYTES,
     RowLayout,
@@ -24,7 +32,15 @@ from twinproof.kvstore.options import (
     check_tensor,
     from_bytes,
 )
-from twinproof.kvstore.rows import Buckets, RowSource, RowStore, check_row_range, places_of, table_of
+from twinproof.kvstore.rows import (
+    SOURCES,
+    Buckets,
+    RowSource,
+    RowStore,
+    check_row_range,
+    places_of,
+    table_of,
+)
 from twinproof.kvstore.store import KVStore
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]
@@ -277,8 +293,11 @@ class KVTensorWrapper:
         *,
         table: str | None = None,
     ) -> None:
-        if len(shape) != 2 or min(shape) < 0:
-            raise ShapeError("not the shape of rows", got=list(shape), expected="[rows, width]", where="shape")
+        is_pair = isinstance(shape, Sequence) and len(shape) == 2
+        if not is_pair or any(type(size) is not int or size < 0 for size in shape):
+            raise ShapeError("not the shape of rows", got=shape, expected="[rows, width]", where="shape")
+        if snapshot_handle is not None:
+            check_kind(snapshot_handle, RowSource, "snapshot_handle", SOURCES)
         if not isinstance(dtype, torch.dtype):
             raise ConfigError("not a dtype", got=dtype, expected="torch.dtype", where="dtype")
         if checkpoint_handle is not None:
@@ -291,6 +310,7 @@ class KVTensorWrapper:
         if type(width_offset) is not int or width_offset < 0:
             raise ConfigError("not an offset", got=width_offset, expected="an int >= 0", where="width_offset")
         check_int(row_offset, "row_offset")
+        check_flags(read_only=read_only, only_load_weight=only_load_weight)
         self._ids: torch.Tensor | None = None
         if sorted_indices is not None:
             flat = check_tensor(sorted_indices, "sorted_indices").reshape(-1)
@@ -303,13 +323,27 @@ class KVTensorWrapper:
         self._snapshot, self._store = snapshot_handle, cast("RowStore | None", None)
 
     def set_dram_db_wrapper(self, db: RowStore) -> None:
-        """Give it the store. Raises ConfigError: no such table, or a range outside its rows."""
+        """Give it the store. Raises ConfigError: no such table, a range outside its rows, or a snapshot of others."""
+        check_kind(db, RowStore, "db", "a KVStore")
         layout = db.layout(table_of(db.tables, self._table))
+        snapped = layout if self._snapshot is None else self._snapshot.layout(table_of(db.tables, self._table))
+        if snapped != layout:
+            raise ConfigError("a snapshot of other rows", got=snapped, expected=layout, where="snapshot_handle")
         begin, end = self._range(db.return_whole_row)
         if end > layout.row_bytes:
-            raise ConfigError("columns outside the row", got=(begin, end), expected=f"within {layout.row_bytes} bytes")
+            raise ConfigError(
+                "columns outside the row",
+                got=(begin, end),
+                expected=f"within {layout.row_bytes} bytes",
+                where="set_dram_db_wrapper",
+            )
         if self.only_load_weight and not self._is_whole(layout, begin, end):
-            raise ConfigError("only_load_weight is for whole rows", got=(begin, end), expected=(0, layout.row_bytes))
+            raise ConfigError(
+                "only_load_weight is for whole rows",
+                got=(begin, end),
+                expected=(0, layout.row_bytes),
+                where="set_dram_db_wrapper",
+            )
         self._store = db
 
     def set_embedding_rocks_dp_wrapper(self, db: RowStore) -> None:
@@ -326,7 +360,9 @@ class KVTensorWrapper:
 
     def _opened(self) -> tuple[RowStore, str, int, int]:
         if self._store is None:
-            raise DetachedStoreError("no store was given", expected="set_dram_db_wrapper(store)")
+            raise DetachedStoreError(
+                "no store was given", expected="set_dram_db_wrapper(store)", where="KVTensorWrapper"
+            )
         table = table_of(self._store.tables, self._table)
         return self._store, table, *self._range(self._store.return_whole_row)
 
@@ -336,6 +372,15 @@ class KVTensorWrapper:
             return torch.arange(start, start + length, device="cpu")
         return self._ids[start : start + length]
 
+    def _stored(self, ids: torch.Tensor) -> torch.Tensor:
+        """The store's ids, int64 [n]. Raises ConfigError for those that are no int64: others' rows would be theirs."""
+        found = ids + self._row_offset
+        outside = ids[(found < ids) != (self._row_offset < 0)]
+        if outside.numel():
+            expected = f"ids that stay within 64 bits with {self._row_offset}"
+            raise ConfigError("ids that no store has", got=outside[:10].tolist(), expected=expected, where="row_offset")
+        return found
+
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows [start, start + length), fresh: [length, width]."""
         return self.get_weights_by_ids(self._global(dim, start, length))
@@ -344,7 +389,7 @@ class KVTensorWrapper:
         """What is shown of any ids [n]; in whole rows the key is the id, without ``row_offset``."""
         store, table, begin, end = self._opened()
         source, checked = self._snapshot or store, check_ids(ids)
-        raw = source.get_rows(table, checked + self._row_offset, offset_bytes=begin, width_bytes=end - begin)
+        raw = source.get_rows(table, self._stored(checked), offset_bytes=begin, width_bytes=end - begin)
         if self._is_whole(store.layout(table), begin, end):
             raw[:, :8] = as_bytes(checked.reshape(-1, 1))
         return from_bytes(raw, self.dtype)
@@ -365,9 +410,9 @@ class KVTensorWrapper:
         whole, layout = self._is_whole(store.layout(table), begin, end), store.layout(table)
         if whole and not torch.equal(from_bytes(raw[:, :8], torch.int64)[:, 0], checked):
             raise CorruptionError("rows whose keys are not the ids", got=checked.numel(), where=table)
+        mine = self._stored(checked)
         if self.read_only:
             return
-        mine = checked + self._row_offset
         if not whole:
             store.place(table, mine, raw, begin)
         elif self.only_load_weight:
@@ -396,4 +441,6 @@ class KVTensorWrapper:
         return "Strided"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError("a wrapper stays with its store", got=type(self).__name__, expected="KVTensor")
+        raise UnsupportedError(
+            "a wrapper stays with its store", got=type(self).__name__, expected="KVTensor", where="pickle"
+        )

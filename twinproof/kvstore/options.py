@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from twinproof.errors import ConfigError, FormatError, ShapeError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    FormatError,
+    ShapeError,
+    UnsupportedError,
+    check_flags,
+    check_kind,
+    check_number,
+)
 from twinproof.optimizers import OPTIMIZERS
 
 __all__ = [
@@ -116,9 +124,11 @@ class RowLayout:
         if type(self.embedding_dim) is not int or self.embedding_dim < 1:
             raise ConfigError("not a width", got=self.embedding_dim, expected="an int >= 1", where="embedding_dim")
         _name(self.weight_dtype, "weight_dtype")
-        if self.optimizer not in OPTIMIZERS:
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
             raise ConfigError("not an optimizer", got=self.optimizer, expected=sorted(OPTIMIZERS), where="optimizer")
         states = {state.name: state for state in OPTIMIZERS[self.optimizer].states}
+        if self.state_dtypes is not None:
+            check_kind(self.state_dtypes, Mapping, "state_dtypes", "state name -> dtype")
         given = dict(self.state_dtypes or {})
         for name, dtype in given.items():
             if name not in states:
@@ -201,7 +211,7 @@ class RowLayout:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError("not a row layout", got=text[:200], where=f"{type(error).__name__}: {error}") from None
         if content:
-            raise FormatError("a row layout with unknown fields", got=sorted(content))
+            raise FormatError("a row layout with unknown fields", got=sorted(content), where="row layout")
         return layout
 
 
@@ -338,7 +348,7 @@ def float32(value: float) -> float:
     except (OverflowError, struct.error):
         rounded = math.nan
     if not math.isfinite(rounded):
-        raise ConfigError("not a finite float32", got=value)
+        raise ConfigError("not a finite float32", got=value, where="value")
     return rounded
 
 
@@ -377,7 +387,7 @@ class Initializer:
         object.__setattr__(self, "low", float32(self.low))
         object.__setattr__(self, "high", float32(self.high))
         if self.low > self.high:
-            raise ConfigError("an empty range", got=(self.low, self.high), expected="low <= high")
+            raise ConfigError("an empty range", got=(self.low, self.high), expected="low <= high", where="Initializer")
         float32(self.high - self.low)
 
     @property
@@ -423,6 +433,8 @@ class EvictionPolicy:
     keep_count: int = 0
 
     def __post_init__(self) -> None:
+        check_number(self.decay, "decay")
+        check_number(self.l2_threshold, "l2_threshold")
         if self.kind not in POLICIES:
             raise ConfigError("not an eviction policy", got=self.kind, expected=POLICIES, where="kind")
         for name in ("ttl_seconds", "count_threshold", "timestamp_threshold", "keep_count"):
@@ -537,6 +549,8 @@ class StoreOptions:
             if not isinstance(table, str) or not table or not isinstance(layout, RowLayout):
                 raise ConfigError("not a table", got=(table, layout), expected="str -> RowLayout", where="layouts")
         names = tuple(layouts)
+        check_flags(optimizer_in_row=optimizer_in_row, track_changes=rest["track_changes"])
+        rest["track_changes"] = bool(rest["track_changes"])
         options = cls(
             layouts=dict(layouts),
             rows={name: layout if optimizer_in_row else layout.without_optimizer() for name, layout in layouts.items()},
@@ -569,7 +583,7 @@ class StoreOptions:
                 raise ConfigError("a cache is for rows in host memory", got=cached, expected=0, where=where)
         for table in self.layouts:
             capacity, policy = self.capacities[table], self.evictions[table]
-            if capacity is not None and (type(capacity) is not int or capacity < 1):
+            if capacity is not None and (type(capacity) is not int or not 1 <= capacity < 2**63):
                 raise ConfigError("not a capacity", got=capacity, expected="rows >= 1", where=f"capacity[{table!r}]")
             if policy is not None and not isinstance(policy, EvictionPolicy):
                 raise ConfigError("not a policy", got=policy, expected="EvictionPolicy", where=f"eviction[{table!r}]")

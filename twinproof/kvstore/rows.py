@@ -8,14 +8,14 @@ files; rows of one layout become rows of another, and state is dropped only wher
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
-from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError, check_kind
 from twinproof.kvstore.options import (
     COUNT_MAX,
     HEADER_BYTES,
@@ -54,12 +54,14 @@ __all__ = [
     "check_buckets",
     "check_convertible",
     "check_row_range",
+    "chosen_buckets",
     "convert_rows",
     "nearest_bucket_of",
     "places_of",
     "rank_buckets",
     "separate",
     "table_of",
+    "without_padding",
 ]
 
 
@@ -93,12 +95,22 @@ class Buckets:
             raise ConfigError("bucket_size goes with chunk", got=size, expected="an int >= 1", where="bucket_size")
 
 
+def chosen_buckets(buckets: Any) -> Buckets:
+    """The buckets that are meant, None being one. Raises ConfigError for what is none."""
+    if buckets is None:
+        return Buckets()
+    check_kind(buckets, Buckets, "buckets", "Buckets")
+    return buckets  # type: ignore[no-any-return]
+
+
 def bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     """The bucket of each id, int64 [n].
 
     Raises:
-        ConfigError: an id that "chunk" puts outside all buckets. UnsupportedError: what is no tensor of ids.
+        ConfigError: an id that "chunk" puts outside all buckets; what is no buckets. UnsupportedError: what is no
+            tensor of ids.
     """
+    chosen_buckets(buckets)
     if check_tensor(ids, "ids").dtype not in ID_DTYPES:
         raise UnsupportedError("not a dtype of ids", got=ids.dtype, expected=ID_DTYPES, where="ids")
     found = bucket_number(ids, buckets)
@@ -108,16 +120,20 @@ def bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     outside = ids[(found < 0) | (found >= buckets.total_count)]
     if outside.numel():
         limit = buckets.total_count * buckets.bucket_size
-        raise ConfigError("an id outside all buckets", got=outside[:10].tolist(), expected=f"0 to {limit - 1}")
+        raise ConfigError(
+            "an id outside all buckets", got=outside[:10].tolist(), expected=f"0 to {limit - 1}", where="ids"
+        )
     return found
 
 
 def bucket_number(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     """What ``bucket_of`` finds, of ids outside of all buckets too: the number that one there would have, int64 [n]."""
+    # The size of a bucket may be more than an int32 holds.
+    wide = ids.to(torch.int64)
     if buckets.hash_mode == "interleave":
-        return ids.remainder(buckets.total_count)
+        return wide.remainder(buckets.total_count)
     assert buckets.bucket_size is not None
-    return ids.div(buckets.bucket_size, rounding_mode="floor")
+    return wide.div(buckets.bucket_size, rounding_mode="floor")
 
 
 def nearest_bucket_of(ids: torch.Tensor, buckets: Buckets) -> torch.Tensor:
@@ -134,7 +150,7 @@ def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int
     for name, number in (("total_count", total_count), ("world_size", world_size), ("rank", rank)):
         check_int(number, name)
     if total_count < 0 or not 0 <= rank < world_size:
-        raise ConfigError("not a rank of a world", got=(total_count, world_size, rank))
+        raise ConfigError("not a rank of a world", got=(total_count, world_size, rank), where="world_size, rank")
     share, extra = divmod(total_count, world_size)
     begin = rank * share + min(rank, extra)
     return begin, begin + share + (rank < extra)
@@ -145,9 +161,12 @@ def check_buckets(ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> 
     found = bucket_of(ids, buckets)
     outside = ids[(found < begin) | (found >= end)]
     if outside.numel():
-        raise ConfigError("ids of other buckets", got=outside[:10].tolist(), expected=f"buckets {begin} to {end}")
+        raise ConfigError(
+            "ids of other buckets", got=outside[:10].tolist(), expected=f"buckets {begin} to {end}", where="ids"
+        )
 
 
+SOURCES = "a KVStore, a snapshot or SavedRows"
 ID_MIN, ID_MAX = -(2**63), 2**63 - 1
 
 
@@ -261,6 +280,20 @@ class RowEngine(TrackedReader, Protocol):
         """
 
 
+def tables_of(known: tuple[str, ...], tables: Any) -> tuple[str, ...]:
+    """The tables that are meant, without names all that are known. Raises ConfigError for what is no list of names."""
+    if tables is None:
+        return known
+    # The letters of a name would be names.
+    if isinstance(tables, str) or not isinstance(tables, Iterable):
+        raise ConfigError("tables come in a list", got=tables, expected="a list of names, or None", where="tables")
+    names = tuple(tables)
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError("not the name of a table", got=name, expected=known, where="table")
+    return names
+
+
 def table_of(tables: tuple[str, ...], table: str | None) -> str:
     """The table that is meant, without a name the only one. Raises ConfigError."""
     if table is not None:
@@ -276,7 +309,9 @@ def check_row_range(dim: int, start: int, length: int, row_count: int) -> None:
     if dim != 0:
         raise ShapeError("only rows can be narrowed", got=dim, expected=0, where="dim")
     if start < 0 or length < 0 or start + length > row_count:
-        raise ShapeError("a range outside the rows", got=(start, length), expected=f"within {row_count} rows")
+        raise ShapeError(
+            "a range outside the rows", got=(start, length), expected=f"within {row_count} rows", where="start, length"
+        )
 
 
 def places_of(ids: torch.Tensor) -> tuple[str, ...]:
@@ -379,7 +414,9 @@ class RowSource:
         row_bytes, checked = self.layout(table).row_bytes, self._ids(ids)
         end = row_bytes if width_bytes is None else offset_bytes + width_bytes
         if not 0 <= offset_bytes <= end <= row_bytes:
-            raise ShapeError("not a range of the row", got=(offset_bytes, end), expected=f"within {row_bytes} bytes")
+            raise ShapeError(
+                "not a range of the row", got=(offset_bytes, end), expected=f"within {row_bytes} bytes", where=table
+            )
         if out is not None:
             check_matrix(out, checked.numel(), end - offset_bytes, torch.uint8, "out", places_of(checked))
         return self._read(table, checked, offset_bytes, end, out)
@@ -547,6 +584,21 @@ def separate(layout: RowLayout, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     ranges = {"weight": (HEADER_BYTES, HEADER_BYTES + layout.weight_bytes, layout.weight_dtype)}
     ranges |= {name: (slot.offset_bytes, slot.end_bytes, slot.dtype) for name, slot in layout.state_slots.items()}
     return {name: from_bytes(rows[:, begin:end], dtype) for name, (begin, end, dtype) in ranges.items()}
+
+
+def without_padding(layout: RowLayout, raw: torch.Tensor, begin: int) -> torch.Tensor:
+    """Bytes [begin, begin + w) of rows, uint8 [n, w], with zeros where rows have padding; the same where they have none
+    there.
+    """
+    end = begin + raw.shape[1]
+    parts = [(max(first, begin) - begin, min(behind, end) - begin) for first, behind in layout.value_ranges]
+    values = [(first, behind) for first, behind in parts if first < behind]
+    if sum(behind - first for first, behind in values) == raw.shape[1]:
+        return raw
+    result = torch.zeros_like(raw)
+    for first, behind in values:
+        result[:, first:behind] = raw[:, first:behind]
+    return result
 
 
 def assemble_rows(

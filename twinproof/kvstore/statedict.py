@@ -28,10 +28,11 @@ from twinproof.errors import (
     PlanError,
     ShapeError,
     UnsupportedError,
+    check_flags,
     sendable,
 )
 from twinproof.kvstore.deltas import DeltaStore, check_load_fits, evict_for_load
-from twinproof.kvstore.options import RowLayout, check_ids
+from twinproof.kvstore.options import RowLayout, check_ids, check_int
 from twinproof.kvstore.rows import (
     Buckets,
     RowEngine,
@@ -40,8 +41,10 @@ from twinproof.kvstore.rows import (
     TrackedSource,
     assemble_rows,
     check_convertible,
+    chosen_buckets,
     convert_rows,
     rank_buckets,
+    tables_of,
 )
 from twinproof.kvstore.views import KVTensor, LazyRows, check_keys, dense_rows
 
@@ -91,8 +94,8 @@ def place_rows(rows: list[LazyRows], counts: list[int], rank: int) -> None:
 def state_dict(
     store: RowStore,
     engine: RowEngine,
-    tables: tuple[str, ...],
-    buckets: Buckets,
+    tables: tuple[str, ...] | None,
+    buckets: Buckets | None,
     process_group: Any,
     *,
     snapshot: bool,
@@ -105,18 +108,29 @@ def state_dict(
 
     def local_counts() -> tuple[Any, dict[str, tuple[int, int]]]:
         # What one rank must not be asked is found here, where the others hear of it.
+        check_flags(snapshot=snapshot)
+        if chunk_rows is not None:
+            check_int(chunk_rows, "chunk_rows", 1)
+        chosen, names = chosen_buckets(buckets), tables_of(store.tables, tables)
         source: TrackedSource = store.snapshot() if snapshot else store
         moment.append(source)
-        begin, end = rank_buckets(buckets.total_count, world_size, rank)
-        for table in tables:
-            sorted_ids[table] = engine.sort_ids(source.ids(table), buckets, begin, end)
-        asked = {"buckets": buckets, "tables": tuple(tables), "whole rows": store.return_whole_row}
+        begin, end = rank_buckets(chosen.total_count, world_size, rank)
+        for table in names:
+            sorted_ids[table] = engine.sort_ids(source.ids(table), chosen, begin, end)
+        asked = {"buckets": chosen, "tables": names, "whole rows": store.return_whole_row}
         return asked, {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
 
-    told = gathered(local_counts, process_group)
-    check_agreed([asked for asked, _ in told])
+    try:
+        told = gathered(local_counts, process_group)
+        check_agreed([asked for asked, _ in told])
+    except BaseException:
+        # Whoever keeps the error would keep the rows of the moment with it.
+        for taken in moment if snapshot else ():
+            taken.close()
+        raise
     by_rank = [counts for _, counts in told]
-    begin, _ = rank_buckets(buckets.total_count, world_size, rank)
+    total_count = chosen_buckets(buckets).total_count
+    begin, _ = rank_buckets(total_count, world_size, rank)
     (source,) = moment
     result: dict[str, Any] = {}
     for table, (ids, bucket_counts) in sorted_ids.items():
@@ -133,7 +147,7 @@ def state_dict(
         rows |= {name: view(name, whole) for name in source.layout(table).state_slots}
         place_rows(list(rows.values()), [counts[table][0] for counts in by_rank], rank)
         rows["bucket"] = dense_rows(bucket_counts)
-        rows["bucket"].place(buckets.total_count, begin)
+        rows["bucket"].place(total_count, begin)
         result |= {f"{table}.{name}": value for name, value in rows.items()}
         if source.layout(table).optimizer != "none":
             # A rank whose rows nobody asked for has taken no step.
@@ -250,12 +264,14 @@ def _check(incoming: _Incoming, table: str) -> None:
         check_keys(_part(incoming.weight, start, length), incoming.ids[start : start + length], table)
 
 
-def _rows(store: RowStore, table: str, incoming: _Incoming, start: int, length: int, weights_only: bool) -> Any:
+def _rows(
+    store: RowStore, table: str, incoming: _Incoming, start: int, length: int, *, now: int, weights_only: bool
+) -> torch.Tensor:
     target, ids = store.layout(table), incoming.ids[start : start + length]
     if incoming.layout is not None:
         rows = _part(incoming.weight, start, length)
         return convert_rows(rows, incoming.layout, target, weights_only=weights_only)
-    words = torch.full_like(ids, store.now())
+    words = torch.full_like(ids, now)
     if incoming.metadata is not None:
         words = _part(incoming.metadata, start, length)[:, 0]
     values = {name: _part(value, start, length) for name, value in incoming.states.items()}
@@ -278,7 +294,10 @@ def load_state_dict(
     clear: bool = False,
 ) -> dict[str, int]:
     """See ``KVStore.load_state_dict``; rows go to the engine: who listens is told when all are there."""
-    names = store.tables if tables is None else tables
+    check_flags(weights_only=weights_only, clear=clear)
+    if not isinstance(state, Mapping):
+        raise UnsupportedError("not a state dict", got=type(state).__name__, expected="a mapping", where="state")
+    names = tables_of(store.tables, tables)
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
         check_load_fits(store, table, incoming.ids.numel())
@@ -287,6 +306,8 @@ def load_state_dict(
         # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
         for table, incoming in found.items():
             engine.reserve(table, _row_count_after(store, table, incoming.ids))
+    # One moment for the rows of all chunks and tables that bring none.
+    now = store.now()
     moments: dict[int, Snapshot] = {}
     with ExitStack() as opened:
         # Rows of the store itself would be read when they are gone, or are those of another table.
@@ -300,7 +321,8 @@ def load_state_dict(
                 store.clear(table)
             evict_for_load(store, table, incoming.ids)
             for start, length in incoming.chunks():
-                engine.write_rows(table, _rows(store, table, incoming, start, length, weights_only))
+                rows = _rows(store, table, incoming, start, length, now=now, weights_only=weights_only)
+                engine.write_rows(table, rows)
             if incoming.step is not None:
                 store.set_step_count(table, incoming.step)
     return {table: incoming.ids.numel() for table, incoming in found.items()}
@@ -355,7 +377,12 @@ class KVLoadPlanner(DefaultLoadPlanner):
         self._left -= 1
         if isinstance(view, LazyRows):
             if tensor.shape[1:] != view.shape[1:]:
-                raise PlanError("rows that were cut apart", got=tuple(tensor.shape), expected=tuple(view.shape[1:]))
+                raise PlanError(
+                    "rows that were cut apart",
+                    got=tuple(tensor.shape),
+                    expected=tuple(view.shape[1:]),
+                    where=read_item.dest_index.fqn,
+                )
             if isinstance(view, KVTensor):
                 # As a load of a state dict: a delta finds its base here no more.
                 cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from twinproof.errors import ConfigError, ShapeError, StoreClosedError, UnsupportedError
+from twinproof.errors import ConfigError, ShapeError, StoreClosedError, UnsupportedError, check_flags
 from twinproof.kvstore.deltas import DeltaStore, Fingerprints
 from twinproof.kvstore.eviction import EvictionRound
 from twinproof.kvstore.options import (
@@ -37,7 +37,15 @@ from twinproof.kvstore.options import (
     check_rows,
     check_tensor,
 )
-from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine, Snapshot, TrackedReader, places_of
+from twinproof.kvstore.rows import (
+    Buckets,
+    RoundPlan,
+    RowEngine,
+    Snapshot,
+    TrackedReader,
+    places_of,
+    without_padding,
+)
 from twinproof.kvstore.statedict import load_state_dict, state_dict
 from twinproof.optimizers import STEP_MAX, Hyper
 
@@ -148,6 +156,7 @@ class KVStore(DeltaStore):
 
         With ``steps`` after every ``apply_gradients`` instead.
         """
+        check_flags(steps=steps)
         if steps:
             self._step_listeners = (*self._step_listeners, listener)
         else:
@@ -169,6 +178,7 @@ class KVStore(DeltaStore):
 
     def set_return_whole_row(self, enabled: bool) -> None:
         """Switch what state dicts carry, as for a warm start. Raises ConfigError without ``optimizer_in_row``."""
+        check_flags(enabled=enabled)
         _check_whole_row(self.options, enabled)
         self.return_whole_row = bool(enabled)
 
@@ -213,15 +223,20 @@ class KVStore(DeltaStore):
         self.tell_written(table)
 
     def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
-        """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views."""
+        """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views.
+
+        Padding among these bytes stays zero.
+        """
         checked, raw = check_ids(ids), as_bytes(check_tensor(values, "values"))
         if raw.shape[0] != checked.numel():
             raise ShapeError(
                 "values of another number of ids", got=raw.shape[0], expected=checked.numel(), where="values"
             )
-        if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= self.layout(table).row_bytes:
+        layout = self.layout(table)
+        if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= layout.row_bytes:
             raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
-        self._engine.write(table, checked, raw, begin, self.now(), visit=False)
+        clean = without_padding(layout, raw, begin)
+        self._engine.write(table, checked, clean, begin, self.now(), visit=False)
         self.tell_written(table)
 
     def set_scores(self, table: str, ids: torch.Tensor, scores: torch.Tensor) -> None:
@@ -379,12 +394,10 @@ class KVStore(DeltaStore):
             tables: only these; None is all of this store.
 
         Raises:
-            ConfigError: an id outside this rank's buckets, ranks that ask for different buckets, tables or rows; on
-                every rank.
+            ConfigError: an id outside this rank's buckets, ranks that ask for different buckets, tables or rows, or
+                for what is none; on every rank.
         """
-        chosen = Buckets() if buckets is None else buckets
-        names = self.tables if tables is None else tables
-        return state_dict(self, self._engine, names, chosen, process_group, snapshot=snapshot, chunk_rows=chunk_rows)
+        return state_dict(self, self._engine, tables, buckets, process_group, snapshot=snapshot, chunk_rows=chunk_rows)
 
     def load_state_dict(
         self,
@@ -424,7 +437,7 @@ class KVStore(DeltaStore):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()"
+            "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()", where="pickle"
         )
 
     def __enter__(self: _Self) -> _Self:
@@ -432,6 +445,7 @@ class KVStore(DeltaStore):
 
 
 def _check_whole_row(options: StoreOptions, enabled: bool) -> None:
+    check_flags(return_whole_row=enabled)
     if enabled and not options.optimizer_in_row:
         raise ConfigError(
             "whole rows need the optimizer in the row", got="optimizer_in_row=False", where="return_whole_row"

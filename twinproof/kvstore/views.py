@@ -25,6 +25,8 @@ from twinproof.errors import (
     DetachedStoreError,
     MissingKeyError,
     UnsupportedError,
+    check_flags,
+    check_kind,
 )
 from twinproof.kvstore.options import (
     HEADER_BYTES,
@@ -36,7 +38,7 @@ from twinproof.kvstore.options import (
     from_bytes,
     unpack_header,
 )
-from twinproof.kvstore.rows import RowSource, RowStore, check_row_range, table_of
+from twinproof.kvstore.rows import SOURCES, RowSource, RowStore, check_row_range, table_of
 
 __all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
@@ -85,7 +87,12 @@ class LazyRows(torch.Tensor):
     def place(self, global_row_count: int, row_offset: int) -> None:
         """Make these the rows from ``row_offset`` of a global tensor. Raises ConfigError when they do not fit."""
         if not 0 <= row_offset <= global_row_count - self.shape[0]:
-            raise ConfigError("rows outside the tensor", got=(row_offset, self.shape[0]), expected=global_row_count)
+            raise ConfigError(
+                "rows outside the tensor",
+                got=(row_offset, self.shape[0]),
+                expected=global_row_count,
+                where="row_offset",
+            )
         self.global_row_count, self.row_offset = global_row_count, row_offset
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:  # type: ignore[override]
@@ -136,7 +143,9 @@ class LazyRows(torch.Tensor):
 
     def untyped_storage(self) -> Any:
         """Refused: there is none."""
-        raise UnsupportedError("lazy rows have no storage", got=repr(self), expected="full_tensor()")
+        raise UnsupportedError(
+            "lazy rows have no storage", got=repr(self), expected="full_tensor()", where="untyped_storage"
+        )
 
     def storage(self) -> Any:
         """Refused: there is none."""
@@ -152,7 +161,7 @@ class LazyRows(torch.Tensor):
 
     def check_target(self) -> None:
         """Demand that a checkpoint can be loaded into these rows. Raises UnsupportedError."""
-        raise UnsupportedError("rows in memory of their own cannot be loaded into", got=repr(self))
+        raise UnsupportedError("rows in memory of their own cannot be loaded into", got=repr(self), where="load")
 
     def accept(self, start: int, rows: torch.Tensor) -> None:
         """Rows that a load found for the place from ``start`` on; see ``KVLoadPlanner``. Raises CorruptionError."""
@@ -192,6 +201,7 @@ class LazyRows(torch.Tensor):
             "torch's planner would fill memory that these rows do not have",
             got=repr(self),
             expected="dcp.load(..., planner=KVLoadPlanner())",
+            where="load",
         )
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -202,19 +212,27 @@ class LazyRows(torch.Tensor):
 def _check_operation(func: Any, args: Any, options: dict[str, Any]) -> None:
     """Refuse what would be answered with other bytes than the rows'. Raises UnsupportedError."""
     if func in _UNFILLED:
-        raise UnsupportedError("lazy rows give no unfilled memory of their kind", got=str(func), expected=_ADVICE)
+        raise UnsupportedError(
+            "lazy rows give no unfilled memory of their kind", got=str(func), expected=_ADVICE, where="LazyRows"
+        )
     device = options.get("device")
     if func in _COPIES and device is not None and torch.device(device).type != "cpu":
-        raise UnsupportedError("lazy rows are read on the CPU", got=device, expected="full_tensor().to(device)")
+        raise UnsupportedError(
+            "lazy rows are read on the CPU", got=device, expected="full_tensor().to(device)", where="LazyRows"
+        )
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else options.get(argument.name)
         if not isinstance(value, LazyRows):
             continue
         if argument.alias_info is not None and argument.alias_info.is_write:
-            raise UnsupportedError("lazy rows have no memory to write to", got=str(func), expected="set_range")
+            raise UnsupportedError(
+                "lazy rows have no memory to write to", got=str(func), expected="set_range", where="LazyRows"
+            )
         if func is _ATEN.copy_.default and value.global_row_count != value.shape[0]:
             got = f"{value.shape[0]} of {value.global_row_count} rows"
-            raise UnsupportedError("plain memory would lose where these rows stand", got=got, expected=_ADVICE)
+            raise UnsupportedError(
+                "plain memory would lose where these rows stand", got=got, expected=_ADVICE, where=str(func)
+            )
 
 
 def _check_writer(fqn: str) -> None:
@@ -228,6 +246,7 @@ def _check_writer(fqn: str) -> None:
                 "torch's HuggingFaceStorageWriter keeps one chunk of a tensor and drops the others",
                 got=fqn,
                 expected="the HuggingFaceStorageWriter of this package, or chunk_rows of all rows",
+                where="save",
             )
 
 
@@ -253,7 +272,7 @@ class _Dense(LazyRows):
         # Ids and bucket counts say what the views are views of; a checkpoint of other ids fits none of them.
         held = self._rows[start : start + rows.shape[0]].reshape(rows.shape)
         if not torch.equal(held, rows):
-            raise CorruptionError("a checkpoint of other ids than the views'", got=repr(self))
+            raise CorruptionError("a checkpoint of other ids than the views'", got=repr(self), where="load")
 
     def check_target(self) -> None:
         """Comparing is what loading means here, unless somebody wants the values."""
@@ -315,7 +334,9 @@ class _HeldReader:
     def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         first, behind = self._begin, self._begin + self._rows.shape[1]
         if not first <= begin <= end <= behind:
-            raise UnsupportedError("bytes of the rows were left behind", got=(begin, end), expected=(first, behind))
+            raise UnsupportedError(
+                "bytes of the rows were left behind", got=(begin, end), expected=(first, behind), where=table
+            )
         places, found = self._places(ids)
         if not bool(found.all()):
             raise MissingKeyError("ids whose rows were left behind", got=ids[~found][:10].tolist(), where=table)
@@ -392,6 +413,7 @@ class KVTensor(LazyRows):
         table: str | None = None,
         chunk_rows: int | None = None,
     ) -> KVTensor:
+        check_kind(source, RowSource, "source", SOURCES)
         return cls.over(source, check_ids(ids).clone(), view, read_only, table=table, chunk_rows=chunk_rows)
 
     @classmethod
@@ -406,6 +428,7 @@ class KVTensor(LazyRows):
         chunk_rows: int | None = None,
     ) -> KVTensor:
         """The same over int64 ids [N] that nobody writes any more: they are not copied."""
+        check_flags(read_only=read_only)
         name = table_of(source.tables, table)
         begin, end, dtype = view_slice(source.layout(name), view)
         made: KVTensor = cls._make((checked.numel(), (end - begin) // dtype.itemsize), dtype, chunk_rows)
@@ -433,6 +456,7 @@ class KVTensor(LazyRows):
                 "this view came from another process and has no rows here",
                 got=f"{self.view_name} of {self.table!r}",
                 expected="attach(source)",
+                where="source",
             )
         return self._source
 
@@ -440,8 +464,9 @@ class KVTensor(LazyRows):
         """Give an unpickled view its rows; returns it.
 
         Raises:
-            ConfigError: the source's rows of this table have another width or dtype.
+            ConfigError: the source's rows of this table have another width or dtype, or it is none.
         """
+        check_kind(source, RowSource, "source", SOURCES)
         begin, end, dtype = view_slice(source.layout(self.table), self.view_name)
         if (end - begin, dtype) != (self._range[1] - self._range[0], self.dtype):
             raise ConfigError("rows of another layout", got=source.layout(self.table), where=self.table)
@@ -525,6 +550,7 @@ class KVTensor(LazyRows):
                 "nothing can be loaded into the rows of a moment",
                 got=f"{self.view_name} of {self.table!r}",
                 expected="views of the store itself: state_dict(snapshot=False)",
+                where="load",
             )
 
     def accept(self, start: int, rows: torch.Tensor) -> None:
@@ -544,6 +570,7 @@ class KVTensor(LazyRows):
                     "a view of a store is a reference, and torch.save would keep no row of it",
                     got=f"{self.view_name} of {self.table!r}",
                     expected="state_dict() or clone(), which take their rows along",
+                    where="pickle",
                 )
         state = {
             "table": self.table,

@@ -687,10 +687,10 @@ class MovePlan:
     def refit(self, transfers: Transfers) -> None:
         """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""
         wrong: dict[int, Bundle] = {}
+        if not self.is_separable:
+            check_separate((bundle.param, self.optimizer.state.get(bundle.param, {})) for bundle in self.bundles)
         for number, bundle in enumerate(self.bundles):
             state = self.optimizer.state.get(bundle.param, {})
-            if not self.is_separable:
-                check_separate(bundle.param, state, number)
             found = {name: local_of(value) for name, value in state.items() if is_movable(value)}
             strangers = [
                 name

@@ -8,7 +8,6 @@ The class exists once. An implementation binds it to its transfers::
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from twinproof.engine import Engine
-from twinproof.errors import ConfigError, OffloadConflictError
+from twinproof.errors import ConfigError, OffloadConflictError, check_flags, check_kind
 from twinproof.offload.driver import (
     MovePlan,
     OffloadOptions,
@@ -112,6 +111,9 @@ class OptimizerStateOffloader:
         check_attachment(optimizer)
         _check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
         _check_fused_update(fused_update, step_device)
+        check_flags(pin_memory=pin_memory)
+        if master_weights is not None:
+            check_kind(master_weights, MasterWeights, "master_weights", "MasterWeights")
         if kept_masters and (master_weights is not None or step_device == "cpu"):
             got = f"step_device={step_device!r}, master_weights={'given' if master_weights is not None else None}"
             raise ConfigError("the wrapper keeps and rounds its masters itself", got=got, where="optimizer")
@@ -424,7 +426,7 @@ def _check_options(
     optimizer: Optimizer, fraction: float, chunk_bytes: int, slots: int, step_device: str, release: str | None
 ) -> None:
     """Refuse values that mean nothing, and pairs of them that contradict each other. Raises ConfigError."""
-    if not (isinstance(fraction, (int, float)) and math.isfinite(fraction) and 0 <= fraction <= 1):
+    if not (isinstance(fraction, (int, float)) and 0 <= fraction <= 1):
         raise ConfigError("not a fraction", got=fraction, expected="0 to 1", where="fraction")
     for name, value, least in (("chunk_bytes", chunk_bytes, 0), ("slots", slots, 1)):
         if type(value) is not int or value < least:
@@ -442,7 +444,7 @@ def _check_options(
 
 
 def _check_fused_update(fused_update: bool | None, step_device: str) -> None:
-    if fused_update not in (None, True, False):
+    if isinstance(fused_update, torch.Tensor) or fused_update not in (None, True, False):
         raise ConfigError("not a choice", got=fused_update, expected=(None, True, False), where="fused_update")
     if fused_update and step_device == "cpu":
         raise ConfigError(
@@ -452,6 +454,7 @@ def _check_fused_update(fused_update: bool | None, step_device: str) -> None:
 
 def _either(name: str, value: bool, other_name: str, other: bool | None) -> bool:
     """A flag that has two names. Raises ConfigError when both are given and contradict each other."""
+    check_flags(**{name: value, other_name: other})
     if other is None:
         return value
     if not value and other:

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 ALIGN_BYTES = 256
+_OWN = "the parameter"
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
 
 
@@ -64,29 +65,56 @@ def check_plain(value: Any, where: str) -> None:
         raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
 
 
-def check_separate(param: torch.Tensor, state: dict[str, Any], number: int) -> None:
-    """Refuse states that share memory with each other or with their parameter: moved one by one they would part.
+class _Span(NamedTuple):
+    """Bytes of one storage that a parameter or one of its states takes, and whose they are."""
 
-    Raises:
-        UnsupportedError: naming both, or a state that is not plain memory.
-    """
-    spans: list[tuple[int, int, int, str]] = []
-    for name, value in [("the parameter", param.detach()), *state.items()]:
+    home: int
+    begin: int
+    end: int
+    number: int
+    name: str
+
+
+def _spans(param: torch.Tensor, state: dict[str, Any], number: int) -> Iterator[_Span]:
+    for name, value in [(_OWN, param.detach()), *state.items()]:
         check_plain(value, f"state {name} of parameter {number}")
         if is_movable(value):
             local = local_of(value)
             extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
             begin = int(local.storage_offset()) * local.element_size()
             end = begin + int(extent) * local.element_size()
-            spans.append((local.untyped_storage().data_ptr(), begin, end, name))
-    for (home, begin, end, name), (other_home, other_begin, _, other) in itertools.combinations(sorted(spans), 2):
-        if home == other_home and begin <= other_begin < end:
-            raise UnsupportedError(
-                "states that share memory cannot be moved one by one",
-                got=(name, other),
-                expected="memory of its own for each",
-                where=f"parameter {number}",
-            )
+            yield _Span(local.untyped_storage().data_ptr(), begin, end, number, name)
+
+
+def check_separate(owners: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    """Refuse states that share memory with a state or a parameter, their own or another's: moved one by one they would
+    part. Parameters may share theirs.
+
+    Args:
+        owners: parameters with their states, in the order in which messages count them.
+
+    Raises:
+        UnsupportedError: naming both, or a state that is not plain memory.
+    """
+    found: list[tuple[list[int], str, str]] = []
+    # What reaches furthest so far: of states, and of everything.
+    state = every = _Span(-1, 0, 0, 0, "")
+    for span in sorted(itertools.chain.from_iterable(_spans(*owner, n) for n, owner in enumerate(owners))):
+        other = state if span.name == _OWN else every
+        if span.home == other.home and span.begin < other.end:
+            found.append((sorted({other.number, span.number}), other.name, span.name))
+        every = max(every, span, key=lambda each: (each.home == span.home, each.end))
+        if span.name != _OWN:
+            state = max(state, span, key=lambda each: (each.home == span.home, each.end))
+    if found:
+        # Addresses are nobody's choice: the first parameter is named.
+        numbers, *names = min(found)
+        raise UnsupportedError(
+            "states that share memory cannot be moved one by one",
+            got=tuple(names),
+            expected="memory of its own for each",
+            where=f"parameter {' and '.join(map(str, numbers))}",
+        )
 
 
 def is_movable(value: Any) -> bool:

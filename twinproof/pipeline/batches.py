@@ -647,10 +647,10 @@ class _Eager:
             return
         keys, widths, shape = self._keys, self._length_per_key, tuple(self._values.shape)
         if len(keys) != len(widths) or (keys and sum(widths) != shape[self._key_dim]):
-            raise ShapeError("widths are not the columns", got=list(widths), expected=shape)
+            raise ShapeError("widths are not the columns", got=list(widths), expected=shape, where="KeyedTensor")
 
     def _refuse(self, key: str) -> None:
-        raise MissingKeyError("not a feature of this tensor", got=key, expected=self._keys)
+        raise MissingKeyError("not a feature of this tensor", got=key, expected=self._keys, where="KeyedTensor")
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until ``stream`` has passed this point."""
@@ -776,13 +776,13 @@ class KeyedTensor(Keyed, _Eager, metaclass=JaggedMeta):
 
 
 def _missing(keys: list[str], known: list[str]) -> None:
-    raise MissingKeyError("not a feature of these tensors", got=keys, expected=sorted(known))
+    raise MissingKeyError("not a feature of these tensors", got=keys, expected=sorted(known), where="keys")
 
 
 def _same_count(groups: list[list[str]], keys: list[str]) -> None:
     if len(groups) != len(keys):
         if not torch.jit.is_scripting():
-            raise ShapeError("a name for each group", got=len(keys), expected=len(groups))
+            raise ShapeError("a name for each group", got=len(keys), expected=len(groups), where="regroup")
         raise ValueError("a name for each group")
 
 
@@ -898,7 +898,7 @@ def _unflatten_keyed(leaves: Iterable[Any], context: list[list[str]]) -> KeyedJa
     parts: list[Any] = list(leaves)
     fields = KeyedJaggedTensor._fields
     if len(parts) > len(fields):
-        raise ShapeError("more parts than a batch has", got=len(parts), expected=len(fields))
+        raise ShapeError("more parts than a batch has", got=len(parts), expected=len(fields), where="KeyedJaggedTensor")
     values, weights, lengths, offsets, ranks, inverse = parts + [None] * (len(fields) - len(parts))
     made = KeyedJaggedTensor.empty()
     made._keys, made._stride, made._values, made._weights = list(context[0]), None, values, weights
@@ -1025,7 +1025,7 @@ def _check(features: KeyedJaggedTensor, names: Sequence[str], weights: torch.Ten
     keys = features.keys()
     missing = [name for name in names if name not in keys]
     if missing:
-        raise MissingKeyError("not features of this batch", got=missing, expected=keys)
+        raise MissingKeyError("not features of this batch", got=missing, expected=keys, where="features")
     check_ids(Bags(features.values(), features.values(), weights))
 
 
@@ -1096,5 +1096,5 @@ def _rows_of(features: KeyedJaggedTensor, name: str) -> torch.Tensor:
             raise ConfigError(message, got=strides, where="inverse_indices")
         return torch.arange(strides[features.index_per_key()[name]], device=features.device())
     if name not in inverse[0]:
-        raise MissingKeyError("no inverse indices of this feature", got=name, expected=inverse[0])
+        raise MissingKeyError("no inverse indices of this feature", got=name, expected=inverse[0], where="batch")
     return inverse[1][inverse[0].index(name)].to(torch.int64)

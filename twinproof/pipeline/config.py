@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from twinproof.errors import ConfigError, UnsupportedError
+from twinproof.errors import ConfigError, UnsupportedError, check_kind, check_number
 from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, Hyper
 
 __all__ = [
-    "BOUNDS_CHECKS",
     "DataType",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
@@ -131,6 +130,9 @@ class EmbeddingConfig:
     stash_weights: bool = False
 
     def __post_init__(self) -> None:
+        names: Any = self.feature_names
+        if isinstance(names, str | bytes) or not isinstance(names, Sequence):
+            raise ConfigError("features come in a list", got=names, expected="a list of names", where="feature_names")
         self.feature_names = list(self.feature_names)
         self.check()
         if self.init_fn is None:
@@ -138,9 +140,12 @@ class EmbeddingConfig:
 
     def check(self) -> None:
         """Demand values that a module can honour. Raises ConfigError, UnsupportedError."""
+        check_kind(self.name, str, "name", "a string")
         for size in (self.num_embeddings, self.embedding_dim):
-            if type(size) is not int or size < 1:
+            if type(size) is not int or not 1 <= size < 2**63:
                 raise ConfigError("not a size of a table", got=size, expected="an int >= 1", where=self.name)
+        if self.init_fn is not None:
+            check_kind(self.init_fn, Callable, f"init_fn of {self.name}", "a function of the tensor")
         _ = self.dtype
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -148,7 +153,8 @@ class EmbeddingConfig:
                 raise UnsupportedError(
                     f"{setting.name} is not taken: {_REFUSED[setting.name]}", got=value, where=self.name
                 )
-        low, high = self.get_weight_init_min(), self.get_weight_init_max()
+        low = check_number(self.get_weight_init_min(), f"weight_init_min of {self.name}")
+        high = check_number(self.get_weight_init_max(), f"weight_init_max of {self.name}")
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise ConfigError("not bounds of first weights", got=(low, high), where=self.name)
 
@@ -209,7 +215,7 @@ def own_config(kind: type[Config], table: Any) -> Config:
         return table
     names = [each.name for each in fields(kind)]
     if not all(hasattr(table, name) for name in ("num_embeddings", "embedding_dim", "name", "feature_names")):
-        raise ConfigError("not a configuration of a table", got=type(table), expected=kind.__name__)
+        raise ConfigError("not a configuration of a table", got=type(table), expected=kind.__name__, where="tables")
     parts = {name: getattr(table, name) for name in names if hasattr(table, name)}
     function: Any = parts.get("init_fn")
     if getattr(function, "func", None) is torch.nn.init.uniform_ and set(function.keywords) == {"a", "b"}:
@@ -233,6 +239,13 @@ def check_tables(tables: Sequence[Any], kind: type[Config]) -> tuple[Config, ...
         if len(set(table.feature_names)) != len(table.feature_names):
             raise ConfigError("a table has distinct features", got=table.feature_names, where=table.name)
     return found
+
+
+def check_bounds_kind(kind: Any) -> str:
+    """One of ``BOUNDS_CHECKS``. Raises ConfigError."""
+    if kind not in BOUNDS_CHECKS:
+        raise ConfigError("not a check", got=kind, expected=BOUNDS_CHECKS, where="bounds_check")
+    return str(kind)
 
 
 def check_names(tables: Sequence[EmbeddingConfig]) -> None:
@@ -391,7 +404,11 @@ def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimize
         return None
     if any(len(some) != 1 for some in carried):
         got = [len(some) for some in carried]
-        raise ConfigError("tables that are cut together carry one optimizer each, or none does", got=got)
+        raise ConfigError(
+            "tables that are cut together carry one optimizer each, or none does",
+            got=got,
+            where="apply_optimizer_in_backward",
+        )
     found = [_as_fused(some[0]) for some in carried]
     if any(one != found[0] for one in found):
         raise ConfigError(
@@ -403,7 +420,12 @@ def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimize
 def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
     name, (group,) = type(optimizer).__name__, optimizer.param_groups
     if name not in _KINDS:
-        raise ConfigError("no formula of this optimizer runs in the backward", got=name, expected=tuple(_KINDS))
+        raise ConfigError(
+            "no formula of this optimizer runs in the backward",
+            got=name,
+            expected=tuple(_KINDS),
+            where="apply_optimizer_in_backward",
+        )
     others = {key: value for key, value in group.items() if key not in _TAKEN and value}
     if others:
         raise ConfigError("not taken by an optimizer in the backward", got=others, where=name)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from twinproof.errors import ConfigError, DistributedError, PipelineError
+from twinproof.errors import ConfigError, DistributedError, PipelineError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.config import check_answer, check_parts
 from twinproof.pipeline.sharding import made_for_training
@@ -809,6 +809,7 @@ class TrainPipelineFusedSparseDist(LookupPipeline[In, Out]):
         engine: Any = None,
         reduce_dense_gradients: bool | None = None,
     ) -> None:
+        check_flags(defer_dp_lookup=defer_dp_lookup)
         options = Options(
             execute_all_batches,
             custom_model_fwd,
@@ -875,6 +876,7 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
         engine: Any = None,
         reduce_dense_gradients: bool | None = None,
     ) -> None:
+        check_flags(stash_gradients=stash_gradients)
         self._start_batch, self._stashes = start_batch, stash_gradients
         self._stash: dict[torch.Tensor, torch.Tensor | None] | None = None
         options = Options(
@@ -1009,6 +1011,11 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
         engine: Any = None,
         reduce_dense_gradients: bool | None = None,
     ) -> None:
+        check_flags(
+            enable_embedding_lookup_prefetch=enable_embedding_lookup_prefetch,
+            embedding_lookup_before_optimizer=embedding_lookup_before_optimizer,
+            reduce_dense_gradients=reduce_dense_gradients,
+        )
         self.prefetches = enable_embedding_lookup_prefetch
         if embedding_lookup_before_optimizer or reduce_dense_gradients:
             where = (

@@ -214,7 +214,9 @@ def check_ids(bags: Bags) -> None:
         found = (tuple(bags.indices.shape), bags.indices.dtype)
         raise ShapeError("ids that are looked up are int64 or int32, and flat", got=found, where="values")
     if bags.weights is not None and bags.weights.shape != bags.indices.shape:
-        raise ShapeError("one weight for each id", got=tuple(bags.weights.shape), expected=bags.indices.numel())
+        raise ShapeError(
+            "one weight for each id", got=tuple(bags.weights.shape), expected=bags.indices.numel(), where="weights"
+        )
 
 
 def joined(parts: Sequence[Bags]) -> "Bags":
@@ -277,7 +279,9 @@ def _count_fits(lengths: torch.Tensor, values: torch.Tensor) -> None:
     most = torch.iinfo(lengths.dtype).max if lengths.dtype in _INTEGERS else values.shape[0]
     if not torch.compiler.is_compiling() and values.shape[0] > most:
         got, expected = values.shape[0], f"at most {most}"
-        raise ShapeError(f"offsets of {lengths.dtype} cannot count the values", got=got, expected=expected)
+        raise ShapeError(
+            f"offsets of {lengths.dtype} cannot count the values", got=got, expected=expected, where="offsets"
+        )
 
 
 class Jagged:
@@ -620,13 +624,20 @@ class KeyedMoves(Eager):
         self._check_strides(lengths.numel() if lengths is not None else max(len(self.offsets()) - 1, 0))
         count = self._values.shape[0]
         if self._weights is not None and self._weights.shape[0] < count:
-            raise ShapeError("a weight for each value", got=self._weights.shape[0], expected=count)
+            raise ShapeError("a weight for each value", got=self._weights.shape[0], expected=count, where="weights")
         found, known = self._length_per_key, self._sizes()
         if found is not None and (known if known is not None else [count]) != (found if known else [sum(found)]):
-            raise ShapeError("length_per_key is not of these lengths", got=found, expected=known or count)
+            raise ShapeError(
+                "length_per_key is not of these lengths", got=found, expected=known or count, where="length_per_key"
+            )
         begins = self._offset_per_key
         if known is not None and begins is not None and running_sums(known)[: max(len(begins), len(known))] != begins:
-            raise ShapeError("offset_per_key is not of these lengths", got=begins, expected=running_sums(known))
+            raise ShapeError(
+                "offset_per_key is not of these lengths",
+                got=begins,
+                expected=running_sums(known),
+                where="offset_per_key",
+            )
         self._length_per_key, self._offset_per_key = found if known is None else known, None
         self._checked, self._is_cut = True, known is not None
 
@@ -648,29 +659,48 @@ class KeyedMoves(Eager):
             # Of uint8, a step down is a size above 0.
             first, last, sizes = int(offsets[0]), int(offsets[-1]), offsets.to(torch.int64).diff()
             if (first, last) != (0, count) or bool((sizes < 0).any()):
-                raise ShapeError("offsets do not cut the values", got=(first, last), expected=(0, count))
+                raise ShapeError(
+                    "offsets do not cut the values", got=(first, last), expected=(0, count), where="offsets"
+                )
             if lengths is not None and not torch.equal(lengths.reshape(-1).to(sizes.dtype), sizes):
-                raise ConfigError("lengths and offsets are not of the same bags", got=offsets, expected=lengths)
+                raise ConfigError(
+                    "lengths and offsets are not of the same bags",
+                    got=offsets,
+                    expected=lengths,
+                    where="lengths, offsets",
+                )
         else:
             sizes = torch.empty(0, dtype=torch.int64, device="cpu") if lengths is None else lengths.reshape(-1)
             total, least = int(sizes.sum()), int(sizes.min()) if sizes.numel() else 0
             if total != count or least < 0:
-                raise ShapeError("lengths do not cut the values", got=(total, least), expected=count)
+                raise ShapeError("lengths do not cut the values", got=(total, least), expected=count, where="lengths")
         return cut_sizes(sizes, self.stride_per_key())
 
     def _check_strides(self, bag_count: int) -> None:
         ranks, key_count = self._stride_per_key_per_rank, len(self._keys)
         if ranks is None and self._stride is None and bag_count % key_count:
-            raise ShapeError("lengths are [keys * stride]", got=bag_count, expected=f"{key_count} * stride")
+            raise ShapeError(
+                "lengths are [keys * stride]", got=bag_count, expected=f"{key_count} * stride", where="lengths"
+            )
         if ranks is not None and (ranks.dim() != 2 or ranks.shape[0] != key_count):
             expected = (key_count, "ranks")
-            raise ShapeError("stride_per_key_per_rank is not [keys, ranks]", got=tuple(ranks.shape), expected=expected)
+            raise ShapeError(
+                "stride_per_key_per_rank is not [keys, ranks]",
+                got=tuple(ranks.shape),
+                expected=expected,
+                where="stride_per_key_per_rank",
+            )
         strides = self.stride_per_key()
         if sum(strides) != bag_count or len(strides) != key_count or min(strides) < 0:
-            raise ShapeError("lengths are [keys * stride]", got=bag_count, expected=strides)
+            raise ShapeError("lengths are [keys * stride]", got=bag_count, expected=strides, where="lengths")
         known = self._lengths_offset_per_key
         if known is not None and known != running_sums(strides):
-            raise ShapeError("lengths_offset_per_key is not of these strides", got=known, expected=strides)
+            raise ShapeError(
+                "lengths_offset_per_key is not of these strides",
+                got=known,
+                expected=strides,
+                where="lengths_offset_per_key",
+            )
 
     def bags(self) -> Bags:
         """The same, as lookups take it; offsets are int64. Raises what a batch whose parts disagree raises."""
@@ -679,7 +709,9 @@ class KeyedMoves(Eager):
 
     def _check_order(self, indices: Sequence[int], indices_tensor: torch.Tensor | None) -> None:
         if any(not 0 <= index < len(self._keys) for index in indices):
-            raise ConfigError("not a feature", got=list(indices), expected=f"0 to {len(self._keys) - 1}")
+            raise ConfigError(
+                "not a feature", got=list(indices), expected=f"0 to {len(self._keys) - 1}", where="indices"
+            )
         if indices_tensor is not None:
             same = indices_tensor.shape == (len(indices),)
             known = indices_tensor.device.type != "cpu" or type(indices_tensor) is not torch.Tensor
@@ -689,12 +721,14 @@ class KeyedMoves(Eager):
 
     def _check_total(self, sizes: list[int]) -> None:
         if not _is_traced() and type(self._values) in _PLAIN and sum(sizes) != self._values.shape[0]:
-            raise ShapeError("lengths do not cut the values", got=sum(sizes), expected=self._values.shape[0])
+            raise ShapeError(
+                "lengths do not cut the values", got=sum(sizes), expected=self._values.shape[0], where="lengths"
+            )
 
     def _check_weights(self) -> None:
         if self._weights is not None and self._weights.shape[0] != self._values.shape[0]:
             got, expected = tuple(self._weights.shape), self._values.shape[0]
-            raise ShapeError("one weight for each value", got=got, expected=expected)
+            raise ShapeError("one weight for each value", got=got, expected=expected, where="weights")
 
     @staticmethod
     def _check_fits(parts: Sequence[Any]) -> None:
@@ -758,7 +792,7 @@ class KeyedMoves(Eager):
     def copy_(self, kjt: Any, non_blocking: bool = False) -> Any:
         """Fill every part from a batch of the same features and sizes; returns self. Raises ShapeError, ConfigError."""
         if list(kjt.keys()) != self._keys:
-            raise ConfigError("not a batch of these features", got=list(kjt.keys()), expected=self._keys)
+            raise ConfigError("not a batch of these features", got=list(kjt.keys()), expected=self._keys, where="copy_")
         mine, theirs = self._inverse_indices, kjt.inverse_indices_or_none()
         if (mine is None) != (theirs is None):
             raise ConfigError("one batch has inverse indices and one has none", where="copy_")

@@ -13,15 +13,15 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError, check_flags
 from twinproof.optimizers import Hyper
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor, own_batch, select, select_each
 from twinproof.pipeline.config import (
-    BOUNDS_CHECKS,
     EmbeddingBagConfig,
     EmbeddingConfig,
     FusedOptimizer,
     InBackwardOptimizer,
+    check_bounds_kind,
     check_names,
     check_tables,
     embedding_names,
@@ -226,10 +226,8 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         device: Any = None,
     ) -> None:
         super().__init__()
-        if bounds_check not in BOUNDS_CHECKS:
-            raise ConfigError("not a check", got=bounds_check, expected=BOUNDS_CHECKS, where="bounds_check")
         self._engine = type(self)._make_engine()
-        self.tables, self.bounds_check = check_tables(tables, EmbeddingBagConfig), bounds_check
+        self.tables, self.bounds_check = check_tables(tables, EmbeddingBagConfig), check_bounds_kind(bounds_check)
         self.feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
         self._counts = in_backward is None
         self.fused_optimizer = in_backward or InBackwardOptimizer(optimizer or FusedOptimizer())
@@ -312,12 +310,19 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def _check_offsets(self, bags: Bags) -> None:
         count, found = len(self.feature_tables), bags.offsets.numel() - 1
         if found < 0 or found % count:
-            raise ShapeError("offsets are [features * samples + 1]", got=found + 1, expected=f"{count} * samples + 1")
+            raise ShapeError(
+                "offsets are [features * samples + 1]",
+                got=found + 1,
+                expected=f"{count} * samples + 1",
+                where="offsets",
+            )
         check_ids(bags)
         if bags.offsets.device.type == "cpu":
             ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
             if ends != (0, bags.indices.numel()) or bool((bags.offsets.diff() < 0).any()):
-                raise ShapeError("offsets do not cut the ids", got=ends, expected=(0, bags.indices.numel()))
+                raise ShapeError(
+                    "offsets do not cut the ids", got=ends, expected=(0, bags.indices.numel()), where="offsets"
+                )
 
     def _held(self) -> list[HeldTable]:
         return [HeldTable(self.weight(index), table.is_mean) for index, table in enumerate(self.tables)]
@@ -551,8 +556,9 @@ class EmbeddingBagCollection(BoundToLookup):
     ) -> None:
         super().__init__()
         self._engine = type(self)._make_engine()
+        check_flags(is_weighted=is_weighted)
         self._configs, self._is_weighted = check_tables(tables, EmbeddingBagConfig), is_weighted
-        self.bounds_check = bounds_check
+        self.bounds_check = check_bounds_kind(bounds_check)
         check_names(self._configs)
         self.embedding_bags = torch.nn.ModuleDict({table.name: table_module(table, device) for table in self._configs})
         self.feature_names = [feature for table in self._configs for feature in table.feature_names]
@@ -682,13 +688,16 @@ class EmbeddingCollection(BoundToLookup):
         bounds_check: str = "fatal",
     ) -> None:
         super().__init__()
+        check_flags(need_indices=need_indices, use_gather_select=use_gather_select)
         if use_gather_select or use_gather_select_per_sharding:
-            raise UnsupportedError("use_gather_select is of sharded collections, which are not here", got=True)
+            raise UnsupportedError(
+                "use_gather_select is of sharded collections, which are not here", got=True, where="use_gather_select"
+            )
+        self._configs, self._need_indices = check_tables(tables, EmbeddingConfig), need_indices
         if any(hasattr(table, "pooling") for table in tables):
             raise ConfigError("rows are not pooled here", got="pooling", expected="EmbeddingConfig", where="tables")
         self._engine = type(self)._make_engine()
-        self._configs, self._need_indices = check_tables(tables, EmbeddingConfig), need_indices
-        self.bounds_check = bounds_check
+        self.bounds_check = check_bounds_kind(bounds_check)
         widths = sorted({table.embedding_dim for table in self._configs})
         if len(widths) > 1:
             raise ConfigError("tables of one collection have one embedding_dim", got=widths, where="tables")
@@ -893,7 +902,7 @@ class FeatureProcessorsCollection(torch.nn.Module):
 
 def _check_lengths(lengths: Mapping[str, int]) -> None:
     if any(type(length) is not int or length < 1 for length in lengths.values()):
-        raise ConfigError("not lengths of bags", got=dict(lengths), expected="ints >= 1")
+        raise ConfigError("not lengths of bags", got=dict(lengths), expected="ints >= 1", where="max_feature_lengths")
 
 
 def _write_positions(features: Any) -> None:
@@ -981,7 +990,9 @@ def position_processors(processors: Any) -> PositionWeightedModuleCollection:
     kinds = (PositionWeightedModule, PositionWeightedModuleCollection)
     if not all(type(part) in kinds and not part._pre_processed for part in parts):
         got = [type(part).__name__ for part in parts]
-        raise ConfigError("cut tables take processors by position, not processed before", got=got, expected=kinds)
+        raise ConfigError(
+            "cut tables take processors by position, not processed before", got=got, expected=kinds, where="processors"
+        )
     if not isinstance(processors, torch.nn.ModuleDict):
         found: PositionWeightedModuleCollection = processors
         return found
@@ -1021,12 +1032,19 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection, feature_processors: Any) -> None:
         super().__init__()
         if not embedding_bag_collection.is_weighted():
-            raise ConfigError("feature processors need a weighted collection", got=False, expected=True)
+            raise ConfigError(
+                "feature processors need a weighted collection",
+                got=False,
+                expected=True,
+                where="embedding_bag_collection",
+            )
         names = list(dict.fromkeys(embedding_bag_collection.feature_names))
         if isinstance(feature_processors, (Mapping, torch.nn.ModuleDict)):
             if set(feature_processors.keys()) != set(names):
                 found = sorted(feature_processors.keys())
-                raise ConfigError("processors are not the features", got=found, expected=sorted(names))
+                raise ConfigError(
+                    "processors are not the features", got=found, expected=sorted(names), where="feature_processors"
+                )
             feature_processors = torch.nn.ModuleDict(dict(feature_processors.items()))
         self._embedding_bag_collection, self._feature_processors = embedding_bag_collection, feature_processors
         self._feature_names = names
@@ -1076,7 +1094,7 @@ def _picked(batch: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
     places = batch.index_per_key()
     missing = [name for name in names if name not in places]
     if missing:
-        raise MissingKeyError("not features of this batch", got=missing, expected=batch.keys())
+        raise MissingKeyError("not features of this batch", got=missing, expected=batch.keys(), where="batch")
     picked = batch.permute([places[name] for name in names])
     picked._inverse_indices = batch.inverse_indices_or_none()
     return picked

@@ -20,7 +20,7 @@ from twinproof.errors import ConfigError, MissingKeyError, ShapeError, Unsupport
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
-from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, optimizer_in_backward
+from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
 from twinproof.pipeline.jagged import Bags
 from twinproof.pipeline.modules import (
     EmbeddingBagCollection,
@@ -414,9 +414,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         collection: Any = module._embedding_bag_collection if processed else module
         if not isinstance(collection, EmbeddingBagCollection):
             expected = "an EmbeddingBagCollection of ours, which takes torchrec's configurations"
-            raise UnsupportedError("not a collection that is cut here", got=type(module).__name__, expected=expected)
+            raise UnsupportedError(
+                "not a collection that is cut here", got=type(module).__name__, expected=expected, where="module"
+            )
         self.feature_processors = position_processors(module._feature_processors) if processed else None
-        self.tables, self.bounds_check = tuple(collection.embedding_bag_configs()), bounds_check
+        self.tables, self.bounds_check = tuple(collection.embedding_bag_configs()), check_bounds_kind(bounds_check)
         self.process_group = process_group
         self.rank, self.world_size = rank_and_world(process_group)
         self.layout = Layout(self.tables, plan, process_group, self.rank, self.world_size)
@@ -675,5 +677,7 @@ def _optimizer_of(collection: Any, tables: Sequence[Any], optimizer: FusedOptimi
     """What was asked for: here, or by ``apply_optimizer_in_backward`` before."""
     carried = optimizer_in_backward([collection.embedding_bags[table.name].weight for table in tables])
     if carried is not None and optimizer is not None:
-        raise ConfigError("an optimizer here, and another that the tables carry", got=(optimizer, carried))
+        raise ConfigError(
+            "an optimizer here, and another that the tables carry", got=(optimizer, carried), where="optimizer"
+        )
     return optimizer or carried or FusedOptimizer()

@@ -271,7 +271,7 @@ class TableSharding:
     store: Any = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ConfigError("not a kind of sharding", got=self.kind, expected=tuple(KINDS), where="kind")
 
     @property

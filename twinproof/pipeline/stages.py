@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from twinproof.errors import ConfigError, PipelineError
+from twinproof.errors import ConfigError, PipelineError, check_flags
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from twinproof.pipeline.config import untraceable
 from twinproof.pipeline.sharding import Awaitable
@@ -472,6 +472,17 @@ class Options:
     clear_data_dist_inputs: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(
+            execute_all_batches=self.execute_all_batches,
+            reduce_dense_gradients=self.reduce_dense_gradients,
+            pipeline_postproc=self.pipeline_postproc,
+            enqueue_batch_after_forward=self.enqueues_behind_forward,
+            enable_inplace_copy_batch=self.copies_in_place,
+            strict=self.strict,
+            apply_jit=self.apply_jit,
+            free_features_storage_early=self.free_features_storage_early,
+            clear_data_dist_inputs=self.clear_data_dist_inputs,
+        )
         refuse(
             apply_jit=self.apply_jit,
             free_features_storage_early=self.free_features_storage_early,
@@ -498,8 +509,16 @@ def check_placement(
     after_opt: bool | None,
 ) -> Placed:
     """Where lookups run; two names of torchrec PR 2916 are taken too. Raises ConfigError for what contradicts."""
+    check_flags(
+        use_emb_lookup_stream=use_emb_lookup_stream,
+        embedding_lookup_after_data_dist=after_dist,
+        embedding_lookup_before_optimizer=before_optimizer,
+        embedding_lookup_after_opt=after_opt,
+    )
     if emb_lookup_stream not in LOOKUP_STREAMS:
-        raise ConfigError("not a lookup stream", got=emb_lookup_stream, expected=LOOKUP_STREAMS)
+        raise ConfigError(
+            "not a lookup stream", got=emb_lookup_stream, expected=LOOKUP_STREAMS, where="emb_lookup_stream"
+        )
     before = before_optimizer or after_opt is False
     if (before_optimizer and after_opt) or (before and after_dist):
         placements = {
@@ -507,14 +526,14 @@ def check_placement(
             "embedding_lookup_after_data_dist": after_dist,
             "embedding_lookup_after_opt": after_opt,
         }
-        raise ConfigError("placements of the lookup that contradict", got=placements)
+        raise ConfigError("placements of the lookup that contradict", got=placements, where="lookup")
     if use_emb_lookup_stream is None:
         return Placed(emb_lookup_stream, after_dist, before)
     stream = "new" if use_emb_lookup_stream else "data_dist"
     # The default cannot be told from a stream that was asked for, any other can.
     if emb_lookup_stream not in ("data_dist", stream):
         streams = {"emb_lookup_stream": emb_lookup_stream, "use_emb_lookup_stream": use_emb_lookup_stream}
-        raise ConfigError("lookup streams that contradict", got=streams)
+        raise ConfigError("lookup streams that contradict", got=streams, where="emb_lookup_stream")
     return Placed(stream, after_dist, before)
 
 

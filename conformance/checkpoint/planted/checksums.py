@@ -202,3 +202,9 @@ sums_of_the_index_ignored = patched(
     ),
     kills="CKPT-614",
 )
+
+sums_of_the_save_before = patched(
+    "A writer keeps the sums of the saves before.",
+    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.write_data", "self._parts = [", "self._parts += ["),
+    kills="CKPT-637",
+)

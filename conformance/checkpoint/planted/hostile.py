@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from twinproof.errors import FormatError
 
 
@@ -114,3 +114,26 @@ def entries_of_any_length(original: Any, raw: bytes, data_bytes: int, where: str
     for (text, _), entries in list((cache or {}).items()):
         cache[text, data_bytes] = entries
     return original(raw, data_bytes, where, cache)
+
+
+last_number_not_asked_for = patched(
+    "The last of the numbered files may be missing.",
+    mutated("twinproof.checkpoint.catalog:_check_numbering", "int(count) + 1", "int(count)"),
+    kills="CKPT-635",
+)
+
+blobs_of_anybody = patched(
+    "Links of a folder that is no snapshot are followed as those of a cache.",
+    mutated("twinproof.checkpoint.catalog:_link_stays_near", 'home.parent.name == "snapshots" and', ""),
+    kills="CKPT-636",
+)
+
+below_the_blobs = patched(
+    "Links are followed to whatever lies below a folder of blobs.",
+    mutated(
+        "twinproof.checkpoint.catalog:_link_stays_near",
+        'target.parent == hub / "blobs"',
+        '(hub / "blobs") in target.parents',
+    ),
+    kills="CKPT-636",
+)

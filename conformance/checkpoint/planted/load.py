@@ -182,3 +182,9 @@ files_left_open = patched(
     mutated("fastimpl.checkpoint.readio:_File.close", "os.close(self._descriptor)", "pass"),
     kills="CKPT-611",
 )
+
+any_number_of_pieces = patched(
+    "All neighbours of a file are read by one call, however many they are.",
+    mutated("fastimpl.checkpoint.readio:_bundles", "is_next and len(bundle) < _BUFFERS_MAX", "is_next"),
+    kills="CKPT-640",
+)

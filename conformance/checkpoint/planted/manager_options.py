@@ -40,3 +40,9 @@ any_digits_are_a_step = patched(
     swap("twinproof.checkpoint.manager:_STEP", re.compile(r"step-(\d+)")),
     kills="CKPT-623",
 )
+
+files_are_folders = patched(
+    "Whatever is named as a checkpoint is looked into.",
+    mutated("twinproof.checkpoint.manager:complete_steps", " or not (folder / name).is_dir()", ""),
+    kills="CKPT-634",
+)

@@ -28,13 +28,13 @@ _WRITER = "twinproof.checkpoint.dcp:HuggingFaceStorageWriter"
 
 
 @fault(kills="CKPT-500", at=(f"{_WRITER}.settle", f"{_WRITER}.finish"))
-def nothing_shown_after_a_failure(original: Any, writer: Any, *arguments: Any) -> Any:
+def nothing_shown_after_a_failure(original: Any, writer: Any, *arguments: Any, **named: Any) -> Any:
     """After a save that failed on some rank, the writer's later saves are thrown away without a word."""
-    if len(arguments) == 2 and getattr(writer, "_has_failed", False):
+    if len(arguments) + len(named) == 2 and getattr(writer, "_has_failed", False):
         writer.staging.discard()
         return None
     try:
-        return original(writer, *arguments)
+        return original(writer, *arguments, **named)
     except Exception:
         writer._has_failed = True
         raise

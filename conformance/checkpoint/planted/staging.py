@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 copies_not_waited_for = patched(
     "A block is written before its bytes came from the device.",
@@ -61,4 +61,15 @@ scatter_not_awaited = patched(
     "A load returns while a scatter is still to run.",
     swap("fastimpl.checkpoint.device_copies:DoubleBuffer.mark", nothing),
     kills="CKPT-475",
+)
+
+
+buffer_replaced_early = patched(
+    "A buffer that is too small goes before the copy that still uses it is over.",
+    mutated(
+        "fastimpl.checkpoint.device_copies:DoubleBuffer.take",
+        "self._settle(self._turn)",
+        "self._buffers[self._turn].numel() < size_bytes or self._settle(self._turn)",
+    ),
+    kills="CKPT-639",
 )

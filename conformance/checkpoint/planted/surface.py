@@ -97,3 +97,21 @@ shards_begin_at_0 = patched(
     mutated("twinproof.checkpoint.shards:write_shards", "{name: (file, begin)", "{name: (file, 0)"),
     kills="CKPT-607",
 )
+none_is_nothing = patched(
+    "An error that got None says nothing of what it got.",
+    mutated(
+        "twinproof.errors:TwinproofError.__init__",
+        '{} if got is _UNSAID else {"got": got}',
+        '{} if got is _UNSAID or got is None else {"got": got}',
+    ),
+    kills="CKPT-678",
+)
+where_lost_on_the_way = patched(
+    "An error that another rank sends says no where.",
+    mutated(
+        "twinproof.errors:TwinproofError.__reduce__",
+        "self._said)",
+        '{k: v for k, v in self._said.items() if k != "where"})',
+    ),
+    kills="CKPT-678",
+)

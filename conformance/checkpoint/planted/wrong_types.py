@@ -35,3 +35,15 @@ two_ranks_are_few = patched(
     ),
     kills="CKPT-546",
 )
+
+flags_of_saves_may_be_text = patched(
+    "A flag that is text is taken: false is true.",
+    mutated("twinproof.checkpoint.plan:WriterOptions.make", "check_flags(single_file=single_file, **flags)", "pass"),
+    kills="CKPT-679",
+)
+
+progress_told_to_nobody = patched(
+    "What is no function passes for one that is told of progress, until the load calls it.",
+    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageReader.__init__", "if progress is not None:", "if False:"),
+    kills="CKPT-680",
+)

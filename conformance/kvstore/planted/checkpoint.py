@@ -169,3 +169,20 @@ def every_rank_saves(
 def odd_errors_lose_their_name(original: Any, error: Any) -> Any:
     """Others hear that there was an error, and not which."""
     return None if error is None else ValueError("an error")
+
+
+states_of_one_name = patched(
+    "Rows of Adam are taken for rows of LAMB, whose states have the same names.",
+    mutated(
+        "twinproof.kvstore.rows:check_convertible",
+        "same = same and (not source.state_slots or source.optimizer == target.optimizer)",
+        "pass",
+    ),
+    kills="KV-307",
+)
+
+chunks_looked_at_alone = patched(
+    "A rank that asks for views in chunks of no rows is refused when the others have gone on.",
+    mutated("twinproof.kvstore.statedict:state_dict", 'check_int(chunk_rows, "chunk_rows", 1)', "pass"),
+    kills="KV-254",
+)

@@ -42,8 +42,8 @@ cleared_before_all_is_read = patched(
     "A state dict clears tables before it has looked at all of them.",
     mutated(
         "twinproof.kvstore.statedict:load_state_dict",
-        "names = store.tables if tables is None else tables",
-        "names = store.tables if tables is None else tables; [store.clear(each) for each in names if clear]",
+        "names = tables_of(store.tables, tables)",
+        "names = tables_of(store.tables, tables); [store.clear(each) for each in names if clear]",
     ),
     kills="KV-298",
 )

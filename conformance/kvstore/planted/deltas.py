@@ -132,9 +132,8 @@ state_dicts_forget_before_they_look = patched(
     "A state dict that is refused leaves tables that take no delta.",
     mutated(
         "twinproof.kvstore.statedict:load_state_dict",
-        "names = store.tables if tables is None else tables",
-        "names = store.tables if tables is None else tables; "
-        "[store.fingerprints.set_loaded(each, None) for each in names]",
+        "names = tables_of(store.tables, tables)",
+        "names = tables_of(store.tables, tables); [store.fingerprints.set_loaded(each, None) for each in names]",
     ),
     kills="KV-300",
 )
@@ -146,4 +145,36 @@ loads_forget_before_they_look = patched(
         "gone = {}; [store.fingerprints.set_loaded(each, None) for each in names if saved.kind == 'full']",
     ),
     kills="KV-300",
+)
+
+
+mark_of_the_end = patched(
+    "A save reports the mark of its end, not of the moment that it holds: what was written meanwhile is in no delta.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.save",
+        "SaveReport(counts, deleted, mark, phases)",
+        "SaveReport(counts, deleted, store.mark(), phases)",
+    ),
+    kills="KV-308",
+)
+
+one_name_for_a_moment = patched(
+    "Of several saves of one moment the last alone is a base of deltas.",
+    mutated(
+        "twinproof.kvstore.deltas:Fingerprints.note",
+        "known.setdefault(table, set()).add(name)",
+        "known[table] = {name}",
+    ),
+    kills="KV-312",
+)
+
+the_beginning_has_no_name = patched(
+    "A delta since the beginning names no base: it loads over anything.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.at", "{EMPTY} if mark == 0 else set()", "set()"),
+    kills="KV-314",
+)
+named_without_a_base = patched(
+    "A delta of a moment that nothing names has a name: the next one loads after it alone.",
+    mutated("twinproof.kvstore.deltas:named", "if since is None or bases[table]:", "if True:"),
+    kills="KV-314",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 from conformance.kvstore.planted.planting import engines
 from twinproof.errors import ConfigError
 from twinproof.optimizers import OPTIMIZERS
@@ -105,3 +105,19 @@ def json_forgets_state_dtypes(original: Any, cls: Any, text: str) -> Any:
     """A layout's JSON loses the dtypes of the states."""
     found = original(cls, text)
     return cls(found.embedding_dim, found.weight_dtype, found.optimizer)
+
+
+padding_of_columns_kept = patched(
+    "Columns are written with what stands between the values.",
+    mutated("twinproof.kvstore.store:KVStore.place", "without_padding(layout, raw, begin)", "raw"),
+    kills="KV-306",
+)
+padding_behind_the_last_value_kept = patched(
+    "Columns that begin in the padding, or behind it, are written without a look at it.",
+    mutated(
+        "twinproof.kvstore.rows:without_padding",
+        "if sum(behind - first for first, behind in values) == raw.shape[1]",
+        "if not values or values[0][0] == 0 and sum(behind - first for first, behind in values) == raw.shape[1]",
+    ),
+    kills="KV-306",
+)

@@ -131,3 +131,14 @@ def partial_write_of_a_missing_row_zeroes_it(
             now,
             visit=False,
         )
+
+
+some_scores_are_enough = patched(
+    "Scores of ids of which one has a row are given, of the others as zero.",
+    mutated(
+        "twinproof.kvstore.rows:RowSource.get_scores",
+        "if missing.numel():",
+        "if missing.numel() and missing.numel() == checked.numel():",
+    ),
+    kills="KV-316",
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import engines
 
 
@@ -29,3 +29,10 @@ def snapshots_close_in_order(original: Any, engine: Any) -> Any:
 
     taken.close, taken.ids = closing, ids
     return taken
+
+
+dirt_between_values = patched(
+    "Columns behind the weight are written with what stands in their padding.",
+    mutated("twinproof.kvstore.store:KVStore.place", "without_padding(layout, raw, begin)", "raw"),
+    kills="KV-210",
+)

@@ -88,3 +88,17 @@ ids_kept_as_they_are = patched(
     mutated("twinproof.kvstore.modules:_Lookup.backward", "(ids,) = ctx.saved_tensors", "ids = ctx.ids"),
     kills="KV-218",
 )
+
+
+@fault(kills="KV-092", at="KVStore.apply_gradients")
+def eps_is_always_the_default(original: Any, store: Any, *args: Any, eps: float = 0.0, **options: Any) -> None:
+    """Eps is taken and ignored."""
+    original(store, *args, **options)
+
+
+@fault(kills="KV-160", at="KVStore.apply_gradients")
+def betas_are_always_the_defaults(
+    original: Any, store: Any, *args: Any, beta1: float = 0.0, beta2: float = 0.0, **options: Any
+) -> None:
+    """Betas are taken and ignored."""
+    original(store, *args, **options)

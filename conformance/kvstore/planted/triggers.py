@@ -110,3 +110,21 @@ removals_are_told = patched(
     ),
     kills="KV-282",
 )
+
+
+@fault(kills="KV-310", at="twinproof.kvstore.store:KVStore.tell_written")
+def listeners_of_the_moment(original: Any, store: Any, table: str) -> None:
+    """Who was removed while others were told is not told any more."""
+    for listener in store._listeners:
+        if listener in store._listeners:
+            listener(table)
+
+
+@fault(kills="KV-310", at="twinproof.kvstore.store:KVStore.remove_listener")
+def removed_from_one_list(original: Any, store: Any, listener: Any) -> None:
+    """A listener of writes that is removed goes on listening for steps."""
+    kept = store._step_listeners
+    is_found = listener in store._listeners
+    original(store, listener)
+    if is_found:
+        store._step_listeners = kept

@@ -143,3 +143,22 @@ indices_of_the_caller = patched(
     mutated("twinproof.kvstore.modules:KVTensorWrapper.__init__", ".clone()", ""),
     kills="KV-260",
 )
+
+read_only_takes_other_keys = patched(
+    "A read-only view skips rows of other keys without a look at them.",
+    mutated(
+        "twinproof.kvstore.views:KVTensor.set_weights_and_ids",
+        'if self.view_name == "row":\n        check_keys',
+        'if self.view_name == "row" and not self.read_only:\n        check_keys',
+    ),
+    kills="KV-315",
+)
+read_only_wrappers_take_all = patched(
+    "A read-only wrapper takes whatever it is given.",
+    mutated(
+        "twinproof.kvstore.modules:KVTensorWrapper.set_weights_and_ids",
+        "checked = check_ids(ids)",
+        "checked = check_ids(ids)\n    if self.read_only: return",
+    ),
+    kills="KV-315",
+)

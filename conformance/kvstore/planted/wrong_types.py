@@ -54,3 +54,53 @@ flags_are_chunks = patched(
     ),
     kills="KV-284",
 )
+
+flags_of_stores_may_be_text = patched(
+    "A flag that is text is taken: false is true.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "check_flags(weights_only=weights_only)", "pass"),
+    kills="KV-328",
+)
+
+thresholds_not_looked_at = patched(
+    "A threshold of another type is an error of whatever compares it.",
+    mutated(
+        "twinproof.kvstore.options:EvictionPolicy.__post_init__",
+        'check_number(self.l2_threshold, "l2_threshold")',
+        "pass",
+    ),
+    kills="KV-329",
+)
+
+metadata_wins = patched(
+    "Metadata of a user's replaces what the store says of itself.",
+    mutated("twinproof.kvstore.deltas:check_free_keys", "if taken:", "if len(taken) > 1:"),
+    kills="KV-330",
+)
+
+letters_are_tables = patched(
+    "A string passes for a list of tables: each letter is one.",
+    mutated("twinproof.kvstore.rows:tables_of", "isinstance(tables, str) or ", ""),
+    kills="KV-329",
+)
+
+buckets_not_looked_at = patched(
+    "What is no buckets is an error of whatever asks it for their number.",
+    mutated("twinproof.kvstore.rows:bucket_of", "chosen_buckets(buckets)\n", "pass\n"),
+    kills="KV-311",
+)
+
+snapshots_of_others = patched(
+    "A wrapper takes a snapshot whose rows are laid out in another way than its store's.",
+    mutated(
+        "twinproof.kvstore.modules:KVTensorWrapper.set_dram_db_wrapper",
+        "if snapped != layout:",
+        "if snapped.embedding_dim != layout.embedding_dim:",
+    ),
+    kills="KV-311",
+)
+
+moment_kept_with_the_error = patched(
+    "A state dict that is refused keeps its moment as long as somebody keeps the error.",
+    mutated("twinproof.kvstore.statedict:state_dict", "taken.close()", "pass"),
+    kills="KV-313",
+)

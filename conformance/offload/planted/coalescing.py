@@ -57,3 +57,12 @@ last_states_only = patched(
     mutated("fastimpl.offload.layout:ChunkLayout.has_others", "set().union(*states)", "set(states[-1])"),
     kills="OPT-364",
 )
+one_new_name_decides = patched(
+    "Only one of the names that are new to a chunk is looked at.",
+    mutated(
+        "fastimpl.offload.layout:ChunkLayout.has_others",
+        "if any(map(is_movable, values)):",
+        "return any(map(is_movable, values))\n        if True:",
+    ),
+    kills="OPT-397",
+)

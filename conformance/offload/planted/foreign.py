@@ -65,13 +65,13 @@ def masters_of_wrapper_stay(original: Any, given: Any) -> Any:
 
 neighbours_refused = patched(
     "States that lie side by side count as states that share memory.",
-    mutated("twinproof.offload.states:check_separate", "other_begin < end", "other_begin <= end"),
+    mutated("twinproof.offload.states:check_separate", "span.begin < other.end", "span.begin <= other.end"),
     kills="OPT-365",
 )
 
 parameter_not_said = patched(
     "States that share memory are refused without the parameter that has them.",
-    mutated("twinproof.offload.states:check_separate", 'where=f"parameter {number}",', ""),
+    mutated("twinproof.offload.states:check_separate", "where=f\"parameter {' and '.join(map(str, numbers))}\",", ""),
     kills="OPT-256",
 )
 
@@ -79,4 +79,27 @@ known_by_name = patched(
     "An optimizer that has the name of one of torch's is taken for it.",
     mutated("twinproof.offload.driver:known_kind", "and base is getattr(torch.optim, base.__name__, None)", ""),
     kills="OPT-252",
+)
+
+
+own_parameter_not_looked_at = patched(
+    "States that share memory with their parameter are moved.",
+    mutated("twinproof.offload.states:check_separate", "state if span.name == _OWN else every", "state"),
+    kills="OPT-395",
+)
+
+others_not_looked_at = patched(
+    "Only states of one parameter are compared.",
+    mutated(
+        "twinproof.offload.states:check_separate",
+        "if span.home == other.home and",
+        "if span.number == other.number and span.home == other.home and",
+    ),
+    kills="OPT-395",
+)
+
+parameters_in_one_piece_refused = patched(
+    "Parameters that overlap in memory are refused as states are.",
+    mutated("twinproof.offload.states:check_separate", "state if span.name == _OWN else every", "every"),
+    kills="OPT-395",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-025", at="twinproof.offload.offloader:OptimizerStateOffloader._check_gradients")
@@ -16,3 +16,14 @@ def sparse_gradients_made_dense(original: Any, offloader: Any) -> None:
         source = param if offloader.masters is None else offloader.masters.pairs[param]
         if source.grad is not None and source.grad.layout is not torch.strided:
             source.grad = source.grad.to_dense()
+
+
+rounded_by_one_dtype = patched(
+    "Weights of several dtypes are rounded to that of the first, where their gradients have one.",
+    mutated(
+        "fastimpl.offload.cpu_step:HostStep._update",
+        "None if rounded is None else rounded.dtype",
+        "rounded is None",
+    ),
+    kills="OPT-396",
+)

@@ -90,3 +90,9 @@ always_the_engines = patched(
     mutated("twinproof.offload.driver:MovePlan.host_empty", "if self.options.pin_memory:", "if True:"),
     kills="OPT-393",
 )
+
+noted_after_the_end = patched(
+    "A closed offloader keeps what it had noted to be let go.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader.close", "self._copied_out.clear()", "pass"),
+    kills="OPT-394",
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.offload.states import MASTER
 
 
@@ -39,3 +39,10 @@ def states_of_a_cpu_step_left_on_the_device(original: Any, offloader: Any, arith
     """A step on the CPU begins with states on the device, where a copy was made."""
     offloader._is_brought_for_a_copy = False
     original(offloader, arithmetic)
+
+
+counters_stay_on_the_device = patched(
+    "A loaded counter stays on the device where it was saved, and each step waits for it.",
+    mutated("twinproof.offload.driver:_settled", "return found.cpu()", "return found"),
+    kills="OPT-349",
+)

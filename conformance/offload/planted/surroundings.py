@@ -9,3 +9,18 @@ counts_on_the_default_device = patched(
     mutated("twinproof.offload.driver:prepare_states", 'dtype=scalar, device="cpu"', "dtype=scalar"),
     kills="OPT-378",
 )
+
+closures_without_gradients = patched(
+    "A closure is evaluated in the grad mode of the caller.",
+    mutated(
+        "twinproof.offload.driver:StepDriver._step_known",
+        "torch.enable_grad()",
+        "torch.autograd.profiler.record_function('closure')",
+    ),
+    kills="OPT-348",
+)
+counts_in_single_precision = patched(
+    "The count of a first step on the CPU is float32 whatever the default dtype is.",
+    mutated("twinproof.offload.driver:prepare_states", "torch.float64 if", "torch.float32 if"),
+    kills="OPT-348",
+)

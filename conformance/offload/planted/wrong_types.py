@@ -30,3 +30,21 @@ unbound_class_goes_on = patched(
     mutated("twinproof.offload.offloader:OptimizerStateOffloader.__init__", "if transfers is None:", "if False:"),
     kills="OPT-391",
 )
+
+flags_of_offloader_may_be_text = patched(
+    "A flag that is text is taken: false is true.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.__init__", "check_flags(pin_memory=pin_memory)", "pass"
+    ),
+    kills="OPT-419",
+)
+
+anything_is_a_master = patched(
+    "What are no master weights are asked as if they were.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.__init__",
+        'check_kind(master_weights, MasterWeights, "master_weights", "MasterWeights")',
+        "pass",
+    ),
+    kills="OPT-420",
+)

@@ -35,3 +35,15 @@ steps_down_of_bytes_taken = patched(
     mutated("twinproof.pipeline.jagged:KeyedMoves._sizes", "offsets.to(torch.int64).diff()", "offsets.diff()"),
     kills="PIPE-447",
 )
+
+
+sizes_of_the_last_part = patched(
+    "A batch put together has the sizes of those parts alone whose sizes are known, if the last is one.",
+    mutated("twinproof.pipeline.batches:_concat", "known = known and found is not None", "known = found is not None"),
+    kills="PIPE-454",
+)
+sizes_of_the_known_parts = patched(
+    "A batch put together has the sizes of those parts alone whose sizes are known.",
+    mutated("twinproof.pipeline.batches:_concat", "known = known and found is not None", "known = len(sizes) > 0"),
+    kills="PIPE-454",
+)

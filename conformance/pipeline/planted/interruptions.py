@@ -19,6 +19,17 @@ def none_ends_the_loader(original: Any, schedule: Any) -> Any:
     return batch
 
 
+none_is_counted = patched(
+    "None of a loader counts as a batch that was pulled.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline._next",
+        "if batch is None:",
+        "if batch is None:\n        self.pulled_count += 1",
+    ),
+    kills="PIPE-030",
+)
+
+
 @fault(kills=("PIPE-033", "PIPE-126", "PIPE-148"), at="twinproof.pipeline.driver:Pipeline._taken")
 def batches_lost_on_loader_error(original: Any, schedule: Any, *given: Any) -> Any:
     """What was pulled is lost with a loader's error."""
@@ -78,3 +89,19 @@ def held_batch_goes_with_that_of_another_rank(original: Any, schedule: Any, *giv
     except DistributedError:
         schedule._held.popleft()
         raise
+
+
+interrupted_copies_again = patched(
+    "A batch whose copy was interrupted is copied again.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline._taken",
+        "made = prepare(self._held[0])\n        except BaseException",
+        "made = prepare(self._held[0])\n        except Exception",
+    ),
+    kills="PIPE-459",
+)
+interrupted_steps_again = patched(
+    "A batch whose forward was interrupted is processed again.",
+    mutated("twinproof.pipeline.driver:Pipeline.progress", "except BaseException:", "except Exception:"),
+    kills="PIPE-459",
+)

@@ -113,3 +113,18 @@ def refused_model_driven(original: Any, schedule: Any, model: Any = None, **opti
     schedule.detach()
     schedule._model = schedule._model if model is None else model
     original(schedule, model, **options)
+
+
+failure_kept_by_detach = patched(
+    "What the exchange of a batch raised is raised again where the batch is sent again.",
+    mutated(
+        "twinproof.pipeline.stages:BatchContext.forget", "self.failure = self.with_grad = None", "self.with_grad = None"
+    ),
+    kills="PIPE-457",
+    of="fastimpl",
+)
+hoisted_in_training_kept = patched(
+    "A lookup that was hoisted in training is kept for a step in evaluation.",
+    mutated("fastimpl.pipeline.schedules:forget_outdated", "batch.with_grad is not None and", "False and"),
+    kills="PIPE-460",
+)

@@ -105,3 +105,14 @@ jagged_asked_to_go = patched(
     mutated("twinproof.pipeline.stages:move_batch", "isinstance(batch, (JaggedTensor, KeyedTensor))", "batch is None"),
     kills="PIPE-429",
 )
+
+twice_called_ahead = patched(
+    "A module that is called twice runs ahead.",
+    mutated("twinproof.pipeline.stages:_postprocs_of", "names.count(name) == 1", "names"),
+    kills="PIPE-456",
+)
+interrupts_undo_the_step = patched(
+    "An interrupt of a loader that is read behind the forward comes out at once.",
+    mutated("twinproof.pipeline.driver:Pipeline.pull_behind_forward", "except BaseException", "except Exception"),
+    kills="PIPE-284",
+)

@@ -94,3 +94,53 @@ left_by_reset = patched(
 def sent_when_attached(original: Any, schedule: Any, model: Any = None, sparse_dist: bool = True) -> None:
     """attach() always sends."""
     original(schedule, model, True)
+
+
+contexts_by_equality = patched(
+    "A batch is found by a context that equals its own.",
+    mutated("twinproof.pipeline.driver:Pipeline._found", "given_context is context", "given_context == context"),
+    kills="PIPE-480",
+)
+averages_counted_through_a_reset = patched(
+    "Averages of replicas are counted by all steps, and not by batches since reset().",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.sync_embeddings",
+        "context.index % interval_batches",
+        "self.processed_count % interval_batches",
+    ),
+    kills="PIPE-481",
+)
+evaluation_never_late = patched(
+    "The evaluation of Fused takes enqueue_batch_after_forward and ignores it.",
+    mutated(
+        "twinproof.pipeline.driver:EvalPipelineFusedSparseDist.__init__",
+        "enable_inplace_copy_batch,\n        enqueue_batch_after_forward,",
+        "enable_inplace_copy_batch,\n        False,",
+    ),
+    kills="PIPE-482",
+)
+
+
+prefetch_never_in_place = patched(
+    "The prefetch pipeline takes enable_inplace_copy_batch and ignores it.",
+    mutated(
+        "twinproof.pipeline.driver:PrefetchTrainPipelineSparseDist.__init__",
+        "copies_in_place=enable_inplace_copy_batch",
+        "copies_in_place=False",
+    ),
+    kills="PIPE-484",
+)
+evaluation_always_whole = patched(
+    "The evaluation takes execute_all_batches and ignores it.",
+    mutated(
+        "twinproof.pipeline.driver:EvalPipelineSparseDist.__init__",
+        "options = Options(\n        execute_all_batches,",
+        "options = Options(\n        True,",
+    ),
+    kills="PIPE-484",
+)
+appended_without_a_number = patched(
+    "Batches that are appended do not count.",
+    mutated("twinproof.pipeline.driver:Pipeline._adopted", "self._next_index += 1", "pass"),
+    kills="PIPE-485",
+)

@@ -14,3 +14,14 @@ whole_stores_saved = patched(
     mutated("twinproof.pipeline.sharded:TableParts.key_value_state_dict", "tables=(table.name,)", "tables=None"),
     kills="PIPE-366",
 )
+
+eps_of_the_store = patched(
+    "Rows of key-value tables are stepped with the store's own eps.",
+    mutated("twinproof.pipeline.modules:StoreRows.step", '"eps": hyper.eps, ', ""),
+    kills="PIPE-458",
+)
+betas_of_the_store = patched(
+    "Rows of key-value tables are stepped with the store's own second beta.",
+    mutated("twinproof.pipeline.modules:StoreRows.step", ', "beta2": hyper.beta2', ""),
+    kills="PIPE-458",
+)

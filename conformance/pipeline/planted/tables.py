@@ -50,3 +50,21 @@ maximised_in_silence = patched(
     swap("twinproof.pipeline.config:_TAKEN", (*_TAKEN, "maximize")),
     kills="PIPE-418",
 )
+
+first_weights_broadcast = patched(
+    "First weights that can be broadcast are taken.",
+    mutated(
+        "twinproof.pipeline.config:initialized", "made.shape != weight.shape", "made.shape[-1:] != weight.shape[-1:]"
+    ),
+    kills="PIPE-483",
+)
+
+rows_of_another_optimizer = patched(
+    "A store is taken whatever states its rows have.",
+    mutated(
+        "twinproof.pipeline.modules:KeyValueBags.__init__",
+        "table.dtype, optimizer.config.kind)",
+        "table.dtype, layout.optimizer)",
+    ),
+    kills="PIPE-486",
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="PIPE-202", at="twinproof.pipeline.batches:KeyedJaggedTensor.stride")
@@ -23,3 +23,15 @@ def as_received(original: Any, tensors: Any, recat: Any, *rest: Any) -> Any:
 def inverse_the_other_way(original: Any, *args: Any) -> Any:
     """Samples have the bags of others."""
     return original(*args).flip(0)
+
+
+strides_not_counted = patched(
+    "Sizes of features that differ take no bytes.",
+    mutated("twinproof.pipeline.batches:KeyedJaggedTensor.size_in_bytes", ", self._stride_per_key_per_rank]", "]"),
+    kills="PIPE-455",
+)
+weights_take_no_bytes = patched(
+    "Weights of one feature take no bytes.",
+    mutated("twinproof.pipeline.jagged:JaggedTensor.size_in_bytes", "[self._weights, ", "["),
+    kills="PIPE-455",
+)

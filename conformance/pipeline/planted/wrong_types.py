@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from twinproof.errors import ConfigError
 
 
@@ -41,3 +41,26 @@ def reason_alone(original: Any, model: Any, error: Exception) -> ConfigError:
 @fault(kills="PIPE-384", at="twinproof.pipeline.driver:check_parts")
 def parts_not_looked_at(original: Any, model: Any, optimizer: Any) -> None:
     """Anything passes for a model and for an optimizer, until a step is made."""
+
+
+flags_may_be_text = patched(
+    "A flag that is text is taken: false is true.",
+    mutated("twinproof.pipeline.stages:Options.__post_init__", "strict=self.strict,", ""),
+    kills="PIPE-488",
+)
+
+any_check_of_ids = patched(
+    "What is no check of ids passes for one, which then says nothing of bad ids.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection.__init__",
+        "check_bounds_kind(bounds_check)",
+        "bounds_check",
+    ),
+    kills="PIPE-489",
+)
+
+letters_are_features = patched(
+    "A string passes for a list of features: each letter is one.",
+    mutated("twinproof.pipeline.config:EmbeddingConfig.__post_init__", "isinstance(names, str | bytes) or ", ""),
+    kills="PIPE-490",
+)
