@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
+from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_bags, random_jagged, values_of, vbe_of
 from conformance.pipeline.model import Naive, assert_bits
 from conformance.pipeline.sharding import (
@@ -151,10 +151,6 @@ def test_processors(pipeline: Any) -> None:
     module = pipeline.FeatureProcessedEmbeddingBagCollection(whole, ready)
     with raises(ConfigError, mentions=("processed before",)):
         sharded_of(pipeline, module, plan, "sgd")
-    twice = pipeline.FeatureProcessedEmbeddingBagCollection(
-        collection_of(pipeline, configs, weights, is_weighted=True),
-        {f"f{i}": pipeline.PositionWeightedModule(4) for i in range(2)},
-    )
     inverse = (["f1", "f0"], torch.tensor([[0, 1, 1], [1, 2, 3]]))
     own = pipeline.KeyedJaggedTensor(
         ["f1", "f0"],
@@ -164,7 +160,14 @@ def test_processors(pipeline: Any) -> None:
         inverse_indices=inverse,
     )
     full = Jagged(["f1", "f0"], [[[1], [2], [2]], [[4, 5], [], [0]]]).kjt(pipeline)
-    assert_bits(twice(own).values().detach(), twice(full).values().detach(), "features of different sizes")
+    together = pipeline.PositionWeightedModuleCollection({"f0": 4, "f1": 4})
+    for processors in ({f"f{i}": pipeline.PositionWeightedModule(4) for i in range(2)}, together):
+        twice = pipeline.FeatureProcessedEmbeddingBagCollection(
+            collection_of(pipeline, configs, weights, is_weighted=True), processors
+        )
+        with succeeds("a lookup", where="features of different sizes"):
+            pooled = twice(own).values().detach()
+        assert_bits(pooled, twice(full).values().detach(), "features of different sizes")
 
 
 @requirement(

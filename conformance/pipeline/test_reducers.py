@@ -193,6 +193,35 @@ def test_reduced(rank_pool: Any) -> None:
         rank_pool.run(_used_here_and_there, 2, name)
 
 
+def _not_of_the_model(rank: Rank, name: str) -> None:
+    """A parameter that only the forward of the caller's has, used on one rank."""
+    job = Job(rank.component("pipeline"), 4, rank, reduces=False)
+    free = torch.nn.Parameter(values_of((3,), 1))
+    job.optimizer = torch.optim.SGD([*job.model.parameters(), free], lr=0.5)
+
+    def forward(batch: Any) -> Any:
+        losses, output = job.model(batch)
+        return losses + free.sum() if rank.rank == 1 else losses, output
+
+    with raises(ConfigError, mentions=("not the model's",)):
+        job.schedule(name, custom_model_fwd=forward).progress(iter(job.batches(1)))
+    assert_bits(free.detach(), values_of((3,), 1), f"{name}: refused")
+    job.model.zero_grad()
+    schedule = job.schedule(name, custom_model_fwd=forward, reduce_dense_gradients=True)
+    schedule.progress(iter(job.batches(1)))
+    assert_bits(free.detach(), values_of((3,), 1) - 0.25, f"{name}: stepped with the mean")
+
+
+@requirement(
+    "PIPE-491",
+    "Parameters that the optimizer has and the model has not MUST be checked and reduced as the model's own where a "
+    "forward of the caller's is given, which may use them.",
+)
+def test_not_of_the_model(rank_pool: Any) -> None:
+    for name in (FUSED, "TrainPipelineBase"):
+        rank_pool.run(_not_of_the_model, 2, name)
+
+
 def _of_every_dtype(rank: Rank, name: str) -> None:
     """Parameters side by side, whose gradients a sum over two ranks cannot hold."""
     job = Job(rank.component("pipeline"), 4, rank, reduces=False)

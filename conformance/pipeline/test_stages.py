@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -343,6 +344,22 @@ def test_attach(pipeline: Any) -> None:
                 assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} {sparse_dist} step {step}")
             assert_equal(len(sent), 3, where=f"{name} {sparse_dist} exchanges of three batches")
             assert_same_state(job, loop, f"{name} {sparse_dist}")
+
+
+@requirement(
+    "PIPE-492",
+    "A copy of a driven model MUST have the forwards that its modules had of their own before they were driven.",
+)
+def test_copies_have_their_own_forwards(pipeline: Any) -> None:
+    for name in AHEAD:
+        job = Job(pipeline, 3)
+        said = object()
+        job.collections[0].forward = lambda features, said=said: said
+        job.schedule(name).progress(iter(job.batches(3)))
+        copied = copy.deepcopy(job.model)
+        with succeeds("a forward", where=name):
+            found = copied.collections[0](None)
+        assert_equal(found is said, True, where=f"{name}: the copy's own forward is called")
 
 
 class Alike(Context):

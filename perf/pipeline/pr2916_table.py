@@ -46,7 +46,7 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
 # the device after every step.
 CONTROLS = {"hoarder": "sparse-dist", "blocking": "fused:new"}
 # As many as are in flight, and two more, for allocations that only a second round of them makes.
-_WARM_UP, _STEPS = 5, 10
+_WARM_UP, _STEADY, _STEPS = 5, 6, 10
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Turns:
     hoard_bytes: int = 0
 
     def take(self, name: str) -> Sample:
-        """The seconds of each step, and peaks: of the whole turn on a GPU, of its warm-up on a host."""
+        """The seconds of each step, and peaks: of the whole turn on a GPU, on a host the least of some steps'."""
         kind, options = CONTENDERS[CONTROLS.get(name, name)]
         self.meter.start()
         with self.meter.watching():
@@ -71,6 +71,8 @@ class Turns:
             schedule = getattr(pipeline, kind)(self.model, self.optimizer, torch.device(self.device), **given)
             for _ in range(_WARM_UP):
                 schedule.progress(self.loader)
+            for _ in range(_STEADY):
+                self.meter.step(partial(schedule.progress, self.loader))
 
         def step() -> None:
             schedule.progress(self.loader)

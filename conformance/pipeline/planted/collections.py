@@ -65,3 +65,8 @@ nested_of_one_size = patched(
     mutated("twinproof.pipeline.batches:_of_nested", "stride_per_key_per_rank=ranks", "stride_per_key_per_rank=None"),
     kills="PIPE-403",
 )
+weighted_without_inverse_indices = patched(
+    "Weights by position come without the inverse indices of the batch.",
+    mutated("twinproof.pipeline.modules:_weighted_batch", "features.inverse_indices_or_none()", "None"),
+    kills="PIPE-226",
+)

@@ -144,3 +144,8 @@ appended_without_a_number = patched(
     mutated("twinproof.pipeline.driver:Pipeline._adopted", "self._next_index += 1", "pass"),
     kills="PIPE-485",
 )
+copies_lose_their_forward = patched(
+    "The copy of a driven module has its class's forward, though the module has one of its own.",
+    mutated("twinproof.pipeline.stages:Prepared.__reduce__", "self.replaced is not None", "False"),
+    kills="PIPE-492",
+)
