@@ -379,6 +379,14 @@ class Alike(Context):
 def test_equal_contexts(pipeline: Any) -> None:
     job, loop = Job(pipeline, 3), Job(pipeline, 3)
     schedule, loader = job.schedule("TrainPipelineSparseDist", context_type=Alike), iter(job.batches(4))
+    sent, dist = list[torch.Tensor](), job.collections[0].input_dist
+    job.collections[0].input_dist = lambda *given: (sent.append(given[-1].values()), dist(*given))[1]
+    with succeeds("stages by hand", where="contexts that are equal"):
+        schedule.fill_pipeline(loader)
+        schedule.enqueue_batch(loader)
+        schedule.start_sparse_data_dist(schedule.batches[-1], schedule.contexts[-1])
+    last = loop.there(loop.batches(4)[len(schedule.batches) - 1])
+    assert_bits(sent[-1], last.ids[0].values(), "ids of the batch whose context was given")
     for number, batch in enumerate(loop.batches(4)):
         with succeeds("a step", where=f"contexts that are equal, step {number}"):
             output = schedule.progress(loader)
