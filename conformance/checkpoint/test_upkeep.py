@@ -112,7 +112,7 @@ def test_diff_in_pieces(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pyte
     before = peak_from_here()
     code, facts = _run(impl, capsys, "diff", tmp_path / "a", tmp_path / "b")
     assert_equal((code, facts["differences"]), (0, {}), where="equal")
-    assert_le(own_count("status", "VmHWM") - before, 56 << 10, where="growth in KiB over 96 MiB of data")
+    assert_le(own_count("status", "VmHWM") - before, 24 << 10, where="growth in KiB over 96 MiB of data")
 
 
 HEX = "0123456789ab"

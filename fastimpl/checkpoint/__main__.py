@@ -130,10 +130,14 @@ def _difference(name: str, sides: Sequence[Catalog]) -> str | None:
     if dtype is None:
         raise UnsupportedError("no torch dtype holds this tensor", got=first.dtype, where=sides[0].where(name))
     count, place = 0, None
+    # The same two for all pieces: the allocator keeps what it is given back, and finds no room in it for the next.
+    buffers = [torch.empty(0, dtype=torch.uint8)] * 2
     for offsets, sizes in cut_rectangle(first.shape, max(1, PIECE_BYTES // dtype.itemsize)):
-        values = []
-        for record in (first, second):
-            memory, ranges = stored_ranges(name, record, offsets, sizes)
+        values, size_bytes = [], math.prod(sizes) * dtype.itemsize
+        for i, record in enumerate((first, second)):
+            if buffers[i].numel() < size_bytes:
+                buffers[i] = torch.empty(size_bytes, dtype=torch.uint8)
+            memory, ranges = stored_ranges(name, record, offsets, sizes, buffer=buffers[i][:size_bytes])
             ReadRanges().read(LoadJob(ranges, 1, time.perf_counter()))
             values.append(as_bits(memory))
         if not torch.equal(*values):

@@ -615,12 +615,21 @@ class LoadEngine(Protocol):
 
 
 def stored_ranges(
-    name: str, record: TensorRecord, offsets: Sequence[int], sizes: Sequence[int]
+    name: str,
+    record: TensorRecord,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    buffer: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[StoredRange]]:
-    """Memory on the CPU for a rectangle of a stored tensor, and what fills it, one range a chunk."""
+    """Memory on the CPU for a rectangle of a stored tensor, and what fills it, one range a chunk.
+
+    ``buffer``, uint8 of the rectangle's size, is that memory where it is given.
+    """
     dtype = torch_dtype(record.dtype)
     assert dtype is not None  # Checked by the caller.
-    memory, ranges = torch.empty(tuple(sizes), dtype=dtype, device="cpu"), []
+    shape, ranges = tuple(sizes), []
+    memory = torch.empty(shape, dtype=dtype, device="cpu") if buffer is None else buffer.view(dtype).view(shape)
     for chunk in record.chunks:
         begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
         ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
