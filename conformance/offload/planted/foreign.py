@@ -53,7 +53,7 @@ def shapes_of_params(original: Any, plan: Any, param: Any, state: Any, options: 
 
 
 @fault(kills="OPT-256", at="twinproof.offload.driver:check_separate")
-def shared_memory_parted(original: Any, param: Any, state: Any, number: Any) -> Any:
+def shared_memory_parted(original: Any, *given: Any) -> Any:
     """States that share memory are moved apart."""
 
 

@@ -22,6 +22,7 @@ double_tables_read = patched(
     "Tables that were cast to float64 are handed to the lookup as they are.",
     mutated("twinproof.pipeline.config:readable", "if weight.dtype in _FLOATS.values() else", "if weight.numel() else"),
     kills="PIPE-427",
+    of="fastimpl",
 )
 positions_as_cast = patched(
     "Gradients of weights by position that were cast are added in that dtype.",
