@@ -289,9 +289,11 @@ def test_run_of_a_paused_round(kvstore: Any, end: str) -> None:
     paused.wait(30)
     # Who asks again and again does so a thousand times in this while.
     runner.join(0.1)
-    assert_equal((runner.is_alive(), len(asked) <= 2), (True, True), where=f"asked {len(asked)} times while paused")
+    found = runner.is_alive(), len(asked)
+    # The thread ends before anything is compared: one that is left to ask on slows down all tests after this one.
     getattr(eviction, end)()
     runner.join(30)
+    assert_equal((found[0], found[1] <= 2), (True, True), where=f"asked {found[1]} times while paused")
     assert_equal(runner.is_alive(), False, where=f"after {end}")
     assert_equal(eviction.stats.processed_count, 12 if end == "resume" else 5, where="rows looked at")
 
