@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
-from conformance.pipeline.batches import Jagged, random_jagged
+from conformance.pipeline.batches import Jagged, place_of, random_jagged, values_of
 from conformance.pipeline.model import random_tables
 from conformance.pipeline.sharding import (
     batches_of,
     collection_of,
     gradient_of,
-    placed,
     random_plan,
     sharded_of,
 )
@@ -159,6 +158,34 @@ class _Model(torch.nn.Module):
         return loss.reshape(1), loss.detach()
 
 
+def _trained(pipeline: Any, tables: Any, batches: Sequence[Jagged], schedule: str | None, place: Any) -> list[Any]:
+    """The gradients of the batches' weights by a schedule, or by a plain loop."""
+    model = _Model(tables).to(place)
+    optimizer = torch.optim.SGD([model.scale], lr=0.1)
+    kjts = [batch.kjt(pipeline) for batch in batches]
+    wanting, loader = [kjt.weights().requires_grad_() for kjt in kjts], iter(kjts)
+    driver = None if schedule is None else getattr(pipeline, schedule)(model, optimizer, place)
+    for kjt in kjts:
+        if driver is not None:
+            driver.progress(loader)
+            continue
+        optimizer.zero_grad()
+        model(kjt.to(place))[0].sum().backward()
+        optimizer.step()
+    return [each.grad for each in wanting]
+
+
+def _assert_alike(gradients: Callable[[str | None], list[Any]], schedules: Sequence[str]) -> None:
+    expected = gradients(None)
+    for schedule in schedules:
+        for step, (got, wanted) in enumerate(zip(gradients(schedule), expected, strict=True)):
+            assert_equal(got is not None, True, where=f"{schedule} step {step}: a gradient")
+            assert_same_tensor(got, wanted, where=f"{schedule} step {step}")
+
+
+SCHEDULES = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
+
+
 @requirement(
     "PIPE-118", "Every schedule MUST give the weights of its batches the gradients that a plain loop gives them."
 )
@@ -169,24 +196,30 @@ def test_schedules(pipeline: Any) -> None:
 
     def gradients(schedule: str | None) -> list[Any]:
         collection = collection_of(pipeline, configs, weights, is_weighted=True)
-        model = placed(pipeline, _Model(sharded_of(pipeline, collection, plan, "adagrad")))
-        optimizer = torch.optim.SGD([model.scale], lr=0.1)
-        kjts = [batch.kjt(pipeline) for batch in batches]
-        wanting, loader = [kjt.weights().requires_grad_() for kjt in kjts], iter(kjts)
-        driver = (
-            None if schedule is None else getattr(pipeline, schedule)(model, optimizer, torch.device(pipeline.device))
-        )
-        for kjt in kjts:
-            if driver is not None:
-                driver.progress(loader)
-                continue
-            optimizer.zero_grad()
-            model(placed(pipeline, kjt))[0].sum().backward()
-            optimizer.step()
-        return [each.grad for each in wanting]
+        tables = sharded_of(pipeline, collection, plan, "adagrad")
+        return _trained(pipeline, tables, batches, schedule, place_of(pipeline))
 
-    expected = gradients(None)
-    for schedule in ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist"):
-        for step, (got, wanted) in enumerate(zip(gradients(schedule), expected, strict=True)):
-            assert_equal(got is not None, True, where=f"{schedule} step {step}: a gradient")
-            assert_same_tensor(got, wanted, where=f"{schedule} step {step}")
+    _assert_alike(gradients, SCHEDULES)
+
+
+@requirement(
+    "PIPE-493",
+    "So MUST every schedule, the one that reads rows ahead among them, with key-value tables, also where the next "
+    "batch has as many ids: a batch's weights get their gradients from its own rows.",
+)
+def test_schedules_of_keys(pipeline: Any, kvstore: Any) -> None:
+    config = pipeline.EmbeddingBagConfig(12, 6, "t", feature_names=["f"])
+    weight = values_of((12, 6), 7)
+    bags = [[[step, step + 3], [], [(step + 5) % 12]] for step in range(5)]
+    scales = [[[1.0 + step, 0.5], [], [0.25]] for step in range(5)]
+    batches = [Jagged(["f"], [rows], [values]) for rows, values in zip(bags, scales, strict=True)]
+
+    def gradients(schedule: str | None) -> list[Any]:
+        store = kvstore.KVStore({"t": kvstore.RowLayout(6, optimizer="adagrad")}, optimizer_in_row=True, clock=int)
+        store.set("t", torch.arange(12), weight)
+        collection = collection_of(pipeline, [config], [weight], is_weighted=True)
+        plan = {"t": pipeline.key_value(store, kvstore.Buckets(4))}
+        tables = sharded_of(pipeline, collection, plan, "adagrad", device="cpu")
+        return _trained(pipeline, tables, batches, schedule, torch.device("cpu"))
+
+    _assert_alike(gradients, (*SCHEDULES, "PrefetchTrainPipelineSparseDist"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.pipeline.planted.planting import exchanges
 
 
@@ -41,3 +41,12 @@ def key_value_weights_weighed_again(original: Any, module: Any, bags: Any, grad:
     """The gradient of a weight at a key-value table is multiplied by the weight."""
     found: torch.Tensor = original(module, bags, grad) * bags.weights
     return found
+
+
+rows_of_the_next_batch = patched(
+    "Rows that were read ahead are taken by whoever looks up as many ids.",
+    mutated(
+        "fastimpl.pipeline.prefetch:PrefetchedRows.read", "ahead.ids is not ids", "ahead.ids.numel() != ids.numel()"
+    ),
+    kills="PIPE-493",
+)
