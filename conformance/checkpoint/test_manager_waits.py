@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import settings
 
+from conformance.checkpoint.cases import save
 from conformance.checkpoint.manager_machine import ManagerMachine
 from conformance.checkpoint.trainer import Trainer, load
 from conformance.harness import assert_equal, examples, raises, requirement, run_machine, succeeds
+from conformance.provers.faults import Interruption, each_moment, interrupted
+from twinproof.errors import MissingCheckpointError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -123,6 +129,112 @@ def test_saved_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: p
         gate.set()
     left = sorted(os.listdir(tmp_path / "run"))
     assert_equal(left, ["step-3", "step-6"], where="the newest and the one that was saved last")
+
+
+@requirement(
+    "CKPT-643",
+    "A checkpoint that somebody deletes while a load or retention looks at the folder, at any moment, MUST be none to "
+    "it: others MUST be found, and the steps that are there be told.",
+)
+@pytest.mark.parametrize("is_hf", [False, True])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_deleted_while_looked_at(checkpoint: Any, tmp_path: Path, is_hf: bool, is_whole: bool) -> None:
+    trainer = Trainer(1)
+    with trainer.manager(checkpoint, tmp_path / "made", interval=1) as manager:
+        for step in (1, 2):
+            trainer.step()
+            manager.save(step)
+    if is_hf:
+        shutil.rmtree(tmp_path / "made/step-1")
+        save(checkpoint, {"w": torch.ones(2)}, tmp_path / "made/step-1")
+
+    def delete(folder: Path) -> None:
+        shutil.rmtree(folder)
+        if not is_whole:
+            # Its files are gone, the folder is not yet.
+            folder.mkdir()
+
+    def once(nth: int, step: int) -> Interruption:
+        folder, late = tmp_path / f"{step}-{nth}", Trainer(2)
+        shutil.copytree(tmp_path / "made", folder)
+        with (
+            late.manager(checkpoint, folder, interval=1) as manager,
+            interrupted(folder, nth, lambda: delete(folder / "step-1")) as hook,
+        ):
+            if step == 7:
+                with raises(MissingCheckpointError, mentions=["got: 7", "2]"], where=f"none, moment {nth}"):
+                    load(manager, 7)
+            else:
+                with succeeds("a load", where=f"the newest, moment {nth}"):
+                    assert_equal(load(manager), True, where="loaded")
+                assert_equal(late.counter.step, 2, where=f"the newest, moment {nth}")
+        return hook
+
+    for step in (-1, 7):
+        each_moment(partial(once, step=step))
+
+
+class _AtItsLoad:
+    """A state that does something in the middle of a load: once the checkpoint is found, before it is read."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action, self.is_loading = action, False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_loading:
+            self.action()
+        return {"is_there": torch.tensor(1)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+
+@requirement(
+    "CKPT-644",
+    "A checkpoint that a load has found MUST stay until it is loaded, though retention may delete it meanwhile; after "
+    "the load retention MUST delete it.",
+)
+def test_loaded_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, begun, gate, looked = tmp_path / "run", threading.Event(), threading.Event(), threading.Semaphore(0)
+    remove, look, main = shutil.rmtree, os.listdir, threading.current_thread()
+
+    def slow(path: Any, *arguments: Any, **options: Any) -> None:
+        if "step-1.deleting" in os.fspath(path):
+            begun.set()
+            gate.wait(20)
+        remove(path, *arguments, **options)
+
+    def counted(path: Any = ".") -> list[str]:
+        found = look(path)
+        if path == folder and threading.current_thread() is not main:
+            looked.release()
+        return found
+
+    def retention_goes_on() -> None:
+        # It lists the folder twice for what it was asked for last: for checkpoints, and for what it has hidden.
+        gate.set()
+        seen = [looked.acquire(timeout=20) for _ in range(2)]
+        assert_equal((seen, "step-2" in look(folder)), ([True, True], True), where="what is being loaded")
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    trainer, state = Trainer(1), _AtItsLoad(retention_goes_on)
+    options = {"states": {**trainer.states, "hook": state}, "interval": 1, "keep_latest_k": 1}
+    try:
+        with trainer.manager(checkpoint, folder, **options) as manager:
+            for step in (1, 2):
+                trainer.step()
+                manager.save(step)
+            # The deletion of step 1 takes its time: that of step 2 is asked for behind it.
+            assert_equal(begun.wait(20), True, where="the deletion of step 1 has begun")
+            monkeypatch.setattr(os, "listdir", counted)
+            manager.save(3)
+            state.is_loading = True
+            with succeeds("a load", where="of what retention is about to delete"):
+                assert_equal(load(manager, 2), True, where="loaded")
+            assert_equal(trainer.counter.step, 2, where="the step that was loaded")
+    finally:
+        gate.set()
+    assert_equal(sorted(look(folder)), ["step-3"], where="after the load")
 
 
 @requirement(

@@ -7,6 +7,7 @@ rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _NEVER_AN_ANSWER = (
     pytest.skip.Exception,
     pytest.exit.Exception,
 )
+# pytest's folder of one test, in a message.
+_FOLDER_OF_A_TEST = re.compile(r"[^\s'\"(]*/pytest-of-[^/\s]+/pytest-\d+/[^/\s'\"):;,]+")
 
 
 @dataclass
@@ -99,7 +102,10 @@ class _Raises(AbstractContextManager[Raised]):
         return True
 
     def _absent(self, error: BaseException) -> list[str]:
-        return [text for text in self._mentions if text not in str(error)]
+        # The folder of a test has numbers and the test's name in it, which an error need not have meant.
+        message = str(error)
+        said = _FOLDER_OF_A_TEST.sub("", message)
+        return [text for text in self._mentions if text not in (message if "/" in text else said)]
 
 
 def raises(

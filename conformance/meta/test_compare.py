@@ -176,6 +176,15 @@ def test_raises_finds_the_error_that_matters() -> None:
     assert isinstance(caught.outer, CheckpointException)
 
 
+def test_raises_takes_no_folder_of_a_test_for_what_an_error_says() -> None:
+    folder = "/tmp/pytest-of-root/pytest-27/test_of_a_file0"
+    with raises(ValueError, mentions=("run/step-1", f"{folder}/run", "got: 3")):
+        raise ConfigError("gone", got=3, where=f"{folder}/run/step-1")
+    for mention in ("27", "file", "root"):
+        with pytest.raises(Mismatch, match=f"does not mention '{mention}'"), raises(ValueError, mentions=(mention,)):
+            raise ConfigError("gone", got=3, where=f"{folder}/run/step-1")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -108,17 +108,20 @@ def detect_format(path: StrPath) -> CheckpointFormat:
         raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
     if not place.is_dir():
         raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
-    found = formats_in(place)
+    return _one_of(formats_in(place), place)
+
+
+def _one_of(found: set[CheckpointFormat], folder: Path) -> CheckpointFormat:
     if len(found) != 1:
         raise FormatError(
             "a checkpoint has one format",
-            got="both" if found else f"neither in {sorted(os.listdir(place))[:5]}",
+            got="both" if found else f"neither in {sorted(os.listdir(folder))[:5]}",
             expected=f"{NATIVE_METADATA_NAME} (torch's), or {INDEX_NAME} or safetensors files (HF)",
-            where=place,
+            where=folder,
         )
     if CheckpointFormat.DCP in found:
         return CheckpointFormat.DCP
-    read_index(place)
+    read_index(folder)
     return CheckpointFormat.HF
 
 
@@ -746,6 +749,13 @@ class CheckpointManager:
         if not self.enable:
             return False
         self.maybe_wait_for_saving()
+        try:
+            return self._load(step)
+        finally:
+            if self._cleaner is not None:
+                self._cleaner.let_go()
+
+    def _load(self, step: int) -> bool:
         found = self._agreed(lambda: self._find(step))
         if found is None:
             logger.info("no checkpoint in %s, and no initial_load_path: a fresh start", self.policy.folder)
@@ -779,12 +789,14 @@ class CheckpointManager:
         """(path, format, model only) of what is to be loaded; None where there is nothing."""
         policy = self.policy
         complete = complete_steps(policy.folder)
+        chosen = max(complete, default=0) if step == -1 else step
+        if chosen in complete and self._cleaner is not None and not self._cleaner.hold(chosen):
+            del complete[chosen]
         if step != -1 and step not in complete:
             raise MissingCheckpointError(
                 "no complete checkpoint of this step", got=step, expected=sorted(complete), where=policy.folder
             )
         if complete:
-            chosen = max(complete) if step == -1 else step
             path, kind, model_only = policy.folder / f"step-{chosen}", complete[chosen], chosen == 0
         elif policy.initial_load_path is not None:
             path = policy.initial_load_path
@@ -890,7 +902,7 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
     """Step -> format of every complete checkpoint of a manager's folder.
 
     A ``step-N`` without metadata or index, or with files missing, is what another program left of a crash: it is no
-    checkpoint, and is logged.
+    checkpoint, and is logged. Nor is one that somebody deletes meanwhile.
 
     Raises:
         FormatError: a folder of both formats, or with a malformed index: what it holds is for a human to say.
@@ -903,12 +915,15 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
         if match is None or not (folder / name).is_dir():
             continue
         try:
-            if formats_in(folder / name):
-                found[int(match[1])] = detect_format(folder / name)
+            # Looked at once: what is deleted between two looks has no format any more, which would be an error.
+            if formats := formats_in(folder / name):
+                found[int(match[1])] = _one_of(formats, folder / name)
             else:
                 logger.warning("%s is no complete checkpoint: it has neither metadata nor index", folder / name)
         except CorruptionError as error:
             logger.warning("%s is no complete checkpoint: %s", folder / name, error)
+        except FileNotFoundError:
+            logger.info("%s was deleted while the checkpoints were looked at", folder / name)
     return found
 
 
@@ -918,7 +933,7 @@ class _Cleaner:
     A checkpoint is renamed before it is deleted, so that no half of it is ever taken for one. What could not be deleted
     is tried again after the next save. The one that was just saved is kept whatever its step: a run that went back to
     an earlier step finds later ones in its folder. So is one that is being saved, and may be seen at any moment: what
-    was asked for after an earlier save may only be done now.
+    was asked for after an earlier save may only be done now. One that is being loaded is kept until it has been.
 
     Attributes:
         saving_step: of the save that has begun; None when it has failed, or ``clean`` was asked for after it.
@@ -928,6 +943,9 @@ class _Cleaner:
         self.folder, self.keep = folder, keep
         self.saving_step: int | None = None
         self._saved_step: int | None = None
+        self._loading_step: int | None = None
+        # No checkpoint is hidden between the moment when a load finds it and the one from which on it is kept.
+        self._hiding = threading.Lock()
         self._asked: queue.Queue[bool] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
         self._thread.start()
@@ -940,6 +958,21 @@ class _Cleaner:
     def abandon(self) -> None:
         """The save that had begun has failed: what was kept for it alone may go."""
         self.saving_step = None
+        self._ask_again()
+
+    def hold(self, step: int) -> bool:
+        """Keep the checkpoint that is about to be loaded; False where it is gone already."""
+        with self._hiding:
+            self._loading_step = step
+            return (self.folder / f"step-{step}").is_dir()
+
+    def let_go(self) -> None:
+        """The load is over, on all ranks: what was kept for it alone may go."""
+        if self._loading_step is not None:
+            self._loading_step = None
+            self._ask_again()
+
+    def _ask_again(self) -> None:
         # Before the first save nobody knows which was saved last.
         if self._saved_step is not None:
             self._asked.put(True)
@@ -964,7 +997,9 @@ class _Cleaner:
             name = f"step-{step}"
             hidden = self.folder / f".{name}.deleting-{uuid.uuid4().hex[:12]}"
             try:
-                os.rename(self.folder / name, hidden)
+                with self._hiding:
+                    if step != self._loading_step:
+                        os.rename(self.folder / name, hidden)
             except OSError as error:
                 logger.warning("%s could not be deleted: %s", self.folder / name, error)
         for name in os.listdir(self.folder):

@@ -36,3 +36,29 @@ failures_told_for_ever = patched(
     ),
     kills="CKPT-629",
 )
+
+gone_is_an_error = patched(
+    "A checkpoint that goes between two looks is an error of whoever looks for another.",
+    mutated("twinproof.checkpoint.manager:complete_steps", "except FileNotFoundError", "except ZeroDivisionError"),
+    kills="CKPT-643",
+)
+
+deleted_while_loaded = patched(
+    "Retention deletes a checkpoint that is being loaded.",
+    mutated("twinproof.checkpoint.manager:_Cleaner._clean", "step != self._loading_step", "True"),
+    kills="CKPT-644",
+)
+
+kept_after_the_load = patched(
+    "What a load has kept from retention stays for ever.",
+    mutated("twinproof.checkpoint.manager:_Cleaner.let_go", "self._loading_step = None", "return"),
+    kills="CKPT-644",
+)
+
+looked_at_twice = patched(
+    "A checkpoint that goes between two looks at its format is one without a format, which is an error.",
+    mutated(
+        "twinproof.checkpoint.manager:complete_steps", "_one_of(formats, folder / name)", "detect_format(folder / name)"
+    ),
+    kills="CKPT-643",
+)
