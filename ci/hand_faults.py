@@ -2,7 +2,8 @@
 
 A patch applies with ``git apply`` in the root of the tree; what stands before its first ``diff --git`` says what is
 wrong. The tests that run a changed line are asked first, the fastest first, then the rest of the component's suite, so
-that a survivor has passed all of it. ``verdicts.txt`` in the folder gets a line for each fault; a fault that stands
+that a survivor has passed all of it. A patch of the C++ sources is compiled first, and the kernels' tests are asked
+before the suite. ``verdicts.txt`` in the folder gets a line for each fault; a fault that stands
 there is not judged again.
 """
 
@@ -59,9 +60,16 @@ def tests_for(patch: str, coverage: TestsOfLines) -> list[str]:
 
 
 def judge_folder(
-    folder: Path, tree: Path, coverage: TestsOfLines, killer: Callable[[Sequence[str], float], str]
+    folder: Path, tree: Path, coverage: TestsOfLines, killer: Callable[[set[str], Sequence[str], float], str]
 ) -> int:
-    """Judge each ``*.patch`` of a folder that has no verdict yet; ``killer(tests, limit_s)`` names who fails, or "".
+    """Judge each ``*.patch`` of a folder that has no verdict yet.
+
+    Args:
+        folder: of patches; the verdicts are written there.
+        tree: what they are applied to.
+        coverage: which tests are asked first.
+        killer: called with the files that are changed, tests and a limit in seconds; it names the test that fails, or
+            gives "" where none does.
 
     Returns:
         How many of the folder's faults the suite does not kill.
@@ -77,10 +85,11 @@ def judge_folder(
     for path in patches:
         if path.name in verdicts:
             continue
-        tests = tests_for(path.read_text(encoding="utf-8"), coverage)
+        patch = path.read_text(encoding="utf-8")
+        tests, files = tests_for(patch, coverage), {file for file, _ in changed_lines(patch)}
         _apply(path, tree)
         try:
-            by = killer(tests, _STARTING_S + _FACTOR * sum(coverage.seconds.values()))
+            by = killer(files, tests, _STARTING_S + _FACTOR * sum(coverage.seconds.values()))
         finally:
             _apply(path, tree, "--reverse")
         verdicts[path.name] = f"killed by {by}" if by else f"survived {len(tests)} tests"

@@ -415,13 +415,18 @@ def copy_tree() -> Path:
         if not path.exists() or path.read_bytes() != source.read_bytes():
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, path)
+    use_installed_library(tree)
+    return tree
+
+
+def use_installed_library(tree: Path) -> None:
+    """Let the copy of the tree run on the library that ci/setup has installed."""
     words = [sys.executable, "-P", "-W", "ignore", "-c", "import fastimpl.ops as o; print(o.library_path() or '')"]
     library = subprocess.run(words, cwd=STATE, env=_plain(), capture_output=True, text=True, check=True).stdout.split()
     if not library:
         raise SystemExit("mutate: ci/setup has installed no library")
     for name in ("libfastimpl_ops.so", "build_info.json"):
         shutil.copy2(Path(library[-1]).parent / name, tree / "fastimpl" / name)
-    return tree
 
 
 def judge(mutant: Mutant, tree: Path, coverage: Coverage) -> Verdict | None:
@@ -588,10 +593,30 @@ def run_faults(folder: Path, component: str) -> int:
     tree = copy_tree()
     coverage = read_map(component, tree) or make_map(component, tree)
 
-    def killer_of(tests: Sequence[str], limit_s: float) -> str:
-        return killer(run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *tests], limit_s=limit_s))
+    def killer_of(files: set[str], tests: Sequence[str], limit_s: float) -> str:
+        is_native = any(file.startswith("fastimpl/csrc/") for file in files)
+        if is_native and (by := _killer_of_kernels(tree)):
+            return by
+        try:
+            return killer(run_in(tree, [sys.executable, "-m", "pytest", *_PYTEST, "-x", *tests], limit_s=limit_s))
+        finally:
+            if is_native:
+                use_installed_library(tree)
 
     return 0 if judge_folder(folder, tree, coverage, killer_of) == 0 else 1
+
+
+def _killer_of_kernels(tree: Path) -> str:
+    """Build the kernels' tests and the library that the suite is to use; which of those tests fails, or ""."""
+    for sources, folder, options in (
+        ("fastimpl/csrc/tests", STATE / "kernels", []),
+        ("fastimpl/csrc", STATE / "library", _options()),
+    ):
+        if not build_in(tree, sources, folder, *options):
+            raise SystemExit(f"mutate: {sources} does not compile with this fault")
+    use_library(tree)
+    by = killer(run_in(tree, [str(STATE / "kernels" / "kernel_tests")], limit_s=900))
+    return by and f"kernel_tests: {by}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -172,8 +172,8 @@ def test_a_folder_of_faults_is_judged_once(by_hand: Any, tmp_path: Path) -> None
     (folder / "2.patch").write_text(_PATCH.replace("n += 1", "n += 2"))
     seen: list[str] = []
 
-    def killer(tests: Sequence[str], limit_s: float) -> str:
-        assert [*tests] == ["near"]
+    def killer(files: set[str], tests: Sequence[str], limit_s: float) -> str:
+        assert (files, [*tests]) == ({"toy.py"}, ["near"])
         assert limit_s > 1.0
         seen.append((tree / "toy.py").read_text())
         return "near" if "n += 1" in seen[-1] else ""
