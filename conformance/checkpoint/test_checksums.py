@@ -191,6 +191,38 @@ def test_flipped_bits_are_named(checkpoint: Any, tmp_path: Path, kind: str) -> N
         load(checkpoint, targets, tmp_path / "ck", verify_checksums=True, cast=kind == "cast")
 
 
+def _targets_of(stored: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Places for a matrix: dtypes of every width, its own among them, other strides, and a view that negates."""
+    shape = tuple(stored.shape)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16, torch.int32, torch.complex64)
+    return {
+        **{f"{dtype}": torch.zeros(shape, dtype=dtype) for dtype in dtypes},
+        **{f"{dtype} turned": torch.zeros(shape[::-1], dtype=dtype).t() for dtype in dtypes},
+        "columns": torch.zeros(shape[0], 2 * shape[1])[:, ::2],
+        "negated": torch.zeros(shape, dtype=torch.complex64).conj().imag,
+    }
+
+
+@requirement(
+    "CKPT-645",
+    "A load that compares MUST give what one gives that does not, and name nothing, whatever dtype, strides or view "
+    "its targets have.",
+)
+def test_compared_whatever_the_targets(checkpoint: Any, tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int32):
+        whole = torch.arange(35).reshape(5, 7).to(dtype)
+        names = list(_targets_of(whole))
+        save(checkpoint, dict.fromkeys(names, whole), tmp_path / f"{dtype}", checksums=True)
+        compared, expected = _targets_of(whole), _targets_of(whole)
+        load(checkpoint, expected, tmp_path / f"{dtype}", cast=True)
+        with succeeds("a load that compares", where=f"of {dtype}"):
+            reader = load(checkpoint, compared, tmp_path / f"{dtype}", cast=True, verify_checksums=True)
+        assert_equal(reader.unverified, (), where=f"{dtype}: what was not compared")
+        assert_same_tensors(compared, expected, where=f"of {dtype}")
+        for name, target in expected.items():
+            assert_equal(bool((target == torch.arange(35).reshape(5, 7)).all()), True, where=f"{dtype} into {name}")
+
+
 @requirement(
     "CKPT-524",
     "A checkpoint without checksums MUST verify as its structure alone, and verify_checksums MUST then refuse to load; "

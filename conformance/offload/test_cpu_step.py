@@ -295,6 +295,31 @@ def test_every_option(offload: Any, kind: str, in_group: bool) -> None:
 
 
 @requirement(
+    "OPT-421",
+    "Groups of one chunk that differ in one option MUST each be stepped on the CPU with their own.",
+)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_groups_of_one_chunk(offload: Any, kind: str) -> None:
+    refused = ("capturable", "differentiable", "fused")
+    for name, value in sorted(_OTHER.items()):
+        if name in refused or name not in inspect.signature(getattr(torch.optim, kind)).parameters:
+            continue
+        groups = [([0, 2], {name: value}), ([1, 3], {}), ([4], {name: value})]
+        options = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.9, 0.6)}
+        params = [values(shape, seed) for seed, shape in enumerate(((3, 5), (7,), (64,), (8, 8), (5,)))]
+        place = Place(torch.device("cpu"), None)
+        attached = partial(Twins, offload, place, kind, params, groups=groups, options=options)
+        twins = attached(step_device="cpu", chunk_bytes=1 << 20)
+        with succeeds("three steps", where=f"{name}={value} in two of three groups"):
+            for _ in range(3):
+                twins.step()
+        for i, (param, plain) in enumerate(zip(twins.params, twins.plain_params, strict=True)):
+            error = float((param.detach() - plain.detach()).abs().max())
+            assert_le(error, 1e-5, where=f"{name}={value}, parameter {i}: distance from torch's step")
+        twins.offloader.close()
+
+
+@requirement(
     "OPT-299",
     "States that a user binds in another memory format than the parameter's MUST be stepped with the formula's bits.",
 )

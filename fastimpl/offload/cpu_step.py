@@ -169,7 +169,7 @@ class HostStep:
                     self.plan.masters.took(update.bundle.param)
 
     def _update(self, work: _Work, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The arithmetic of one chunk: one call for all parameters that share hyperparameters and dtypes."""
+        """The arithmetic of one chunk: one call for all parameters that share hyperparameters, states and dtypes."""
         optimizer, memory = self.plan.optimizer, work.chunk.memory
         calls: dict[Any, tuple[AdamHyper, list[tuple[torch.Tensor | None, ...]]]] = {}
         for update, (grad, weight) in zip(work.updates, pairs, strict=True):
@@ -183,10 +183,11 @@ class HostStep:
             master = local_of(bundle.param.detach()) if update.has_master else weight
             rounded = weight if update.has_master else None
             hyper = update.advance(optimizer)
+            first, second, largest = update.states(optimizer)
             # By identity, which is cheap: equal ones that are not the same only make another call.
-            key = (id(hyper), grad.dtype, None if rounded is None else rounded.dtype)
+            key = (id(hyper), grad.dtype, largest is None, None if rounded is None else rounded.dtype)
             _, rows = calls.setdefault(key, (hyper, []))
-            rows.append((grad, master, *update.states(optimizer), rounded))
+            rows.append((grad, master, first, second, largest, rounded))
         for hyper, rows in calls.values():
             _step_rows(hyper, rows)
 

@@ -171,3 +171,9 @@ options_of_the_first_group = patched(
     mutated("twinproof.offload.driver:Update.states", 'self.group["amsgrad"]', 'optimizer.param_groups[0]["amsgrad"]'),
     kills="OPT-388",
 )
+
+largest_squares_of_some = patched(
+    "One call steps parameters of one chunk with and without largest squares, where their other options are equal.",
+    mutated("fastimpl.offload.cpu_step:HostStep._update", "largest is None, ", ""),
+    kills="OPT-421",
+)
