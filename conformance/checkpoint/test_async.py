@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard
 
@@ -28,6 +33,7 @@ from conformance.harness import (
     assert_equal,
     raises,
     requirement,
+    succeeds,
 )
 from twinproof.errors import ConfigError, TwinproofError
 
@@ -105,21 +111,15 @@ def test_complete_at_result(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
     assert_folder(tmp_path / "ck", files, _expected())
 
 
-def _save_cached(rank: Rank, path: str) -> None:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import SavePlanner
+@contextmanager
+def _caching() -> Iterator[type[DefaultSavePlanner]]:
+    """A planner that caches plans, of a class of its own, so that nothing is shared with other tests."""
 
     class CachingPlanner(DefaultSavePlanner):
-        """A class of its own, so that nothing is shared with other tests."""
+        pass
 
     try:
-        for step, mapping in enumerate(({"w": 1, "n": 1}, {"w": 2, "n": 1}, {"w": 1, "n": 2})):
-            value = random_bits(torch.float32, [9, 8], step)
-            state: dict[str, Any] = {"w": sharded(value, mesh_of(rank), [Shard(1)]), "n": torch.full((3,), float(step))}
-            planner = CachingPlanner(enable_plan_caching=True)
-            save_ranks(
-                rank, state, Path(f"{path}-{step}"), planner=planner, fqn_to_index_mapping=mapping, block_bytes=64
-            )
+        yield CachingPlanner
     finally:
         for table in (
             SavePlanner._cached_save_plan,
@@ -129,6 +129,17 @@ def _save_cached(rank: Rank, path: str) -> None:
             SavePlanner._cached_final_save_plan,
         ):
             table.pop("CachingPlanner", None)
+
+
+def _save_cached(rank: Rank, path: str) -> None:
+    with _caching() as planner_class:
+        for step, mapping in enumerate(({"w": 1, "n": 1}, {"w": 2, "n": 1}, {"w": 1, "n": 2})):
+            value = random_bits(torch.float32, [9, 8], step)
+            state: dict[str, Any] = {"w": sharded(value, mesh_of(rank), [Shard(1)]), "n": torch.full((3,), float(step))}
+            planner = planner_class(enable_plan_caching=True)
+            save_ranks(
+                rank, state, Path(f"{path}-{step}"), planner=planner, fqn_to_index_mapping=mapping, block_bytes=64
+            )
 
 
 @requirement(
@@ -141,6 +152,39 @@ def test_plan_caching(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     for step, files in enumerate(({FILE: ["w", "n"]}, {two[0]: ["n"], two[1]: ["w"]}, {two[0]: ["w"], two[1]: ["n"]})):
         state = {"w": random_bits(torch.float32, [9, 8], step), "n": torch.full((3,), float(step))}
         assert_folder(tmp_path / f"ck-{step}", files, state)
+
+
+def _replicas(step: int) -> dict[str, torch.Tensor]:
+    """Tensors that all ranks hold: of some blocks, of less than one, and of none."""
+    sizes = {"r0": [40, 8], "r1": [64, 8], "r2": [40, 8], "small": [3], "scalar": []}
+    return {name: random_bits(torch.float32, size, 10 * step + i) for i, (name, size) in enumerate(sizes.items())}
+
+
+def _save_replicas(rank: Rank, path: str, block_bytes: int, keep_lowest: bool) -> None:
+    checkpoint = rank.component("checkpoint")
+    with _caching() as planner_class, checkpoint.HuggingFaceStorageWriter(path, block_bytes=block_bytes) as writer:
+        for step in range(4):
+            w = random_bits(torch.float32, [9, 8], step)
+            state: dict[str, Any] = {"w": sharded(w, mesh_of(rank), [Shard(0)]), **_replicas(step)}
+            # The third save asks a planner that caches nothing, the one behind it the cache of the first.
+            planner = planner_class(dedup_save_to_lowest_rank=keep_lowest, enable_plan_caching=step != 2)
+            with succeeds("a save", where=f"save {step} of one writer, blocks of {block_bytes} bytes"):
+                dcp.save(state, checkpoint_id=f"{path}-{step}", storage_writer=writer, planner=planner)
+
+
+@requirement(
+    "CKPT-646",
+    "A writer that saves several times with plans from a cache MUST save each as it is, replicas that several ranks "
+    "write among them.",
+)
+@pytest.mark.parametrize("keep_lowest", [False, True])
+def test_replicas_with_plan_caching(checkpoint: Any, rank_pool: Any, tmp_path: Path, keep_lowest: bool) -> None:
+    for block_bytes in (64, 4 << 20):
+        path = tmp_path / f"{block_bytes}"
+        rank_pool.run(_save_replicas, 2, str(path), block_bytes, keep_lowest)
+        for step in range(4):
+            state = {"w": random_bits(torch.float32, [9, 8], step), **_replicas(step)}
+            assert_folder(Path(f"{path}-{step}"), {FILE: list(state)}, state)
 
 
 def _wrong_worlds(rank: Rank, path: str) -> None:

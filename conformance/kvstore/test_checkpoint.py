@@ -468,6 +468,36 @@ def test_some_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
         assert_equal([name for name in os.listdir(path) if name.startswith(".")], [], where=f"left in {path}")
 
 
+def module_states_in_groups(rank: Any) -> dict[str, Any]:
+    """Where each rank's rows lie in the state dicts of its modules, of two ranks of three and of the third."""
+    kvstore = rank.component("kvstore")
+    groups = [(dist.new_group(ranks), ranks) for ranks in ([2, 0], [1])]
+    ((group, ranks),) = [found for found in groups if rank.rank in found[1]]
+    place, world_size = dist.get_rank(group), len(ranks)
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"))
+    keys = [key for key in range(40) if key % 4 * world_size // 4 == place]
+    store.set("t", ids_of(keys), weights_of(store, 40, 1)[keys])
+    found: dict[str, Any] = {}
+    for kind in ("KVEmbeddingBag", "KVEmbedding"):
+        module = getattr(kvstore, kind)(store, buckets=kvstore.Buckets(4), process_group=group)
+        # The ranks of one group ask once more than those of the other, which must not matter to anybody.
+        for _ in range(world_size):
+            state = module.state_dict()
+        found[kind] = (len(keys), state["weight"].global_row_count, state["weight"].row_offset)
+    return found
+
+
+@requirement(
+    "KV-331",
+    "Modules of rows MUST exchange their state dicts within their group alone, and MUST place their rows in it.",
+)
+def test_modules_of_some_ranks(kvstore: Any, rank_pool: Any) -> None:
+    with succeeds("three ranks", where="state dicts of modules"):
+        found = rank_pool.run(module_states_in_groups, 3, timeout_s=20)
+    for rank, expected in enumerate([(20, 40, 0), (40, 40, 0), (20, 40, 20)]):
+        assert_equal(found[rank], dict.fromkeys(("KVEmbeddingBag", "KVEmbedding"), expected), where=f"rank {rank}")
+
+
 class _Unsendable(Exception):
     """Holds what no other process can have."""
 

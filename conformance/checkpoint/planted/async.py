@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="CKPT-094", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.arranged")
@@ -42,3 +42,14 @@ def second_save_ignored(original: Any, staging: Any) -> None:
         staging.discard()
         return
     original(staging)
+
+
+announced_by_the_last_save = patched(
+    "A save whose plans come from a cache goes by the replicas that were announced to the save before.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan",
+        "if usable else ()",
+        "if usable else self._announced",
+    ),
+    kills="CKPT-646",
+)

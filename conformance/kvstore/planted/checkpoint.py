@@ -186,3 +186,13 @@ chunks_looked_at_alone = patched(
     mutated("twinproof.kvstore.statedict:state_dict", 'check_int(chunk_rows, "chunk_rows", 1)', "pass"),
     kills="KV-254",
 )
+
+module_states_of_all_ranks = patched(
+    "A module's state dict is exchanged by all ranks, whatever its group.",
+    mutated(
+        "twinproof.kvstore.modules:_StoreRows._save_to_state_dict",
+        "buckets=self.buckets, process_group=self.process_group",
+        "buckets=self.buckets",
+    ),
+    kills="KV-331",
+)
