@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -466,6 +466,48 @@ def test_some_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
         kvstore.load(again, path)
         assert_contents(again, contents(store), where=f"saved by {world_size}")
         assert_equal([name for name in os.listdir(path) if name.startswith(".")], [], where=f"left in {path}")
+
+
+@requirement(
+    "KV-332",
+    "A load MUST convert weights and each state from their own dtype to that of the table, for every two dtypes of one "
+    "width or of others, from rows, from values saved apart and from state dicts.",
+)
+def test_every_conversion(kvstore: Any, tmp_path: Path) -> None:
+    dtypes, ids = (torch.float32, torch.float16, torch.bfloat16), ids_of([7, 1, 4])
+    layouts = [
+        kvstore.RowLayout(4, weight, optimizer="adam", state_dtypes={"momentum1": first, "momentum2": second})
+        for weight, first, second in [*zip(dtypes, dtypes, dtypes, strict=True), *permutations(dtypes)]
+    ]
+    for number, source in enumerate(layouts):
+        store = store_of(kvstore, source)
+        values = {name: torch.rand(3, 4, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(_PARTS)}
+        store.set("t", ids, values["weight"].to(source.weight_dtype))
+        for name in _PARTS[1:]:
+            store.set_state("t", name, ids, values[name].to(source.state_dtypes[name]))
+        stored = _parts_of(store, ids)
+        for form in ("rows", "separate"):
+            save(kvstore, store, tmp_path / f"{number} {form}", form=form)
+        for target in layouts:
+            expected = {
+                name: stored[name].to(torch.float32).to(dtype)
+                for name, dtype in zip(_PARTS, (target.weight_dtype, *target.state_dtypes.values()), strict=True)
+            }
+            for form in ("rows", "separate", "state dict"):
+                again = store_of(kvstore, target)
+                if form == "state dict":
+                    again.load_state_dict(store.state_dict())
+                else:
+                    kvstore.load(again, tmp_path / f"{number} {form}")
+                for name, value in _parts_of(again, ids).items():
+                    assert_bits(value, expected[name], where=f"{name} of {source} as {target}, by {form}")
+
+
+_PARTS = ("weight", "momentum1", "momentum2")
+
+
+def _parts_of(store: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"weight": store.get("t", ids), **{name: store.get_state("t", name, ids) for name in _PARTS[1:]}}
 
 
 def module_states_in_groups(rank: Any) -> dict[str, Any]:

@@ -196,3 +196,13 @@ module_states_of_all_ranks = patched(
     ),
     kills="KV-331",
 )
+
+same_places_same_dtypes = patched(
+    "Rows whose values lie in the same places are taken for rows of the same dtypes.",
+    mutated(
+        "twinproof.kvstore.rows:convert_rows",
+        "if source == target",
+        "if source.weight_dtype == target.weight_dtype and source.value_ranges == target.value_ranges",
+    ),
+    kills="KV-332",
+)
