@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -563,3 +564,37 @@ def test_deltas_without_a_save(kvstore: Any, tmp_path: Path) -> None:
                     kvstore.load(other, tmp_path / name)
             found = other.get_rows("a", ids_of([1, 60]))
             assert_same_bytes(found.numpy().tobytes(), store.get_rows("a", ids_of([1, 60])).numpy().tobytes())
+
+
+@requirement(
+    "KV-333",
+    "The mark that a save reports MUST be that of the moment it saves: what another thread writes from then on, "
+    "however early, MUST be in the next delta.",
+)
+def test_written_behind_the_moment(kvstore: Any, tmp_path: Path) -> None:
+    class WrittenBehind(kvstore.KVStore):  # type: ignore[misc,name-defined]
+        """A store that somebody else writes to as soon as a save has its moment."""
+
+        behind: Any = None
+
+        def snapshot(self) -> Any:
+            made = super().snapshot()
+            if self.behind is not None:
+                self.behind()
+            return made
+
+    def written(number: int) -> None:
+        store.set("t", ids_of([number, 50 + number]), weights_of(store, 2, number))
+        store.delete("t", ids_of([number - 1]))
+
+    layouts = {"t": kvstore.RowLayout(4, optimizer="adam")}
+    store = WrittenBehind(layouts, optimizer_in_row=True, track_changes=True, clock=lambda: 7)
+    store.set("t", ids_of([0, 9]), weights_of(store, 2, 1))
+    again, marks = kvstore.KVStore(layouts, optimizer_in_row=True, track_changes=True, clock=lambda: 7), [None]
+    for number in range(1, 4):
+        expected = contents(store)
+        store.behind = partial(written, number)
+        marks.append(save(kvstore, store, tmp_path / f"{number}", since=marks[-1]).mark)
+        store.behind = None
+        kvstore.load(again, tmp_path / f"{number}")
+        assert_contents(again, expected, where=f"after save {number}")

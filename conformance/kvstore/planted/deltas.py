@@ -178,3 +178,9 @@ named_without_a_base = patched(
     mutated("twinproof.kvstore.deltas:named", "if since is None or bases[table]:", "if True:"),
     kills="KV-314",
 )
+
+mark_of_later_on = patched(
+    "A save reports the store's mark of later on, and not its snapshot's.",
+    mutated("twinproof.kvstore.disk:StoreFiles.save", "source.mark()", "store.mark()"),
+    kills="KV-333",
+)
