@@ -56,6 +56,7 @@ OPTIMIZERS = {
         OptimizerKind("lamb", 6, "LAMB", (StateKind("momentum1"), StateKind("momentum2"))),
     )
 }
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 # Steps are counted in tensors, too.
 STEP_MAX = 2**63 - 1
 FUSED_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "none")
@@ -66,7 +67,8 @@ class Hyper:
     """Hyperparameters of one step: ``step`` counts from 1.
 
     Raises:
-        ConfigError: a value that is not finite, a beta outside [0, 1), a step below 1 or above ``STEP_MAX``.
+        ConfigError: a value that float32, in which steps are computed, does not hold as a finite one, a negative eps,
+            a beta outside [0, 1), a step below 1 or above ``STEP_MAX``.
     """
 
     lr: float
@@ -79,9 +81,12 @@ class Hyper:
         for name in ("lr", "eps", "beta1", "beta2"):
             if type(getattr(self, name)) is not float:
                 object.__setattr__(self, name, check_number(getattr(self, name), name))
-        if not (math.isfinite(self.lr) and math.isfinite(self.eps)) or self.eps < 0:
+        if not (abs(self.lr) <= FLOAT32_MAX and 0 <= self.eps <= FLOAT32_MAX):
             raise ConfigError(
-                "not a learning rate or eps", got=(self.lr, self.eps), expected="finite, eps >= 0", where="lr, eps"
+                "not a learning rate or eps",
+                got=(self.lr, self.eps),
+                expected="finite in float32, eps >= 0",
+                where="lr, eps",
             )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ConfigError("not betas", got=(self.beta1, self.beta2), expected="0 <= beta < 1", where="betas")

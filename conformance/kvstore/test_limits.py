@@ -25,6 +25,7 @@ from conformance.kvstore.cases import (
     random_rows,
     save,
     store_of,
+    weights_of,
 )
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError
 
@@ -252,3 +253,33 @@ def test_limits_of_options(kvstore: Any) -> None:
     for wrong in (0, -1, 1.0, True):
         with raises(ConfigError, mentions=(f"got: {wrong!r}", "rows >= 1")):
             store.start_eviction("t", slice_rows=wrong)
+
+
+LARGEST = torch.finfo(torch.float32).max
+HYPER: dict[str, tuple[list[Any], list[Any]]] = {
+    "lr": ([0.0, -0.5, 1, LARGEST, -LARGEST], [2 * LARGEST, -2 * LARGEST, 1e300, math.inf, -math.inf, math.nan]),
+    "eps": ([0, 1e-300, LARGEST], [-1e-300, 2 * LARGEST, math.inf, math.nan]),
+    "beta1": ([0.0, 1 - 2**-20], [1.0, 1, -1e-9, math.nan, math.inf]),
+    "beta2": ([0.0, 1 - 2**-20], [1.0, 1, -1e-9, math.nan, math.inf]),
+    "step": ([1, 2**63 - 1], [0, -1, 2**63, 1.0, True]),
+}
+
+
+@requirement(
+    "KV-334",
+    "A step MUST take every hyperparameter of its range, both ends among them, and refuse by name, changing nothing, "
+    "the next ones beyond, and what float32 does not hold.",
+)
+def test_limits_of_steps(kvstore: Any) -> None:
+    store, ids = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")), ids_of([3, 1])
+    store.set("t", ids, weights_of(store, 2, 1))
+    usual = {"lr": 0.1, "step": 1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99}
+    for name, (taken, refused) in HYPER.items():
+        for value in taken:
+            with succeeds("a step", where=f"{name}={value!r}"):
+                store.apply_gradients("t", ids, torch.zeros(2, 4), **{**usual, name: value})
+        before = contents(store), store.step_count("t")
+        for value in refused:
+            with raises(ConfigError, mentions=(name.rstrip("12"), f"{value!r}"), where=f"{name}={value!r}"):
+                store.apply_gradients("t", ids, torch.ones(2, 4), **{**usual, name: value})
+        assert_equal((contents(store), store.step_count("t")), before, where=f"after what {name} may not be")

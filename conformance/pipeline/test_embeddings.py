@@ -118,5 +118,6 @@ def test_refusals(pipeline: Any) -> None:
             pipeline.ShardedEmbeddingBagCollection(collection, plan)
     with raises(ConfigError):
         pipeline.FusedOptimizer("madgrad")
-    with raises(ConfigError):
-        pipeline.FusedOptimizer("sgd", lr=float("nan"))
+    for lr in (float("nan"), float("inf"), 1e39):
+        with raises(ConfigError, mentions=("lr", f"{lr}"), where=f"lr={lr}"):
+            pipeline.FusedOptimizer("sgd", lr=lr)

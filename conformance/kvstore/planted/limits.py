@@ -77,3 +77,9 @@ negative_seeds_end_early = patched(
     mutated("twinproof.kvstore.options:StoreOptions._check", "-(2**63)", "-(2**62)"),
     kills="KV-233",
 )
+
+infinite_in_float32 = patched(
+    "A learning rate that float32 does not hold is an infinite one.",
+    mutated("twinproof.optimizers:Hyper.__post_init__", "abs(self.lr) <= FLOAT32_MAX", "math.isfinite(self.lr)"),
+    kills="KV-334",
+)
