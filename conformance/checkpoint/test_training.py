@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from conformance.checkpoint.cases import mesh_of, save
 from conformance.checkpoint.trainer import Trainer, alone, load
@@ -337,3 +339,65 @@ def test_one_state_fails(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> Non
     ways = [f"{way}, {flag}" for flag in ("is_lost", "is_full") for way in ("load", "load_training")]
     assert_equal(others, [f"{way}: DistributedError" for way in ways], where="the other rank")
     assert_equal(own, [f"{way}: LookupError" for way in ways], where="the rank that fails")
+
+
+class _Remembers(torch.nn.Linear):
+    """A module with a state that is no parameter and no buffer."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__(3, 3)
+        self.seen = seen
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def _plain(state: Any) -> Any:
+    return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, state)
+
+
+EXTRA_STATES: dict[str, tuple[Any, Any]] = {
+    "a number": (7, 0),
+    "text": ("trained", "new"),
+    "a tensor": (torch.arange(3.0), torch.zeros(3)),
+    "a dictionary": ({"count": 7, "mean": torch.ones(2)}, {"count": 0, "mean": torch.zeros(2)}),
+    "a list": ([1, torch.ones(2)], [0, torch.zeros(2)]),
+}
+
+
+@requirement(
+    "CKPT-647",
+    "Loads of training checkpoints MUST give modules the extra state that was saved, whatever it is: numbers, text and "
+    "tensors, also inside of dictionaries and lists.",
+)
+@pytest.mark.parametrize("kind", EXTRA_STATES)
+def test_extra_states(checkpoint: Any, tmp_path: Path, kind: str) -> None:
+    saved, other = EXTRA_STATES[kind]
+
+    def made(seen: Any) -> tuple[Any, Any]:
+        # Each module has its own: a load may write into what is there.
+        model = torch.nn.Sequential(_Remembers(deepcopy(seen)), _Remembers(deepcopy(other)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def manager(model: Any, optimizer: Any) -> Any:
+        options = {"model": model, "optimizers": optimizer, "interval": 1, "durable": False}
+        return checkpoint.CheckpointManager(tmp_path / "run", **options)
+
+    model, optimizer = made(saved)
+    with alone():
+        checkpoint.save_training(tmp_path / "step-1", model, optimizer, 1, durable=False)
+        with manager(model, optimizer) as saver:
+            saver.save(1)
+    for way in ("load_training", "load"):
+        again, its = made(other)
+        with succeeds("a load", where=way), alone():
+            if way == "load_training":
+                checkpoint.load_training(tmp_path / "step-1", again, its)
+            else:
+                with manager(again, its) as loader:
+                    loader.load()
+        for part, expected in zip(again, (saved, other), strict=True):
+            assert_equal(_plain(part.seen), _plain(expected), where=f"{way}: {kind}")
