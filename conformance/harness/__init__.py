@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from conformance.harness.derived import assert_within_derived
     from conformance.harness.flags import assert_flags_are_no_text
     from conformance.harness.mutants import mutated
+    from conformance.harness.pairs import pairs_of
     from conformance.harness.planted import PlantedBug, fault, patched, swap, wrap
     from conformance.harness.profiles import examples, run_machine
     from conformance.harness.raising import Raised, assert_refused, raises, succeeds
@@ -48,6 +49,7 @@ __all__ = [
     "examples",
     "fault",
     "mutated",
+    "pairs_of",
     "patched",
     "raises",
     "requirement",
@@ -69,6 +71,7 @@ _HOMES = {
     "derived": ("assert_within_derived",),
     "flags": ("assert_flags_are_no_text",),
     "mutants": ("mutated",),
+    "pairs": ("pairs_of",),
     "planted": ("PlantedBug", "fault", "patched", "swap", "wrap"),
     "profiles": ("examples", "run_machine"),
     "raising": ("Raised", "assert_refused", "raises", "succeeds"),
