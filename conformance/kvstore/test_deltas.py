@@ -572,7 +572,7 @@ def test_deltas_without_a_save(kvstore: Any, tmp_path: Path) -> None:
     "however early, MUST be in the next delta.",
 )
 def test_written_behind_the_moment(kvstore: Any, tmp_path: Path) -> None:
-    class WrittenBehind(kvstore.KVStore):  # type: ignore[misc,name-defined]
+    class WrittenBehind(kvstore.KVStore):  # type: ignore[misc]
         """A store that somebody else writes to as soon as a save has its moment."""
 
         behind: Any = None
