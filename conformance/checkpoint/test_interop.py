@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from conformance.checkpoint.cases import (
     PT,
     assert_folder,
     assert_loads,
+    load,
     mesh_of,
     oracle,
     random_bits,
@@ -168,6 +170,33 @@ def test_consolidate_final(checkpoint: Any, tmp_path: Path) -> None:
     (tmp_path / "ck" / "model-00002-of-00002.safetensors").unlink()
     with raises(TwinproofError, mentions=("model-00002-of-00002.safetensors",)):
         checkpoint.consolidate_safetensors_files(tmp_path / "ck", tmp_path / "ck", {"a": 1, "b": 2})
+
+
+@requirement(
+    "CKPT-653",
+    "A folder MUST be the same under every name, relative, through a link or with dots in it: a final one that is "
+    "consolidated into itself stays as it is, and each name loads what another saved.",
+)
+def test_names_of_a_folder(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    names = [f"{tmp_path}/real/ck", "real/ck", "real/../real/ck/", "./link/ck", f"{tmp_path}/link/ck", Path("link/ck")]
+    for number, name in enumerate(names):
+        state = {key: torch.full((4,), 10.0 * number + i) for i, key in enumerate("abc")}
+        save(checkpoint, state, name, max_shard_size=16)
+        folder = tmp_path / "real/ck"
+        before = {path.name: (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()}
+        for other in names:
+            where = f"saved as {name}, named as {other}"
+            targets = {key: torch.zeros(4) for key in state}
+            load(checkpoint, targets, other)
+            assert_same_tensors(targets, state, where=where)
+            checkpoint.consolidate_safetensors_files(name, other)
+            after = {path.name: (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()}
+            assert_equal(after == before, True, where=where)
+    assert_equal((tmp_path / "link").is_symlink(), True, where="the link")
+    assert_equal(sorted(os.listdir(tmp_path)), ["link", "real"], where="what is beside it")
 
 
 @requirement(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import broken_taken_as_empty
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 
 
 @fault(kills="CKPT-087", at="twinproof.checkpoint.plan:local_path")
@@ -71,4 +71,14 @@ reference_trusts_final_folders = patched(
     wrap("twinproof.checkpoint.shards:read_catalog", broken_taken_as_empty),
     kills="CKPT-092",
     of="refimpl",
+)
+
+folders_by_their_names = patched(
+    "A folder that is named in two ways is taken for two.",
+    mutated(
+        "twinproof.checkpoint.shards:is_final",
+        "os.path.realpath(input_dir) == os.path.realpath(output_dir)",
+        "input_dir == output_dir",
+    ),
+    kills="CKPT-653",
 )
