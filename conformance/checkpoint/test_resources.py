@@ -41,10 +41,12 @@ from conformance.harness import (
     assert_le,
     assert_same_bytes,
     assert_same_tensors,
+    raises,
     requirement,
     succeeds,
 )
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
+from twinproof.errors import CorruptionError
 
 MIB = 1 << 20
 
@@ -106,6 +108,32 @@ def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
     if failures:
         raise failures[0]
     assert_equal(sorted((_descriptors(tmp_path) - before).elements()), [], where="descriptors left open")
+
+
+@requirement(
+    "CKPT-654",
+    "Consolidation of more files than a thread keeps open MUST leave none of them open, with any number of threads, also "
+    "where an input is spoilt.",
+)
+def test_inputs_of_a_merge(checkpoint: Any, tmp_path: Path) -> None:
+    count = 70
+    state = {f"w{i:02}": random_bits(torch.float32, (3, 5), i) for i in range(count)}
+    mapping = {name: 1 + i for i, name in enumerate(state)}
+    for folder in ("parts", "cut"):
+        save(
+            checkpoint, state, tmp_path / folder, fqn_to_index_mapping=mapping, checksums=folder == "cut", durable=False
+        )
+    spoilt = tmp_path / "cut" / f"model-00066-of-{count:05d}.safetensors"
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
+    gc.collect()
+    before = _descriptors(tmp_path)
+    for threads in (1, 3):
+        checkpoint.consolidate_safetensors_files(tmp_path / "parts", tmp_path / f"whole-{threads}", num_threads=threads)
+        assert_same_bytes(tmp_path / f"whole-{threads}" / FILE, oracle(state, PT), where=f"{threads} threads")
+        with raises(CorruptionError, mentions=("w65",), where=f"a flipped byte, {threads} threads"):
+            checkpoint.consolidate_safetensors_files(tmp_path / "cut", tmp_path / "none", num_threads=threads)
+        left = sorted((_descriptors(tmp_path) - before).elements())
+        assert_equal(left, [], where=f"files left open by {threads} threads")
 
 
 def _peak(action: Any) -> int:

@@ -100,3 +100,14 @@ last_message_alone_counted = patched(
     mutated("fastimpl.checkpoint.exchange:Exchange.start", "self.sent_bytes += ", "self.sent_bytes = "),
     kills="CKPT-507",
 )
+
+forgotten_inputs_stay_open = patched(
+    "An input that is forgotten for another one is not closed.",
+    mutated(
+        "fastimpl.checkpoint.consolidate:_Inputs.descriptor",
+        "os.close(self._open.popitem(last=False)[1])",
+        "self._open.popitem(last=False)",
+    ),
+    kills="CKPT-654",
+    of="fastimpl",
+)
