@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, assert_le, raises, requirement
 from conformance.kvstore.cases import Clock, assert_bits, ids_of, random_rows, save, store_of, weights_of
 from twinproof.errors import ConfigError, TwinproofError
 
@@ -251,3 +251,36 @@ def test_rounds_go_on_after_a_failure(kvstore: Any) -> None:
         counts = (store.metadata("t", store.ids("t"))[:, 0] >> 32) & (2**31 - 1)
         assert_equal(set(counts.tolist()), {2}, where="their counts: 5 and a half")
         assert_image(taken, before, where="the snapshot")
+
+
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+
+
+@requirement(
+    "KV-335",
+    "What a store says it has given back MUST be resident no more, of tables in one piece of memory and in several: "
+    "the process holds what the store says, and no more.",
+    needs=("large_batches",),
+)
+@pytest.mark.parametrize("count", [100_000, 300_000])
+def test_given_back(kvstore: Any, count: int) -> None:
+    ids, weights = ids_of(range(count)), torch.ones(count, 16)
+    # What any of these calls keeps for itself is kept by the first store.
+    for is_measured in (False, True):
+        before = _resident_bytes()
+        store = store_of(kvstore, kvstore.RowLayout(16, optimizer="adagrad"), num_shards=1)
+        store.set("t", ids, weights)
+        full, full_bytes = store.stats(), _resident_bytes() - before
+        store.delete("t", ids[1000:])
+        left, left_bytes = store.stats(), _resident_bytes() - before
+        if is_measured:
+            slack_bytes = 2 << 20
+            for stats, resident_bytes, where in ((full, full_bytes, "all rows"), (left, left_bytes, "1000 rows")):
+                said_bytes = stats.allocated_bytes + stats.map_bytes
+                assert_le(resident_bytes, said_bytes + slack_bytes, where=f"resident bytes, {where} of {count}")
+            assert_le(left.allocated_bytes, full.allocated_bytes // 10, where=f"bytes held for 1000 rows of {count}")
+        store.close()
+        # Else what its object holds would go while the next one is measured.
+        del store

@@ -59,3 +59,11 @@ slices_that_failed_are_passed_over = patched(
     ),
     kills="KV-280",
 )
+
+
+@fault(kills="KV-335", at="fastimpl.kvstore.store:NativeRows.delete")
+def deleted_rows_stay_in_memory(original: Any, store: Any, table: str, ids: torch.Tensor) -> Any:
+    """Rows that are deleted leave the counts, and their memory stays in the process."""
+    kept = torch.ones(ids.numel() * store.options.rows[table].row_bytes, dtype=torch.uint8)
+    vars(store).setdefault("kept", []).append(kept)
+    return original(store, table, ids)
