@@ -447,6 +447,43 @@ def test_negated_targets(checkpoint: Any, tmp_path: Path) -> None:
             assert_same_tensor(got, _rounded(whole, torch.float32), where=f"{name}, {where}")
 
 
+def _views_of(shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Zeros of a shape, of three dimensions or two, as they may lie in larger memory."""
+    *rest, rows, columns = shape
+    views = {
+        "one of two side by side": torch.zeros(*rest, rows, 2 * columns, dtype=dtype)[..., columns:],
+        "one of two below each other": torch.zeros(*rest, 2 * rows, columns, dtype=dtype).narrow(-2, 0, rows),
+        "turned": torch.zeros(*rest, columns, rows, dtype=dtype).transpose(-1, -2),
+        "every second column": torch.zeros(*rest, rows, 2 * columns, dtype=dtype)[..., ::2],
+        "dimensions from the first to the last": torch.zeros(*reversed(shape), dtype=dtype).permute(
+            *reversed(range(len(shape)))
+        ),
+    }
+    if rest:
+        views["every second matrix"] = torch.zeros(2 * rest[0], *rest[1:], rows, columns, dtype=dtype)[::2]
+    return views
+
+
+@requirement(
+    "CKPT-656",
+    "A quantized tensor MUST be read into a part of larger memory, such as an expert's half of a fused buffer, as into "
+    "memory of its own, and nothing beside it be written.",
+)
+def test_parts_of_larger_memory(checkpoint: Any, tmp_path: Path) -> None:
+    state = _matrix([6, 10], 4, FP8[0], 1) | _groups([2, 3, 2, 16], 2)
+    _save(checkpoint, state, tmp_path)
+    matrix = fp8_oracle(state["w.weight"], state["w.weight_scale_inv"], 4)
+    for name, whole in (("w.weight", matrix), ("w_blocks", mxfp4_oracle(state["w_blocks"], state["w_scales"]))):
+        for dtype in TARGETS:
+            for view, target in _views_of(list(whole.shape), dtype).items():
+                where = f"{name} as {dtype}, {view}"
+                _load(checkpoint, tmp_path, name, target, block_size=4, target_dtype=dtype)
+                assert_same_tensor(_rounded(target.contiguous(), dtype), _rounded(whole, dtype), where=where)
+                target.zero_()
+                memory = torch.tensor([], dtype=dtype).set_(target.untyped_storage())
+                assert_equal(int(memory.count_nonzero()), 0, where=f"{where}: written beside it")
+
+
 class _Replacing(DefaultLoadPlanner):
     """Puts another file in the place of one when the first target is asked for: headers are read, values are not."""
 

@@ -112,8 +112,8 @@ def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-654",
-    "Consolidation of more files than a thread keeps open MUST leave none of them open, with any number of threads, also "
-    "where an input is spoilt.",
+    "Consolidation of more files than a thread keeps open MUST leave none of them open, with any number of threads, "
+    "also where an input is spoilt.",
 )
 def test_inputs_of_a_merge(checkpoint: Any, tmp_path: Path) -> None:
     count = 70

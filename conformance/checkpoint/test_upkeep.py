@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,26 @@ def test_clean(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.Captur
     _run(impl, capsys, "clean", tmp_path, "--delete", "--older-than", "0")
     gone = sorted(name for name, path in made.items() if not os.path.lexists(path))
     assert_equal(gone, ["at work", "deleting", "file", "previous", "saving", "young"], where="of any age")
+
+
+@requirement(
+    "CKPT-657",
+    "clean MUST take what is asked for as hours, parts of one too, and 24 of them where nothing is said: a staging "
+    "folder that is younger may be that of a save that waits.",
+    needs=NEEDS,
+)
+def test_hours(impl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now, ages_h = time.time(), (0.4, 0.6, 2.0, 23.0, 25.0)
+    for asked in ([], ["--older-than", "0.5"], ["--older-than", "1"], ["--older-than", "24"], ["--older-than", "26"]):
+        made = {}
+        for number, age_h in enumerate(ages_h):
+            made[age_h] = tmp_path / f".step-{number}.saving-{HEX}"
+            made[age_h].mkdir(exist_ok=True)
+            os.utime(made[age_h], (now - 3600 * age_h,) * 2)
+        code, _ = _run(impl, capsys, "clean", tmp_path, "--delete", *asked)
+        limit_h = float(asked[1]) if asked else 24.0
+        left = [age_h for age_h, path in made.items() if path.exists()]
+        assert_equal((code, left), (0, [age_h for age_h in ages_h if age_h < limit_h]), where=f"left, asked {asked}")
 
 
 @requirement(

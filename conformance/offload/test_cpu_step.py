@@ -145,6 +145,38 @@ def test_refused_gradients(offload: Any) -> None:
 
 
 @requirement(
+    "OPT-425",
+    "A step on the CPU that is refused MUST change nothing where some parameters are stepped by torch, neither these "
+    "nor the others, whichever parameter is at fault.",
+)
+@pytest.mark.parametrize("fault", ["state", "gradient"])
+def test_refused_beside_others(offload: Any, fault: str) -> None:
+    params = [values((64,), i) for i in range(4)]
+    place = Place(torch.device("cpu"), None)
+    twins = Twins(offload, place, "AdamW", params, options={"lr": 0.1}, step_device="cpu", fraction=0.5)
+    twins.step()
+    ours = {id(bundle.param) for bundle in twins.offloader.bundles}
+    selected = [i for i, param in enumerate(twins.params) if id(param) in ours]
+    assert_equal(0 < len(selected) < 4, True, where=f"parameters that are stepped here: {selected}")
+    for i in selected:
+        before = twins.offloader.snapshot()
+        kept = twins.optimizer.state[twins.params[i]]["exp_avg"]
+        twins.set_gradients()
+        if fault == "state":
+            twins.optimizer.state[twins.params[i]]["exp_avg"] = kept.bfloat16()
+        else:
+            twins.params[i].grad = values((64,), i).to_sparse()
+        weights = [param.detach().clone() for param in twins.params]
+        with raises(UnsupportedError, where=f"the {fault} of parameter {i}"):
+            twins.optimizer.step()
+        for j, (param, weight) in enumerate(zip(twins.params, weights, strict=True)):
+            assert_same_tensor(param.detach(), weight, where=f"parameter {j} after a refused step of {i}")
+        twins.optimizer.state[twins.params[i]]["exp_avg"] = kept
+        assert_same_state(twins.offloader.snapshot(), before)
+    twins.offloader.close()
+
+
+@requirement(
     "OPT-206",
     "States of steps on the CPU MUST be those of the plain optimizer: it goes on after close, or from a load.",
 )

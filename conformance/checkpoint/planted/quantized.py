@@ -199,3 +199,14 @@ committed_too_early = patched(
     ),
     kills="CKPT-632",
 )
+
+dequantized_into_a_copy = patched(
+    "A target that is flattened into a copy is taken for one that is written in place.",
+    mutated(
+        "fastimpl.checkpoint.quantized:dequantize",
+        " and not out.is_neg() and rows.data_ptr() == out.data_ptr()",
+        " and not out.is_neg()",
+    ),
+    kills="CKPT-656",
+    of="fastimpl",
+)

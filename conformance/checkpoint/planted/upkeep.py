@@ -80,3 +80,9 @@ places_inside_the_piece = patched(
     mutated("fastimpl.checkpoint.__main__:_difference", "[a + b for", "[b for"),
     kills="CKPT-602",
 )
+
+hours_of_a_minute = patched(
+    "What is to be older than so many hours has to be older than so many minutes.",
+    mutated("fastimpl.checkpoint.__main__:_clean", "3600 * options.older_than", "60 * options.older_than"),
+    kills="CKPT-657",
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -177,3 +177,10 @@ largest_squares_of_some = patched(
     mutated("fastimpl.offload.cpu_step:HostStep._update", "largest is None, ", ""),
     kills="OPT-421",
 )
+
+
+@fault(kills="OPT-425", at="fastimpl.offload.cpu_step:HostStep.run", of="fastimpl")
+def rest_before_the_check(original: Any, step: Any, chunks: Any, step_rest: Callable[[], None]) -> None:
+    """What torch steps is stepped before anybody has looked at the others."""
+    step_rest()
+    original(step, chunks, lambda: None)
