@@ -181,7 +181,14 @@ def test_names_of_a_folder(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    names = [f"{tmp_path}/real/ck", "real/ck", "real/../real/ck/", "./link/ck", f"{tmp_path}/link/ck", Path("link/ck")]
+    names: list[Any] = [
+        f"{tmp_path}/real/ck",
+        "real/ck",
+        "real/../real/ck/",
+        "./link/ck",
+        f"{tmp_path}/link/ck",
+        Path("link/ck"),
+    ]
     for number, name in enumerate(names):
         state = {key: torch.full((4,), 10.0 * number + i) for i, key in enumerate("abc")}
         save(checkpoint, state, name, max_shard_size=16)

@@ -254,6 +254,44 @@ def _is_refused(pipeline: Any, collection: Any, plan: Any, name: str) -> bool:
     return False
 
 
+# For each hyperparameter that a kind has here, another value than that of ``OPTIMIZERS``.
+APART: dict[str, list[dict[str, Any]]] = {
+    "sgd": [{"lr": 0.25}],
+    "adagrad": [{"lr": 0.25}, {"eps": 1e-3}],
+    "adam": [{"lr": 0.25}, {"eps": 1e-3}, {"betas": (0.25, 0.75)}, {"betas": (0.5, 0.5)}],
+}
+
+
+@requirement(
+    "PIPE-497",
+    "Tables that are cut together and carry optimizers that differ, in one hyperparameter alone or in their kind, MUST "
+    "be refused, whichever of the tables it is; equal ones MUST be taken.",
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_optimizers_that_differ(pipeline: Any, kind: str) -> None:
+    optimizer, given = OPTIMIZERS[kind]
+    other = next(name for name in sorted(OPTIMIZERS) if name != kind)
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
+    plan = {config.name: pipeline.table_wise(0) for config in configs}
+
+    def cut(odd: int, odd_kind: Any, odd_options: dict[str, Any]) -> Any:
+        whole = collection_of(pipeline, configs, [values_of((6, 4), i) for i in range(3)])
+        for i, config in enumerate(configs):
+            one, options = (odd_kind, odd_options) if i == odd else (optimizer, given)
+            pipeline.apply_optimizer_in_backward(one, [whole.embedding_bags[config.name].weight], options)
+        return pipeline.ShardedEmbeddingBagCollection(whole, plan)
+
+    with succeeds("a cut", where=f"{kind} of all tables"):
+        cut(0, optimizer, dict(given))
+    for odd in range(3):
+        for change in APART[kind]:
+            with raises(ConfigError, mentions=("one optimizer",), where=f"{kind}, table {odd} with {change}"):
+                cut(odd, optimizer, {**given, **change})
+        with raises(ConfigError, mentions=("one optimizer",), where=f"{kind}, table {odd} with {other}"):
+            cut(odd, *OPTIMIZERS[other])
+
+
 @requirement(
     "PIPE-223",
     "Tables MUST be found under embedding_bags.{table}.weight by get_model_state_dict of the model around them and by "

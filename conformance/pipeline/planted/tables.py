@@ -68,3 +68,9 @@ rows_of_another_optimizer = patched(
     ),
     kills="PIPE-486",
 )
+
+optimizers_by_their_kind = patched(
+    "Optimizers of one kind are taken for one, whatever their hyperparameters: all tables step with the first's.",
+    mutated("twinproof.pipeline.config:optimizer_in_backward", "one != found[0]", "one.kind != found[0].kind"),
+    kills="PIPE-497",
+)
