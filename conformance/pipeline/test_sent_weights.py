@@ -121,6 +121,55 @@ def test_keys(rank_pool: Any) -> None:
     rank_pool.run(_keys, 2)
 
 
+# Which tables are cut by rows, and so looked up together, and which stand between them.
+ARRANGEMENTS = (
+    ("row_wise", "table_wise", "row_wise"),
+    ("table_wise", "row_wise", "column_wise", "row_wise"),
+    ("key_value", "table_wise", "key_value"),
+    ("row_wise", "key_value", "row_wise", "data_parallel", "key_value"),
+    ("data_parallel", "row_wise", "row_wise"),
+    ("key_value", "column_wise", "row_wise", "key_value"),
+)
+
+
+def _arranged(rank: Rank) -> None:
+    pipeline, kvstore = rank.component("pipeline"), rank.component("kvstore")
+    for seed, kinds in enumerate(ARRANGEMENTS):
+        configs, weights, plan = [], [], {}
+        for number, kind in enumerate(kinds):
+            name = f"t{number}"
+            configs.append(pipeline.EmbeddingBagConfig(11, 4, name, feature_names=[f"f{number}"]))
+            weights.append(values_of((11, 4), 10 * seed + number))
+            if kind == "key_value":
+                store = kvstore.KVStore({name: kvstore.RowLayout(4, optimizer="sgd")}, optimizer_in_row=True, clock=int)
+                store.set(name, torch.arange(11), weights[-1])
+                plan[name] = pipeline.key_value(store, kvstore.Buckets(4))
+            elif kind == "table_wise":
+                plan[name] = pipeline.table_wise(number % rank.world_size)
+            elif kind == "column_wise":
+                plan[name] = pipeline.column_wise(list(range(rank.world_size)))
+            else:
+                plan[name] = getattr(pipeline, kind)()
+        collection = collection_of(pipeline, configs, weights, is_weighted=True)
+        keys = [f"f{number}" for number in range(len(kinds))]
+        batches = batches_of(rank, keys, [11] * len(kinds), seed, weighted=True, uneven=True)
+        batch, grad = batches[rank.rank], gradient_of(batches, _width(configs), seed, rank.rank)
+        module = sharded_of(pipeline, collection, plan, "sgd", rank.group, device="cpu")
+        got = _gradient(pipeline, module, batch, grad, at="cpu")
+        expected = _expected(configs, weights, plan, batch, grad, rank.world_size)
+        assert_same_tensor(got, expected, where=f"gradient of weights by {kinds}, rank {rank.rank}")
+
+
+@requirement(
+    "PIPE-498",
+    "Weights of a batch MUST get that gradient wherever the tables that are cut alike stand among the others, side by "
+    "side or apart.",
+)
+def test_arrangements(rank_pool: Any) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_arranged, world_size)
+
+
 def _some(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
     configs, weights, keys, limits = random_tables(pipeline, 4, count=2, dtypes=[torch.float32])

@@ -50,3 +50,14 @@ rows_of_the_next_batch = patched(
     ),
     kills="PIPE-493",
 )
+
+cut_features_side_by_side = patched(
+    "Positions of features that are cut are counted as if they stood side by side in the batch.",
+    mutated(
+        "fastimpl.pipeline.exchange:AllToAll._segments",
+        "positions=where[part.positions]",
+        "positions=part.positions + bags.offsets[cut.features[0] * stride]",
+    ),
+    kills="PIPE-498",
+    of="fastimpl",
+)
