@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import permutations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -474,10 +474,12 @@ def test_some_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
     "width or of others, from rows, from values saved apart and from state dicts.",
 )
 def test_every_conversion(kvstore: Any, tmp_path: Path) -> None:
-    dtypes, ids = (torch.float32, torch.float16, torch.bfloat16), ids_of([7, 1, 4])
+    full, half, brain, ids = torch.float32, torch.float16, torch.bfloat16, ids_of([7, 1, 4])
+    # Every two dtypes meet in each place; the second and the fourth differ in one state alone.
+    kinds = ((full, full, full), (half, half, brain), (brain, brain, half), (half, brain, brain), (brain, full, half))
     layouts = [
         kvstore.RowLayout(4, weight, optimizer="adam", state_dtypes={"momentum1": first, "momentum2": second})
-        for weight, first, second in [*zip(dtypes, dtypes, dtypes, strict=True), *permutations(dtypes)]
+        for weight, first, second in kinds
     ]
     for number, source in enumerate(layouts):
         store = store_of(kvstore, source)

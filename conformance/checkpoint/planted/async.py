@@ -52,4 +52,5 @@ announced_by_the_last_save = patched(
         "if usable else self._announced",
     ),
     kills="CKPT-646",
+    of="fastimpl",
 )
