@@ -41,9 +41,9 @@ class ReadRanges:
         jobs, lazy = [], []
         for wanted in job.ranges:
             target = memory = wanted.target
-            if target.is_conj() or target.is_neg():
-                # A lazily conjugated view has no memory of its own to fill.
-                memory = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            if target.is_conj() or target.is_neg() or target.dtype.itemsize > 8:
+                # A lazily conjugated view has no memory of its own to fill, and complex128 no integers of its width.
+                memory = torch.empty(target.shape, dtype=wanted.dtype, device=target.device)
                 lazy.append((target, memory))
             if 0 not in wanted.sizes:
                 geo = geometry(wanted.chunk.sizes, wanted.offsets, wanted.sizes, wanted.dtype.itemsize)

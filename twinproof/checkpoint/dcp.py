@@ -126,7 +126,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         fqn_to_index_mapping: tensor name -> file index from 1. None and no ``max_shard_size``: one file.
         thread_count: threads of this rank.
         save_distributed: every rank takes part. False: one process saves everything; with more it raises.
-        enable_consolidation: write final HF files. False: torch's one-file-per-rank shard layout.
+        enable_consolidation: write final HF files. False: torch's one-file-per-rank shard layout, which takes neither
+            ``max_shard_size`` nor ``single_file``.
         thread_count_consolidation: accepted for compatibility; there is no consolidation pass to thread.
         max_shard_size: bytes, or a decimal size like ``"5GB"``; files are filled greedily as huggingface_hub does.
         metadata: str -> str, stored in every file beside ``format: pt``.
@@ -215,6 +216,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         self.arrangement: Arrangement | None = None
         self.staging: Staging | None = None
         self.local_items: list[WriteItem] = []
+        self._is_placeholder = False
         self._announced: Sequence[bytes] = ()
         self._parts: list[Part] = []
         self._engine = type(self)._make_engine()
@@ -342,7 +344,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         What the engine announces travels in ``storage_data``, which torch's removal of duplicates leaves alone.
         """
         check_local_plan(plan)
-        self.local_items = plan.items
+        self.local_items, self._is_placeholder = plan.items, not plan.usable
         return SavePlan(plan.items, self._engine.announce(plan.items), plan.planner_data, plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -414,11 +416,11 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     def _check_replicas(self, planner: SavePlanner) -> None:
         # Raises DistributedError on every rank where replicated chunks differ.
-        if not self.options.check_replicas or self.options.writes_shards:
+        if not self.options.check_replicas:
             return
         outcome: Any
         try:
-            outcome = checksums(self.local_items, planner)
+            outcome = checksums(self._held(planner), planner)
         except Exception as error:
             outcome = self._told(error)
         outcomes = gather(outcome, self.group)
@@ -426,6 +428,20 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             raise outcome
         raise_first([found if isinstance(found, Exception) else None for found in outcomes])
         compare_checksums(outcomes)
+
+    def _held(self, planner: SavePlanner) -> Sequence[WriteItem]:
+        # Everything that this rank has. A planner that caches plans gives a placeholder for one that it gave before.
+        if not self._is_placeholder:
+            return self.local_items
+        plan = SavePlanner._cached_save_plan.get(getattr(planner, "_cached_plans_key", ""))
+        if plan is None:
+            raise PlanError(
+                "the replicas of this rank are not known",
+                got=f"a placeholder of {type(planner).__name__}",
+                expected="a plan, or one in torch's cache of plans",
+                where="check_replicas",
+            )
+        return plan.items
 
     def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder]:
         """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error."""

@@ -228,13 +228,15 @@ def _padded(text: bytes, *, page_align: bool) -> bytes:
     return text + b" " * (-(len(text) + LENGTH_BYTES) % (PAGE_BYTES if page_align else LENGTH_BYTES))
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> FileLayout:
+def layout_of(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, *, page_align: bool = False
+) -> FileLayout:
     """The layout of a file with these tensors. Raises UnstorableError, UnsupportedError, ConfigError."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnstorableError("safetensors holds tensors only", got=type(tensor).__name__, where=repr(name))
         check_storable(tensor, name)
-    return lay_out([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata)
+    return lay_out([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata, page_align=page_align)
 
 
 def with_options(content: bytes, layout: FileLayout) -> bytes:

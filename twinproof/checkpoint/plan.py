@@ -486,6 +486,14 @@ class WriterOptions:
             )
         if single_file and (mapping is not None or max_shard_size is not None):
             raise ConfigError("single_file leaves nothing to split", got=True, where="single_file")
+        cut = "single_file" if single_file else "max_shard_size" if max_shard_size is not None else None
+        if cut is not None and flags.get("save_distributed") and not flags.get("enable_consolidation"):
+            raise ConfigError(
+                "shard files are cut by rank and by fqn_to_index_mapping alone",
+                got=f"{cut} with enable_consolidation=False",
+                expected="one of them",
+                where=cut,
+            )
         if (metadata or {}).get("format", "pt") != "pt":
             raise ConfigError(
                 "the format of these files is fixed", got=(metadata or {})["format"], expected="pt", where="metadata"

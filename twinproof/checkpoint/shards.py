@@ -195,7 +195,9 @@ def write_shards(
             )
         tensors = {s.name: s.data for s in members}
         metadata = _metadata(members, options)
-        layout = layout_of(tensors, {**metadata, **metadata_of(tensors, crc)} if options.checksums else metadata)
+        if options.checksums:
+            metadata |= metadata_of(tensors, crc)
+        layout = layout_of(tensors, metadata, page_align=options.page_align)
         files.append((file_name(index, count, rank + 1), tensors, layout))
     meter = Meter(options.progress, sum(layout.file_bytes for _, _, layout in files))
     for file, tensors, layout in files:
