@@ -537,7 +537,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         sent = [f for f in range(len(widths)) if f not in own]
         columns = dict(zip(sent, torch.split(exchanged, [widths[f] for f in sent], dim=1), strict=True))
         columns |= dict(zip(own, torch.split(output[count], [widths[f] for f in own], dim=1), strict=True))
-        values = torch.cat([columns[f] for f in sorted(columns)], dim=1)
+        parts = [columns[f] for f in sorted(columns)]
+        # Where nothing is sent, too, every backward visits the exchange, which counts it as a step.
+        values = torch.cat(parts if sent else [exchanged, *parts], dim=1)
         return Ready(KeyedTensor(self._embedding_names, widths, values))
 
     def compute_and_output_dist(self, ctx: ShardedContext, dist_input: list[Bags]) -> Awaitable[KeyedTensor]:
