@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, raises, requirement
 from conformance.kvstore.cases import FILE, assert_contents, contents, ids_of, random_rows, save, store_of
+from conformance.kvstore.model import stepped_body
 from twinproof.errors import ConfigError, CorruptionError, FormatError
 
 
@@ -358,3 +359,25 @@ def test_steps_of_ranks(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
     for name in ("full", "delta"):
         steps = kvstore.SavedRows(tmp_path / name).steps
         assert_equal(steps, {"a": 9, "b": 6}, where=f"steps of the {name} save")
+
+
+@requirement(
+    "KV-337",
+    "Rows whose weights, or whose gradients, are all zero MUST be stepped by every optimizer as the formula says: LAMB "
+    "steps them by what it would scale, and takes no row for one that never moves.",
+)
+def test_rows_of_zeros(kvstore: Any) -> None:
+    for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb"):
+        for dim in (1, 4, 8, 19):
+            store = store_of(kvstore, kvstore.RowLayout(dim, optimizer=optimizer))
+            ids, layout = ids_of([5, 2]), store.layout("t")
+            store.set("t", ids, torch.zeros(2, dim))
+            for step in (1, 2, 3):
+                # The gradients of the second id are zero, too; in the third step all are.
+                grads = torch.linspace(0.5, 1.5, 2 * dim).reshape(2, dim) * torch.tensor([[float(step < 3)], [0.0]])
+                before = [bytes(row.tolist()) for row in store.get_rows("t", ids)]
+                store.apply_gradients("t", ids, grads, 0.25, step)
+                for number, row in enumerate(store.get_rows("t", ids)):
+                    expected = stepped_body(layout, before[number][16:], [grads[number]], step, 0.25)
+                    where = f"{optimizer}, {dim} columns, step {step}, row {number}"
+                    assert_same_bytes(bytes(row.tolist())[16:], expected, where=where)

@@ -621,14 +621,19 @@ class MovePlan:
         self.engine.record(event, self.engine.current())
         self.engine.synchronize(event)
 
-    def adopt(self, transfers: Transfers) -> None:
-        """Plan for parameters and options that were not there before: after ``add_param_group`` or a load."""
+    def adopt(self, transfers: Transfers) -> bool:
+        """Plan for parameters and options that were not there before: after ``add_param_group`` or a load.
+
+        Returns whether there may be any.
+        """
         groups = self.optimizer.param_groups
         listed = [(list(map(id, group["params"])), options_on(group)) for group in groups]
         # Known parameters keep their ids, so equal lists of ids and equal options leave nothing to plan.
-        if listed != self._listed:
-            self._adopt_listed(transfers)
-            self._listed = listed
+        if listed == self._listed:
+            return False
+        self._adopt_listed(transfers)
+        self._listed = listed
+        return True
 
     def _adopt_listed(self, transfers: Transfers) -> None:
         new: list[Bundle] = []
@@ -654,7 +659,9 @@ class MovePlan:
                     continue
                 found.add(param)
                 stateless.discard(param)
-                if self.is_master(param):
+                # A step on the CPU has no place for moments without dimensions: their masters stay with them.
+                moves = bool(local_of(param).numel()) and bool(tensors or self.options.step_device == "device")
+                if moves and self.is_master(param):
                     tensors = {MASTER: local_of(param.detach()), **tensors}
                 # Of an unknown optimizer nothing is foreseen: a parameter without a place gets one with its states.
                 if tensors or (not self.is_separable and local_of(param).numel()):

@@ -122,7 +122,7 @@ class OptimizerStateOffloader:
         self.options = OffloadOptions(
             fraction, chunk_bytes, slots, step_device, pin_memory, chosen_release, fused_update
         )
-        self._copied_out, self._is_brought_for_a_copy = _CopiedOut(), False
+        self._copied_out, self._is_brought = _CopiedOut(), False
         if master_weights is not None:
             master_weights.check_stepped_by(optimizer)
         self.engine = _engine_of(optimizer, step_device, engine, transfers)
@@ -180,7 +180,7 @@ class OptimizerStateOffloader:
         self._check_open()
         states = _either("states", states, "offload_optimizer_states", offload_optimizer_states)
         masters = _either("masters", masters, "offload_master_weights", offload_master_weights)
-        self.plan.adopt(self.transfers)
+        self._is_brought |= self.plan.adopt(self.transfers)
         if states and masters and self.options.release == "at_offload":
             if not self.transfers.send_planned():
                 self.plan.refit(self.transfers)
@@ -285,6 +285,7 @@ class OptimizerStateOffloader:
 
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """See ``Transfers.to_device``."""
+        self._is_brought = True
         self.transfers.to_device(bundles, for_good=for_good)
 
     def settle(self) -> None:
@@ -342,7 +343,6 @@ class OptimizerStateOffloader:
     def _state_of_a_copy(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` and ``pickle`` take of the optimizer: as a plain one has it, on the device."""
         self._bring_all()
-        self._is_brought_for_a_copy = True
         return type(self.optimizer).__getstate__(self.optimizer)
 
     def _check_gradients(self) -> None:
@@ -356,22 +356,22 @@ class OptimizerStateOffloader:
             raise OffloadConflictError(
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
-        self.plan.adopt(self.transfers)
-        if self._is_brought_for_a_copy:
-            self._is_brought_for_a_copy = False
-            # A step on the CPU has its states there when it begins.
-            if self.options.step_device == "cpu":
-                self.offload()
+        self._is_brought |= self.plan.adopt(self.transfers)
+        # A step on the CPU has its states there when it begins, those of a parameter that comes back among them.
+        if self._is_brought and self.options.step_device == "cpu":
+            self.offload()
+        self._is_brought = False
         self._check_gradients()
         if self.masters is not None:
             self.masters.check(self.masters.pairs)
-        self.plan.counts.step_count += 1
         # A step on the CPU is always one: of Adam, with states that leave at once.
         if self.is_separable and self.options.release == "at_offload":
             if self.transfers.step(arithmetic, self._step_whole):
                 self.offload()
         else:
             self._step_whole(arithmetic)
+        # What was refused, or raised, is no step.
+        self.plan.counts.step_count += 1
 
     def _step_whole(self, arithmetic: Callable[[], None]) -> None:
         """One logical step with everything that was selected on the device, and home again unless on request."""

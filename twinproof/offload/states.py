@@ -287,6 +287,8 @@ class MasterWeights:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.pairs: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}
+        # The gradient of which each master was given a copy, and its version then, until the step is over.
+        self._given: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._handles: list[Any] = []
         seen: set[torch.Tensor] = set()
         params = check_params(params)
@@ -331,9 +333,18 @@ class MasterWeights:
             )
 
     def start(self, masters: Iterable[torch.Tensor]) -> None:
-        """``check``, then ``begin``."""
+        """``check``, then ``begin``, once for each gradient.
+
+        A step that calls its base class's runs the hooks of both: what it did to gradients meanwhile stays.
+        """
+        masters = list(masters)
         self.check(masters)
-        self.begin(masters)
+        for master in masters:
+            grad, (given, version) = self.pairs[master].grad, self._given.get(master, (None, 0))
+            if grad is None or grad is not given or grad._version != version or master.grad is None:
+                self.begin([master])
+                if grad is not None and grad is not master.grad:
+                    self._given[master] = (grad, grad._version)
 
     def check(self, masters: Iterable[torch.Tensor]) -> None:
         """Before anything of a step happens.
@@ -371,6 +382,7 @@ class MasterWeights:
     def took(self, master: torch.Tensor) -> None:
         """A stepped master was rounded into its parameter: both gradients are done with."""
         master.grad = self.pairs[master].grad = None
+        self._given.pop(master, None)
         self._note(master)
 
     @torch.no_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from conformance.harness import fault, mutated, patched
 
 
@@ -90,3 +92,13 @@ saved_step_of_the_first_rank = patched(
     mutated("twinproof.kvstore.deltas:named", "max(found[table].step for found in by_rank)", "by_rank[0][table].step"),
     kills="KV-294",
 )
+
+
+@fault(kills="KV-337", at=("fastimpl.kvstore.store:NativeRows.update", "refimpl.kvstore:DictRows.update"))
+def rows_of_zeros_never_move(original: Any, rows: Any, table: str, ids: Any, grads: Any, hyper: Any, now: int) -> None:
+    """LAMB scales the step of a row by the norm of its weights, also where that is zero."""
+    layout = rows.options.rows[table]
+    weights = torch.empty(ids.numel(), layout.weight_bytes, dtype=torch.uint8)
+    rows.read(table, ids, 16, 16 + layout.weight_bytes, weights)
+    moving = weights.bool().any(dim=1) | (layout.optimizer != "lamb")
+    original(rows, table, ids[moving], grads[moving], hyper, now)

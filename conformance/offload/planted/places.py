@@ -37,7 +37,7 @@ def copies_with_states_of_the_host(original: Any, offloader: Any) -> Any:
 @fault(kills="OPT-347", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
 def states_of_a_cpu_step_left_on_the_device(original: Any, offloader: Any, arithmetic: Any) -> None:
     """A step on the CPU begins with states on the device, where a copy was made."""
-    offloader._is_brought_for_a_copy = False
+    offloader._is_brought = False
     original(offloader, arithmetic)
 
 
