@@ -171,7 +171,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         _check_watched(ctx)
         grad, module = grads[0].contiguous(), ctx.module
-        # From the rows before this step changes them. Where another backward came between, they are not those looked up.
+        # From the rows before this step changes them; another backward since the lookup has changed them already.
         weights = module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None
         module._step(ctx.bags, grad)
         return None, weights, None, None
