@@ -236,3 +236,32 @@ def test_strides_beyond_4_gib(checkpoint: Any, tmp_path: Path) -> None:
     far.zero_()
     load(checkpoint, {"far": far}, tmp_path / "ck")
     assert_same_tensor(far.clone(memory_format=torch.contiguous_format), values, where="loaded into far rows")
+
+
+def _of_one(value: float, dtype: torch.dtype, rank: int, stride: int) -> torch.Tensor:
+    """One element, of which every dimension has this stride."""
+    memory = torch.full((stride + 1,), -5.0).to(dtype)
+    memory[0] = value
+    return memory.as_strided((1,) * rank, (stride,) * rank)
+
+
+@requirement(
+    "CKPT-658",
+    "What stride a dimension of one element has, where it means nothing, MUST NOT matter to a save or a load, with "
+    "checksums and compared replicas or without.",
+)
+def test_strides_of_one(checkpoint: Any, tmp_path: Path) -> None:
+    kinds = [(dtype, rank, stride) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+             for rank in (0, 1, 2) for stride in (1, 5)]  # fmt: skip
+    state = {str(kind): _of_one(3.0, *kind) for kind in kinds}
+    expected = {str(kind): torch.full((1,) * kind[1], 3.0).to(kind[0]) for kind in kinds}
+    for number, options in enumerate(({}, {"checksums": True, "check_replicas": True})):
+        path = tmp_path / f"{number}"
+        with succeeds("a save and a load", where=f"{options}"):
+            save(checkpoint, state, path, **options)
+            targets = {str(kind): _of_one(0.0, *kind) for kind in kinds}
+            load(checkpoint, targets, path, verify_checksums=bool(options))
+        assert_same_tensors(targets, expected, where=f"{options}")
+    with succeeds("save_file", where="strides of one"):
+        checkpoint.save_file(state, tmp_path / "one.safetensors")
+        assert_same_tensors(checkpoint.load_file(tmp_path / "one.safetensors"), expected, where="save_file")

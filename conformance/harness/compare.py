@@ -126,7 +126,9 @@ def _element_bytes(tensor: Tensor) -> Tensor:
     if plain.element_size() == 1:
         # Copies of the packed four-bit type do not exist; its bytes are viewed before anything is moved.
         return plain.view(torch.uint8).contiguous().reshape(-1, 1)
-    return plain.resolve_neg().contiguous().reshape(-1).view(torch.uint8).reshape(-1, plain.element_size())
+    dense = plain.resolve_neg().contiguous()
+    # A dimension of one element may have any stride, which a view of another width refuses.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).reshape(-1, plain.element_size())
 
 
 def _local(tensor: Any, where: str) -> Tensor:

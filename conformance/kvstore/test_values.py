@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     EXTREMES,
@@ -252,3 +252,23 @@ def test_int32_ids(kvstore: Any) -> None:
     assert_contents(other, contents(store), where="set")
     assert_bits(other.get("t", ids_of(keys).to(torch.int32)), store.get("t", ids_of(keys)), where="get")
     assert_equal(other.delete("t", ids_of([5, -1]).to(torch.int32)), 2, where="deleted")
+
+
+@requirement(
+    "KV-338",
+    "What stride a dimension of one element has, where it means nothing, MUST NOT matter to what a store is given.",
+)
+def test_strides_of_one(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(1, optimizer="adam"))
+
+    def of_one(value: Any, dtype: torch.dtype, rank: int) -> torch.Tensor:
+        return torch.tensor([value, *[-5] * 5], dtype=dtype).as_strided((1,) * rank, (5,) * rank)
+
+    ids = of_one(7, torch.int64, 1)
+    with succeeds("writes", where="strides of one"):
+        store.set("t", ids, of_one(2.5, torch.float32, 2))
+        store.set_state("t", "momentum1", ids, of_one(0.5, torch.float32, 2))
+        store.set_metadata("t", ids, of_one(3 << 32 | 9, torch.int64, 2))
+    assert_equal(store.get("t", ids).tolist(), [[2.5]], where="weight")
+    assert_equal(store.get_state("t", "momentum1", ids).tolist(), [[0.5]], where="state")
+    assert_equal(store.metadata("t", ids).tolist(), [[3 << 32 | 9 | -(2**63)]], where="metadata")

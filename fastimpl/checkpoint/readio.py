@@ -20,7 +20,7 @@ from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBu
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Meter
-from twinproof.checkpoint.format import as_bits, buffer_of
+from twinproof.checkpoint.format import as_bits, buffer_of, dense_bytes
 from twinproof.checkpoint.publish import storage_error
 from twinproof.engine import in_mode_of_caller
 from twinproof.errors import CorruptionError
@@ -170,7 +170,7 @@ def _fill_by_window(
 
 def _flat_bytes(target: torch.Tensor) -> torch.Tensor | None:
     """The target's bytes as one row, where its memory is one row."""
-    return as_bits(target).view(-1).view(torch.uint8) if target.is_contiguous() else None
+    return dense_bytes(target) if target.is_contiguous() else None
 
 
 class _Reading:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from fastimpl import ops
-from twinproof.checkpoint.format import as_bits
+from twinproof.checkpoint.format import as_bits, dense_bytes
 from twinproof.errors import PlanError
 
 __all__ = ["LazySource", "RowFiller", "RowReader", "Source"]
@@ -53,7 +53,7 @@ class Source:
         self.device = self.value.device
         plain = self.value.is_contiguous() and not self.value.is_conj() and not self.value.is_neg()
         self.is_view = plain and self.device.type == "cpu" and dtype == self.value.dtype
-        self._flat = as_bits(self.value).view(-1).view(torch.uint8) if plain and dtype == self.value.dtype else None
+        self._flat = dense_bytes(self.value) if plain and dtype == self.value.dtype else None
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Bytes ``begin`` to ``end`` of the chunk: uint8 [end - begin], on the CPU. A view where memory allows."""
@@ -132,5 +132,5 @@ class LazySource(Source):
                 expected=f"{self._stored} {[last - first, *self._row_shape]}",
                 where=f"rows {first} to {last}",
             )
-        flat = as_bits(rows.to(self.dtype).contiguous()).view(-1).view(torch.uint8)
+        flat = dense_bytes(rows.to(self.dtype).contiguous())
         return flat[begin - first * self._row_bytes : end - first * self._row_bytes]

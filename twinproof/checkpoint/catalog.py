@@ -43,6 +43,7 @@ from twinproof.checkpoint.format import (
     as_bits,
     buffer_of,
     check_unchanged,
+    dense_bytes,
     parse_json_object,
     read_header,
     torch_dtype,
@@ -738,7 +739,7 @@ def parts_of(file: str, begins: Mapping[str, int], tensors: Mapping[str, torch.T
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return as_bits(tensor).cpu().contiguous().view(-1).view(torch.uint8)
+    return dense_bytes(as_bits(tensor).cpu().contiguous())
 
 
 def sums_of(chunks: Mapping[str, tuple[str, int, int]], parts: Iterable[Part]) -> dict[str, int]:

@@ -39,6 +39,7 @@ __all__ = [
     "buffer_of",
     "check_storable",
     "check_unchanged",
+    "dense_bytes",
     "dtype_name",
     "file_name",
     "is_checkpoint_name",
@@ -308,6 +309,13 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     torch cannot copy every dtype (float4, float8_e8m0fnu), but it can copy integers of every width.
     """
     return tensor.detach().resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as one row, uint8 [bytes], in its own memory."""
+    bits = as_bits(tensor)
+    # A dimension of one element may have any stride, which a view of another width refuses.
+    return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:

@@ -227,8 +227,8 @@ class Header:
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """[n, w] of any dtype as uint8 [n, w * itemsize]; the same memory where it is dense."""
-    # Empty and one-element tensors may carry strides that a two-dimensional view refuses.
-    flat = values.contiguous().reshape(-1).view(torch.uint8)
+    # Empty and one-element tensors may carry strides that a view of another width refuses.
+    flat = values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8)
     return flat.reshape(values.shape[0], values.shape[1] * values.element_size())
 
 

@@ -17,7 +17,7 @@ from conformance.checkpoint.planted.planting import (
     values_changed,
     zero,
 )
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 
 scalar_becomes_zero = patched(
     "A 0-dim tensor loses its value, as in torch's consolidation.",
@@ -198,3 +198,10 @@ def scattered_in_32_bits(original: Any, target: torch.Tensor, start: int, dense:
         return
     memory, places = found
     memory[places] = dense.view(target.dtype)
+
+
+strides_of_one_refused = patched(
+    "Bytes of one element cannot be seen where its dimension has another stride.",
+    mutated("twinproof.checkpoint.format:dense_bytes", "bits.as_strided((bits.numel(),), (1,))", "bits.view(-1)"),
+    kills="CKPT-658",
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import as_rows, engines, keys_of
 
 
@@ -138,3 +138,14 @@ def count_ignored_with_out(
 def rows_beside_out(original: Any, source: Any, table: str, ids: Any, begin: int, end: int, out: Any = None) -> Any:
     """Rows are read into a copy of out."""
     return original(source, table, ids, begin, end, None if out is None else out.clone())
+
+
+values_of_one_refused = patched(
+    "Values of one element cannot be written where a dimension has another stride.",
+    mutated(
+        "twinproof.kvstore.options:as_bytes",
+        "values.contiguous().as_strided((values.numel(),), (1,))",
+        "values.contiguous().reshape(-1)",
+    ),
+    kills="KV-338",
+)
