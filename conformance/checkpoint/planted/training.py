@@ -39,7 +39,7 @@ step_0_taken_for_none = patched(
     "Step 0 is taken for no step: the newest is loaded.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager._find",
-        "max(complete) if step == -1 else step",
+        "max(complete, default=0) if step == -1 else step",
         "step if step > 0 else max(complete)",
     ),
     kills="CKPT-601",
