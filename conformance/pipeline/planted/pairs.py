@@ -37,7 +37,7 @@ stashed_before_the_start = patched(
     ),
     kills="PIPE-495",
 )
-stored_rows_hoisted = patched(
+stored_rows_ahead_of_edits = patched(
     "Rows of key-value tables are looked up before the optimizer too, where no edit is seen.",
     mutated(f"{_FUSED}:may_hoist", "not is_stored and not p.is_late(call)", "not p.is_late(call)"),
     kills="PIPE-495",
