@@ -13,11 +13,11 @@ host_read_before_it_was_written = patched(
 
 
 @fault(kills="OPT-035", at="twinproof.offload.driver:MovePlan.adopt")
-def taken_over_before_there_is_memory(original: Any, plan: Any, transfers: Any) -> None:
+def taken_over_before_there_is_memory(original: Any, plan: Any, transfers: Any) -> Any:
     """Attachment that fails leaves a step that is not the optimizer's own."""
     if not plan.known:
         plan.optimizer.step = plan.optimizer.step
-    original(plan, transfers)
+    return original(plan, transfers)
 
 
 @fault(kills="OPT-244", at="twinproof.offload.driver:check_plain")

@@ -14,8 +14,7 @@ from conformance.offload.planted.planting import altered
 @fault(kills="OPT-036", at="twinproof.offload.driver:MovePlan.adopt")
 def new_params_unseen(original: Any, plan: Any, transfers: Any) -> Any:
     """Parameters of a later group are not offloaded."""
-    if not plan.known:
-        original(plan, transfers)
+    return not plan.known and original(plan, transfers)
 
 
 @fault(kills="OPT-034", at="fastimpl.offload.transfers:StreamedTransfers._update")

@@ -46,7 +46,7 @@ def slot_numbers_of_the_first_group(original: Any, updates: Any, kind: str, call
 @fault(kills="OPT-274", at="fastimpl.offload.slot_step:SlotUpdates.begin")
 def slot_reasons_kept(original: Any, updates: Any) -> None:
     """What was said of the first step is said of every step."""
-    if updates.plan.counts.step_count > 1:
+    if updates.plan.counts.step_count > 0:
         updates.end = lambda: None
     original(updates)
 

@@ -55,11 +55,11 @@ def smallest_move_first(original: Any, bundles: Any, fraction: float) -> Any:
 
 
 @fault(kills="OPT-018", at="twinproof.offload.driver:MovePlan.adopt")
-def listed_once(original: Any, plan: Any, transfers: Any) -> None:
+def listed_once(original: Any, plan: Any, transfers: Any) -> Any:
     """A parameter that is listed twice is stepped once."""
     for group in plan.optimizer.param_groups:
         group["params"] = list(dict.fromkeys(group["params"]))
-    original(plan, transfers)
+    return original(plan, transfers)
 
 
 @fault(kills="OPT-023", at="refimpl.offload:rebind")
