@@ -78,7 +78,8 @@ def _save_cases(rank: Rank, root: str, cases: list[tuple[int, Case]]) -> None:
 def test_saves(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     tables = [pairs_of(table, allowed=is_allowed) for table in (WRITER, ALONE)]
     cases = list(enumerate([*tables[0], *tables[1], *refused_saves()]))
-    rank_pool.run(_save_cases, 2, str(tmp_path), [(number, case) for number, case in cases if case["world"] == 2])
+    on_ranks = [(number, case) for number, case in cases if case["world"] == 2]
+    rank_pool.run(_save_cases, 2, str(tmp_path), on_ranks, timeout_s=300)
     here = Here(checkpoint)
     for number, case in cases:
         if case["world"] == 1:
@@ -113,7 +114,7 @@ def test_loads(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     chosen = [*sound, *refused, *pairs_of(DAMAGED, allowed=is_possible)]
     cases = [(case, str(_made(case, tmp_path / f"{number}"))) for number, case in enumerate(chosen)]
     # What is made of damaged bytes is each rank's own business.
-    rank_pool.run(_load_cases, 2, cases[: len(sound) + len(refused)], str(decoy))
+    rank_pool.run(_load_cases, 2, cases[: len(sound) + len(refused)], str(decoy), timeout_s=300)
     for case, path in cases:
         load_case(Here(checkpoint), {**case, "world": 1}, Path(path), decoy)
 
@@ -256,7 +257,7 @@ def test_merges_and_single_files(checkpoint: Any, rank_pool: Any, tmp_path: Path
                 (target / NOTES).write_text("mine")
             cases.append((case, str(source)))
         if world == 2:
-            rank_pool.run(_merge_cases, 2, cases)
+            rank_pool.run(_merge_cases, 2, cases, timeout_s=300)
         for each, path in cases if world == 1 else ():
             _merge_case(Here(checkpoint), each, Path(path), None)
     for number, case in enumerate(pairs_of(SINGLE)):

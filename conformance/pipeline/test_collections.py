@@ -73,6 +73,27 @@ def test_rows(pipeline: Any, seed: int, dtype: str, need: bool) -> None:
 
 
 @requirement(
+    "PIPE-499",
+    'Results with indices MUST carry the ids that were looked up, in their dtype: 0 under "warning" and "ignore" for '
+    "one outside of its table; the batch stays as it is.",
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bounds", ["warning", "ignore"])
+def test_looked_up_ids(pipeline: Any, bounds: str, dtype: torch.dtype) -> None:
+    config = pipeline.EmbeddingConfig(6, 4, "t", feature_names=["a", "b"])
+    rows = values_of((6, 4), 3)
+    collection = rows_of(pipeline, [config], [rows], need_indices=True, bounds_check=bounds)
+    batch = Jagged(["a", "b"], [[[2, 6], []], [[-1, 5], [3, 7]]])
+    kjt = batch.kjt(pipeline, dtype=dtype)
+    found = collection(kjt)
+    for name, ids in (("a", [2, 0]), ("b", [0, 5, 3, 0])):
+        indices = found[name].weights()
+        assert_equal((indices.tolist(), indices.dtype), (ids, dtype), where=f"indices of {name}")
+        assert_bits(found[name].values().detach(), rows[torch.tensor(ids)], f"rows of {name}")
+    assert_equal(kjt.values().tolist(), [2, 6, -1, 5, 3, 7], where="ids of the batch")
+
+
+@requirement(
     "PIPE-225",
     "EmbeddingCollection MUST refuse by name tables of different widths or that are pooled, bad ids, missing features "
     "and settings of sharded collections, and take features of different sizes as they are.",

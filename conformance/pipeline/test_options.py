@@ -190,6 +190,68 @@ def test_forwards_of_others(pipeline: Any) -> None:
         called.clear()
 
 
+@requirement(
+    "PIPE-500",
+    "A forward that is put on a module while a pipeline drives it MUST be there after detach() and MUST reach the "
+    "module's own forward from then on.",
+)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_forwards_put_on_driven_modules(pipeline: Any, is_own: bool) -> None:
+    job, called = Job(pipeline, 5), list[str]()
+    module = job.collections[0]
+
+    def put(name: str) -> Any:
+        inner = module.forward
+
+        def forward(*given: Any) -> Any:
+            called.append(name)
+            return inner(*given)
+
+        module.forward = forward
+        return forward
+
+    if is_own:
+        put("before")
+    schedule = pipeline.TrainPipelineSparseDist(job.model, job.optimizer, job.device)
+    schedule.progress(iter(job.batches(1)))
+    mine = put("while driven")
+    called.clear()
+    schedule.progress(iter(job.batches(1)))
+    assert_equal(called, ["while driven"], where="called in a step")
+    for number in range(2):
+        schedule.detach()
+        assert_equal(
+            vars(module).get("forward") is mine, True, where=f"the forward after {number + 1} times of detach()"
+        )
+        called.clear()
+        with succeeds("the model", where="detached"):
+            job.model(job.there(job.batch(0)))
+        assert_equal(called, ["while driven", *["before"] * is_own], where="called by the model, detached")
+        schedule.progress(iter(job.batches(1)))
+
+
+@requirement(
+    "PIPE-501",
+    "A pipeline MUST go on driving a model that another pipeline, attached before it, lets go of.",
+)
+def test_other_pipelines_let_go(pipeline: Any) -> None:
+    for name in ("TrainPipelineSparseDist", FUSED, "TrainPipelineSemiSync"):
+        job, loop = Job(pipeline, 5), Job(pipeline, 5)
+        first = job.schedule(name)
+        outputs_of(first, iter(job.batches(2)))
+        for batch in loop.batches(2):
+            loop.step(batch)
+        second, loader = job.schedule(name), iter(job.batches(4))
+        for step, batch in enumerate(loop.batches(4)):
+            expected = loop.step(batch)
+            assert_bits(second.progress(loader), expected, f"{name} step {step}")
+            first.detach()
+            forwards = [type(module.forward) for module in job.collections]
+            assert_equal(forwards, [second._pipelined_forward_type] * 2, where=f"{name} step {step}: forwards")
+        second.detach()
+        assert_equal(["forward" in vars(each) for each in job.collections], [False] * 2, where="another forward")
+
+
 class Again(torch.nn.Module):
     """The job's model, whose ids of both modules go through one module, in two calls."""
 

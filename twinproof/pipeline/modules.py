@@ -664,7 +664,7 @@ class EmbeddingCollection(BoundToLookup):
     Args:
         tables: their configurations, ours or torchrec's, all of one ``embedding_dim``.
         device: of the tables; "meta" makes no memory.
-        need_indices: results carry the looked up ids as their weights.
+        need_indices: results carry the looked up ids as their weights, with 0 for ids outside of the table.
         use_gather_select, use_gather_select_per_sharding: of sharded collections; taken at their defaults alone.
         bounds_check: see ``TableBatchedEmbeddingBags``.
 
@@ -776,9 +776,10 @@ class EmbeddingCollection(BoundToLookup):
             ids, weight = torch.cat([part.indices for part in bags]).to(torch.int64), self.embeddings[table.name].weight
             rows = _Rows.apply(self._engine, ids, weight)  # type: ignore[no-untyped-call]
             parts = torch.split(rows, [part.indices.numel() for part in bags])
-            for name, key, values in zip(names, keys, parts, strict=True):
+            for name, key, values, part in zip(names, keys, parts, bags, strict=True):
                 mine = features[name]
-                found[key] = JaggedTensor(values, mine.values() if self._need_indices else None, mine.lengths())
+                ids = part.indices.to(mine.values().dtype) if self._need_indices else None
+                found[key] = JaggedTensor(values, ids, mine.lengths())
         return found
 
     def _by_torch(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

@@ -218,17 +218,22 @@ class Attachment:
         self._driven: dict[str, Any] = {call.name: call.module for call in calls}
         for call in calls:
             self._driven |= call.postprocs
+        self._prepared: dict[str, Prepared] = {}
         for name, module in self._driven.items():
-            module.forward = Prepared(module, name, result_of, vars(module).get("forward"))
+            prepared = Prepared(module, name, result_of, vars(module).get("forward"))
+            module.forward = self._prepared[name] = prepared
 
     def close(self) -> None:
-        """Twice is harmless."""
-        for module in self._driven.values():
-            found = module.__dict__.pop("forward", None)
-            if isinstance(found, Prepared) and found.replaced is not None:
-                # Somebody's own, as a hook of another library: it is the user's, and not ours to drop.
-                module.forward = found.replaced
-        self._driven = {}
+        """Twice is harmless. What somebody put on a module meanwhile stays, and reaches the module's own forward."""
+        for name, prepared in self._prepared.items():
+            module = self._driven[name]
+            prepared.close()
+            if vars(module).get("forward") is prepared:
+                del module.forward
+                if prepared.replaced is not None:
+                    # Somebody's own, as a hook of another library: it is the user's, and not ours to drop.
+                    module.forward = prepared.replaced
+        self._prepared = {}
 
 
 class Prepared:
@@ -242,11 +247,18 @@ class Prepared:
     def __init__(
         self, module: Any, name: str, result_of: Callable[[str], Any], before: Callable[..., Any] | None = None
     ) -> None:
-        self._module, self._name, self._result_of = module, name, result_of
+        self._module, self._name = module, name
+        self._result_of: Callable[[str], Any] | None = result_of
         own = before.replaced if isinstance(before, Prepared) else before
         self.replaced: Callable[..., Any] | None = own
 
+    def close(self) -> None:
+        """Be the module's own forward from now on, for whoever still calls it."""
+        self._result_of = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._result_of is None:
+            return self._own()(*args, **kwargs)
         try:
             return self._result_of(self._name)
         except KeyError:
@@ -261,6 +273,9 @@ class Prepared:
         if self.replaced is not None:
             return _itself, (self.replaced,)
         return functools.partial, (type(self._module).forward, self._module)
+
+    def _own(self) -> Callable[..., Any]:
+        return self.replaced or functools.partial(type(self._module).forward, self._module)
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,3 +70,8 @@ weighted_without_inverse_indices = patched(
     mutated("twinproof.pipeline.modules:_weighted_batch", "features.inverse_indices_or_none()", "None"),
     kills="PIPE-226",
 )
+indices_as_given = patched(
+    "Indices of results are those of the batch, whatever row was read.",
+    mutated("twinproof.pipeline.modules:EmbeddingCollection._looked_up", "part.indices.to(", "mine.values().to("),
+    kills="PIPE-499",
+)

@@ -75,7 +75,7 @@ counted_through_a_reset = patched(
 
 forwards_of_others_dropped = patched(
     "detach() drops a forward that somebody put on a module.",
-    mutated("twinproof.pipeline.stages:Attachment.close", "found.replaced is not None", "False"),
+    mutated("twinproof.pipeline.stages:Attachment.close", "prepared.replaced is not None", "False"),
     kills="PIPE-398",
 )
 own_forward_ahead = patched(
@@ -115,4 +115,18 @@ interrupts_undo_the_step = patched(
     "An interrupt of a loader that is read behind the forward comes out at once.",
     mutated("twinproof.pipeline.driver:Pipeline.pull_behind_forward", "except BaseException", "except Exception"),
     kills="PIPE-284",
+)
+forwards_put_meanwhile_dropped = patched(
+    "detach() drops whatever forward it finds on a module.",
+    mutated(
+        "twinproof.pipeline.stages:Attachment.close",
+        'if vars(module).get("forward") is prepared:',
+        'if "forward" in vars(module):',
+    ),
+    kills=("PIPE-500", "PIPE-501"),
+)
+closed_forwards_say_nothing_prepared = patched(
+    "What a pipeline put on a module is of no use after detach().",
+    mutated("twinproof.pipeline.stages:Attachment.close", "prepared.close()", "pass"),
+    kills="PIPE-500",
 )
