@@ -118,6 +118,7 @@ def test_a_package_that_holds(tmp_path: Path) -> None:
     assert keep.endswith(f"{job.inputs['artifact']} {job.inputs['report']} ignore")
 
 
+@pytest.mark.night
 def test_a_package_that_fails(tmp_path: Path) -> None:
     job = run(tmp_path, impl="mine", tests="conformance.kvstore.test_values -k duplicates", profile="quick")
     assert job.failed.startswith("verify: 1\n"), job.failed
@@ -128,6 +129,7 @@ def test_a_package_that_fails(tmp_path: Path) -> None:
     assert "failed" in (job.workspace / job.inputs["report"] / "badge.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.night
 def test_a_package_that_is_not_there(tmp_path: Path) -> None:
     job = run(tmp_path, impl="no_such_package", tests=FEW, profile="quick")
     assert job.failed.startswith("verify: 2\n"), job.failed
@@ -135,6 +137,7 @@ def test_a_package_that_is_not_there(tmp_path: Path) -> None:
     assert "not finished" in job.summary or "no report" in job.summary
 
 
+@pytest.mark.night
 def test_a_ledger_is_handed_on(tmp_path: Path) -> None:
     job = run(tmp_path, impl="refimpl", tests=FEW, profile="quick", ledger="none.toml")
     assert job.failed.startswith("verify: 2\n"), job.failed

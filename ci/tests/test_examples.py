@@ -97,6 +97,7 @@ def _verified(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("stem", MISTAKES)
 def test_each_deliberate_mistake_is_named(stem: str, verified: subprocess.CompletedProcess[str]) -> None:
     _, _, requirement, difference = MISTAKES[stem]

@@ -114,6 +114,7 @@ def test_neighbours_change_places_where_both_have_an_effect(slips: Any) -> None:
     assert made[6:9] == ["    publish(file)", "    if sync and rows > 0:", "        fsync(file)"]
 
 
+@pytest.mark.night
 def test_every_slip_of_the_sources_is_a_program_with_another_meaning(slips: Any, program: Callable[[str], Any]) -> None:
     meaning, count = program("python_code").meaning, Counter[str]()
     for name in ("twinproof/offload/offloader.py", "fastimpl/checkpoint/consolidate.py"):

@@ -72,6 +72,7 @@ def _expected() -> dict[str, torch.Tensor]:
     return {"w": random_bits(torch.float32, [9, 40], 1), "n": torch.ones(3)}
 
 
+@pytest.mark.night
 @requirement(
     "CKPT-083", "What changes after async_save returned MUST never be visible in the files, with a thread or a process."
 )

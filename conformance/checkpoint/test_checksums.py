@@ -489,6 +489,7 @@ def test_operator(checkpoint: Any, seed: int, size: int, data: st.DataObject) ->
             operators.crc32_between(values, wrong)
 
 
+@pytest.mark.night
 @requirement("CKPT-531", "verify MUST hold a piece for each thread, whatever the size of a tensor.")
 def test_bounded_memory(checkpoint: Any, tmp_path: Path) -> None:
     save(checkpoint, {"a": torch.zeros(48 << 20, dtype=torch.uint8)}, tmp_path / "ck", checksums=True, durable=False)

@@ -123,7 +123,7 @@ def _check(outcomes: Mapping[str, str], expected: Mapping[str, str]) -> None:
 )
 @pytest.mark.parametrize("rank_count", [1, 2])
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.night] * (way == "process")) for way in WAYS])
 def test_every_way(checkpoint: Any, rank_pool: Any, tmp_path: Path, way: str, storage: str, rank_count: int) -> None:
     found = rank_pool.run(_through_storage, rank_count, str(tmp_path), way, storage, timeout_s=110)
     expected = {s: "refused" if _refused(s, way, storage, rank_count) else "right" for s in MAKERS}

@@ -152,6 +152,7 @@ def test_metadata(checkpoint: Any, tmp_path: Path) -> None:
         save(checkpoint, state, tmp_path / "no", metadata={"step": 7})
 
 
+@pytest.mark.night
 @requirement(
     "CKPT-018", "A header above 100 MB MUST be refused before anything is written; one above 25 MB MUST be warned of."
 )

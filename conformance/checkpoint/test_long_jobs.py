@@ -212,6 +212,7 @@ def _save_again_and_again(rank: Rank, folder: str, in_hf: bool) -> tuple[dict[st
     return held[0], held[1], resident[1] - resident[0]
 
 
+@pytest.mark.night
 @requirement(
     "CKPT-473",
     "Ten asynchronous saves back to back MUST leave neither process groups, descriptors and threads nor memory that "
@@ -240,6 +241,7 @@ def _count_groups(rank: Rank, path: str) -> list[int]:
     return counts
 
 
+@pytest.mark.night
 @requirement(
     "CKPT-516",
     "A writer MUST make one process group where several ranks save and none was given, none otherwise, and have given "

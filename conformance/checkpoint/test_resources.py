@@ -161,6 +161,7 @@ def _measure(rank: Rank, path: str, rows: int, dim: int) -> tuple[int, int]:
     return min(growth), load_growth
 
 
+@pytest.mark.night
 @requirement(
     "CKPT-080",
     "A save MUST add at most 64 MiB and a row block of memory per rank, whatever the model's size; a load 64 MiB.",
@@ -186,6 +187,7 @@ _HELD = {
 }
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("what", sorted(_HELD))
 @requirement("CKPT-081", "Other Python threads MUST make progress while a checkpoint is written and read.")
 def test_gil(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, what: str) -> None:
@@ -223,6 +225,7 @@ print("saved" if all(torch.equal(target[k], state[k]) for k in state) else "wron
 """
 
 
+@pytest.mark.night
 @requirement("CKPT-082", "Saving and loading MUST work where numpy is not installed.")
 def test_without_numpy(impl: Any, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", _WITHOUT_NUMPY, impl.__name__, str(tmp_path / "ck")]

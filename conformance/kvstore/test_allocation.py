@@ -113,6 +113,7 @@ def test_failing_allocations(kvstore: Any) -> None:
         assert_equal(failed[name, 2] > 0, True, where=f"{name} copies rows for a snapshot")
 
 
+@pytest.mark.night
 @requirement(
     "KV-240",
     "Where memory for the rows of a state dict of any length is short, and no snapshot lives, load_state_dict without "

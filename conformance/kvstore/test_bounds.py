@@ -92,6 +92,7 @@ def test_writes_past_four_gib(kvstore: Any) -> None:
         assert_bits(store.get("t", ids_of([key]))[0], once[position % PERIOD], where=f"position {position}")
 
 
+@pytest.mark.night
 @requirement(
     "KV-119",
     "A batch of more than 2**32 bytes MUST be read, and whole rows written, as small ones are.",

@@ -80,6 +80,7 @@ def test_any_program(kvstore: Any, tmp_path: Path) -> None:
     run_machine(Machine, settings=settings(examples(12), stateful_step_count=15))
 
 
+@pytest.mark.night
 @requirement(
     "KV-173",
     "With row_memory host the rows of a store MUST lie in pinned memory of the host, and of the device's memory the "

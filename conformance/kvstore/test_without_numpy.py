@@ -30,6 +30,7 @@ print(stores[0].evict(policy=kvstore.EvictionPolicy.count(2))["t"].evicted_count
 """
 
 
+@pytest.mark.night
 @requirement("KV-153", "Training, saving, loading and evicting rows MUST work where numpy is not installed.")
 def test_without_numpy(impl: Any, kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", _WITHOUT_NUMPY, impl.__name__, str(tmp_path / "ck")]

@@ -39,6 +39,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "versions.torch" in out
 
 
+@pytest.mark.night
 def test_verify_runs_elsewhere_and_keeps_the_report(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("", encoding="utf-8")
     (tmp_path / "perf").mkdir()

@@ -35,6 +35,7 @@ def _verify(folder: Path, implementation: str, module: str, name: str) -> tuple[
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_new_package_is_short_and_fails_for_its_verbs(stem: str, tmp_path: Path) -> None:
     words = ["new-impl", "mine", "--component", stem, "--into", str(tmp_path)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -113,6 +114,7 @@ def test_copies(offload: Any) -> None:
         twins.offloader.close()
 
 
+@pytest.mark.night
 @requirement(
     "OPT-224",
     "States that are brought to the device and sent home again MUST keep what was written to them there, a replaced "

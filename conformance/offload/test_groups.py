@@ -272,6 +272,7 @@ def _turns(optimizer: Any) -> None:
 _EDITS: dict[str, Any] = {"nothing": lambda _: None, "adds": _adds, "binds": _binds, "turns": _turns}
 
 
+@pytest.mark.night
 @requirement(
     "OPT-389",
     "Whichever request for memory fails, of the host or of the device, in a step, a prefetch, offload() or a load, no "

@@ -109,6 +109,7 @@ def test_host_memory_goes(offload: Any) -> None:
     assert_le(1, attached - before, where="host bytes while attached")
 
 
+@pytest.mark.night
 @requirement(
     "OPT-371",
     "After close() no host memory MUST be left of steps on the CPU either, and stats() MUST count none on "
@@ -135,6 +136,7 @@ def test_host_memory_of_steps_goes(offload: Any, step_device: str) -> None:
         assert_equal(offloader.stats().host_bytes, 0, where="bytes that are counted after close()")
 
 
+@pytest.mark.night
 @requirement(
     "OPT-373",
     "stats() MUST count the host memory that is there, on either device, as parameters get gradients, and as "
@@ -165,6 +167,7 @@ def test_host_memory_is_counted(offload: Any, step_device: str) -> None:
         offloader.close()
 
 
+@pytest.mark.night
 @requirement(
     "OPT-394",
     "A closed offloader MUST hold no memory of the device: states that the optimizer drops are gone, whatever was "

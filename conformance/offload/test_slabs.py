@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from conformance.offload.cases import values
 SLABS = ("host_slabs",)
 
 
+@pytest.mark.night
 @requirement(
     "OPT-288",
     "Host memory MUST be zeroed pages of its own, live as long as a view of it, and be counted to the byte.",

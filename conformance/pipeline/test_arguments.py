@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
+
 from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
@@ -114,6 +116,7 @@ def test_positions(pipeline: Any) -> None:
         _as_the_loop(pipeline, name, (), {**arguments, **NAMED.get(name, {})}, f"{name} by name")
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-283",
     "At any other value each of these arguments MUST leave the loop's bits, or be refused by its name.",

@@ -34,6 +34,7 @@ class _Model(torch.nn.Module):
         return torch.relu(self.dense(pooled)).sum()
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-116",
     "A compiled model MUST have the eager model's bits after every step, gradients of weights included, and one graph, "

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_le, requirement
@@ -30,6 +31,7 @@ def live() -> tuple[int, int]:
     return len(tensors), sum(storages.values())
 
 
+@pytest.mark.night
 @requirement("PIPE-103", "200 steady steps MUST leave as many tensors, and as many bytes in them, as 20 did.")
 def test_growth(pipeline: Any) -> None:
     for name in LONGEST:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from conformance.harness import Rank, assert_equal, requirement
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Breaking, LoaderError
 from conformance.pipeline.jobs import Job, assert_same_state
@@ -21,6 +23,7 @@ MOVED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-308",
     "No two conflicting accesses MUST be unordered where batches are pulled behind the forward, or looked up before "

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,7 @@ def figures_of(pipeline: Any, name: str, options: dict[str, Any], seconds: dict[
     return report, {stage.stage: stage for stage in report.stages}
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-160",
     "A replay of what was recorded MUST end every step when the virtual clock did, for every schedule and placement.",
@@ -277,6 +279,7 @@ def test_host_blocked(pipeline: Any) -> None:
             assert_equal(report.host_blocked_s, mean_s, where=f"mean of steps {counted}, {name}")
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-199",
     "With a lookup stream of its own a step of Fused MUST NOT take longer than one of SparseDist, nor that than one of "
@@ -348,6 +351,7 @@ def _behind(program: list[Any], count: int) -> list[Any]:
     return [dataclasses.replace(one, step=one.step - count) if hasattr(one, "step") else one for one in kept]
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-436",
     "A recorder that was told to forget MUST record what follows as one that begins there: the same work, edges and "

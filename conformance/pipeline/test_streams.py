@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,6 +116,7 @@ def _no_hazard_on_ranks(rank: Rank) -> None:
     assert_equal(found, [], where="accesses that nothing orders, collectives among them")
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-198",
     "Nor MUST there be any on two ranks, where collectives read and write on the stream that they were started on.",
@@ -282,6 +284,7 @@ def makespan_of(pipeline: Any, name: str, options: dict[str, Any], costs: Costs,
     return made
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-109",
     "On the virtual clock a step of Fused MUST take the longer of lookup and dense optimizer, where SparseDist takes "

@@ -9,6 +9,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +154,7 @@ def _all_plans(rank: Rank) -> None:
             _waits_once(rank, kinds, weighted=number % 2 == 1)
 
 
+@pytest.mark.night
 @requirement(
     "PIPE-386",
     "In a step of any number of sharded collections, exchanged together, under any mix of kinds, replicated tables and "

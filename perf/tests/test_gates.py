@@ -404,6 +404,7 @@ def test_a_short_run_repeats_while_its_minute_lasts(repeats: bool, until_s: floa
     assert bench.may_repeat(100.0, 120.0, 140.0) is may
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("component", "gate"), [("kvstore", "kv-map-bytes"), ("pipeline", "pipe-table-allocated")])
 def test_counters_hold_in_the_short_form(component: str, gate: str, tmp_path: Path) -> None:
     workloads = read_workloads()

@@ -276,6 +276,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.night
 def test_a_short_form_without_any_package_of_others_still_judges(tmp_path: Path) -> None:
     """Hidden in the process and in its ranks, as if nobody had installed them."""
     hidden = {module for package in PACKAGES.values() for module in package.modules}

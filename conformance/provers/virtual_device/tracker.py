@@ -101,8 +101,12 @@ class Tracker:
         self.clocks = Clocks()
         self.hazards: list[Hazard] = []
         self.live_bytes = self.peak_bytes = self.peak_held_bytes = 0
+        # What was given back early, each with its size; at most so many bytes are still held.
         self._deferred: list[tuple[int, dict[str, int]]] = []
+        self._deferred_bytes = 0
         self._memory: dict[int, Memory] = {}
+        # Of each of them the weak reference's own number: all are asked at each op.
+        self._weak: dict[int, int] = {}
         self._seen: set[tuple[str, str, str]] = set()
 
     def __reduce__(self) -> Any:
@@ -123,10 +127,13 @@ class Tracker:
             if found is not None:
                 self._forget(key)
             found = self._memory[key] = Memory(_weak(storage), storage.nbytes(), on_host, stream)
+            self._weak[key] = found.weak.cdata
             if not on_host:
                 self.live_bytes += found.size_bytes
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+                # Which of it is held still takes a look at every clock: most new memory makes no peak anyway.
+                if self.live_bytes + self._deferred_bytes > self.peak_held_bytes:
+                    self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
         return found
 
     def knows(self, tensor: torch.Tensor) -> Memory | None:
@@ -141,22 +148,25 @@ class Tracker:
         self._deferred = [
             (size, needed) for size, needed in self._deferred if not all(known.covers(*one) for one in needed.items())
         ]
-        return self.live_bytes + sum(size for size, _ in self._deferred)
+        self._deferred_bytes = sum(size for size, _ in self._deferred)
+        return self.live_bytes + self._deferred_bytes
 
     def sweep(self) -> None:
         """Look for storages that were released since the last op, and for work that still needs them."""
-        # What StorageWeakRef.expired comes down to, without two calls of Python: all memory is asked at each op.
+        # What StorageWeakRef.expired comes down to, without two calls of Python.
         expired = torch.UntypedStorage._expired
-        for key in [key for key, memory in self._memory.items() if expired(memory.weak.cdata)]:
+        for key in [key for key, weak in self._weak.items() if expired(weak)]:
             self._forget(key)
 
     def _forget(self, key: int) -> None:
         memory = self._memory.pop(key)
+        del self._weak[key]
         if not memory.on_host:
             self.live_bytes -= memory.size_bytes
             needed = {stream: access.tick for stream, access in memory.last.items() if stream in memory.kept_for}
             if needed:
                 self._deferred.append((memory.size_bytes, needed))
+                self._deferred_bytes += memory.size_bytes
         self.given_back(memory)
 
     def given_back(self, memory: Memory) -> None:
