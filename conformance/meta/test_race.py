@@ -39,6 +39,12 @@ def _without_cuda() -> None:
         pytest.skip("CUDA is in use in this process; the prover refuses to stand in front of it")
 
 
+@pytest.fixture(autouse=True)
+def _beside_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A report names files from the current folder on.
+    monkeypatch.chdir(tmp_path)
+
+
 def _edges() -> Iterator[tuple[str, str, str]]:
     for title, lines in PROGRAMS.items():
         for line in lines:

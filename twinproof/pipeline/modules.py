@@ -778,8 +778,8 @@ class EmbeddingCollection(BoundToLookup):
             parts = torch.split(rows, [part.indices.numel() for part in bags])
             for name, key, values, part in zip(names, keys, parts, bags, strict=True):
                 mine = features[name]
-                ids = part.indices.to(mine.values().dtype) if self._need_indices else None
-                found[key] = JaggedTensor(values, ids, mine.lengths())
+                looked_up = part.indices.to(mine.values().dtype) if self._need_indices else None
+                found[key] = JaggedTensor(values, looked_up, mine.lengths())
         return found
 
     def _by_torch(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
