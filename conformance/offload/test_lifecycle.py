@@ -115,6 +115,44 @@ def test_close(offload: Any) -> None:
             assert_equal(again.stats().step_count, 1, where="steps of a second offloader")
 
 
+_VERBS = ("offload", "prefetch", "reload", "release_gpu_memory", "snapshot", "refresh_masters", "sync_before_step")
+
+
+@requirement(
+    "OPT-426",
+    "Every verb of a closed offloader MUST be refused by name, and MUST leave states, masters and parameters as they "
+    "are, a state dict and masters that it is given among them.",
+)
+def test_closed_verbs(offload: Any) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values(shape, i, torch.bfloat16)) for i, shape in enumerate(((3, 5), (4,)))]
+        masters = offload.MasterWeights(params)
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=0.1)
+        offloader = offload.OptimizerStateOffloader(optimizer, master_weights=masters, engine=device.engine)
+        saved: list[Any] = []
+        for _ in range(2):
+            for number, param in enumerate(params):
+                param.grad = values(tuple(param.shape), 7 + number, torch.bfloat16)
+            optimizer.step()
+            saved.append(offloader.snapshot())
+        offloader.close()
+        with _disable_current_modes():
+            before = copy.deepcopy((optimizer.state_dict(), params, list(masters.parameters())))
+        verbs: dict[str, tuple[Any, ...]] = {
+            **dict.fromkeys((*_VERBS, "mark_optimizer_states_initialized"), ()),
+            "load_state_dict": (saved[0],),
+            "load_masters": ([torch.zeros(param.shape) for param in params],),
+        }
+        for verb, given in verbs.items():
+            with raises(ConfigError, mentions=("closed",), where=verb):
+                getattr(offloader, verb)(*given)
+            with _disable_current_modes():
+                assert_same_state(optimizer.state_dict(), before[0])
+                for kept, now in ((before[1], params), (before[2], list(masters.parameters()))):
+                    for number, (old, new) in enumerate(zip(kept, now, strict=True)):
+                        assert_same_tensor(new.detach(), old.detach(), where=f"{verb}: tensor {number}")
+
+
 @requirement(
     "OPT-381",
     "close() MUST give the optimizer the very step back that it was attached to, a scheduler's or a user's too, and "

@@ -394,7 +394,10 @@ REFUSALS: dict[str, tuple[str, Refusal]] = {
     "sparse": ("UnsupportedError: sparse gradients", _sparse),
     "captured": ("OffloadConflictError: a graph is being captured", _captured),
     "lacking": ("PlanError: states are missing", _spoilt(lambda saved: saved["state"][1].popitem())),
-    "groups": ("PlanError: other parameter groups", _spoilt(lambda saved: saved["param_groups"][0]["params"].pop())),
+    "groups": (
+        "PlanError: other parameter groups; got",
+        _spoilt(lambda saved: saved["param_groups"][0]["params"].pop()),
+    ),
     "shape": ("PlanError: a state of another shape", _spoilt(_grown_state)),
     "stranger": ("PlanError: states of no parameter", _spoilt(lambda saved: saved["state"].update({99: {}}))),
     "second": (

@@ -167,3 +167,13 @@ possible_values_not_said = patched(
     ),
     kills="OPT-074",
 )
+
+loads_after_close = patched(
+    "A closed offloader loads a state dict.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict",
+        "self._check_open()",
+        "pass",
+    ),
+    kills="OPT-426",
+)
