@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
 from conformance.offload.cases import (
     BLOCK_ELEMENTS,
     FUSED,
@@ -354,6 +354,33 @@ def test_forms_left_to_torch(offload: Any) -> None:
             twins.optimizer.step()
         twins.check()
         assert_equal("strides" in twins.offloader.stats().updates[0], True, where="reason")
+
+
+@requirement(
+    "OPT-427",
+    "A gradient of another dtype than its parameter's, as torch's grad_dtype allows it, MUST leave its group to torch, "
+    "bit for bit.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize("name", ["momentum", "adagrad"])
+def test_gradients_of_other_dtypes(offload: Any, name: str) -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip(f"torch {torch.__version__} has no grad_dtype")
+    kind, options = COVERED[name]
+    with proven() as device:
+        twins = Twins(offload, device, kind, [values((4, 6), 1), values((8,), 2)], options=options, fused_update=True)
+        for param in (*twins.plain_params, *twins.params):
+            param.grad_dtype = torch.bfloat16
+        for number in range(2):
+            for arm in (twins.plain_params, twins.params):
+                for i, param in enumerate(arm):
+                    param.grad = values(tuple(param.shape), 5 * number + i, torch.bfloat16)
+            twins.plain.step()
+            with succeeds("a step", where=f"{name} {number}"):
+                twins.optimizer.step()
+            twins.check()
+            (update,) = twins.offloader.stats().updates
+            assert_equal((update.startswith("torch: "), "bfloat16" in update), (True, True), where=update)
 
 
 @requirement(

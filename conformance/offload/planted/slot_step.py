@@ -151,3 +151,12 @@ def slot_last_left_out(original: Any, kind: int, params: Any, *lists: Any) -> No
     for param, before in zip(params, kept, strict=True):
         if param.numel() > BLOCK_ELEMENTS and param.numel() % BLOCK_ELEMENTS == 1:
             param.view(-1)[-1:].copy_(before.view(-1)[-1:])
+
+
+dtypes_of_gradients_not_looked_at = patched(
+    "A gradient of another dtype than its parameter's goes into the kernel.",
+    mutated(
+        "fastimpl.offload.slot_step:_why_not_param", "if not is_rounded and grad.dtype != param.dtype:", "if False:"
+    ),
+    kills="OPT-427",
+)
