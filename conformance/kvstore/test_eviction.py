@@ -37,8 +37,8 @@ fields = st.lists(st.tuples(stamps, counts), min_size=0, max_size=12)
 
 
 def store_with(kvstore: Any, rows: list[tuple[int, int]], **options: Any) -> Any:
-    """A store at NOW whose row k has the k-th (timestamp, count)."""
-    store = store_of(kvstore, clock=Clock(NOW), **options)
+    """A store at NOW, unless it gets another clock, whose row k has the k-th (timestamp, count)."""
+    store = store_of(kvstore, **{"clock": Clock(NOW), **options})
     layout = store.layout("t")
     raw = [random_row(layout, key, stamp, count, key) for key, (stamp, count) in enumerate(rows)]
     store.set_rows("t", rows_tensor(raw, layout.row_bytes))
@@ -235,6 +235,50 @@ def test_rounds(kvstore: Any, program: list[str], slice_rows: int) -> None:
     assert_le(stats.evicted_count, stats.processed_count, where="evicted")
     left = [key for key in store.ids("t").tolist() if key < 12]
     assert_equal(len(left), 12 - stats.evicted_count, where="size change")
+
+
+@requirement(
+    "KV-339",
+    "Rounds that are under way together MUST each go by their own policy and clock, slice by slice in turn, though "
+    "they began at one moment.",
+)
+@pytest.mark.parametrize("slice_rows", [1, 5, 100])
+def test_rounds_in_turn(kvstore: Any, slice_rows: int) -> None:
+    policy = kvstore.EvictionPolicy
+    rows = [(NOW - 25 * (key % 7), 1 + key % 5) for key in range(12)]
+    norms = store_with(kvstore, rows).get("t", torch.arange(12)).double().norm(dim=1)
+    rules = {
+        "ttl": (policy.ttl(100), 0),
+        "ttl, later": (policy.ttl(100), 60),
+        "count": (policy.count(3), 0),
+        "both": (policy.ttl_count(50, 5), 0),
+        "timestamp": (policy.older_than(NOW - 70), 0),
+        "l2": (policy.l2(float(norms.median())), 0),
+        "score": (policy.score(7), 0),
+    }
+
+    def begun(*names: str) -> tuple[Any, list[Any]]:
+        clock, rounds = Clock(NOW), []
+        store = store_with(kvstore, rows, clock=clock)
+        for name in names:
+            clock.now = NOW + rules[name][1]
+            rounds.append(store.start_eviction("t", policy=rules[name][0], slice_rows=slice_rows))
+        return store, rounds
+
+    alone = {}
+    for name in rules:
+        store, rounds = begun(name)
+        rounds[0].run()
+        alone[name] = set(store.ids("t").tolist())
+        assert_equal(0 < len(alone[name]) < 12, True, where=f"{name}: some rows go")
+    for first in rules:
+        for second in rules:
+            store, rounds = begun(first, second)
+            while not all(each.done for each in rounds):
+                for each in rounds:
+                    each.step()
+            left = sorted(alone[first] & alone[second])
+            assert_equal(store.ids("t").tolist(), left, where=f"{first} beside {second}: rows that stay")
 
 
 @requirement("KV-062", "Evicting half and inserting as many again MUST NOT allocate more.")

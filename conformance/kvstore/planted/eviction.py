@@ -221,3 +221,10 @@ def thresholds_of_single_precision(original: Any, store: Any, table: str, policy
     names = ("count_threshold", "timestamp_threshold", "ttl_seconds")
     rounded = {name: int(torch.tensor(float(getattr(policy, name))).item()) for name in names}
     return dataclasses.replace(plan, policy=dataclasses.replace(policy, **rounded))
+
+
+@fault(kills="KV-339", at="fastimpl.kvstore.store:NativeRows.evict_some", of="fastimpl")
+def first_round_of_a_moment(original: Any, store: Any, plan: Any, ids: torch.Tensor) -> Any:
+    """Rounds that began at one moment go by the first one's policy."""
+    kept = vars(store).setdefault("first_rounds", {})
+    return original(store, kept.setdefault((plan.table, plan.mark), plan), ids)
