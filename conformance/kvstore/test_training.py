@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,33 @@ def test_modules(kvstore: Any, tolerance_factor: float) -> None:
         assert_equal(store.size("t"), size, where="forward inserts nothing")
         out.sum().backward()
         assert_equal(store.size("t"), size + 1, where="backward inserts")
+
+
+@requirement(
+    "KV-340",
+    "KVEmbeddingBag MUST cut ids by their offsets alone: as many bags as ids, with empty and longer ones among them, "
+    "MUST be pooled and trained as any others.",
+)
+def test_as_many_bags_as_ids(kvstore: Any) -> None:
+    for count in (1, 2, 3, 4):
+        for sizes in product((0, 1, 2, 4), repeat=count):
+            if sum(sizes) != count:
+                continue
+            for mode in ("sum", "mean"):
+                where = f"bags of {sizes}, {mode}"
+                store = store_of(kvstore, kvstore.RowLayout(2, optimizer="sgd"))
+                ids, counts = torch.arange(count), torch.tensor(sizes)
+                weights = torch.arange(1.0, 2 * count + 1).view(count, 2)
+                store.set("t", ids, weights)
+                found = kvstore.KVEmbeddingBag(store, mode=mode, lr=0.5)(ids, counts.cumsum(0) - counts)
+                # Powers of two divide without a rounding.
+                divisors = (counts if mode == "mean" else torch.ones_like(counts)).clamp(min=1)[:, None]
+                sums = torch.stack([part.sum(0) for part in weights.split(list(sizes))])
+                assert_bits(found.detach(), sums / divisors, where)
+                grads = torch.arange(1.0, 2 * count + 1).view(count, 2)
+                found.backward(grads)
+                expected = weights - 0.5 * (grads / divisors).repeat_interleave(counts, dim=0)
+                assert_bits(store.get("t", ids), expected, f"{where}: rows behind a step")
 
 
 @requirement(

@@ -102,3 +102,9 @@ def betas_are_always_the_defaults(
 ) -> None:
     """Betas are taken and ignored."""
     original(store, *args, **options)
+
+
+@fault(kills="KV-340", at="fastimpl.kvstore.modules:KVEmbeddingBag._pool", of="fastimpl")
+def one_id_a_bag(original: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+    """As many bags as ids are taken for bags of one id each."""
+    return rows if rows.shape[0] == ends.numel() - 1 else original(rows, ends)
