@@ -204,7 +204,7 @@ def test_as_many_bags_as_ids(kvstore: Any) -> None:
                 found = kvstore.KVEmbeddingBag(store, mode=mode, lr=0.5)(ids, counts.cumsum(0) - counts)
                 # Powers of two divide without a rounding.
                 divisors = (counts if mode == "mean" else torch.ones_like(counts)).clamp(min=1)[:, None]
-                sums = torch.stack([part.sum(0) for part in weights.split(list(sizes))])
+                sums = torch.stack([part.sum(0) for part in torch.split(weights, list(sizes))])
                 assert_bits(found.detach(), sums / divisors, where)
                 grads = torch.arange(1.0, 2 * count + 1).view(count, 2)
                 found.backward(grads)

@@ -777,9 +777,8 @@ class EmbeddingCollection(BoundToLookup):
             rows = _Rows.apply(self._engine, ids, weight)  # type: ignore[no-untyped-call]
             parts = torch.split(rows, [part.indices.numel() for part in bags])
             for name, key, values, part in zip(names, keys, parts, bags, strict=True):
-                mine = features[name]
-                looked_up = part.indices.to(mine.values().dtype) if self._need_indices else None
-                found[key] = JaggedTensor(values, looked_up, mine.lengths())
+                looked_up = part.indices.to(features[name].values().dtype) if self._need_indices else None
+                found[key] = JaggedTensor(values, looked_up, features[name].lengths())
         return found
 
     def _by_torch(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

@@ -72,6 +72,8 @@ weighted_without_inverse_indices = patched(
 )
 indices_as_given = patched(
     "Indices of results are those of the batch, whatever row was read.",
-    mutated("twinproof.pipeline.modules:EmbeddingCollection._looked_up", "part.indices.to(", "mine.values().to("),
+    mutated(
+        "twinproof.pipeline.modules:EmbeddingCollection._looked_up", "part.indices.to(", "features[name].values().to("
+    ),
     kills="PIPE-499",
 )
