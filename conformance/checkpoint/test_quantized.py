@@ -484,6 +484,24 @@ def test_parts_of_larger_memory(checkpoint: Any, tmp_path: Path) -> None:
                 assert_equal(int(memory.count_nonzero()), 0, where=f"{where}: written beside it")
 
 
+@requirement(
+    "CKPT-681",
+    "A quantized tensor MUST be rounded to the reader's target_dtype and then to its target's dtype, whichever of the "
+    "two is the wider, and where they are of one width.",
+)
+def test_through_the_target_dtype(checkpoint: Any, tmp_path: Path) -> None:
+    state = _matrix([9, 10], 4, FP8[0], 1) | _groups([2, 3, 2, 16], 2)
+    _save(checkpoint, state, tmp_path)
+    matrix = fp8_oracle(state["w.weight"], state["w.weight_scale_inv"], 4)
+    for name, whole in (("w.weight", matrix), ("w_blocks", mxfp4_oracle(state["w_blocks"], state["w_scales"]))):
+        for through in TARGETS:
+            for dtype in TARGETS:
+                target = torch.empty(whole.shape, dtype=dtype)
+                _load(checkpoint, tmp_path, name, target, block_size=4, target_dtype=through)
+                where = f"{name} through {through} as {dtype}"
+                assert_same_tensor(_rounded(target, dtype), _rounded(whole.to(through), dtype), where=where)
+
+
 class _Replacing(DefaultLoadPlanner):
     """Puts another file in the place of one when the first target is asked for: headers are read, values are not."""
 

@@ -164,6 +164,25 @@ def test_divergent_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
         assert_equal(list(tmp_path.iterdir()), [], where=f"rank {other} differs: folder after the refused save")
 
 
+def _save_divergent_shards(rank: Rank, path: str) -> None:
+    """The two halves of a tensor, each on two ranks; of the second half the two differ."""
+    mesh = mesh_of(rank, (2, 2))
+    value = torch.zeros(4, 2)
+    value[2:] = float(rank.rank == 3)
+    save_ranks(rank, {"drift": sharded(value, mesh, [Replicate(), Shard(0)])}, Path(path), check_replicas=True)
+
+
+@requirement(
+    "CKPT-682",
+    "With check_replicas, replicas of a shard that rank 0 does not hold MUST be compared too, as those of ranks that "
+    "shard in groups and replicate between them.",
+)
+def test_divergent_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with raises(DistributedError, mentions=("drift", "rank 3", "rank 1"), where="halves on ranks 1 and 3 differ"):
+        rank_pool.run(_save_divergent_shards, 4, str(tmp_path / "ck"))
+    assert_equal(list(tmp_path.iterdir()), [], where="folder after the refused save")
+
+
 def _merge_where_one_fails(rank: Rank, source: str, target: str, failing: int) -> str:
     checkpoint = rank.component("checkpoint")
     right = Catalog.check_unchanged

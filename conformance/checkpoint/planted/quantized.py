@@ -210,3 +210,14 @@ dequantized_into_a_copy = patched(
     kills="CKPT-656",
     of="fastimpl",
 )
+
+
+widths_tell_dtypes = patched(
+    "What is no wider than the target dtype is written as it is, also where it is another dtype of its width.",
+    mutated(
+        f"{_READER}._load",
+        "part.target.dtype == self.target_dtype or self.target_dtype == torch.float32",
+        "part.target.dtype.itemsize <= self.target_dtype.itemsize",
+    ),
+    kills="CKPT-681",
+)
