@@ -144,6 +144,7 @@ def test_a_ledger_is_handed_on(tmp_path: Path) -> None:
     assert "none.toml" in job.failed
 
 
+@pytest.mark.night
 def test_by_default_the_four_components_run(tmp_path: Path) -> None:
     job = run(tmp_path, impl="refimpl", profile="quick", tests=ACTION["inputs"]["tests"]["default"] + "--collect-only")
     found = json.loads((job.workspace / job.inputs["report"] / "report.json").read_text(encoding="utf-8"))

@@ -59,6 +59,7 @@ for path, count, words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.night
 def test_commands_do_what_they_promise(tmp_path: Path) -> None:
     commands, expected = [], []
     for name, said in PROGRAMS.items():

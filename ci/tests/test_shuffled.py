@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parents[2]
 _NEEDY = """
 import state
@@ -42,6 +44,7 @@ def _run(folder: Path, seed: int) -> tuple[int, list[str]]:
     return done.returncode, re.findall(r"^(\S+?::\S+) (?:PASSED|FAILED)", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.night
 def test_orders(tmp_path: Path) -> None:
     runs = {seed: _run(tmp_path, seed) for seed in range(6)}
     assert _run(tmp_path, 3) == runs[3]

@@ -1,9 +1,9 @@
 """Hypothesis budgets, so that CI never fails by luck and a nightly run never repeats yesterday's examples.
 
-``ci`` is derandomised, without deadline or database; ``quick`` is a quarter of it. ``dev`` is a quarter too, but random
-and with the database, so that a failure comes back at once; ``nightly`` is random with ten times the examples. With
-``thousand`` a state machine runs a thousand times the examples of ``ci``, or until its time is over; all else as in
-``ci``, but random.
+``ci`` is derandomised, without deadline or database; ``half`` and ``quick`` are half and a quarter of it. ``dev`` is a
+quarter too, but random and with the database, so that a failure comes back at once; ``nightly`` is random with ten
+times the examples. With ``thousand`` a state machine runs a thousand times the examples of ``ci``, or until its time is
+over; all else as in ``ci``, but random. Planted bugs have ``ci``'s examples in every profile: a failure ends them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DERANDOMISED", "PROFILES", "examples", "expecting_failure", "generate_only", "run_machine", "using_profile"]
 
-PROFILES = ("quick", "dev", "ci", "nightly", "thousand")
+PROFILES = ("quick", "half", "dev", "ci", "nightly", "thousand")
 # Those that draw the same examples in every run.
-DERANDOMISED = ("quick", "ci")
+DERANDOMISED = ("quick", "half", "ci")
 _CI_EXAMPLES = 100
 _THOUSAND = 1000
 # How often a state machine runs at most, and for how many seconds.
@@ -38,7 +38,7 @@ def _register() -> None:
     # Where CI is set in the environment, Hypothesis starts from other settings, derandomised ones among them. A profile
     # is the same wherever it runs.
     common = settings(settings.get_profile("default"), deadline=None, suppress_health_check=suppressed)
-    for name, count in (("quick", _CI_EXAMPLES // 4), ("ci", _CI_EXAMPLES)):
+    for name, count in (("quick", _CI_EXAMPLES // 4), ("half", _CI_EXAMPLES // 2), ("ci", _CI_EXAMPLES)):
         settings.register_profile(
             f"twinproof-{name}", parent=common, derandomize=True, database=None, max_examples=count, print_blob=False
         )
@@ -74,19 +74,25 @@ def examples(ci_count: int) -> settings:
     """Hypothesis settings with ``ci_count`` examples in the ci profile, scaled like the profile in the others."""
     from hypothesis import settings
 
+    return settings(max_examples=max(1, round(ci_count * _scale())))
+
+
+def _scale() -> float:
+    """How many examples the profile in use has for one of ``ci``."""
+    from hypothesis import settings
+
     default = settings.default
-    scale = (default.max_examples if default is not None else _CI_EXAMPLES) / _CI_EXAMPLES
-    return settings(max_examples=max(1, round(ci_count * scale)))
+    return (default.max_examples if default is not None else _CI_EXAMPLES) / _CI_EXAMPLES
 
 
 def generate_only(parent: Any) -> Any:
-    """``parent`` without replay, shrinking or explanation: enough to see a planted bug die, and over at once."""
+    """``parent`` without replay, shrinking or explanation, on ``ci``'s examples: enough to see a planted bug die."""
     from hypothesis import HealthCheck, Phase, settings
 
     return settings(
         parent,
         phases=(Phase.explicit, Phase.generate),
-        max_examples=min(parent.max_examples, _CI_EXAMPLES),
+        max_examples=min(max(1, round(parent.max_examples / _scale())), _CI_EXAMPLES),
         derandomize=True,
         database=None,
         print_blob=False,

@@ -148,6 +148,7 @@ def test_a_library_elsewhere_is_ours(tmp_path: Path) -> None:
     assert f"package refimpl is shadowed: got {_HOME}/refimpl, expected {tmp_path}/site/refimpl" in done.stderr
 
 
+@pytest.mark.night
 def test_a_run_that_dies_is_not_judged_by_an_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "report.json"
     words = ["verify", "conformance.offload.test_values", "-k", "odd_sizes", "-q", "-p", "no:cacheprovider"]

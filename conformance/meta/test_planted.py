@@ -328,6 +328,29 @@ def test_a_fault_says_where_and_what() -> None:
     assert _Subject().method(1) == 2
 
 
+@pytest.mark.parametrize("profile", ["quick", "half", "ci", "nightly"])
+def test_planted_bugs_have_the_examples_of_ci(toy: Callable[..., pytest.RunResult], profile: str) -> None:
+    tests = """
+    @requirement("CKPT-001", "MUST double")
+    @examples(40)
+    @given(st.integers())
+    def test_double(checkpoint, n):
+        assert_equal(checkpoint.double(n), 2 * n)
+    """
+    planted = """
+    calls = []
+
+    def late(original, x):
+        calls.append(x)
+        return original(x) + (len(calls) >= COUNT)
+
+    PLANTED = (PlantedBug('late', 'is wrong', ('CKPT-001',), 'toy.impl', wrap('toy.impl:checkpoint.double', late)),)
+    """
+    arguments = ("--twinproof-planted", "only", "--twinproof-profile", profile)
+    toy(tests, *arguments, planted=planted.replace("COUNT", "40")).assert_outcomes(passed=1)
+    toy(tests, *arguments, planted=planted.replace("COUNT", "41")).assert_outcomes(failed=1)
+
+
 def test_several_places_are_planted_and_cleared_together() -> None:
     patch = wrap((f"{__name__}:_Subject.method", f"{__name__}:_Subject.absent"), _wrong)
     with pytest.raises(AttributeError), patch:

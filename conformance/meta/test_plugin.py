@@ -172,7 +172,7 @@ def test_the_header_says_what_runs(toy: Callable[..., pytest.RunResult]) -> None
     result.stdout.fnmatch_lines(["twinproof: profile nightly, seed [0-9]*"])
 
 
-@pytest.mark.parametrize(("profile", "count"), [("quick", 5), ("dev", 5), ("ci", 20), ("nightly", 200)])
+@pytest.mark.parametrize(("profile", "count"), [("quick", 5), ("half", 10), ("dev", 5), ("ci", 20), ("nightly", 200)])
 def test_profiles_scale_examples(toy: Callable[..., pytest.RunResult], profile: str, count: int) -> None:
     tests = """
     calls = []

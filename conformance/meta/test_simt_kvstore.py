@@ -107,6 +107,7 @@ def _planted_program() -> Path:
     return build(_SOURCES / "kvstore_planted.cpp", planted=[fault.planted for fault in _FAULTS])
 
 
+@pytest.mark.night
 @needs_prover
 def test_rows_are_those_of_the_host() -> None:
     verdicts = prove(build(_SOURCES / "kvstore.cpp"), case_count=20, seed_count=1)

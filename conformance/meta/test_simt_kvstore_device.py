@@ -47,6 +47,7 @@ def test_the_kernels_are_those_of_one_implementation(toy: Callable[..., pytest.R
     result.stderr.fnmatch_lines(["*--twinproof-device simt: the kernels are fastimpl's, not toy.impl's*"])
 
 
+@pytest.mark.night
 @pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
 def test_stores_lie_on_it_once_they_are_bound() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=True)

@@ -28,6 +28,7 @@ def _without_times(text: str) -> str:
     return re.sub(r"[\d.]+ s:", "", text)
 
 
+@pytest.mark.night
 @needs_prover
 def test_the_recipe_runs(tmp_path: Path) -> None:
     recipe = (_SHOWN / "reverse.cpp").read_text(encoding="utf-8")

@@ -31,6 +31,7 @@ def test_small_kernels_pass_all_schedules(name: str) -> None:
     assert verdict.runs > 1
 
 
+@pytest.mark.night
 def test_both_switches_of_stacks_are_the_same_machine(tmp_path: Path) -> None:
     """Where there is no assembly for the processor, ucontext takes its place."""
     slow = tmp_path / "slow.cpp"

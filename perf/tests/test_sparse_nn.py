@@ -16,6 +16,7 @@ from perf.pipeline import JOBS
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no library was built")
 
 
+@pytest.mark.night
 def test_contenders_train_the_same_model(tmp_path: Path) -> None:
     workload = read_workloads()["sparse-nn-tiny"]
     small = replace(workload, contenders=("ours", "fused", "sparse-dist", "base", "torchrec", "torchrec-sparse-dist"))
