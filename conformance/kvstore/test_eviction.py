@@ -80,6 +80,22 @@ def test_predicates(kvstore: Any, rows: list[tuple[int, int]], ttl: int, thresho
         assert_contents(store, {"t": expected}, where=name)
 
 
+@requirement(
+    "KV-341",
+    "A row that is stamped ahead of the clock, as by a host whose clock is fast, MUST be young to every policy that "
+    "looks at ages, however far ahead it is and however short the time to live.",
+)
+def test_ahead_of_the_clock(kvstore: Any) -> None:
+    policy = kvstore.EvictionPolicy
+    rows = [(stamp, 1) for stamp in (0, NOW - 1, NOW, NOW + 1, NOW + 100, 2**31, 2**32 - NOW, 2**32 - 1)]
+    for ttl in (1, 99, 2**31 - 1, 2**32 - 1):
+        for name, chosen in (("ttl", policy.ttl(ttl)), ("ttl_count", policy.ttl_count(ttl, 5))):
+            store = store_with(kvstore, rows, eviction=chosen)
+            store.evict()
+            kept = [key for key, (stamp, _) in enumerate(rows) if NOW - stamp <= ttl]
+            assert_equal(sorted(store.ids("t").tolist()), kept, where=f"{name} of {ttl} s")
+
+
 @requirement("KV-088", "l2 MUST evict exactly the rows whose sum of squares in float64 is below the squared threshold.")
 def test_l2(kvstore: Any) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, mutated, patched, wrap
-from conformance.kvstore.planted.planting import engines, missing
+from conformance.kvstore.planted.planting import bytes_of, engines, missing
+from twinproof.kvstore.options import unpack_header
 
 
 @fault(kills="KV-057", at=engines("write"))
@@ -71,6 +72,15 @@ def decay_rounds_up(original: Any, policy: Any, counts: torch.Tensor) -> torch.T
     """A decayed count is rounded up."""
     found: torch.Tensor = original(policy, counts)
     return torch.where(found < counts, found + 1, found)
+
+
+@fault(kills="KV-341", at=engines("evict_some"))
+def ages_wrap_around(original: Any, store: Any, plan: Any, ids: torch.Tensor) -> int:
+    """Ages are taken mod 2**32, as timestamps are: a row that is stamped ahead of the clock is older than all."""
+    header = unpack_header(bytes_of(store, plan.table, ids, 0, 16))
+    gone = int(original(store, plan, ids))
+    wrapped = ids[(plan.now - header.timestamps) % 2**32 > plan.policy.ttl_seconds]
+    return gone + int(store.delete(plan.table, wrapped)) if plan.policy.kind == "ttl" else gone
 
 
 @fault(kills="KV-088", at="refimpl.kvstore:condemned")
