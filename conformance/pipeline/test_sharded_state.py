@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -307,6 +310,39 @@ def _counted(rank: Rank, module_count: int) -> None:
 )
 def test_collectives(rank_pool: Any) -> None:
     rank_pool.run(_counted, 2, 3)
+
+
+def _tensors_alive() -> dict[int, int]:
+    """Where each storage of a living tensor begins, and its bytes."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+
+
+@requirement(
+    "PIPE-502",
+    "A copy of a sharded collection, by copy.deepcopy or pickle, MUST list its own tables as parameters and not the "
+    "original's, whether those were listed before or not, and hold its tables once.",
+)
+@pytest.mark.parametrize("is_listed", [False, True], ids=["not listed", "listed"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_list_their_own(pipeline: Any, way: str, is_listed: bool) -> None:
+    names = ["t0", "t1"]
+    configs = [pipeline.EmbeddingBagConfig(640, 32, name, feature_names=[f"f{name}"]) for name in names]
+    collection = collection_of(pipeline, configs, [values_of((640, 32), seed) for seed in (1, 2)])
+    sharded = sharded_of(pipeline, collection, dict.fromkeys(names, pipeline.table_wise(0)), "sgd")
+    if is_listed:
+        assert_equal(len(list(sharded.named_parameters())), 2, where="parameters")
+    before = _tensors_alive()
+    copied = copy.deepcopy(sharded) if way == "deepcopy" else pickle.loads(pickle.dumps(sharded))
+    made = sum(size for begin, size in _tensors_alive().items() if begin not in before)
+    # Two tables, and less than half of one for all else.
+    assert_equal(made // (640 * 32 * 4 // 2), 4, where=f"halves of a table that were made ({made} bytes)")
+    params = dict(copied.named_parameters())
+    for name, (_, weight, _) in copied.local_shards().items():
+        param = params[f"embedding_bags.{name}.weight"]
+        assert_equal(param.data_ptr(), weight.data_ptr(), where=f"where the parameter of {name} lies")
+        assert_equal(param._in_backward_optimizers, [copied.fused_optimizer], where=f"what updates {name}")
 
 
 def _refused_states(rank: Rank) -> None:

@@ -494,8 +494,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Tables, states and optimizer of its own; the ranks are the same."""
         memo[id(self.process_group)] = self.process_group
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update(deepcopy(self.__dict__, memo))
+        made.__dict__.update(deepcopy(self.__getstate__(), memo))
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Parameters that were listed are this module's tables: a copy of them would be a second copy of its tables.
+        return {**self.__dict__, "_cut_parameters": {}}
 
     def create_context(self) -> ShardedContext:
         """A context for one batch."""

@@ -9,6 +9,8 @@ import torch
 from conformance.harness import fault, mutated, patched
 from twinproof.pipeline.sharding import INIT_ROWS, Shard
 
+_SHARDED = "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection"
+
 
 @fault(kills="PIPE-112", at="twinproof.pipeline.sharding:KeyValue.owners")
 def owner_by_id(original: Any, kind: Any, ids: torch.Tensor, table: Any, sharding: Any, world: int) -> torch.Tensor:
@@ -91,4 +93,18 @@ tables_checked_one_by_one = patched(
         "check_part(view, state[name], name)\n        copy_into(view, state[name])\n",
     ),
     kills="PIPE-445",
+)
+
+
+parameters_are_copied_too = patched(
+    "A copy of a sharded collection copies the parameters that were listed beside its tables.",
+    mutated(f"{_SHARDED}.__getstate__", ', "_cut_parameters": {}', ""),
+    kills="PIPE-502",
+)
+
+listed_parameters_are_kept = patched(
+    "A copy lists the parameters that the original made, which are apart from its tables.",
+    mutated(f"{_SHARDED}.__getstate__", ', "_cut_parameters": {}', ""),
+    mutated(f"{_SHARDED}.named_parameters", "or known.data_ptr() != weight.data_ptr()", ""),
+    kills="PIPE-502",
 )
