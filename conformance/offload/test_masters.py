@@ -240,3 +240,45 @@ def test_attached_anew(offload: Any, device: str) -> None:
         assert arms.offloader is not None
         arms.offloader.close()
     assert_equal(held, [0], where="masters that have a gradient before the first chunk")
+
+
+class _Stopped(Exception):
+    """Raised by a hook of the test's own."""
+
+
+@requirement(
+    "OPT-428",
+    "A step that another hook stops behind the masters' own MUST leave the gradients as they are, and the next one "
+    "MUST take what they are by then: grown in place, another tensor, or none.",
+)
+@pytest.mark.parametrize("offloaded", [False, True], ids=["plain", "offloaded"])
+def test_stopped_steps(offload: Any, device: str, offloaded: bool) -> None:
+    with proven_on(device, late=offloaded) as place:
+        arms = _Arms(offload, place, offloaded=offloaded)
+        arms.step()
+        stops = [False]
+
+        def stop(*_: Any) -> None:
+            if stops[0]:
+                raise _Stopped
+
+        arms.optimizers[1].register_step_pre_hook(stop)
+        for meanwhile in ("grown", "replaced", "gone", "as it was"):
+            for i, param in enumerate(arms.params):
+                param.grad = values(param.shape, 10 + i, torch.bfloat16)
+            stops[0] = True
+            with raises(_Stopped, where=meanwhile):
+                arms.optimizers[1].step()
+            stops[0] = False
+            for i, (oracle, param) in enumerate(zip(arms.oracle, arms.params, strict=True)):
+                assert param.grad is not None
+                if meanwhile == "grown":
+                    param.grad += values(param.shape, 20 + i, torch.bfloat16)
+                elif meanwhile == "replaced":
+                    param.grad = values(param.shape, 30 + i, torch.bfloat16)
+                elif meanwhile == "gone":
+                    param.grad = None
+                oracle.grad = None if param.grad is None else param.grad.float()
+            for optimizer in arms.optimizers:
+                optimizer.step()
+            arms.check()
