@@ -7,6 +7,7 @@ import pickle
 import threading
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
@@ -220,6 +221,31 @@ def test_edits_of_one_module(pipeline: Any) -> None:
                 for _, weight, _ in each.collections[edited].local_shards().values():
                     weight.mul_(1.5)
         assert_same_state(job, loop, f"module {edited} edited")
+
+
+@requirement(
+    "PIPE-503",
+    "So MUST edits of what the module holds itself and no optimizer has: a replicated table, a feature processor's "
+    "positions.",
+)
+@pytest.mark.parametrize("processed", [False, True])
+def test_edits_of_parameters(pipeline: Any, processed: bool) -> None:
+    # Feature processors need whole bags.
+    kinds = ("table_wise",) if processed else ("data_parallel", "row_wise")
+    job, loop = (Job(pipeline, 4, kinds=kinds, processed=processed) for _ in range(2))
+    for each in (job, loop):
+        dense = [param for name, param in each.model.named_parameters() if not name.startswith("collections")]
+        each.optimizer = torch.optim.SGD(dense, lr=0.05, momentum=0.5)
+    schedule = job.schedule(FUSED, embedding_lookup_before_optimizer=True)
+    loader = iter(job.batches(4))
+    for step, batch in enumerate(loop.batches(4)):
+        assert_bits(schedule.progress(loader), loop.step(batch), f"step {step}")
+        edited = [[p for c in each.collections for _, p in torch.nn.Module.named_parameters(c)] for each in (job, loop)]
+        assert_equal(len(edited[0]) > 1, True, where="parameters that are edited")
+        with torch.no_grad():
+            for param in (param for params in edited for param in params):
+                param.mul_(1.5)
+    assert_same_state(job, loop, "after edits")
 
 
 @requirement(

@@ -128,3 +128,10 @@ hoisted_in_training_kept = patched(
     mutated("fastimpl.pipeline.schedules:forget_outdated", "batch.with_grad is not None and", "False and"),
     kills="PIPE-460",
 )
+
+versions_of_cut_tables_alone = patched(
+    "Of a sharded collection the versions of its cut tables alone say whether a lookup is out of date.",
+    mutated("fastimpl.pipeline.stages:versions_of", "tensors += [weight", "tensors = [weight"),
+    kills="PIPE-503",
+    of="fastimpl",
+)
