@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.cases import SHAPES, proven, proven_on, reread, values
-from twinproof.errors import ConfigError, PlanError, StaleMasterError
+from twinproof.errors import ConfigError, OffloadConflictError, PlanError, StaleMasterError
 
 
 class _Arms:
@@ -281,4 +281,35 @@ def test_stopped_steps(offload: Any, device: str, offloaded: bool) -> None:
                 oracle.grad = None if param.grad is None else param.grad.float()
             for optimizer in arms.optimizers:
                 optimizer.step()
+            arms.check()
+
+
+@requirement(
+    "OPT-429",
+    "An offloader that is refused, or finds no memory, MUST leave masters that run with a plain optimizer as they are: "
+    "its steps go on, and it can be offloaded later.",
+)
+@pytest.mark.parametrize(
+    ("reason", "wrong"), [("no engine", {"engine": None}), ("no memory", {}), ("no such part", {"fraction": 2.0})]
+)
+def test_refused_offloaders(offload: Any, reason: str, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with proven() as place:
+        arms = _Arms(offload, place, offloaded=False)
+        optimizer, options = arms.optimizers[1], {"engine": place.engine, "master_weights": arms.masters}
+        arms.step()
+
+        def none_left(size_bytes: int) -> torch.Tensor:
+            raise MemoryError(f"{size_bytes} bytes")
+
+        with monkeypatch.context() as patch:
+            if reason == "no memory":
+                patch.setattr(place.engine, "host_empty", none_left)
+            with raises((ConfigError, OffloadConflictError, MemoryError), where=reason):
+                offload.OptimizerStateOffloader(optimizer, **{**options, **wrong})
+        for _ in range(2):
+            arms.step()
+            arms.check()
+        arms.offloader = offload.OptimizerStateOffloader(optimizer, **options, chunk_bytes=512)
+        for _ in range(2):
+            arms.step()
             arms.check()

@@ -95,3 +95,13 @@ gradients_are_given_by_name = patched(
     mutated("twinproof.offload.states:MasterWeights.start", "or grad._version != version ", ""),
     kills="OPT-428",
 )
+
+masters_taken_before_the_checks = patched(
+    "Masters run with their plain optimizer no more once an offloader of it was asked for, also where it is refused.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.__init__",
+        "master_weights.check_stepped_by(optimizer)",
+        "master_weights.check_stepped_by(optimizer); master_weights.detach()",
+    ),
+    kills="OPT-429",
+)
