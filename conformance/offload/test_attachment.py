@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_le, raises, requirement
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
 from conformance.offload.cases import Twins, proven_on, values
+from twinproof.engine import InlineEngine
 from twinproof.errors import UnsupportedError
 
 
@@ -135,3 +137,29 @@ def test_host_memory(offload: Any, device: str) -> None:
         assert_le(sum(taken), 1.02 * stats.payload_bytes, where="host bytes")
         assert_le(stats.payload_bytes, sum(taken), where="payload")
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-433",
+    "A state that the user replaced by one of another dtype, which has no place, MUST leave its neighbours in theirs: "
+    "steps stay those of the plain optimizer.",
+)
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_states_without_a_place(offload: Any, at: int) -> None:
+    made = []
+    for offloaded in (False, True):
+        params = [torch.nn.Parameter(values((64,), number)) for number in range(6)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        if offloaded:
+            # Two parameters a chunk.
+            offload.OptimizerStateOffloader(optimizer, engine=InlineEngine(), chunk_bytes=512)
+        for step in range(4):
+            if step == 2:
+                state = optimizer.state[params[at]]
+                state["momentum_buffer"] = state["momentum_buffer"].double()
+            for number, param in enumerate(params):
+                param.grad = values((64,), 10 * step + number)
+            optimizer.step()
+        made.append([param.detach() for param in params])
+    for number, (mine, plain) in enumerate(zip(made[1], made[0], strict=True)):
+        assert_same_tensor(mine, plain, where=f"parameter {number} where the state of {at} has no place")

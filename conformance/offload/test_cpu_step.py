@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from functools import partial
 from typing import Any
 
@@ -401,3 +402,16 @@ def test_strides_of_one(offload: Any, device: str, halves: bool) -> None:
                 arm.step()
             arm.check()
             arm.offloader.close()
+
+
+@requirement(
+    "OPT-434",
+    "A parameter that a group lists twice, which torch steps twice, MUST be refused where the CPU steps.",
+)
+def test_listed_twice(offload: Any) -> None:
+    param, other = (torch.nn.Parameter(values((4, 3), seed)) for seed in (1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = torch.optim.AdamW([param, other, param], lr=0.1)
+    with raises(ConfigError, mentions=("once", "group 0"), where="a parameter listed twice"):
+        offload.OptimizerStateOffloader(optimizer, step_device="cpu")

@@ -209,3 +209,20 @@ def test_counts_that_are_numbers(offload: Any, device: str, step_device: str) ->
             for number, one in twins.plain.state_dict()["state"].items():
                 assert_same_tensor(got["state"][number]["step"], one["step"], where=f"step of parameter {number}")
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-435",
+    "A load of states without names MUST leave the names of the optimizer's parameters as they are, as torch's does, "
+    "by the offloader's verb and by the optimizer's.",
+)
+def test_names_stay(offload: Any) -> None:
+    for loads in ("offloader", "optimizer"):
+        with proven() as device:
+            models = [torch.nn.Linear(3, 2) for _ in range(2)]
+            saved = torch.optim.Adam(models[0].parameters(), lr=0.1)
+            optimizer = torch.optim.Adam(list(models[1].named_parameters()), lr=0.1)
+            offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine)
+            (offloader if loads == "offloader" else optimizer).load_state_dict(saved.state_dict())
+            found = optimizer.param_groups[0].get("param_names")
+            assert_equal(found, ["weight", "bias"], where=f"names after the {loads}'s load")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.cases import SHAPES, proven, proven_on, reread, values
+from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, OffloadConflictError, PlanError, StaleMasterError
 
 
@@ -313,3 +315,80 @@ def test_refused_offloaders(offload: Any, reason: str, wrong: dict[str, Any], mo
         for _ in range(2):
             arms.step()
             arms.check()
+
+
+def _halved(masters: Any, _: Any) -> None:
+    for master in masters.parameters():
+        master.mul_(0.5)
+
+
+def _refreshed(masters: Any, params: Any) -> None:
+    for param in params:
+        param.fill_(3.0)
+    masters.refresh()
+
+
+def _loaded(masters: Any, _: Any) -> None:
+    masters.load([2 * master.detach() for master in masters.parameters()])
+
+
+@requirement(
+    "OPT-430",
+    "What is written to masters between prefetch() and the step, in place or by refresh() or load(), MUST be what the "
+    "step begins with, as with a plain optimizer.",
+)
+@pytest.mark.parametrize("write", [_halved, _refreshed, _loaded], ids=["in place", "refresh", "load"])
+def test_written_behind_a_prefetch(offload: Any, write: Any) -> None:
+    made = []
+    for offloaded in (False, True):
+        arms = _Arms(offload, SimpleNamespace(engine=InlineEngine()), offloaded=offloaded)
+        for step in range(3):
+            if arms.offloader is not None:
+                arms.offloader.prefetch()
+            if step == 2:
+                with torch.no_grad():
+                    write(arms.masters, arms.params)
+            arms.step()
+        if arms.offloader is not None:
+            arms.offloader.close()
+        made.append([param.detach() for param in arms.params])
+    for number, (mine, plain) in enumerate(zip(made[1], made[0], strict=True)):
+        assert_same_tensor(mine, plain, where=f"parameter {number}")
+
+
+@requirement(
+    "OPT-432",
+    "A closure MUST be evaluated on the model as the masters are by then, and the gradients that it makes be theirs, "
+    "alone and offloaded, where it is evaluated once a step and where more often.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
+def test_closures(offload: Any, kind: str) -> None:
+    inputs = torch.tensor([[1.0, 2.0], [2.0, -1.0], [0.0, 1.0]], dtype=torch.bfloat16)
+    steps = dict[str, list[float]]()
+    for way in ("by hand", "attached", "offloaded"):
+        weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.bfloat16))
+        masters = offload.MasterWeights([weight])
+        wide = torch.nn.Parameter(weight.detach().float()) if way == "by hand" else next(masters.parameters())
+        optimizer = getattr(torch.optim, kind)([wide], lr=0.25)
+        if way == "attached":
+            masters.attach(optimizer)
+        elif way == "offloaded":
+            offload.OptimizerStateOffloader(optimizer, engine=InlineEngine(), master_weights=masters)
+        seen = steps[way] = []
+
+        def closure(way: str = way, weight: Any = weight, wide: Any = wide, seen: Any = seen) -> torch.Tensor:
+            if way == "by hand":
+                weight.data.copy_(wide)
+            weight.grad = None
+            loss: torch.Tensor = (inputs @ weight).float().square().mean()
+            loss.backward()
+            if way == "by hand":
+                wide.grad = weight.grad.float()
+            seen += weight.tolist()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        seen += wide.tolist()
+    for way in ("attached", "offloaded"):
+        assert_equal(steps[way], steps["by hand"], where=f"weights at each evaluation, and the masters, {way}")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.cases import assert_same_state, values
 from conformance.provers.virtual_device import VirtualDevice
-from twinproof.errors import UnsupportedError
+from twinproof.errors import StaleMasterError, UnsupportedError
 
 
 def _local(value: Any) -> Any:
@@ -174,3 +174,61 @@ def _refuse_adafactor(rank: Rank) -> None:
 @requirement("OPT-086", "Adafactor on sharded parameters, whose factors span shards, MUST be refused at attachment.")
 def test_sharded_adafactor(rank_pool: Any) -> None:
     rank_pool.run(_refuse_adafactor, 2)
+
+
+def _write_dtensors(rank: Rank) -> None:
+    offload = rank.component("offload")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+
+    def made(dtype: torch.dtype) -> Any:
+        return torch.nn.Parameter(distribute_tensor(values((7, 6), 1, dtype), mesh, [Shard(0)], src_data_rank=None))
+
+    def trained(release: str | None) -> torch.Tensor:
+        param = made(torch.float32)
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9, foreach=False)
+        with VirtualDevice() as device:
+            offloader = None
+            if release is not None:
+                offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, release=release)
+            for step in range(3):
+                param.grad = distribute_tensor(values((7, 6), step), mesh, [Shard(0)], src_data_rank=None)
+                if offloader is not None and release == "at_offload":
+                    offloader.prefetch()
+                elif offloader is not None:
+                    offloader.offload()
+                if step:
+                    optimizer.state[param]["momentum_buffer"].mul_(0.5)
+                if offloader is not None and release == "on_request":
+                    offloader.release_gpu_memory()
+                optimizer.step()
+            if offloader is not None:
+                offloader.close()
+        found: torch.Tensor = _local(param).detach()
+        return found
+
+    plain = trained(None)
+    for release in ("at_offload", "on_request"):
+        assert_same_tensor(trained(release), plain, where=f"states that were written, {release}")
+    for offloaded in (False, True):
+        param = made(torch.bfloat16)
+        masters = offload.MasterWeights([param])
+        optimizer = torch.optim.SGD(masters.parameters(), lr=0.1, foreach=False)
+        with VirtualDevice() as device:
+            if offloaded:
+                offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+            else:
+                masters.attach(optimizer)
+            param.grad = distribute_tensor(values((7, 6), 5, torch.bfloat16), mesh, [Shard(0)], src_data_rank=None)
+            with torch.no_grad():
+                param.fill_(7.0)
+            with raises(StaleMasterError, where=f"a parameter that was written, offloaded {offloaded}"):
+                optimizer.step()
+
+
+@requirement(
+    "OPT-431",
+    "Writes in place to a DTensor, which leave its shard's version as it is, MUST be seen as those to a plain tensor: "
+    "of states behind prefetch() and behind offload(), and of a parameter behind its master's back.",
+)
+def test_written_dtensors(rank_pool: Any) -> None:
+    rank_pool.run(_write_dtensors, 2)

@@ -19,7 +19,8 @@ class Chunk:
     """Bytes ``begin`` to ``end`` of one block of host memory.
 
     ``arrived`` is set behind the copy in, ``home`` behind the copy out; ``is_leaving`` until the host has waited for
-    ``home``, ``is_arriving`` until for ``arrived``. ``version`` is the block's when it was copied in.
+    ``home``, ``is_arriving`` until for ``arrived``. ``version`` is what a write changes, as it was when
+    the chunk was copied in first.
     """
 
     bundles: list[Bundle]
@@ -30,7 +31,7 @@ class Chunk:
     home: Any
     is_leaving: bool = False
     is_arriving: bool = False
-    version: int | None = None
+    version: Any = None
     _layout: ChunkLayout | None = None
 
     @property

@@ -20,7 +20,7 @@ from fastimpl.offload.positions import GroupPositions
 from fastimpl.offload.slot_step import SlotUpdates
 from fastimpl.streams import Engine, engine_for, placement_of
 from twinproof.offload.driver import MovePlan, Wanted
-from twinproof.offload.states import Bundle, bindings, rebind, view_of
+from twinproof.offload.states import MASTER, Bundle, bindings, holder_of, rebind, version_of, view_of
 
 __all__ = ["StreamedTransfers"]
 
@@ -201,7 +201,7 @@ class StreamedTransfers:
         self._fetch_first()
 
     def _fetch_first(self) -> None:
-        if self._fetched and any(c.version != c.memory._version for c in self._chunks[: self._fetched]):
+        if self._fetched and any(self._version_of(chunk) != chunk.version for chunk in self._chunks[: self._fetched]):
             self._drop_fetched()
         if self._slots or not self._chunks or self.plan.options.step_device == "cpu":
             return
@@ -232,7 +232,22 @@ class StreamedTransfers:
         engine.wait(self._in, self._edge)
         for number in range(len(self._slots)):
             self._fetch(number)
+            self._chunks[number].version = self._version_of(self._chunks[number])
         self._fetched = len(self._slots)
+
+    def _version_of(self, chunk: Chunk) -> Any:
+        """What a write to a chunk's host memory changes.
+
+        Plain states are views of it. A master, and what a DTensor wraps, only lie there: their writes are their own.
+        """
+        optimizer = self.plan.optimizer
+        apart = [
+            version_of(holder)
+            for bundle in chunk.bundles
+            for name, tensor in bindings(optimizer, bundle)
+            if (holder := holder_of(optimizer, bundle, name)) is not tensor or name == MASTER
+        ]
+        return chunk.memory._version, apart
 
     def _fetch(self, number: int) -> None:
         engine, chunk = self.engine, self._chunks[number]
@@ -246,7 +261,6 @@ class StreamedTransfers:
             engine.record(chunk.arrived, self._in)
         self._last_uses[number % len(self._slots)] = chunk.arrived
         chunk.is_arriving = True
-        chunk.version = chunk.memory._version
 
     def _has_values(self, chunk: Chunk) -> bool:
         # Before the first step there is nothing to bring.

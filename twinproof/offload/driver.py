@@ -200,7 +200,7 @@ class StepDriver:
 
     Args:
         optimizer: one of torch's, or one that derives from torch's ``Optimizer``.
-        owner: the offloader, for messages.
+        owner: the offloader, for messages, and its masters, which a closure makes gradients for.
         run: called once for each logical step with the optimizer's arithmetic, a function without arguments.
 
     A closure of one of torch's optimizers is evaluated before the step begins, once. An optimizer of another kind gets
@@ -208,7 +208,7 @@ class StepDriver:
     """
 
     def __init__(self, optimizer: Optimizer, owner: Any, run: Callable[[Callable[[], None]], None]) -> None:
-        self.optimizer, self.run = optimizer, run
+        self.optimizer, self.run, self._masters = optimizer, run, owner.masters
         self.attached = True
         self._arithmetic = arithmetic_of(type(optimizer))
         self._is_known = known_kind(type(optimizer)) is not None
@@ -225,6 +225,8 @@ class StepDriver:
             if self._is_known:
                 return self._step_known(*arguments, **options)
             results: list[Any] = []
+            if self._masters is not None:
+                arguments, options = self._masters.with_closure(arguments, options) or (arguments, options)
             self.run(lambda: results.append(self._arithmetic(optimizer, *arguments, **options)))
             return results[0]
 
@@ -284,6 +286,9 @@ def check_cpu_step(optimizer: Optimizer) -> None:
             values = group[option] if option == "betas" else (group[option],)
             if any(isinstance(value, torch.Tensor) and (option == "betas" or value.is_cuda) for value in values):
                 raise ConfigError(f"{option} has to be on the host", got=values, expected="numbers", where=where)
+        if len(set(group["params"])) < len(group["params"]):
+            got = f"{len(group['params']) - len(set(group['params']))} more than once"
+            raise ConfigError("a parameter is stepped once there", got=got, expected="each once", where=where)
         for param in group["params"]:
             if param.dtype is not torch.float32:
                 raise ConfigError(
@@ -810,8 +815,9 @@ def load_states(plan: MovePlan, state_dict: dict[str, Any]) -> None:
     optimizer, selected = plan.optimizer, {bundle.param for bundle in plan.bundles}
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options = {key: copied(value) for key, value in other.items() if key != "params"}
-        # As with torch's load, what the saved group does not have goes: a scheduler's initial_lr, for instance.
-        for key in group.keys() - options.keys() - optimizer.defaults.keys() - {"params"}:
+        # As with torch's load, what the saved group does not have goes: a scheduler's initial_lr, for instance. Names
+        # of the parameters stay.
+        for key in group.keys() - options.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
             del group[key]
         group.update(options)
         for param in group["params"]:

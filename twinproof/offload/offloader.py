@@ -33,7 +33,7 @@ from twinproof.offload.driver import (
     load_states,
     unwrapped,
 )
-from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, local_of
+from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, holder_of, local_of, version_of
 
 __all__ = ["OptimizerStateOffloader", "Residency"]
 
@@ -395,7 +395,7 @@ class _CopiedOut:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[torch.Tensor, str], tuple[torch.Tensor, int]] = {}
+        self._noted: dict[tuple[torch.Tensor, str], tuple[torch.Tensor, Any]] = {}
 
     def clear(self) -> None:
         """Nothing is to go: it is about to be used on the device."""
@@ -405,7 +405,12 @@ class _CopiedOut:
         """What is on the device now and is about to be copied."""
         for bundle, name, tensor in plan.bound():
             if only(bundle, name) and not transfers.is_on_host(tensor):
-                self._noted[bundle.param, name] = (tensor, tensor._version)
+                self._noted[bundle.param, name] = (tensor, self._seen(plan, bundle, name, tensor))
+
+    @staticmethod
+    def _seen(plan: MovePlan, bundle: Bundle, name: str, tensor: torch.Tensor) -> Any:
+        """Where a tensor lies, and how often it was written: by itself, and by what holds it."""
+        return tensor.data_ptr(), version_of(holder_of(plan.optimizer, bundle, name))
 
     def release(self, plan: MovePlan, transfers: Transfers) -> None:
         """Bind what was copied to the host."""
@@ -415,7 +420,7 @@ class _CopiedOut:
         for bundle, name, tensor in plan.bound():
             found = noted.get((bundle.param, name))
             if found is not None:
-                is_same = found[0].data_ptr() == tensor.data_ptr() and found[1] == tensor._version
+                is_same = found[1] == self._seen(plan, bundle, name, tensor)
                 (copied_out if is_same else changed).add((bundle.param, name))
         transfers.to_host(plan.bundles, only=lambda bundle, name: (bundle.param, name) in copied_out, copies=False)
         if changed:

@@ -51,6 +51,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def version_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What any write in place changes. Of a DTensor its own counts too: an operation on it leaves its shard's alone."""
+    return tensor._version, local_of(tensor)._version
+
+
 def check_plain(value: Any, where: str) -> None:
     """Refuse a tensor whose values are not its memory: a quantized state, for instance, is several tensors and a rule.
     What is no tensor is fine.
@@ -230,12 +235,17 @@ def bindings(optimizer: Optimizer, bundle: Bundle) -> Iterator[tuple[str, torch.
             yield name, local_of(optimizer.state[bundle.param][name])
 
 
+def holder_of(optimizer: Optimizer, bundle: Bundle, name: str) -> Any:
+    """What the user writes to: the master itself, or a state as the optimizer has it."""
+    return bundle.param if name == MASTER else optimizer.state[bundle.param][name]
+
+
 def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor) -> None:
     """Let a state, or a master, lie in ``memory``, which holds its values or soon will.
 
     A plain state is replaced in the optimizer; a parameter, and what a DTensor wraps, keep their identity.
     """
-    holder: Any = bundle.param if name == MASTER else optimizer.state[bundle.param][name]
+    holder = holder_of(optimizer, bundle, name)
     if hasattr(holder, "_local_tensor"):
         holder._local_tensor = memory
     elif name == MASTER:
@@ -286,7 +296,7 @@ class MasterWeights:
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.pairs: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, int] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
         # The gradient of which each master was given a copy, and its version then, until the step is over.
         self._given: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._handles: list[Any] = []
@@ -311,9 +321,48 @@ class MasterWeights:
     def attach(self, optimizer: Optimizer) -> None:
         """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this."""
         self._handles += [
-            optimizer.register_step_pre_hook(lambda *_: self.start(self.pairs)),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self.end(self.pairs)),
         ]
+
+    def _before_step(self, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        # The first argument is the optimizer itself.
+        given = self.with_closure(arguments[1:], options)
+        if given is None:
+            self.start(self.pairs)
+            return None
+        # The closure makes the gradients.
+        self.check(self.pairs)
+        return (arguments[0], *given[0]), given[1]
+
+    def with_closure(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Arguments of a step whose closure sees the model as the masters are by then, and gives them its gradients.
+
+        Each evaluation behind the first begins without gradients. None where there is no closure.
+        """
+        closure = arguments[0] if arguments else options.get("closure")
+        if closure is None:
+            return None
+        count = 0
+
+        def evaluate() -> Any:
+            nonlocal count
+            if count:
+                self._round_all()
+            count += 1
+            loss = closure()
+            self.start(self.pairs)
+            return loss
+
+        return ((evaluate, *arguments[1:]), options) if arguments else (arguments, {**options, "closure": evaluate})
+
+    @torch.no_grad()
+    def _round_all(self) -> None:
+        for master, param in self.pairs.items():
+            if param is not master:
+                param.copy_(master)
+                param.grad = None
+                self._note(master)
 
     def detach(self) -> None:
         """Run with no step any more."""
@@ -355,11 +404,11 @@ class MasterWeights:
         """
         for master in masters:
             param = self.pairs[master]
-            if param is not master and local_of(param)._version != self._versions[master]:
+            if param is not master and version_of(param) != self._versions[master]:
                 raise StaleMasterError(
                     "a parameter changed behind its master's back: call refresh_masters()",
-                    got=f"version {local_of(param)._version}",
-                    expected=f"version {self._versions[master]}",
+                    got=f"version {max(version_of(param))}",
+                    expected=f"version {max(self._versions[master])}",
                     where=f"parameter of shape {tuple(param.shape)}",
                 )
 
@@ -411,4 +460,4 @@ class MasterWeights:
             self._note(master)
 
     def _note(self, master: torch.Tensor) -> None:
-        self._versions[master] = local_of(self.pairs[master])._version
+        self._versions[master] = version_of(self.pairs[master])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, patched
+from conformance.harness import fault, mutated, patched
 from conformance.offload.planted.planting import altered
 
 host_read_before_it_was_written = patched(
@@ -29,3 +29,15 @@ def quantized_taken_for_bytes(original: Any, value: Any, where: Any) -> Any:
 def host_memory_rounded(original: Any, plan: Any, size_bytes: int) -> Any:
     """Each block of host memory is rounded up to a power of two (pytorch #150517)."""
     return original(plan, 1 << max(size_bytes - 1, 0).bit_length())[:size_bytes]
+
+
+placeless_by_name = patched(
+    "A state without a place is remembered by its name, so that those of its neighbours stay in the slot.",
+    mutated(
+        "fastimpl.offload.transfers:StreamedTransfers._settle_down",
+        "if (id(bundle), name) not in self._strangers:",
+        "if name not in {stranger for _, stranger in self._strangers}:",
+    ),
+    kills="OPT-433",
+    of="fastimpl",
+)

@@ -184,3 +184,12 @@ def rest_before_the_check(original: Any, step: Any, chunks: Any, step_rest: Call
     """What torch steps is stepped before anybody has looked at the others."""
     step_rest()
     original(step, chunks, lambda: None)
+
+
+listed_twice_stepped_once = patched(
+    "A parameter that is listed twice is taken, and stepped once.",
+    mutated(
+        "twinproof.offload.driver:check_cpu_step", 'if len(set(group["params"])) < len(group["params"]):', "if False:"
+    ),
+    kills="OPT-434",
+)

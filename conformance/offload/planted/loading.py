@@ -61,3 +61,9 @@ listed_twice_loaded_once = patched(
     mutated("twinproof.offload.driver:check_states", "number not in states", "False"),
     kills="OPT-368",
 )
+
+names_go_with_a_load = patched(
+    "A load of states without names takes the names of the optimizer's parameters away.",
+    mutated("twinproof.offload.driver:load_states", ', "param_names"}', "}"),
+    kills="OPT-435",
+)

@@ -105,3 +105,26 @@ masters_taken_before_the_checks = patched(
     ),
     kills="OPT-429",
 )
+
+prefetched_masters_are_kept = patched(
+    "Whether something was written behind a prefetch is asked of the block alone, where masters only lie.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers._version_of", "or name == MASTER", ""),
+    kills="OPT-430",
+    of="fastimpl",
+)
+
+gradients_of_before_the_closure = patched(
+    "Masters get the gradients that there are before the closure is evaluated.",
+    mutated(
+        "twinproof.offload.states:MasterWeights._before_step",
+        "given = self.with_closure(arguments[1:], options)",
+        "given = None",
+    ),
+    kills="OPT-432",
+)
+
+closures_see_the_model_of_before = patched(
+    "A closure that is evaluated again sees the model as it was at its first evaluation.",
+    mutated("twinproof.offload.states:MasterWeights.with_closure", "self._round_all()", "pass"),
+    kills="OPT-432",
+)

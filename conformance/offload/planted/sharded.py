@@ -24,3 +24,16 @@ loaded_shards_lose_their_mesh = patched(
     mutated("twinproof.offload.driver:_settled", "if source is found:", "if True:"),
     kills="OPT-390",
 )
+
+versions_of_shards_alone = patched(
+    "Whether a DTensor was written is asked of its shard, whose version an operation on the DTensor leaves.",
+    mutated("twinproof.offload.states:version_of", "tensor._version,", "local_of(tensor)._version,"),
+    kills="OPT-431",
+)
+
+plain_states_alone_are_looked_at = patched(
+    "Whether a state was written behind a prefetch is asked of the block alone, where a DTensor's shard only lies.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers._version_of", "is not tensor or name", "is name or name"),
+    kills="OPT-431",
+    of="fastimpl",
+)
