@@ -150,7 +150,7 @@ def test_refused_gradients(offload: Any) -> None:
     "A step on the CPU that is refused MUST change nothing where some parameters are stepped by torch, neither these "
     "nor the others, whichever parameter is at fault.",
 )
-@pytest.mark.parametrize("fault", ["state", "gradient"])
+@pytest.mark.parametrize("fault", ["state", "loaded state", "gradient"])
 def test_refused_beside_others(offload: Any, fault: str) -> None:
     params = [values((64,), i) for i in range(4)]
     place = Place(torch.device("cpu"), None)
@@ -165,6 +165,13 @@ def test_refused_beside_others(offload: Any, fault: str) -> None:
         twins.set_gradients()
         if fault == "state":
             twins.optimizer.state[twins.params[i]]["exp_avg"] = kept.bfloat16()
+        elif fault == "loaded state":
+            spoilt = twins.offloader.snapshot()
+            spoilt["state"][i]["exp_avg"] = spoilt["state"][i]["exp_avg"].bfloat16()
+            twins.offloader.load_state_dict(spoilt)
+            assert_equal(
+                twins.optimizer.state[twins.params[i]]["exp_avg"].dtype, torch.bfloat16, where="what is loaded"
+            )
         else:
             twins.params[i].grad = values((64,), i).to_sparse()
         weights = [param.detach().clone() for param in twins.params]
@@ -172,7 +179,11 @@ def test_refused_beside_others(offload: Any, fault: str) -> None:
             twins.optimizer.step()
         for j, (param, weight) in enumerate(zip(twins.params, weights, strict=True)):
             assert_same_tensor(param.detach(), weight, where=f"parameter {j} after a refused step of {i}")
-        twins.optimizer.state[twins.params[i]]["exp_avg"] = kept
+        if fault == "loaded state":
+            assert_same_state(twins.offloader.snapshot(), spoilt)
+            twins.offloader.load_state_dict(before)
+        else:
+            twins.optimizer.state[twins.params[i]]["exp_avg"] = kept
         assert_same_state(twins.offloader.snapshot(), before)
     twins.offloader.close()
 

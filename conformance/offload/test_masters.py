@@ -381,7 +381,7 @@ def test_closures(offload: Any, kind: str) -> None:
                 weight.data.copy_(wide)
             weight.grad = None
             loss: torch.Tensor = (inputs @ weight).float().square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if way == "by hand":
                 wide.grad = weight.grad.float()
             seen += weight.tolist()
