@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +157,41 @@ def test_unmapped(offload: Any) -> None:
     assert_le(1 << 29, least_bytes, where="bytes of host memory that came and went")
     # Threads that begin meanwhile map stacks and heaps of their own.
     assert_le(_mapped_bytes() - before, least_bytes // 2, where="bytes that stay mapped")
+
+
+def _counts_in_a_child() -> list[int]:
+    """Slabs that a forked child made, freed and has left, of three that it makes and drops."""
+    from fastimpl import ops
+
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        # Other threads hold no lock that the child takes.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        before = ops.slab_counts()
+        for _ in range(3):
+            ops.host_slab(5000)
+        after = ops.slab_counts()
+        found = [after.freed_count - before.freed_count, after.live_bytes - before.live_bytes]
+        os.write(write_end, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as told:
+        found = json.loads(told.read() or "[]")
+    os.waitpid(child, 0)
+    return list(found)
+
+
+@requirement(
+    "OPT-436",
+    "Host memory that a forked child makes MUST go in the child as in its parent, whatever the parent made before.",
+    needs=SLABS,
+)
+def test_forked_children(offload: Any) -> None:
+    from fastimpl import ops
+
+    ops.available()
+    kept = ops.host_slab(5000)
+    assert_equal(_counts_in_a_child(), [3, 0], where="slabs that went in the child, and bytes that stayed")
+    kept.fill_(1)

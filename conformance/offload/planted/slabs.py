@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 import torch
@@ -40,3 +41,16 @@ def slab_never_unmapped(original: Any, size_bytes: int, **options: Any) -> torch
     _MAPPED.append(mmap.mmap(-1, size_bytes))
     memory: torch.Tensor = original(size_bytes, **options)
     return memory
+
+
+@fault(kills="OPT-436", at="fastimpl.ops:host_slab")
+def slabs_are_the_first_process_s(original: Any, size_bytes: int, **options: Any) -> torch.Tensor:
+    """What another process than the first makes is never freed, as memory that a child inherited is not."""
+    memory: torch.Tensor = original(size_bytes, **options)
+    if os.getpid() != _FIRST:
+        _INHERITED.append(memory)
+    return memory
+
+
+_FIRST = os.getpid()
+_INHERITED: list[torch.Tensor] = []
