@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,54 @@ def test_loading(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
         with raises(MissingKeyError, where="names that are not there"):
             _load(checkpoint, renamed, path, kvstore.KVLoadPlanner())
         _load(checkpoint, renamed, path, kvstore.KVLoadPlanner(allow_partial_load=True))
+
+
+def _unfit(state: dict[str, torch.Tensor], whole: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """What a checkpoint may hold that fits views of the same rows but for one value, most often the last."""
+    ids, counts = state["b.weight_id"].clone(), state["a.bucket"].clone()
+    ids[-1] += 7
+    counts[-1] += 1
+    found = {
+        "another id": {"b.weight_id": ids},
+        "another count": {"a.bucket": counts},
+        "a step below zero": {"a.step": torch.tensor([[-1]])},
+    }
+    if whole:
+        rows = state["b.weight"].clone()
+        rows[-1, 0] ^= 1
+        found["another key"] = {"b.weight": rows}
+    return found
+
+
+@requirement(
+    "KV-342",
+    "dcp.load into views of other ids, counts or keys than the checkpoint's, or of a step that is none, MUST leave "
+    "rows, headers and steps as they were, whichever reader it is and in whatever order the names stand.",
+)
+def test_loading_what_does_not_fit(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    kinds = {
+        "ours": (checkpoint.HuggingFaceStorageWriter, checkpoint.HuggingFaceStorageReader),
+        "torch": (dcp.FileSystemWriter, dcp.FileSystemReader),
+    }
+    for whole, (kind, (writer, reader)) in product((True, False), kinds.items()):
+        store = filled(kvstore, KEYS, return_whole_row=whole)
+        state = {name: value.full_tensor() for name, value in store.state_dict().items()}
+        for table in "ab":
+            store.set_rows(table, random_rows(store, store.ids(table).tolist(), 9, table))
+        store.set_step_count("a", 2)
+        before = contents(store)
+        for what, values in _unfit(state, whole).items():
+            where, path = f"{what}, {kind}, {whole=}", tmp_path / f"{kind} {whole} {what}"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(state | values, storage_writer=writer(path), no_dist=True)
+                for order in (1, -1):
+                    targets = dict(list(store.state_dict(snapshot=False, chunk_rows=3).items())[::order])
+                    with raises(CorruptionError, where=where):
+                        planner = kvstore.KVLoadPlanner()
+                        dcp.load(targets, storage_reader=reader(path), planner=planner, no_dist=True)
+                    assert_contents(store, before, where=where)
+                    assert_equal((store.step_count("a"), store.step_count("b")), (2, 0), where=f"{where}: steps")
 
 
 @requirement(

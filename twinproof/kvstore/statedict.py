@@ -7,6 +7,7 @@ fill, so rows that were read are written to the store, chunk by chunk.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -156,8 +157,12 @@ def state_dict(
     return result
 
 
-def _step_sink(store: RowStore, table: str) -> Callable[[torch.Tensor], None]:
-    return lambda found: store.set_step_count(table, int(found))
+def _step_sink(store: RowStore, table: str) -> Callable[[torch.Tensor], Callable[[], None]]:
+    def checked(found: torch.Tensor) -> Callable[[], None]:
+        step = _one_step(found, table)
+        return lambda: store.set_step_count(table, step)
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,11 @@ def _step(state: Mapping[str, Any], table: str) -> int | None:
     value = state.get(f"{table}.step")
     if value is None:
         return None
-    plain = _flat(value, table, "step").tolist()
+    return _one_step(_flat(value, table, "step"), table)
+
+
+def _one_step(found: torch.Tensor, table: str) -> int:
+    plain = found.reshape(-1).tolist()
     if len(plain) != 1 or plain[0] < 0:
         raise CorruptionError("not a number of steps", got=plain[:10], expected="one, >= 0", where=f"{table}.step")
     step: int = plain[0]
@@ -333,8 +342,8 @@ class KVLoadPlanner(DefaultLoadPlanner):
 
     Load ``{table}.weight_id`` first, as a plain tensor; views of these ids are then the targets for all else. Where the
     store has the very rows of the checkpoint, ``store.state_dict(snapshot=False)`` is the target as it is: its ids and
-    bucket counts are compared. Timestamps and counts are set last, on the rows that are there by then. Memory is that
-    of all rows, once more: readers resolve every target before they read. ``load`` is bounded by a chunk.
+    bucket counts are compared. Nothing is written before all of this rank was read and compared: a load that is refused
+    leaves the store as it was. Memory is that of all rows, once more. ``load`` is bounded by a chunk.
 
     Raises:
         UnsupportedError: views of a moment, which nothing can be loaded into. PlanError: other numbers of rows or
@@ -363,18 +372,27 @@ class KVLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Note what is to come."""
         self._left = sum(item.type is LoadItemType.TENSOR for item in new_plan.items)
-        self._waiting: list[tuple[KVTensor, int, torch.Tensor]] = []
+        self._waiting: list[tuple[LazyRows, int, torch.Tensor]] = []
+        # Torch's reader of HF files commits in several threads.
+        self._lock = threading.Lock()
         return super().finish_plan(new_plan)
 
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Memory for what is read: of rows, which have none, exactly as much as is read."""
+        view = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(view, LazyRows):
+            return torch.empty(tuple(read_item.lengths), dtype=view.dtype, device="cpu")
+        found: torch.Tensor = super().resolve_tensor(read_item)
+        return found
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Write rows that were read to the store.
+        """Check what was read; with the last of it, write all rows to their stores.
 
         Raises:
             PlanError: a checkpoint that cut rows apart. CorruptionError: whole rows whose keys are not the view's ids,
-                or other ids than the views'.
+                other ids than the views', or no number of steps.
         """
         view = self.state_dict[read_item.dest_index.fqn]
-        self._left -= 1
         if isinstance(view, LazyRows):
             if tensor.shape[1:] != view.shape[1:]:
                 raise PlanError(
@@ -383,17 +401,32 @@ class KVLoadPlanner(DefaultLoadPlanner):
                     expected=tuple(view.shape[1:]),
                     where=read_item.dest_index.fqn,
                 )
+            first = int((read_item.dest_index.offset or (0,))[0]) - view.row_offset + int(read_item.dest_offsets[0])
+            view.check_found(first, tensor)
+        with self._lock:
+            if isinstance(view, LazyRows):
+                self._waiting.append((view, first, tensor))
+            # Only what fits counts, so that a load that does not fit writes nothing.
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._write()
+
+    def _write(self) -> None:
+        """Write all that waits: rows, then timestamps and counts of the rows that are there by then, then steps."""
+        for view, _, _ in self._waiting:
             if isinstance(view, KVTensor):
                 # As a load of a state dict: a delta finds its base here no more.
                 cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)
-            first = int((read_item.dest_index.offset or (0,))[0]) - view.row_offset + int(read_item.dest_offsets[0])
-            if isinstance(view, KVTensor) and view.view_name == "metadata":
-                self._waiting.append((view, first, tensor))
-            else:
-                view.accept(first, tensor.contiguous())
-        if self._left == 0:
-            for waiting, first, words in self._waiting:
-                waiting.accept(first, words.contiguous())
+        for view, first, rows in sorted(self._waiting, key=lambda waiting: _turn(waiting[0])):
+            view.accept(first, rows.contiguous())
+        self._waiting = []
+
+
+def _turn(view: LazyRows) -> int:
+    if isinstance(view, KVTensor):
+        return int(view.view_name == "metadata")
+    return 2
 
 
 def _read_items(fqn: str, value: LazyRows, saved: Any) -> list[ReadItem]:

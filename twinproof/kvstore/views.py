@@ -163,9 +163,11 @@ class LazyRows(torch.Tensor):
         """Demand that a checkpoint can be loaded into these rows. Raises UnsupportedError."""
         raise UnsupportedError("rows in memory of their own cannot be loaded into", got=repr(self), where="load")
 
+    def check_found(self, start: int, rows: torch.Tensor) -> None:
+        """Demand that rows that a load found fit the place from ``start`` on. Raises CorruptionError."""
+
     def accept(self, start: int, rows: torch.Tensor) -> None:
-        """Rows that a load found for the place from ``start`` on; see ``KVLoadPlanner``. Raises CorruptionError."""
-        raise NotImplementedError
+        """Take rows that ``check_found`` let pass; see ``KVLoadPlanner``."""
 
     def global_chunks(self) -> list[ChunkStorageMetadata]:
         """This rank's rows in pieces of at most ``chunk_rows``, where they stand in the global tensor."""
@@ -255,7 +257,7 @@ _ADVICE = "full_tensor() for this rank's rows; HuggingFaceStorageWriter, which s
 
 class _Dense(LazyRows):
     _rows: torch.Tensor
-    _sink: Callable[[torch.Tensor], None] | None
+    _sink: Callable[[torch.Tensor], Callable[[], None]] | None
 
     def read_rows_into(self, start: int, length: int, out: torch.Tensor) -> None:
         """The same as bytes, into ``out``, uint8 [length, bytes of a row]."""
@@ -265,7 +267,7 @@ class _Dense(LazyRows):
     def read_rows(self, start: int, length: int) -> torch.Tensor:
         return self._rows[start : start + length].clone()
 
-    def accept(self, start: int, rows: torch.Tensor) -> None:
+    def check_found(self, start: int, rows: torch.Tensor) -> None:
         if self._sink is not None:
             self._sink(rows)
             return
@@ -273,6 +275,10 @@ class _Dense(LazyRows):
         held = self._rows[start : start + rows.shape[0]].reshape(rows.shape)
         if not torch.equal(held, rows):
             raise CorruptionError("a checkpoint of other ids than the views'", got=repr(self), where="load")
+
+    def accept(self, start: int, rows: torch.Tensor) -> None:
+        if self._sink is not None:
+            self._sink(rows)()
 
     def check_target(self) -> None:
         """Comparing is what loading means here, unless somebody wants the values."""
@@ -288,9 +294,12 @@ def _rebuild_dense(rows: torch.Tensor, chunk_rows: int, global_row_count: int, r
 
 
 def dense_rows(
-    rows: torch.Tensor, chunk_rows: int | None = None, *, sink: Callable[[torch.Tensor], None] | None = None
+    rows: torch.Tensor,
+    chunk_rows: int | None = None,
+    *,
+    sink: Callable[[torch.Tensor], Callable[[], None]] | None = None,
 ) -> LazyRows:
-    """A tensor in memory as ``LazyRows``; ``sink`` is given what is loaded, which else must be equal."""
+    """A tensor in memory as ``LazyRows``; what is loaded must be equal, or ``sink`` checks it and gives its writing."""
     made: _Dense = _Dense._make(tuple(rows.shape), rows.dtype, chunk_rows)
     made._rows, made._sink = rows, sink
     return made
@@ -552,6 +561,11 @@ class KVTensor(LazyRows):
                 expected="views of the store itself: state_dict(snapshot=False)",
                 where="load",
             )
+
+    def check_found(self, start: int, rows: torch.Tensor) -> None:
+        """Demand that the keys of whole rows are this view's ids. Raises CorruptionError."""
+        if self.view_name == "row":
+            check_keys(rows, self._ids[start : start + rows.shape[0]], self.table)
 
     def accept(self, start: int, rows: torch.Tensor) -> None:
         """Write rows that a load found, as ``set_range`` does; the metadata of rows that are there, too."""

@@ -11,11 +11,11 @@ from conformance.kvstore.planted.planting import CHUNKS, bytes_of, engines, keys
 from twinproof.kvstore.disk import SavedRows
 
 
-@fault(kills="KV-103", at="twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor")
-def only_the_first_chunk_committed(original: Any, planner: Any, read_item: Any, tensor: torch.Tensor) -> None:
+@fault(kills="KV-103", at="twinproof.kvstore.views:KVTensor.accept")
+def only_the_first_chunk_committed(original: Any, view: Any, start: int, rows: torch.Tensor) -> None:
     """torch.distributed.checkpoint's load writes only the first chunk of each view."""
-    if int((read_item.dest_index.offset or (0,))[0]) == 0:
-        original(planner, read_item, tensor)
+    if start == 0:
+        original(view, start, rows)
 
 
 def _believed(original: Any, *arguments: Any) -> None:

@@ -108,7 +108,7 @@ state_dicts_change_no_name = patched(
 views_change_no_name = patched(
     "A table that was loaded through its views goes by the name of what it was loaded from before.",
     mutated(
-        "twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor",
+        "twinproof.kvstore.statedict:KVLoadPlanner._write",
         'cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)',
         "pass",
     ),

@@ -32,16 +32,17 @@ def snapshot_for_each_view(original: Any, view: Any, memo: Any) -> Any:
 
 
 words_of_the_last_load = patched(
-    "A planner that loads again sets the timestamps and counts of the load before once more.",
+    "A planner that loads again writes the rows of the load before once more.",
     mutated(
         "twinproof.kvstore.statedict:KVLoadPlanner.finish_plan",
-        "self._waiting: list[tuple[KVTensor, int, torch.Tensor]] = []",
+        "self._waiting: list[tuple[LazyRows, int, torch.Tensor]] = []",
         "self._waiting = self.__dict__.get('_waiting', [])",
     ),
+    mutated("twinproof.kvstore.statedict:KVLoadPlanner._write", "self._waiting = []", "pass"),
     kills="KV-249",
 )
 objects_are_waited_for = patched(
-    "Timestamps and counts wait for as many tensors as there are tensors and objects.",
+    "What was read waits for as many tensors as there are tensors and objects.",
     mutated(
         "twinproof.kvstore.statedict:KVLoadPlanner.finish_plan",
         "sum(item.type is LoadItemType.TENSOR for item in new_plan.items)",
@@ -50,12 +51,8 @@ objects_are_waited_for = patched(
     kills="KV-276",
 )
 words_of_rows_to_come = patched(
-    "Timestamps and counts are set when they are read, also of rows that are not there yet.",
-    mutated(
-        "twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor",
-        'if isinstance(view, KVTensor) and view.view_name == "metadata":',
-        "if False:",
-    ),
+    "Timestamps and counts are set in the order in which they are read, also of rows that are not there yet.",
+    mutated("twinproof.kvstore.statedict:_turn", 'int(view.view_name == "metadata")', "0"),
     kills="KV-276",
 )
 objects_left_out = patched(
@@ -82,4 +79,9 @@ plain_copies_begin_anew = patched(
     "Ids and bucket counts that are sent stand at the beginning of the rows of all ranks.",
     mutated("twinproof.kvstore.views:_rebuild_dense", "made.place(global_row_count, row_offset)", "pass"),
     kills="KV-293",
+)
+rows_of_other_ids_written = patched(
+    "A load through views writes each tensor when it is read, whatever the next one turns out to be.",
+    mutated("twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor", "is_last = self._left == 0", "is_last = True"),
+    kills="KV-342",
 )
