@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from conformance.harness import assert_equal, raises, requirement
 from conformance.kvstore.cases import Clock, assert_contents, contents, ids_of, random_rows, save, store_of
@@ -103,3 +106,42 @@ def test_removals_make_room(kvstore: Any, tmp_path: Path) -> None:
     kvstore.load(other, tmp_path / "full")
     kvstore.load(other, tmp_path / "delta", chunk_rows=1)
     assert_contents(other, contents(store), where="after the delta")
+
+
+@requirement(
+    "KV-343",
+    "A load through views MUST be one batch of a table with a capacity, whatever its chunks are: refused before the "
+    "first write where the views have more ids than fit; else all their rows stay, and those go that one write evicts.",
+)
+def test_views_make_room(kvstore: Any, tmp_path: Path) -> None:
+    source = aged(kvstore, {7: 1, 8: 2, 9: 3, 2: 4})
+    there = {1: 50, 2: 60, 3: 40, 4: 55, 5: 45, 6: 65}
+    for whole in (True, False):
+        source.set_return_whole_row(whole)
+        state = source.state_dict(chunk_rows=1)
+        keys = state["t.weight_id"].full_tensor()[:, 0]
+        shown = {"weight": "row"} if whole else {name: name for name in ("weight", "momentum1", "momentum2")}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / str(whole)), no_dist=True)
+        for capacity, chunk in product((3, 4, 6, 8), (1, 3, 9)):
+            where = f"{whole=}, {capacity=}, chunks of {chunk}"
+            store, expected = (aged(kvstore, there, capacity=capacity) for _ in range(2))
+            views = {
+                f"t.{name}": kvstore.KVTensor(store, keys, view, chunk_rows=chunk)
+                for name, view in {"metadata": "metadata", **shown}.items()
+            }
+            if capacity < keys.numel():
+                with raises(CapacityError, where=where):
+                    _load_views(kvstore, views, tmp_path / str(whole))
+            else:
+                _load_views(kvstore, views, tmp_path / str(whole))
+                expected.set_rows("t", source.get_rows("t", keys))
+            assert_contents(store, contents(expected), where=where)
+
+
+def _load_views(kvstore: Any, views: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = dcp.FileSystemReader(path)
+        dcp.load(dict(views), storage_reader=reader, planner=kvstore.KVLoadPlanner(), no_dist=True)

@@ -8,7 +8,7 @@ fill, so rows that were read are written to the store, chunk by chunk.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -343,11 +343,13 @@ class KVLoadPlanner(DefaultLoadPlanner):
     Load ``{table}.weight_id`` first, as a plain tensor; views of these ids are then the targets for all else. Where the
     store has the very rows of the checkpoint, ``store.state_dict(snapshot=False)`` is the target as it is: its ids and
     bucket counts are compared. Nothing is written before all of this rank was read and compared: a load that is refused
-    leaves the store as it was. Memory is that of all rows, once more. ``load`` is bounded by a chunk.
+    leaves the store as it was. In a table with a capacity the load is one batch. Memory is that of all rows, once more.
+    ``load`` is bounded by a chunk.
 
     Raises:
         UnsupportedError: views of a moment, which nothing can be loaded into. PlanError: other numbers of rows or
-            widths than the checkpoint's. MissingKeyError: names that the checkpoint lacks.
+            widths than the checkpoint's. MissingKeyError: names that the checkpoint lacks. CapacityError: views of more
+            ids than a table may hold.
     """
 
     def create_local_plan(self) -> LoadPlan:
@@ -364,9 +366,11 @@ class KVLoadPlanner(DefaultLoadPlanner):
             raise MissingKeyError("names are not in the checkpoint", got=missing, where="state_dict")
         rest = {fqn: value for fqn, value in self.state_dict.items() if fqn not in lazy}
         plan = create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load)
-        for fqn, value in lazy.items():
-            if fqn in saved:
-                plan.items += _read_items(fqn, value, saved[fqn])
+        found = {fqn: value for fqn, value in lazy.items() if fqn in saved}
+        for store, table, ids in _written_ids(found.values()):
+            check_load_fits(store, table, ids.numel())
+        for fqn, value in found.items():
+            plan.items += _read_items(fqn, value, saved[fqn])
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -418,9 +422,24 @@ class KVLoadPlanner(DefaultLoadPlanner):
             if isinstance(view, KVTensor):
                 # As a load of a state dict: a delta finds its base here no more.
                 cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)
+        # The chunks are one batch: none evicts the rows of another.
+        for store, table, ids in _written_ids(view for view, _, _ in self._waiting):
+            evict_for_load(store, table, ids)
         for view, first, rows in sorted(self._waiting, key=lambda waiting: _turn(waiting[0])):
             view.accept(first, rows.contiguous())
         self._waiting = []
+
+
+def _written_ids(views: Iterable[LazyRows]) -> list[tuple[RowStore, str, torch.Tensor]]:
+    """Stores, tables, and the distinct ids of which a load into all these views may insert rows."""
+    by_table: dict[tuple[int, str], list[KVTensor]] = {}
+    for view in views:
+        if isinstance(view, KVTensor) and not view.read_only:
+            by_table.setdefault((id(view.source), view.table), []).append(view)
+    return [
+        (cast("RowStore", some[0].source), table, torch.unique(torch.cat([view.ids for view in some])))
+        for (_, table), some in by_table.items()
+    ]
 
 
 def _turn(view: LazyRows) -> int:

@@ -54,3 +54,17 @@ oldest_instead_of_lowest = patched(
     mutated("twinproof.kvstore.deltas:evict_for_load", _KINDS, '("count", "ttl_count")'),
     kills="KV-113",
 )
+views_beyond_the_capacity = patched(
+    "A load through views of more ids than a table may hold keeps some of them.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan",
+        "check_load_fits(store, table, ids.numel())",
+        "pass",
+    ),
+    kills="KV-343",
+)
+views_evict_each_other = patched(
+    "A chunk of a load through views evicts the rows of another.",
+    mutated("twinproof.kvstore.statedict:KVLoadPlanner._write", "evict_for_load(store, table, ids)", "pass"),
+    kills="KV-343",
+)
