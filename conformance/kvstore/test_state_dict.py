@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
 from conformance.kvstore.cases import WEIGHTS, assert_contents, contents, ids_of, random_rows, store_of
@@ -138,3 +140,49 @@ def test_rows_of_its_own(kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             store.load_state_dict({swapped[name[0]] + name[1:]: value for name, value in state.items()}, clear=clear)
             assert_contents(store, {"a": before["b"], "b": before["a"]}, where=f"{where}, tables swapped")
             assert_equal(store.stats().snapshot_count, 0, where=f"{where}: moments that are left")
+
+
+def _without_memory(value: torch.Tensor) -> dict[str, Any]:
+    """The same values as tensors of kinds that no row can be read from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {
+            "coo": value.to_sparse(),
+            "csr": value.to_sparse_csr(),
+            "csc": value.to_sparse_csc(),
+            "nested": torch.nested.nested_tensor(list(value)),
+            "fake": FakeTensorMode().from_tensor(value),
+        }
+        if value.dtype is torch.float32:
+            found["mkldnn"] = value.to_mkldnn()
+    return found
+
+
+@requirement(
+    "KV-344",
+    "Values of a kind that has no plain memory (sparse, nested, wrapped) MUST be refused by name before a row goes, "
+    "whatever the load clears or evicts; negative views and expanded values MUST be loaded as what they say.",
+)
+def test_kinds_of_tensors(kvstore: Any) -> None:
+    expected = store_of(kvstore)
+    state = separate(kvstore, [1, 2, 3])
+    # Numbers alone: a negative view of random bits has other payloads of NaN.
+    state |= {name: torch.arange(value.numel()).to(value).reshape(value.shape) for name, value in state.items()}
+    expected.load_state_dict(state)
+    for clear, capacity in ((True, None), (False, None), (False, 3)):
+        where = f"{clear=}, {capacity=}"
+        for field in (*NAMES, "weight_id"):
+            other = store_of(kvstore, capacity=capacity)
+            other.set_rows("t", random_rows(other, [2, 9], 5))
+            before = contents(other)
+            for kind, value in _without_memory(state[f"t.{field}"]).items():
+                with raises(UnsupportedError, mentions=[f"t.{field}"], where=f"{kind} {field}, {where}"):
+                    other.load_state_dict(state | {f"t.{field}": value}, clear=clear)
+                assert_contents(other, before, where=f"{kind} {field}, {where}")
+            negative = torch._neg_view(-state[f"t.{field}"])
+            with succeeds("load_state_dict", where=f"negative {field}, {where}"):
+                other.load_state_dict(state | {f"t.{field}": negative}, clear=True)
+            assert_contents(other, contents(expected), where=f"negative {field}, {where}")
+    same = state["t.weight"][:1].expand(3, -1)
+    expected.load_state_dict(state | {"t.weight": same})
+    assert_same_tensor(expected.get("t", ids_of([0, 1, 2])), same.contiguous(), where="one row for all")

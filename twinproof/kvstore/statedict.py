@@ -196,8 +196,7 @@ def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_
     if missing:
         raise MissingKeyError("names are not in the state dict", got=missing, where=table)
     weight, ids = state[f"{table}.weight"], _flat(state[f"{table}.weight_id"], table)
-    if not isinstance(weight, torch.Tensor):
-        raise UnsupportedError("not a tensor", got=type(weight).__name__, where=f"{table}.weight")
+    _check_memory(weight, f"{table}.weight")
     if torch.unique(ids).numel() != ids.numel():
         raise CorruptionError("an id stands twice", got=f"{ids.numel()} ids", where=f"{table}.weight_id")
     if weight.dim() != 2 or weight.shape[0] != ids.numel():
@@ -237,10 +236,22 @@ def _one_step(found: torch.Tensor, table: str) -> int:
     return step
 
 
-def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], where: str) -> None:
-    """Demand a tensor, lazy or strided any way, that converts to what the row holds. ShapeError, UnsupportedError."""
+def _check_memory(value: Any, where: str) -> None:
+    """Demand lazy rows, or a tensor whose memory can be read, strided any way. Raises UnsupportedError."""
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError("not a tensor", got=type(value).__name__, where=where)
+    if isinstance(value, LazyRows):
+        return
+    # Of a DTensor or a FakeTensor torch would first say in the middle of the load that it has no such memory.
+    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if value.layout is not torch.strided or value.is_nested or is_wrapper:
+        got = type(value).__name__ if is_wrapper else "nested" if value.is_nested else value.layout
+        raise UnsupportedError("values without plain memory", got=got, expected="a strided tensor", where=where)
+
+
+def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], where: str) -> None:
+    """Demand a tensor, lazy or strided any way, that converts to what the row holds. ShapeError, UnsupportedError."""
+    _check_memory(value, where)
     if value.dtype not in dtypes:
         raise UnsupportedError("not a dtype of these values", got=value.dtype, expected=dtypes, where=where)
     if tuple(value.shape) != shape:
@@ -260,12 +271,15 @@ def _row_layout(store: RowStore, table: str, weight: torch.Tensor) -> RowLayout:
 
 
 def _flat(ids: Any, table: str, field: str = "weight_id") -> torch.Tensor:
+    where = f"{table}.{field}"
+    _check_memory(ids, where)
     plain = ids.full_tensor() if isinstance(ids, LazyRows) else ids
-    return check_ids(plain.reshape(-1) if isinstance(plain, torch.Tensor) else plain, f"{table}.{field}")
+    return check_ids(plain.reshape(-1).resolve_neg(), where)
 
 
 def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    return value.narrow(0, start, length).contiguous()
+    # A negative view has the bytes of what it is the negative of.
+    return value.narrow(0, start, length).contiguous().resolve_neg()
 
 
 def _check(incoming: _Incoming, table: str) -> None:

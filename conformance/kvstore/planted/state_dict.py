@@ -44,3 +44,22 @@ moments_left_open = patched(
     ),
     kills="KV-217",
 )
+values_without_memory = patched(
+    "Values of any kind of tensor are looked at when they are written.",
+    mutated(
+        "twinproof.kvstore.statedict:_check_memory",
+        "value.layout is not torch.strided or value.is_nested or is_wrapper",
+        "False",
+    ),
+    kills="KV-344",
+)
+wrapped_values_taken = patched(
+    "Tensors that other tensors stand for are taken for plain ones.",
+    mutated("twinproof.kvstore.statedict:_check_memory", "value.is_nested or is_wrapper", "value.is_nested"),
+    kills="KV-344",
+)
+signs_left_behind = patched(
+    "A negative view is turned away when it is written.",
+    mutated("twinproof.kvstore.statedict:_part", ".resolve_neg()", ""),
+    kills="KV-344",
+)
