@@ -103,6 +103,52 @@ def test_operations(kvstore: Any) -> None:
             assert_equal((lazy.clone().global_row_count, lazy.clone().row_offset), (lazy.shape[0] + 3, 2), where=name)
 
 
+def _writes(lazy: Any) -> dict[str, Callable[[], Any]]:
+    """Ways to write that reach the rows in a list, by an index, or by no operation at all."""
+    full, other = lazy.full_tensor(), torch.zeros(3)
+
+    def by_data() -> None:
+        lazy.data = full
+
+    def by_index() -> None:
+        lazy[0] = 0
+
+    return {
+        "_foreach_zero_": lambda: torch._foreach_zero_([lazy]),
+        "_foreach_copy_": lambda: torch._foreach_copy_([other, lazy], [other, full]),
+        "_foreach_add_": lambda: torch._foreach_add_([lazy], 1),
+        "_foreach_add_ of two": lambda: torch._foreach_add_((lazy,), (full,), alpha=2),
+        "a list of out": lambda: torch.split_with_sizes_copy(full, [full.shape[0]], out=[lazy]),
+        "data": by_data,
+        "an index": by_index,
+    }
+
+
+@requirement(
+    "KV-345",
+    "Writes to lazy rows in a list of tensors, by an index or by ``.data`` MUST be refused by name; lists that are "
+    "read alone MUST give their values, and no part of several ranks' rows may go into plain memory.",
+)
+def test_lists_of_tensors(kvstore: Any) -> None:
+    for whole, snapshot in ((True, True), (False, False)):
+        store = filled(kvstore, KEYS, return_whole_row=whole)
+        before = contents(store)
+        for name, lazy in store.state_dict(snapshot=snapshot, chunk_rows=5).items():
+            full = lazy.full_tensor()
+            for way, act in _writes(lazy).items():
+                with raises(UnsupportedError, where=f"{way} of {name}"):
+                    act()
+                assert_bits(lazy.full_tensor(), full, where=f"{name} after {way}")
+            copied = [torch.zeros_like(full), torch.zeros_like(full)]
+            torch._foreach_copy_(copied, [lazy, full])
+            for values in (*copied, torch.cat([lazy, lazy])[: full.shape[0]], lazy.data.full_tensor()):
+                assert_bits(values, full, where=f"{name}, read")
+            lazy.place(lazy.shape[0] + 3, 2)
+            with raises(UnsupportedError, where=f"a part of {name} into plain memory"):
+                torch._foreach_copy_(copied, [full, lazy])
+        assert_contents(store, before, where=f"{whole=}, {snapshot=}")
+
+
 @requirement(
     "KV-151",
     "A view of a moment MUST take its rows along when it is copied or pickled; a view of a store is a reference, which "

@@ -48,6 +48,7 @@ CHUNK_BYTES = regime(16 << 20, 96)
 _ATEN = torch.ops.aten
 _SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
 _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
+_INTO_PLAIN = (_ATEN.copy_.default, _ATEN._foreach_copy_.default)
 # What these give is not the rows, and torch's stagers take it for them.
 _UNFILLED = (_ATEN.new_empty.default, _ATEN.new_empty_strided.default, _ATEN.empty_like.default)
 
@@ -141,6 +142,20 @@ class LazyRows(torch.Tensor):
         memo[id(self)] = made
         return made
 
+    def __setitem__(self, index: Any, values: Any) -> None:
+        """Refused: torch would write to a copy of the rows."""
+        raise _unwritable("rows[...] =")
+
+    @property
+    def data(self) -> Any:
+        """As of any tensor."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        """Refused: torch would keep the values beside the rows, where nothing reads them."""
+        raise _unwritable("data =")
+
     def untyped_storage(self) -> Any:
         """Refused: there is none."""
         raise UnsupportedError(
@@ -211,6 +226,10 @@ class LazyRows(torch.Tensor):
         return self.read_rows(start, min(self.chunk_rows, self.shape[0] - start))
 
 
+def _unwritable(act: str) -> UnsupportedError:
+    return UnsupportedError("lazy rows have no memory to write to", got=act, expected="set_range", where="LazyRows")
+
+
 def _check_operation(func: Any, args: Any, options: dict[str, Any]) -> None:
     """Refuse what would be answered with other bytes than the rows'. Raises UnsupportedError."""
     if func in _UNFILLED:
@@ -224,14 +243,15 @@ def _check_operation(func: Any, args: Any, options: dict[str, Any]) -> None:
         )
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else options.get(argument.name)
-        if not isinstance(value, LazyRows):
-            continue
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            raise UnsupportedError(
-                "lazy rows have no memory to write to", got=str(func), expected="set_range", where="LazyRows"
-            )
-        if func is _ATEN.copy_.default and value.global_row_count != value.shape[0]:
-            got = f"{value.shape[0]} of {value.global_row_count} rows"
+        # Operations of several tensors, as ``torch._foreach_zero_``, take them as lists.
+        several = value if isinstance(value, list | tuple) else (value,)
+        lazies = [one for one in several if isinstance(one, LazyRows)]
+        if lazies and argument.alias_info is not None and argument.alias_info.is_write:
+            raise _unwritable(str(func))
+        for lazy in lazies if func in _INTO_PLAIN else ():
+            if lazy.global_row_count == lazy.shape[0]:
+                continue
+            got = f"{lazy.shape[0]} of {lazy.global_row_count} rows"
             raise UnsupportedError(
                 "plain memory would lose where these rows stand", got=got, expected=_ADVICE, where=str(func)
             )

@@ -85,3 +85,15 @@ rows_of_other_ids_written = patched(
     mutated("twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor", "is_last = self._left == 0", "is_last = True"),
     kills="KV-342",
 )
+lists_are_not_looked_into = patched(
+    "Writes to lazy rows in a list are lost.",
+    mutated(
+        "twinproof.kvstore.views:_check_operation", "value if isinstance(value, list | tuple) else (value,)", "(value,)"
+    ),
+    kills="KV-345",
+)
+indexed_writes_lost = patched(
+    "What is written to lazy rows by an index is lost.",
+    mutated("twinproof.kvstore.views:LazyRows.__setitem__", 'raise _unwritable("rows[...] =")', "return None"),
+    kills="KV-345",
+)
