@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from conformance.harness import Mismatch, assert_equal, requirement
+from conformance.harness import Mismatch, assert_equal, requirement, wrap
 from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
 
 ROWS, WIDTH, TURNS = 24, 32, 40
@@ -220,3 +222,62 @@ def test_background(kvstore: Any) -> None:
     store.set("t", ids_of(range(1000, 1300)), torch.ones(300, 4))
     assert_equal(store.size("t"), 380, where="after close")
     evictor.close()
+
+
+class _Watched:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self, met: threading.Event) -> None:
+        self._lock, self._met = threading.RLock(), met
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._met.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@requirement(
+    "KV-346",
+    "The step that a snapshot tells of a table MUST be that of the rows it holds, also where another thread trains "
+    "while it is taken, and where it is taken while another thread trains.",
+)
+@pytest.mark.parametrize("verb", ["update", "snapshot"])
+def test_steps_of_moments(kvstore: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    met, others, found = threading.Event(), list[threading.Thread](), list[tuple[int, int]]()
+    monkeypatch.setattr("twinproof.kvstore.store.threading", SimpleNamespace(RLock=lambda: _Watched(met)))
+    store, ids = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")), ids_of([3, 1])
+
+    def train() -> None:
+        store.apply_gradients("t", ids, torch.ones(2, 4), 0.1, 1 + store.step_count("t"))
+
+    def look() -> None:
+        with store.snapshot() as taken:
+            words = taken.metadata("t", ids)[:, 0]
+            found.append((taken.step_count("t"), int(words[0] >> 32) & (2**31 - 1)))
+
+    def beside() -> None:
+        (look if verb == "update" else train)()
+        met.set()
+
+    def around(original: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        if not others:
+            # Behind the rows and before the step: whoever comes now either ends, or says that it has to wait.
+            others.append(threading.Thread(target=beside))
+            others[0].start()
+            assert_equal(met.wait(20), True, where=f"another thread, while one is behind its {verb}")
+        return result
+
+    train()
+    engines = ("twinproof.kvstore.store:LockedRows", "fastimpl.kvstore.store:NativeRows")
+    with wrap(tuple(f"{engine}.{verb}" for engine in engines), around):
+        (train if verb == "update" else look)()
+        for thread in others:
+            thread.join()
+    look()
+    for step, count in found:
+        assert_equal(step, count, where=f"step and times that the rows were trained, of {found}")
+    assert_equal(found[-1], (2, 2), where="at the end")

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -148,6 +148,8 @@ class KVStore(DeltaStore):
         super().__init__(options, self._engine, {})
         self.return_whole_row = bool(return_whole_row)
         self.fingerprints = Fingerprints()
+        # An update and its step are one to whoever takes a snapshot. An engine takes a table's updates in turn anyway.
+        self._step_locks = {table: threading.RLock() for table in options.rows}
         self._listeners: tuple[Callable[[str], None], ...] = ()
         self._step_listeners: tuple[Callable[[str], None], ...] = ()
 
@@ -287,8 +289,10 @@ class KVStore(DeltaStore):
             raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads", places_of(checked))
         hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
-        self._engine.update(table, checked, values.to(torch.float32), hyper, self.now())
-        self._steps[table] = step
+        floats, now = values.to(torch.float32), self.now()
+        with self._step_locks[table]:
+            self._engine.update(table, checked, floats, hyper, now)
+            self._steps[table] = step
         self.tell_written(table)
         for listener in self._step_listeners:
             listener(table)
@@ -298,7 +302,8 @@ class KVStore(DeltaStore):
         self.layout(table)
         if type(step) is not int or not 0 <= step <= STEP_MAX:
             raise ConfigError("not a number of steps", got=step, expected=f"an int from 0 to {STEP_MAX}", where=table)
-        self._steps[table] = step
+        with self._step_locks[table]:
+            self._steps[table] = step
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; returns how many there were. Missing ids are passed over."""
@@ -338,9 +343,13 @@ class KVStore(DeltaStore):
     def snapshot(self) -> Snapshot:
         """A point in time: a context manager and a read-only ``TrackedSource`` that later writes do not change.
 
+        The step of each table is that of its rows, also while other threads train.
         Several may be alive; each holds its memory until it is closed.
         """
-        return Snapshot(self.options, self._engine.snapshot(), dict(self._steps))
+        with ExitStack() as held:
+            for lock in self._step_locks.values():
+                held.enter_context(lock)
+            return Snapshot(self.options, self._engine.snapshot(), dict(self._steps))
 
     def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``sort_ids_by_bucket`` of checked ids, int64 [n]."""

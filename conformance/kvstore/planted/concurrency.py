@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import bytes_of, engines, keys_of
 
 
@@ -69,3 +69,15 @@ def snapshot_inside_a_batch(
     original(store, table, ids[:half], values[:half].contiguous(), begin, now, visit=visit)
     _pause()
     original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
+
+
+steps_behind_their_rows = patched(
+    "A snapshot may come between an update and its step.",
+    mutated("twinproof.kvstore.store:KVStore.apply_gradients", "with self._step_locks[table]:", "if True:"),
+    kills="KV-346",
+)
+rows_behind_their_steps = patched(
+    "An update may come between the rows of a snapshot and its steps.",
+    mutated("twinproof.kvstore.store:KVStore.snapshot", "held.enter_context(lock)", "pass"),
+    kills="KV-346",
+)
