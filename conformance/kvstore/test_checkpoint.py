@@ -398,6 +398,9 @@ def save_apart(rank: Any, path: str) -> list[str]:
         "no buckets": lambda: save(kvstore, store, Path(path), buckets=[chosen[0], 4][rank.rank]),
         "no option": lambda: save(kvstore, store, Path(path), buckets=chosen[0], block_bytes=[64, 63][rank.rank]),
         "no such option": lambda: save(kvstore, store, Path(path), buckets=chosen[0], **[{}, {"blocks": 1}][rank.rank]),
+        "no export": lambda: save(
+            kvstore, store, Path(path), buckets=chosen[0], export_dtype=[None, "float16"][rank.rank]
+        ),
         "closed": lambda: save(kvstore, [store, closed][rank.rank], Path(path), buckets=chosen[0]),
         "views of closed": lambda: [store, closed][rank.rank].state_dict(buckets=chosen[0]),
         "views of no table": lambda: store.state_dict(buckets=chosen[0], tables=([("t",), ("u",)][rank.rank])),
@@ -428,7 +431,7 @@ def test_ranks_that_disagree(kvstore: Any, rank_pool: Any, tmp_path: Path) -> No
     with succeeds("two ranks", where="an answer of both"):
         found = rank_pool.run(save_apart, 2, str(tmp_path / "ck"), timeout_s=20)
     expected = [f"{name}: ConfigError" for name in ("buckets", "forms", "kinds", "views")]
-    wrong = ["no form", "no chunk", "no store", "no buckets", "no option", "no such option", "closed"]
+    wrong = ["no form", "no chunk", "no store", "no buckets", "no option", "no such option", "no export", "closed"]
     wrong += [f"views of {what}" for what in ("closed", "no table", "no buckets", "a name", "no chunk", "no flag")]
     expected += [f"{name}: DistributedError" for name in wrong]
     assert_equal(found, [expected] * 2, where="by rank")

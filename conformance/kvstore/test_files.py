@@ -383,3 +383,33 @@ def test_replaced_since(kvstore: Any, tmp_path: Path, form: str) -> None:
                     act()
             if others is not None:
                 assert_contents(kvstore.SavedRows(path), contents(second), where=f"{where}: opened again")
+
+
+@requirement(
+    "KV-347",
+    "A save MUST refuse options of the writer whose files could not be loaded, before anything is written; what the "
+    "others give MUST load.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_options_of_the_writer(kvstore: Any, tmp_path: Path, form: str) -> None:
+    store, path = filled(kvstore), tmp_path / "ck"
+    refused: tuple[dict[str, Any], ...] = (
+        {"export_dtype": torch.bfloat16},
+        {"export_dtype": "float32", "export_keep": ["*"]},
+        {"enable_consolidation": False},
+    )
+    for options in refused:
+        with raises(ConfigError, mentions=[next(iter(options))], where=f"{form}, {options}"):
+            save(kvstore, store, path, form=form, chunk_rows=2, **options)
+        assert_equal((path.exists(), store.stats().snapshot_count), (False, 0), where=f"{form}, after {options}")
+    taken: tuple[dict[str, Any], ...] = (
+        {"export_dtype": None, "enable_consolidation": True, "thread_count": 2},
+        {"max_shard_size": 200},
+        {"single_file": True, "page_align": True},
+        {"checksums": True, "write_mode": "sequential", "block_bytes": 64},
+    )
+    for options in taken:
+        other = fresh(kvstore)
+        save(kvstore, store, path, form=form, chunk_rows=2, **options)
+        kvstore.load(other, path)
+        assert_contents(other, contents(store), where=f"{form}, {options}")

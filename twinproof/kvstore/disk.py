@@ -419,11 +419,12 @@ class StoreFiles:
             form: "rows", or "separate" for weight, metadata and each state as tensors of their own.
             process_group: None is the default group, or this process alone.
             chunk_rows: rows handed over at once, at most; None is 16 MiB worth.
-            writer_options: further options of ``HuggingFaceStorageWriter``.
+            writer_options: further options of ``HuggingFaceStorageWriter``, but for ``export_dtype`` and
+                ``enable_consolidation=False``: ``load`` takes rows as their layout says, in final files.
 
         Raises:
             ConfigError: an id outside this rank's buckets, changes that are not tracked, ranks that ask for different
-                buckets, forms or kinds, or for what is none; on every rank.
+                buckets, forms or kinds, or for what is none or cannot be loaded; on every rank.
             CheckpointExistsError, StorageError, DistributedError.
         """
         chosen = Buckets() if buckets is None else buckets
@@ -439,6 +440,7 @@ class StoreFiles:
                 # Options that the writer refuses are refused while the others listen.
                 writer_with(named_by_user)
                 check_free_keys(named_by_user)
+                _check_writer_options(writer_options)
                 return opened.enter_context(store.snapshot())
 
             source, parts, names = _parts(store, begun, chosen, since, form, process_group, chunk_rows)
@@ -545,6 +547,13 @@ def check_store(store: Any) -> None:
     """Demand a store. Raises ConfigError."""
     if not isinstance(store, KVStore):
         raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
+
+
+def _check_writer_options(options: Mapping[str, Any]) -> None:
+    """Refuse options whose files ``load`` would refuse. Raises ConfigError."""
+    for name, kept in (("export_dtype", None), ("enable_consolidation", True)):
+        if options.get(name, kept) != kept:
+            raise ConfigError("rows saved so could not be loaded", got=options[name], expected=kept, where=name)
 
 
 def _check_chunk(chunk_rows: Any) -> None:

@@ -148,3 +148,17 @@ every_form_is_rows = patched(
     mutated("twinproof.kvstore.deltas:read_content", "content.form not in FORMS", "content.form is None"),
     kills="KV-048",
 )
+exports_that_nobody_loads = patched(
+    "A save in the separate form takes a dtype for its files that the layout it tells is not of.",
+    mutated(
+        "twinproof.kvstore.disk:_check_writer_options",
+        '("export_dtype", None)',
+        '("export_dtype", options.get("export_dtype"))',
+    ),
+    kills="KV-347",
+)
+shards_that_nobody_loads = patched(
+    "A save leaves one file of each rank, which is no saved store.",
+    mutated("twinproof.kvstore.disk:_check_writer_options", ', ("enable_consolidation", True)', ","),
+    kills="KV-347",
+)
