@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     EXTREMES,
@@ -30,7 +30,7 @@ from conformance.kvstore.cases import (
     weights_of,
 )
 from conformance.kvstore.model import slots
-from twinproof.errors import ConfigError, FormatError
+from twinproof.errors import ConfigError, FormatError, ShapeError, UnsupportedError
 
 COUNTS = (0, 1, 5, 2**31 - 2, 2**31 - 1)
 TIMES = (0, 1, 2**31, 2**32 - 1)
@@ -69,6 +69,36 @@ def test_fields_are_independent(kvstore: Any, key: int, timestamp: int, count: i
     assert_same_bytes(other_count[:12], base[:12], where="another count")
     assert_equal(other_count[15] & 0x80, base[15] & 0x80, where="used beside another count")
     assert_same_bytes(other_used[:15], base[:15], where="another used bit")
+
+
+@requirement(
+    "KV-348",
+    "A header's numbers MUST be packed as what they are, int32 or int64 in any mixture; fields of other dtypes or "
+    "lengths, and rows too short for a header, MUST be refused by name.",
+)
+def test_fields_of_headers(kvstore: Any) -> None:
+    whole = {"ids": ids_of([5, -1, 7]), "timestamps": ids_of([9, 2**31 - 1, 0]), "counts": ids_of([3, 0, 2**31 - 1])}
+    used = torch.tensor([True, False, True])
+    expected = kvstore.pack_header(kvstore.Header(**whole, used=used))
+    for narrow in (names for count in (1, 2, 3) for names in combinations(whole, count)):
+        mixed = whole | {name: whole[name].to(torch.int32) for name in narrow}
+        with succeeds("pack_header", where=f"int32 {narrow}"):
+            packed = kvstore.pack_header(kvstore.Header(**mixed, used=used))
+        assert_bits(packed, expected, where=f"int32 {narrow}")
+    fields = {**whole, "used": used}
+    for name, value in fields.items():
+        for wrong in (
+            value.to(torch.float32),
+            value.to(torch.int16),
+            value[:2],
+            value[:, None].clone(),
+            value.tolist(),
+        ):
+            with raises((ShapeError, UnsupportedError), where=f"{name}: {wrong}"):
+                kvstore.pack_header(kvstore.Header(**fields | {name: wrong}))
+    for rows in (expected[:, :15], expected.view(torch.int64), expected[0], expected.tolist()):
+        with raises((ShapeError, UnsupportedError), where=f"header of {rows}"):
+            kvstore.unpack_header(rows)
 
 
 @requirement(

@@ -237,17 +237,35 @@ def from_bytes(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return raw.contiguous().reshape(-1).view(dtype).reshape(raw.shape[0], raw.shape[1] // dtype.itemsize)
 
 
+def _field(header: Header, name: str, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    where, count = f"header.{name}", check_tensor(header.ids, "header.ids").numel()
+    value = check_tensor(getattr(header, name), where)
+    if value.dtype not in dtypes:
+        raise UnsupportedError("not a dtype of this field", got=value.dtype, expected=dtypes, where=where)
+    if tuple(value.shape) != (count,):
+        raise ShapeError("one entry for each id", got=tuple(value.shape), expected=(count,), where=where)
+    return value
+
+
 def pack_header(header: Header) -> torch.Tensor:
-    """The metaheaders as uint8 [n, 16], little-endian; timestamps are taken mod 2**32, counts saturate at 2**31 - 1."""
-    counts = header.counts.clamp(0, COUNT_MAX)
-    words = (header.timestamps & TIMESTAMP_MAX) | (counts << 32)
-    words = torch.where(header.used, words | _USED_BIT, words)
-    return as_bytes(torch.stack([header.ids, words], dim=1))
+    """The metaheaders as uint8 [n, 16], little-endian; timestamps are taken mod 2**32, counts saturate at 2**31 - 1.
+
+    Numbers may be int32, too. Raises ShapeError, UnsupportedError.
+    """
+    fields = (_field(header, name, ID_DTYPES).to(torch.int64) for name in ("ids", "timestamps", "counts"))
+    ids, timestamps, counts = fields
+    words = (timestamps & TIMESTAMP_MAX) | (counts.clamp(0, COUNT_MAX) << 32)
+    words = torch.where(_field(header, "used", (torch.bool,)), words | _USED_BIT, words)
+    return as_bytes(torch.stack([ids, words], dim=1))
 
 
 def unpack_header(rows: torch.Tensor) -> Header:
-    """The fields of rows, uint8 [n, >= 16]."""
-    words = from_bytes(rows[:, :HEADER_BYTES], torch.int64)
+    """The fields of rows, uint8 [n, >= 16]. Raises ShapeError, UnsupportedError."""
+    plain = check_tensor(rows, "rows")
+    if plain.dtype is not torch.uint8 or plain.dim() != 2 or plain.shape[1] < HEADER_BYTES:
+        got, expected = (plain.dtype, tuple(plain.shape)), f"uint8 [n, >= {HEADER_BYTES}]"
+        raise ShapeError("not rows that begin with a header", got=got, expected=expected, where="rows")
+    words = from_bytes(plain[:, :HEADER_BYTES], torch.int64)
     return Header(words[:, 0].clone(), words[:, 1] & TIMESTAMP_MAX, (words[:, 1] >> 32) & COUNT_MAX, words[:, 1] < 0)
 
 

@@ -121,3 +121,17 @@ padding_behind_the_last_value_kept = patched(
     ),
     kills="KV-306",
 )
+narrow_fields_shifted_out = patched(
+    "Counts of 32 bits are shifted out of their word.",
+    mutated(
+        "twinproof.kvstore.options:pack_header",
+        "_field(header, name, ID_DTYPES).to(torch.int64)",
+        "_field(header, name, ID_DTYPES)",
+    ),
+    kills="KV-348",
+)
+short_rows_unpacked = patched(
+    "The header of a row is looked for where there is none.",
+    mutated("twinproof.kvstore.options:unpack_header", "plain.shape[1] < HEADER_BYTES", "False"),
+    kills="KV-348",
+)
