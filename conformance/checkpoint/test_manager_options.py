@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
-from conformance.checkpoint.cases import save
+from conformance.checkpoint.cases import FILE, save
 from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from twinproof.errors import MissingCheckpointError
+from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError
 
 # One process saves here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -112,3 +113,48 @@ def test_no_folders(checkpoint: Any, tmp_path: Path) -> None:
             assert_equal(load(manager), True, where="loaded")
     left = sorted(path.name for path in folder.iterdir())
     assert_equal(left, sorted(["step-2", *strange]), where="what is left after retention")
+
+
+class _Reads:
+    """An adapter that changes nothing, and brings readers of a kind."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return dict(state_dict)
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return dict(hf_state_dict)
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        return self.make(path)
+
+
+@requirement(
+    "CKPT-683",
+    "A manager that verifies MUST compare checksums with the reader of an adapter too, and MUST refuse by name one "
+    "that compares none.",
+)
+def test_readers_of_adapters(checkpoint: Any, tmp_path: Path) -> None:
+    trainer = Trainer(1)
+    save(checkpoint, trainer.weights(), tmp_path / "hf", checksums=True)
+    own = _Reads(lambda path: checkpoint.HuggingFaceStorageReader(path, cast=True))
+    options = {"initial_load_path": tmp_path / "hf", "initial_load_in_hf": True}
+
+    def loaded(name: str, adapter: Any, **rest: Any) -> bool:
+        with Trainer(2).manager(checkpoint, tmp_path / name, state_dict_adapter=adapter, **options, **rest) as manager:
+            return bool(load(manager))
+
+    others = _Reads(dcp.HuggingFaceStorageReader)
+    assert_equal(loaded("right", own, verify_checksums=True), True, where="bytes that agree")
+    assert_equal(loaded("torch's", others), True, where="a reader of torch's that is to compare nothing")
+    with raises(ConfigError, mentions=["verify_checksums", "adapter"], where="a reader of torch's"):
+        loaded("torch's, compared", others, verify_checksums=True)
+    file = tmp_path / "hf" / FILE
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert_equal(loaded("not compared", own), True, where="a flipped bit, not compared")
+    with raises(CorruptionError, mentions=["checksums"], where="a flipped bit"):
+        loaded("wrong", own, verify_checksums=True)

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
+from twinproof.checkpoint.dcp import HuggingFaceStorageReader
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
 from twinproof.checkpoint.plan import Export, check_count, exported_dtype
 from twinproof.checkpoint.publish import (
@@ -450,6 +451,7 @@ class CheckpointManager:
         stager: makes the copies of an asynchronous save, in place of the mode's own.
         thread_count: threads of an HF load, unless the adapter brings a reader of its own.
         verify_checksums: compare what an HF load reads with its checksums, which ``checksums`` of ``hf_options`` saves.
+            An adapter's reader does so too; one that is no HuggingFaceStorageReader is refused by the load.
         enable: False makes an object that neither loads nor saves.
         last_save_in_safetensors_format, last_save_model_weights_only: older names of ``last_save_in_hf`` and
             ``last_save_model_only``.
@@ -838,10 +840,23 @@ class CheckpointManager:
         quantized = self.policy.initial_load_in_hf_quantized
         make = getattr(self._adapter, "get_hf_storage_reader", None)
         if make is not None:
-            return make(os.fspath(path), quantized)
+            return self._verifying(make(os.fspath(path), quantized))
         if quantized:
             return type(self)._quantized_reader(path, self._thread_count, verify_checksums=self._verifies)
         return type(self)._reader(path, self._thread_count, cast=True, verify_checksums=self._verifies)
+
+    def _verifying(self, reader: Any) -> Any:
+        # An adapter is not told of it, and another reader compares nothing.
+        if self._verifies:
+            if not isinstance(reader, HuggingFaceStorageReader):
+                raise ConfigError(
+                    "the adapter's reader compares no checksums",
+                    got=type(reader).__name__,
+                    expected="HuggingFaceStorageReader, or verify_checksums=False",
+                    where="verify_checksums",
+                )
+            reader.verify_checksums = True
+        return reader
 
     def _set_model(self, state: State) -> None:
         for part in self._parts:

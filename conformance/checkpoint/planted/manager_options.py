@@ -46,3 +46,23 @@ files_are_folders = patched(
     mutated("twinproof.checkpoint.manager:complete_steps", " or not (folder / name).is_dir()", ""),
     kills="CKPT-634",
 )
+
+adapters_reader_not_told = patched(
+    "A reader that an adapter brings compares no checksums, whatever was asked for.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._verifying",
+        "reader.verify_checksums = True",
+        "pass",
+    ),
+    kills="CKPT-683",
+)
+
+any_reader_verifies = patched(
+    "A reader that compares nothing passes for one that does.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._verifying",
+        "not isinstance(reader, HuggingFaceStorageReader)",
+        "False",
+    ),
+    kills="CKPT-683",
+)
