@@ -337,3 +337,52 @@ def test_files_are_closed(checkpoint: Any, tmp_path: Path) -> None:
         opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         left = [name for name in opened if name.startswith(str(tmp_path.resolve()))]
         assert_equal(left, [], where=f"{thread_count} threads: files left open")
+
+
+_SHARED_PLACES = {
+    "expanded": (1, (3, 4), (0, 0)),
+    "one row for all": (4, (3, 4), (0, 1)),
+    "unfolded": (6, (3, 4), (1, 1)),
+    "rows that meet": (9, (3, 4), (2, 1)),
+    "rows between rows that meet": (13, (3, 4), (2, 2)),
+}
+_OWN_PLACES = {
+    "dense": (12, (3, 4), (4, 1)),
+    "transposed": (12, (3, 4), (1, 3)),
+    "with gaps": (24, (3, 4), (8, 2)),
+    "transposed with gaps": (18, (3, 4), (1, 5)),
+    "odd and even": (14, (2, 4), (3, 2)),
+}
+
+
+@requirement(
+    "CKPT-684",
+    "A load into a target that holds several values in one place of memory MUST be refused by name before any target "
+    "changes; any other strides MUST be filled, and a state that was saved expanded MUST load into targets of its own.",
+)
+def test_shared_places(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"w": torch.arange(12.0).reshape(3, 4), "pair": torch.arange(8.0).reshape(2, 4), "ok": torch.ones(2)}
+    save(checkpoint, state, tmp_path / "ck")
+    for where, (size, shape, strides) in _SHARED_PLACES.items():
+        memory, other = torch.zeros(size), torch.zeros(2)
+        for cast in (False, True):
+            with raises(UnsupportedError, mentions=["where: w", "several values"], where=where):
+                targets = {"ok": other, "w": memory.as_strided(shape, strides)}
+                load(checkpoint, targets, tmp_path / "ck", cast=cast)
+        assert_equal(float(memory.sum() + other.sum()), 0.0, where=f"{where}: targets of a refused load")
+    for where, (size, shape, strides) in _OWN_PLACES.items():
+        name = "w" if shape == (3, 4) else "pair"
+        target = torch.zeros(size).as_strided(shape, strides)
+        with succeeds("a load", where=where):
+            load(checkpoint, {name: target}, tmp_path / "ck")
+        assert_same_tensor(target.contiguous(), state[name], where=where)
+    quantized = {"w.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
+    save(checkpoint, quantized, tmp_path / "fp8")
+    with raises(UnsupportedError, mentions=["where: w.weight", "several values"], where="quantized"):
+        reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "fp8")
+        load_with(reader, {"w.weight": torch.zeros(2).expand(2, 2)})
+    expanded = {"e": torch.arange(3.0).expand(4, 3), "none": torch.ones(1).expand(0), "one": torch.ones(1).expand(1, 1)}
+    save(checkpoint, expanded, tmp_path / "expanded")
+    found = {"e": torch.zeros(4, 3), "none": torch.zeros(1).expand(0), "one": torch.zeros(1).expand(1, 1)}
+    load(checkpoint, found, tmp_path / "expanded")
+    assert_same_tensors(found, {name: value.contiguous() for name, value in expanded.items()}, where="saved expanded")

@@ -62,7 +62,7 @@ from twinproof.checkpoint.catalog import (
     sums_of,
     to_text,
 )
-from twinproof.checkpoint.format import INDEX_NAME, StrPath, local_path, torch_dtype
+from twinproof.checkpoint.format import INDEX_NAME, StrPath, local_path, overlaps_itself, torch_dtype
 from twinproof.checkpoint.plan import (
     Arrangement,
     GlobalPlan,
@@ -729,7 +729,8 @@ class HuggingFaceStorageReader(StorageReader):
         """Every item with its target, all checked before any is written.
 
         Raises:
-            UnsupportedError: a target without memory, or a stored dtype that torch lacks.
+            UnsupportedError: a target without memory, or with one place for several values; a stored dtype that torch
+                lacks.
             PlanError: shapes or (without ``cast``) dtypes that differ, all at once.
         """
         result, wrong = [], {}
@@ -743,6 +744,7 @@ class HuggingFaceStorageReader(StorageReader):
             if stored is None or target.is_meta:
                 got = self.catalog.tensors[name].dtype if stored is None else "meta target"
                 raise UnsupportedError("this tensor cannot be loaded", got=got, where=self.catalog.where(name))
+            _check_places(target, name)
             if target.dtype != stored and not self.cast:
                 wrong[name] = (target.dtype, stored)
             if target.size() != item.lengths:
@@ -756,6 +758,17 @@ class HuggingFaceStorageReader(StorageReader):
         if wrong:
             raise PlanError("dtypes differ, as (target, saved); cast=True converts", got=wrong, where=str(self.path))
         return result
+
+
+def _check_places(target: torch.Tensor, name: str) -> None:
+    # Values would overwrite each other, in an order that nobody knows.
+    if overlaps_itself(target):
+        raise UnsupportedError(
+            "the target holds several values in one place of memory",
+            got=f"shape {list(target.shape)}, strides {list(target.stride())}",
+            expected="a place for each value: a clone of it",
+            where=name,
+        )
 
 
 PIECE_BYTES = regime(
@@ -941,6 +954,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         if target.is_meta or not target.is_floating_point():
             got = "meta target" if target.is_meta else target.dtype
             raise UnsupportedError("a quantized tensor is read as floating point", got=got, where=name)
+        _check_places(target, name)
         if target.size() != item.lengths:
             raise PlanError(
                 "target and read item differ in shape",

@@ -46,6 +46,7 @@ __all__ = [
     "lay_out",
     "layout_of",
     "local_path",
+    "overlaps_itself",
     "parse_header",
     "parse_json_object",
     "read_header",
@@ -309,6 +310,24 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     torch cannot copy every dtype (float4, float8_e8m0fnu), but it can copy integers of every width.
     """
     return tensor.detach().resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor lie in one place of memory: expanded, unfolded, made by ``as_strided``."""
+    if tensor.numel() < 2 or tensor.layout != torch.strided:
+        return False
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach, is_nested = 0, True
+    for stride, size in dims:
+        is_nested &= stride > reach
+        reach += stride * (size - 1)
+    if is_nested or dims[0][0] == 0:
+        return not is_nested
+    # Rows that lie between each other may still be disjoint: only their places tell.
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        places = (places[:, None] + stride * torch.arange(size, device="cpu")).flatten()
+    return bool((places.sort().values.diff() == 0).any())
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:

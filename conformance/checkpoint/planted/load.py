@@ -188,3 +188,37 @@ any_number_of_pieces = patched(
     mutated("fastimpl.checkpoint.readio:_bundles", "is_next and len(bundle) < _BUFFERS_MAX", "is_next"),
     kills="CKPT-640",
 )
+
+shared_places_filled = patched(
+    "A target that holds several values in one place is filled with whatever comes last.",
+    mutated("twinproof.checkpoint.dcp:_check_places", "overlaps_itself(target)", "False"),
+    kills="CKPT-684",
+)
+
+zero_strides_alone = patched(
+    "Places are taken for shared where a stride is zero, and only there.",
+    mutated(
+        "twinproof.checkpoint.format:overlaps_itself",
+        "return bool((places.sort().values.diff() == 0).any())",
+        "return False",
+    ),
+    kills="CKPT-684",
+)
+
+rows_between_rows_refused = patched(
+    "Rows that lie between each other are taken for rows that meet.",
+    mutated(
+        "twinproof.checkpoint.format:overlaps_itself",
+        "return bool((places.sort().values.diff() == 0).any())",
+        "return True",
+    ),
+    kills="CKPT-684",
+)
+
+shared_places_filled_with_quantized_values = patched(
+    "A target that holds several values in one place is filled where the values were quantized.",
+    mutated(
+        "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader._target", "_check_places(target, name)", "pass"
+    ),
+    kills="CKPT-684",
+)
