@@ -48,6 +48,8 @@ class ReadRanges:
             if 0 not in wanted.sizes:
                 geo = geometry(wanted.chunk.sizes, wanted.offsets, wanted.sizes, wanted.dtype.itemsize)
                 jobs.append(ReadJob(wanted.chunk.file, wanted.chunk.begin, geo, memory, wanted.dtype))
+        # Their memory is filled past torch, so autograd has to be told; it may change even where the load fails.
+        torch.autograd.graph.increment_version([wanted.target for wanted in job.ranges])
         planned_s = time.perf_counter()
         self.stats = run_jobs(jobs, job.thread_count, self.choose_copies, job.meter)
         for target, memory in lazy:

@@ -222,3 +222,14 @@ shared_places_filled_with_quantized_values = patched(
     ),
     kills="CKPT-684",
 )
+
+loads_past_autograd = patched(
+    "A load fills memory that autograd has kept, and autograd is not told.",
+    mutated(
+        "fastimpl.checkpoint.reader:ReadRanges.read",
+        "torch.autograd.graph.increment_version([wanted.target for wanted in job.ranges])",
+        "pass",
+    ),
+    kills="CKPT-685",
+    of="fastimpl",
+)
