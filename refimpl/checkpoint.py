@@ -120,10 +120,10 @@ class GatherAndSave:
     def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> list[catalog.Part]:
         """Gather, put together, save. A rank that fails sends None, and then no file is made."""
         mine: list[Part] | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             mine = [_part(name, offsets, value, job.options) for name, offsets, value in job.chunks()]
-        except Exception as error:
+        except BaseException as error:
             failure = error
         gathered = gather_first(mine, job.group)
         if failure is not None:

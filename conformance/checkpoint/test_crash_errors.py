@@ -7,13 +7,17 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.cases import State, random_bits, save
@@ -34,7 +38,8 @@ from conformance.checkpoint.crash_folders import (
     state_in,
     state_in_file,
 )
-from conformance.harness import Mismatch, assert_equal, assert_same_tensors, requirement
+from conformance.harness import Mismatch, Rank, assert_equal, assert_same_tensors, requirement
+from conformance.harness.raising import errors_inside
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer, Outcome
 
 # What can fail before the new checkpoint is in force. Clearing away the old one afterwards is another matter.
@@ -318,3 +323,80 @@ def _only_file(folder: Path) -> State:
     (path,) = folder.glob("*.safetensors")
     found: State = load_file(path)
     return found
+
+
+class _Stops(DefaultSavePlanner):
+    """Ends the save where it is asked for data."""
+
+    def __init__(self, stop: BaseException | None) -> None:
+        super().__init__()
+        self.stop = stop
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self.stop is not None:
+            raise self.stop
+        return super().resolve_data(write_item)
+
+
+class _Unsaid:
+    """A state that ends the save when it is asked for."""
+
+    def __init__(self, stop: BaseException | None) -> None:
+        self.stop = stop
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.stop is not None:
+            raise self.stop
+        return {"x": torch.ones(2)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def _stopped(rank: Rank, folder: str, kind: type[BaseException], where: str, at: int) -> str:
+    """What a rank hears of a save that is stopped on one: the names of all errors inside the one that is raised."""
+    checkpoint = rank.component("checkpoint")
+    stop = kind("stop") if rank.rank == at else None
+
+    class Writer(checkpoint.HuggingFaceStorageWriter):  # type: ignore[misc, name-defined]
+        def arranged(self, planner: Any) -> Any:
+            if where == "arrangement" and stop is not None:
+                raise stop
+            return super().arranged(planner)
+
+    def tell(done: int, total: int) -> None:
+        if where == "progress" and stop is not None:
+            raise stop
+
+    # Ranks that wait for one that is gone give up: a comparison tells it.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+    state = {f"r{rank.rank}": torch.ones(1000), "both": torch.ones(3)}
+    options = {"progress": tell, "check_replicas": where == "replicas", "process_group": group, "block_bytes": 64}
+    try:
+        if where == "a state":
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            given = {"states": {"s": _Unsaid(stop)}, "process_group": group}
+            checkpoint.save_training(folder, model, optimizer, 1, **given)
+        else:
+            planner = _Stops(stop if where in ("data", "replicas") else None)
+            dcp.save(state, storage_writer=Writer(folder, **options), planner=planner)
+    except BaseException as error:
+        return " ".join(type(each).__name__ for each in errors_inside(error))
+    return "no error"
+
+
+@requirement(
+    "CKPT-686",
+    "What ends a program, raised by progress, a planner or a state on one rank, MUST be raised there and told to every "
+    "other rank at once, and MUST leave nothing, as any error does.",
+)
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("where", "at"), [("progress", 0), ("data", 1), ("replicas", 1), ("arrangement", 0), ("a state", 1)]
+)
+def test_stopped(rank_pool: Any, tmp_path: Path, kind: type[BaseException], where: str, at: int) -> None:
+    said = rank_pool.run(_stopped, 2, str(tmp_path / "ck"), kind, where, at, timeout_s=60)
+    for rank, names in enumerate(said):
+        assert_equal(kind.__name__ in names, True, where=f"rank {rank}: what is told in {names}")
+        assert_equal("DistributedError" in said[1 - at], True, where=f"the other rank: {said[1 - at]}")
+    assert_equal(leftovers(tmp_path), [], where="what is left")

@@ -43,7 +43,7 @@ class Round:
     senders: list[int] = field(default_factory=list)  # Who sends each of them.
     requests: list[dist.Work] = field(default_factory=list)
     outbox: list[torch.Tensor] = field(default_factory=list)
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -86,7 +86,7 @@ class Exchange:
             try:
                 self.stager.finish(self.stager.start(() if failed else parts))
                 message = _frame(parts, failed=failed)
-            except Exception as error:
+            except BaseException as error:
                 current.failure = current.failure or error
                 message = _frame(parts, failed=True)
             current.outbox.append(message)

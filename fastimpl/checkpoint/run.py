@@ -195,7 +195,7 @@ class Runner:
             begun = time.perf_counter()
             try:
                 self.exchange.finish(current)
-            except Exception as error:
+            except BaseException as error:
                 self._fail(error)
             self.stats.exchange_s += time.perf_counter() - begun
             block = self.exchange.owned.get(turn)

@@ -85,7 +85,7 @@ class PlannedWrites:
         sources: dict[int, Source] = {}
         try:
             sources = {key: _source(item, job) for key, item in items.items()}
-        except Exception as error:
+        except BaseException as error:  # The others wait for this rank's messages, whatever ends its save.
             failure = error
         parts = _parts(rank_plan, items, sources, job)
         files = FileSet(folder.path, names, sequential)
@@ -112,7 +112,7 @@ class PlannedWrites:
         begun_s = time.perf_counter()
         try:
             files.close(durable=folder.durable and failure is None)
-        except Exception as error:
+        except BaseException as error:
             failure = failure or error
         self.stats = runner.stats
         self.stats.plan_s, self.stats.plan_bytes = plan_s, packed.size_bytes

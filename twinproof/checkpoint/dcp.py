@@ -389,7 +389,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         begun_s = time.perf_counter()
         self._check_replicas(planner)
         instruction, folder = self._instructed(planner)
-        failure: Exception | None = None
+        failure: BaseException | None = None
         parts: Sequence[Part] = ()
         places: Mapping[str, tuple[str, int]] = {}
         job = SaveJob(self.options, self.rank, self.group, plan.items, self.local_items, planner, begun_s)
@@ -400,7 +400,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                 )
             else:
                 parts = self._engine.write(job, instruction, folder)
-        except Exception as error:
+        except BaseException as error:  # Of whatever ends this rank's save the others must hear.
             failure = self._told(error)
         self.settle(failure)
         if self.options.checksums:
@@ -409,9 +409,9 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         future.set_result([self._result(item, places) for item in plan.items])
         return future
 
-    def _told(self, error: Exception) -> Exception:
+    def _told(self, error: BaseException) -> BaseException:
         """An error of this rank as all ranks are told of it; torch sends what is raised to them, too."""
-        found: Exception = error if self.group is None else sendable(error)
+        found: BaseException = error if self.group is None else sendable(error)
         return found
 
     def _check_replicas(self, planner: SavePlanner) -> None:
@@ -421,12 +421,12 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         outcome: Any
         try:
             outcome = checksums(self._held(planner), planner)
-        except Exception as error:
+        except BaseException as error:
             outcome = self._told(error)
         outcomes = gather(outcome, self.group)
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             raise outcome
-        raise_first([found if isinstance(found, Exception) else None for found in outcomes])
+        raise_first([found if isinstance(found, BaseException) else None for found in outcomes])
         compare_checksums(outcomes)
 
     def _held(self, planner: SavePlanner) -> Sequence[WriteItem]:
@@ -446,18 +446,18 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder]:
         """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error."""
         messages: list[Any] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         if self.is_coordinator:
             rank_count = rank_count_of(self.group)
             try:
                 messages = self._instructions(planner, rank_count)
-            except Exception as error:
+            except BaseException as error:
                 failure = self._told(error)
                 messages = [failure] * rank_count
         received = scatter(messages, self.group)
         if failure is not None:
             raise failure
-        if isinstance(received, Exception):
+        if isinstance(received, BaseException):
             raise_first([received])
         result: tuple[Any, StagedFolder] = received
         return result

@@ -490,10 +490,10 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """
     if group is None:
         return step()
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         result = step()
-    except Exception as error:
+    except BaseException as error:  # Also what ends a program: the others would wait for this rank.
         failure = error
     failures = gather(sendable(failure), group)
     if failure is not None:
