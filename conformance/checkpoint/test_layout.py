@@ -152,6 +152,23 @@ def test_metadata(checkpoint: Any, tmp_path: Path) -> None:
         save(checkpoint, state, tmp_path / "no", metadata={"step": 7})
 
 
+@requirement(
+    "CKPT-687",
+    "User metadata with the key that says where shards lie MUST be refused by every writer before anything is made: "
+    "it would make whole tensors parts of others. save_file, which may make a shard, MUST write it.",
+)
+def test_sharding_key(checkpoint: Any, tmp_path: Path) -> None:
+    info = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [2], "global_shape": [5]}})}
+    for options in ({}, {"single_file": True}, {"enable_consolidation": False}):
+        with raises(ConfigError, mentions=("DCP_SHARDING_INFO", "metadata"), where=str(options)):
+            save(checkpoint, {"a": torch.ones(3)}, tmp_path / "no", metadata=info, **options)
+    assert_equal(list(tmp_path.iterdir()), [], where="what is made")
+    for number, value in enumerate((torch.zeros(2), torch.ones(3)), start=1):
+        said = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [2 * (number - 1)], "global_shape": [5]}})}
+        checkpoint.save_file({"a": value}, tmp_path / f"shard-{number:05d}-model-00001-of-00001.safetensors", said)
+    assert_loads(checkpoint, tmp_path, {"a": torch.tensor([0.0, 0, 1, 1, 1])})
+
+
 @pytest.mark.night
 @requirement(
     "CKPT-018", "A header above 100 MB MUST be refused before anything is written; one above 25 MB MUST be warned of."

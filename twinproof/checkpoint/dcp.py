@@ -130,7 +130,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             ``max_shard_size`` nor ``single_file``.
         thread_count_consolidation: accepted for compatibility; there is no consolidation pass to thread.
         max_shard_size: bytes, or a decimal size like ``"5GB"``; files are filled greedily as huggingface_hub does.
-        metadata: str -> str, stored in every file beside ``format: pt``.
+        metadata: str -> str, stored in every file beside ``format: pt``. Keys of checksums and shards are refused.
         durable: fsync files and folders before the checkpoint becomes visible.
         overwrite: replace a checkpoint that is already there, atomically; else raise CheckpointExistsError.
         export_dtype: cast float64/32/16 and bfloat16 to this dtype while writing.

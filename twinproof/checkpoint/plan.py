@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from twinproof.checkpoint.catalog import Box, Part, Progress, check_key, check_tiling
+from twinproof.checkpoint.catalog import SHARDING_KEY, Box, Part, Progress, check_key, check_tiling
 from twinproof.checkpoint.format import (
     SINGLE_NAME,
     FileLayout,
@@ -476,6 +476,9 @@ class WriterOptions:
     ) -> WriterOptions:
         """Check every option and combination. Raises ConfigError."""
         check_key(metadata)
+        if SHARDING_KEY in (metadata or {}):
+            # In a final file it would say that the tensors are parts of others; shard files have their own.
+            raise ConfigError("this key is kept for offsets of shards", got=SHARDING_KEY, where="metadata")
         check_flags(single_file=single_file, **flags)
         if mapping is not None and max_shard_size is not None:
             raise ConfigError(

@@ -17,7 +17,7 @@ from conformance.checkpoint.planted.planting import (
     library_order,
     library_text,
 )
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from twinproof.checkpoint import format
 
 
@@ -168,3 +168,10 @@ def message_read_early(original: Any, window: torch.Tensor, block: Any, message:
 def saved_beside_the_path(original: Any, target: Any, **options: Any) -> Any:
     """A save by one process leaves its files in a folder ``sharded`` of the path, as torch 2.13."""
     return original(target / "sharded", **options)
+
+
+offsets_of_shards_by_the_user = patched(
+    "User metadata may say that the whole tensors of a file are parts of others.",
+    mutated("twinproof.checkpoint.plan:WriterOptions.make", "SHARDING_KEY in (metadata or {})", "False"),
+    kills="CKPT-687",
+)
