@@ -99,3 +99,37 @@ def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
     with raises(CheckpointExistsError, mentions=("cannot be renamed", FILE)):
         save(checkpoint, _state(), folder, fqn_to_index_mapping=MAPPING)
     assert_equal({path.name: path.read_bytes() for path in folder.iterdir()}, before, where="what was there")
+
+
+@requirement(
+    "CKPT-688",
+    "A save into the folder in which the process works, or one above it, MUST keep that folder itself: what is made "
+    "in it later lies beside the checkpoint. A checkpoint that is there MUST NOT be replaced, and be named.",
+)
+@pytest.mark.parametrize("below", ["", "deep/er"])
+def test_working_folder(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
+    target, beside = tmp_path / "run", tmp_path / "run-2"
+    (target / below).mkdir(parents=True)
+    beside.mkdir()
+    monkeypatch.chdir(target / below)
+    inode = target.stat().st_ino
+    with succeeds("a save", where=f"of the process in run/{below}"):
+        save(checkpoint, {"w": torch.ones(2)}, Path("../" * len(Path(below).parts) or "."))
+    assert_equal(target.stat().st_ino, inode, where="the folder is the same")
+    with succeeds("a file", where="in the working folder"):
+        Path("log.txt").write_text("a line")
+    assert_equal((target / below / "log.txt").exists(), True, where="where the file lies")
+    assert_folder(target, {"model-00001-of-00001.safetensors": ["w"]}, {"w": torch.ones(2)})
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    with raises(CheckpointExistsError, mentions=("cannot be renamed", FILE)):
+        save(checkpoint, {"w": torch.zeros(2)}, target)
+    assert_equal({path: path.read_bytes() for path in target.rglob("*") if path.is_file()}, before, where="the files")
+    for _ in range(2):
+        with succeeds("a save", where="beside the working folder"):
+            save(checkpoint, {"w": torch.ones(2)}, beside)
+    working = tmp_path / "gone"
+    working.mkdir()
+    monkeypatch.chdir(working)
+    working.rmdir()
+    with succeeds("a save", where="of a process whose working folder was removed"):
+        save(checkpoint, {"w": torch.zeros(2)}, beside)

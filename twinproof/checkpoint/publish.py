@@ -238,6 +238,14 @@ def _carry(source: Path, target: Path, sync: Callable[[Path], None]) -> None:
             sync(target)
 
 
+def _works_in(folder: Path) -> bool:
+    """Whether the working folder of this process is the folder, or lies in it."""
+    try:
+        return Path(os.path.realpath(os.getcwd())).is_relative_to(folder)
+    except FileNotFoundError:
+        return False  # It was removed, and is nowhere.
+
+
 class Staging:
     """A hidden folder that becomes ``target``.
 
@@ -296,11 +304,13 @@ class Staging:
         return sorted(name for name in os.listdir(self.target) if is_checkpoint_name(name) or name in listed)
 
     def _is_pinned(self) -> bool:
-        # A mount point, or a folder in a parent that we may not write, cannot be renamed.
+        # A mount point, or a folder in a parent that we may not write, cannot be renamed. Nor may one in which this
+        # process works: it would go on working in the old one, which is removed.
         if not self.target.exists():
             return False
         parent = self.target.parent
-        return os.path.ismount(self.target) or not os.access(parent, os.W_OK | os.X_OK)
+        is_fixed = os.path.ismount(self.target) or not os.access(parent, os.W_OK | os.X_OK)
+        return is_fixed or _works_in(self.target)
 
     def publish(self, index: bytes | None) -> None:
         """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then intact."""

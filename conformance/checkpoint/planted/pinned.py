@@ -21,3 +21,27 @@ first_files_stay = patched(
     mutated(_PUBLISH, "in reversed(shown)", "in ()"),
     kills="CKPT-604",
 )
+_WORKS_IN = "twinproof.checkpoint.publish:_works_in"
+
+working_folder_taken_away = patched(
+    "The folder in which the process works is exchanged, and the old one removed.",
+    mutated("twinproof.checkpoint.publish:Staging._is_pinned", "is_fixed or _works_in(self.target)", "is_fixed"),
+    kills="CKPT-688",
+)
+working_folder_below_taken_away = patched(
+    "A folder is exchanged that holds the one in which the process works.",
+    mutated(_WORKS_IN, ".is_relative_to(folder)", " == folder"),
+    kills="CKPT-688",
+)
+names_that_begin_alike = patched(
+    "A folder whose name begins as that of the working folder does is taken for it.",
+    mutated(
+        _WORKS_IN, "Path(os.path.realpath(os.getcwd())).is_relative_to(folder)", "str(folder).startswith(os.getcwd())"
+    ),
+    kills="CKPT-688",
+)
+removed_working_folder_is_an_error = patched(
+    "A process whose working folder was removed cannot save.",
+    mutated(_WORKS_IN, "except FileNotFoundError:", "except NotADirectoryError:"),
+    kills="CKPT-688",
+)
