@@ -345,6 +345,35 @@ def test_copies_list_their_own(pipeline: Any, way: str, is_listed: bool) -> None
         assert_equal(param._in_backward_optimizers, [copied.fused_optimizer], where=f"what updates {name}")
 
 
+@requirement(
+    "PIPE-504",
+    "Values that require a gradient, as parameters and kept variables do, MUST be loaded as values: tables and states "
+    "of the optimizer stay leaves of no graph, and can be copied.",
+)
+def test_values_with_a_graph(pipeline: Any) -> None:
+    collection = collection_of(pipeline, [_config(pipeline)], [values_of((5, 4), 1)])
+    sharded = sharded_of(pipeline, collection, {"t": pipeline.row_wise()}, "adagrad")
+    weights = collection.state_dict(keep_vars=True), dict(collection.named_parameters())
+    made = values_of((5, 4), 2).requires_grad_() * 2
+    for state in (*weights, {"embedding_bags.t.weight": made}):
+        expected = state["embedding_bags.t.weight"]
+        assert_equal(expected.requires_grad, True, where="values that require a gradient")
+        sharded.load_state_dict(state)
+        _, weight, _ = sharded.local_shards()["t"]
+        assert_bits(weight, expected.detach(), "table")
+        assert_equal((weight.requires_grad, weight.grad_fn), (False, None), where="graph of a table")
+    states = sharded.optimizer_state_dict()
+    sharded.load_optimizer_state_dict({**states, "embedding_bags.t.momentum1": made})
+    _, weight, held = sharded.local_shards()["t"]
+    assert_bits(held["momentum1"], made.detach(), "state")
+    assert_equal((held["momentum1"].requires_grad, held["momentum1"].grad_fn), (False, None), where="graph of a state")
+    assert_bits(copy.deepcopy(sharded).local_shards()["t"][1], weight, "copy")
+
+
+def _config(pipeline: Any, name: str = "t") -> Any:
+    return pipeline.EmbeddingBagConfig(5, 4, name, feature_names=[f"f{name}"])
+
+
 def _refused_states(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
     configs, weights, keys, limits = random_tables(pipeline, 12, rows=13)

@@ -152,7 +152,10 @@ def check_part(target: TableShard, value: Any, where: str) -> None:
 
 
 def copy_into(target: TableShard, value: torch.Tensor) -> None:
-    """Fill the part from what ``check_part`` has let pass, which may be the very same memory."""
+    """Fill the part from what ``check_part`` has let pass, which may be the very same memory.
+
+    The values are copied, not how they came about: a part is a leaf of no graph, whatever was loaded.
+    """
     local, (row, column) = target.to_local(), target.origin
     if local is None:
         return
@@ -161,7 +164,8 @@ def copy_into(target: TableShard, value: torch.Tensor) -> None:
     else:
         source = value[row : row + local.shape[0], column : column + local.shape[1]]
     if source is not None and source.data_ptr() != local.data_ptr():
-        local.copy_(source)
+        with torch.no_grad():
+            local.copy_(source)
 
 
 STEP = "fused_optimizer.step"

@@ -108,3 +108,9 @@ listed_parameters_are_kept = patched(
     mutated(f"{_SHARDED}.named_parameters", "or known.data_ptr() != weight.data_ptr()", ""),
     kills="PIPE-502",
 )
+
+loaded_with_its_graph = patched(
+    "A load copies values into a table where gradients are recorded.",
+    mutated("twinproof.pipeline.sharded:copy_into", "torch.no_grad()", "torch.enable_grad()"),
+    kills="PIPE-504",
+)
