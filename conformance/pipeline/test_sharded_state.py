@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.batches import joined, values_of
@@ -372,6 +374,41 @@ def test_values_with_a_graph(pipeline: Any) -> None:
 
 def _config(pipeline: Any, name: str = "t") -> Any:
     return pipeline.EmbeddingBagConfig(5, 4, name, feature_names=[f"f{name}"])
+
+
+def _not_at_hand(rank: Rank) -> None:
+    pipeline, names = rank.component("pipeline"), ["t", "u"]
+    collection = collection_of(pipeline, [_config(pipeline, n) for n in names], [values_of((5, 4), 1)] * 2)
+    plan = dict.fromkeys(names, pipeline.row_wise())
+    sharded = sharded_of(pipeline, collection, plan, "adagrad", rank.group)
+    before, last, whole = copy.deepcopy(sharded.local_shards()), "embedding_bags.u", values_of((5, 4), 3)
+    view = sharded.state_dict()[f"{last}.weight"]
+    values = {
+        "meta": whole.to("meta"),
+        "part on meta": pipeline.TableShard.make((5, 4), whole.dtype, view.to_local().to("meta"), view.origin),
+        "sparse": whole.to_sparse(),
+        "quantized": torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8),
+        "distributed": distribute_tensor(whole, init_device_mesh("cpu", (rank.world_size,))),
+    }
+    for kind, value in values.items():
+        refused = ShapeError if kind == "quantized" else UnsupportedError
+        with raises(refused, mentions=(f"{last}.weight",), where=f"table, {kind}"):
+            sharded.load_state_dict({"embedding_bags.t.weight": whole, f"{last}.weight": value})
+        states = {**sharded.optimizer_state_dict(), "embedding_bags.t.momentum1": whole}
+        with raises(refused, mentions=(f"{last}.momentum1",), where=f"state, {kind}"):
+            sharded.load_optimizer_state_dict({**states, f"{last}.momentum1": value})
+        for name, (_, weight, held) in sharded.local_shards().items():
+            assert_bits(weight, before[name][1], f"table {name}, {kind}")
+            assert_bits(held["momentum1"], before[name][2]["momentum1"], f"state of {name}, {kind}")
+
+
+@requirement(
+    "PIPE-505",
+    "Values that cannot be copied, on meta, sparse, quantized or distributed, MUST be refused by name before any table "
+    "or state is changed, also in the part of a table.",
+)
+def test_values_not_at_hand(rank_pool: Any) -> None:
+    rank_pool.run(_not_at_hand, 2)
 
 
 def _refused_states(rank: Rank) -> None:

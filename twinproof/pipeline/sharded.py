@@ -51,6 +51,7 @@ from twinproof.pipeline.sharding import (
     initial_shard,
     settle_buckets,
 )
+from twinproof.pipeline.stages import is_dtensor
 
 __all__ = [
     "CutTable",
@@ -138,10 +139,17 @@ def check_part(target: TableShard, value: Any, where: str) -> None:
     """Demand a whole tensor, or a part at the same place.
 
     Raises:
-        ShapeError: another shape, place or dtype. UnsupportedError: not a tensor.
+        ShapeError: another shape, place or dtype. UnsupportedError: not a tensor, or one whose values are not at hand.
     """
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError("not a tensor", got=type(value).__name__, where=where)
+    held = value.to_local() if isinstance(value, TableShard) else value
+    # A copy of such would raise when other tables are filled already. What is on meta itself takes no values.
+    local = target.to_local()
+    is_absent = held is not None and held.is_meta and not (local is not None and local.is_meta)
+    if held is not None and (is_absent or held.layout is not torch.strided or is_dtensor(held)):
+        seen = f"{type(held).__name__} of {held.dtype}, {held.layout}, on {held.device}"
+        raise UnsupportedError("not values that can be copied", got=seen, expected="a dense tensor", where=where)
     if tuple(value.shape) != tuple(target.shape) or value.dtype != target.dtype:
         got, expected = (tuple(value.shape), value.dtype), (tuple(target.shape), target.dtype)
         raise ShapeError("not this table", got=got, expected=expected, where=where)
@@ -229,7 +237,8 @@ class TableParts:
         """Take states from parts at the same places, or from whole tensors.
 
         Raises:
-            MissingKeyError: names that are absent. ShapeError: see ``check_part``. Then nothing was changed.
+            MissingKeyError: names that are absent. ShapeError, UnsupportedError: see ``check_part``. Then nothing was
+                changed.
         """
         views = self.views(states=True)
         missing = sorted({*views, STEP} - set(state))
@@ -262,7 +271,7 @@ class TableParts:
         """Take the parts of tables from a state dict; returns the names that were taken, and those that are missing.
 
         Raises:
-            ShapeError: see ``check_part``. Then nothing was changed.
+            ShapeError, UnsupportedError: see ``check_part``. Then nothing was changed.
         """
         views = {prefix + name: view for name, view in self.views(states=False).items()}
         loaded = {name: view for name, view in views.items() if name in state}
@@ -658,7 +667,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Take states from parts at the same places, or from whole tensors.
 
         Raises:
-            MissingKeyError: names that are absent. ShapeError: another shape, place or dtype. Then nothing was changed.
+            MissingKeyError: names that are absent. ShapeError: another shape, place or dtype. UnsupportedError: no
+                dense tensor, or one on meta. Then nothing was changed.
         """
         self._parts.load_optimizer_state_dict(state)
 

@@ -42,6 +42,7 @@ __all__ = [
     "check_placement",
     "cut_off",
     "find_calls",
+    "is_dtensor",
     "is_sharded",
     "looked_up",
     "move_batch",
@@ -282,7 +283,8 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _is_dtensor(param: torch.Tensor) -> bool:
+def is_dtensor(param: torch.Tensor) -> bool:
+    """Whether it is one of torch's distributed tensors."""
     # Without the module nobody can have made one.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(param, module.DTensor)
@@ -357,7 +359,7 @@ class DenseGradients:
         self._seen = _trained(self._listed)
         for param in self._listed:
             mine = id(param) in names or (foreign and type(param) is torch.nn.Parameter)
-            if mine and param.requires_grad and id(param) not in wrapped and not _is_dtensor(param):
+            if mine and param.requires_grad and id(param) not in wrapped and not is_dtensor(param):
                 self.params.append(param)
         self.names = [names.get(id(param), "a parameter that is not the model's") for param in self.params]
 
