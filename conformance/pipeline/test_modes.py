@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
-from conformance.pipeline.cases import EXACT, FUSED, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
-from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
+from conformance.pipeline.cases import EXACT, FUSED, TRAINING, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
+from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, PipelineError
 
@@ -380,6 +380,41 @@ def test_no_way_back(pipeline: Any) -> None:
             model.train(training)
             found.append(schedule.progress(loader).requires_grad)
         assert_equal(found, [True, False, False, True], where=f"{options}: whether outputs require a gradient")
+
+
+class FirstUngraded(torch.nn.Module):
+    """The job's model, which looks up its first collection without gradients."""
+
+    def __init__(self, model: Any, how: str) -> None:
+        super().__init__()
+        self.model, self.how = model, how
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model = self.model
+        with torch.no_grad() if self.how == "no_grad" else torch.set_grad_enabled(False):
+            first = model.collections[0](batch.ids[0]).values()
+        pooled = [first, model.collections[1](batch.ids[1]).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-506",
+    "Tables that a model looks up without gradients, as under torch.no_grad(), MUST NOT be trained, and count no step: "
+    "other tables and the dense part are the loop's.",
+)
+@pytest.mark.parametrize("how", ["no_grad", "set_grad_enabled"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_looked_up_without_gradients(pipeline: Any, name: str, how: str) -> None:
+    job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+    for each in (job, loop):
+        each.model = FirstUngraded(each.model, how)  # type: ignore[assignment]
+    schedule, loader = job.schedule(name), iter(job.batches(4))
+    for step, batch in enumerate(loop.batches(4)):
+        assert_bits(schedule.progress(loader), loop.step(batch), f"step {step}")
+    assert_equal([c.fused_optimizer.step_count for c in job.collections], [0, 4], where="steps of the tables")
+    assert_same_state(job, loop, name)
 
 
 @requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")

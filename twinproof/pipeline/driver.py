@@ -41,6 +41,7 @@ from twinproof.pipeline.stages import (
     cut_off,
     find_calls,
     unwrapped,
+    without_graph,
 )
 
 __all__ = [
@@ -403,7 +404,11 @@ class Pipeline(Generic[In, Out]):
         if self._current is None:
             raise KeyError(name)
         prepared: dict[str, Any] = self._current.prepared
-        return (prepared if name in prepared else self._current.results).pop(name)
+        if name in prepared:
+            return prepared.pop(name)
+        found = self._current.results.pop(name)
+        # It was looked up for training, before it was known that the model calls it without gradients.
+        return without_graph(found) if self._current.with_grad and not torch.is_grad_enabled() else found
 
     def _send(self, in_flight: BatchContext) -> None:
         """Start the exchange of ids for every module."""

@@ -48,6 +48,7 @@ __all__ = [
     "move_batch",
     "refuse",
     "unwrapped",
+    "without_graph",
 ]
 
 logger = logging.getLogger("twinproof.pipeline")
@@ -790,23 +791,35 @@ def cut_off(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     Raises:
         PipelineError: a result of another kind.
     """
+
+    def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor.detach().requires_grad_(tensor.is_floating_point())
+        pairs.append((tensor, leaf))
+        return leaf
+
+    return _each_tensor(result, leaf_of)
+
+
+def without_graph(result: Any) -> Any:
+    """The same lookup as a forward without gradients finds it. Raises what ``cut_off`` does."""
+    return _each_tensor(result, torch.Tensor.detach)
+
+
+def _each_tensor(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     # First, for a lazy result may answer like the one that it stands for.
     if hasattr(type(result), "wait"):
         types: Any = sys.modules.get("torchrec.distributed.types")
-        found = cut_off(result.wait(), pairs)
+        found = _each_tensor(result.wait(), change)
         # A model of torchrec's may wait for what it is given.
         return types.LazyNoWait(found) if types is not None and isinstance(result, types.LazyAwaitable) else found
     if isinstance(result, torch.Tensor):
-        leaf = result.detach().requires_grad_(result.is_floating_point())
-        pairs.append((result, leaf))
-        return leaf
+        return change(result)
     if isinstance(result, dict):
-        return {key: cut_off(value, pairs) for key, value in result.items()}
+        return {key: _each_tensor(value, change) for key, value in result.items()}
     if hasattr(result, "key_dim") and hasattr(result, "length_per_key"):
-        return type(result)(
-            list(result.keys()), list(result.length_per_key()), cut_off(result.values(), pairs), result.key_dim()
-        )
+        values = _each_tensor(result.values(), change)
+        return type(result)(list(result.keys()), list(result.length_per_key()), values, result.key_dim())
     if hasattr(result, "weights_or_none") and not hasattr(result, "keys"):
-        values = cut_off(result.values(), pairs)
+        values = _each_tensor(result.values(), change)
         return type(result)(values, result.weights_or_none(), lengths=result.lengths())
-    raise PipelineError("a lookup's result that SemiSync cannot cut off", got=type(result).__name__, where="lookup")
+    raise PipelineError("a lookup's result that cannot be cut off", got=type(result).__name__, where="lookup")

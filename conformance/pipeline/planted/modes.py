@@ -135,3 +135,9 @@ versions_of_cut_tables_alone = patched(
     kills="PIPE-503",
     of="fastimpl",
 )
+
+graph_of_training_kept = patched(
+    "A lookup that was made for training keeps its way back where the model calls it without gradients.",
+    mutated("twinproof.pipeline.driver:Pipeline._result_of", "and not torch.is_grad_enabled()", "and False"),
+    kills="PIPE-506",
+)
