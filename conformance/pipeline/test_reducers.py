@@ -80,6 +80,29 @@ def _refusals(steps: list[tuple[str, Job, Any]]) -> list[str]:
     return found
 
 
+def _stashed(rank: Rank) -> None:
+    jobs = [Job(rank.component("pipeline"), 4, rank, kinds=TABLES, reduces=False, device="cpu") for _ in range(2)]
+    outputs = []
+    for job, is_view in zip(jobs, (False, True), strict=True):
+        options: dict[str, Any] = {"process_group": rank.group, "gradient_as_bucket_view": is_view}
+        job.model.bottom = DistributedDataParallel(job.model.bottom, **options)  # type: ignore[assignment]
+        job.model.top = DistributedDataParallel(job.model.top, **options)  # type: ignore[assignment]
+        schedule = job.schedule("TrainPipelineSemiSync", start_batch=1, stash_gradients=True)
+        outputs.append(outputs_of(schedule, iter(job.batches(6))))
+    for step, (expected, found) in enumerate(zip(*outputs, strict=True)):
+        assert_bits(found, expected, f"step {step} with views of buckets")
+    assert_same_state(jobs[1], jobs[0], "with views of buckets")
+
+
+@requirement(
+    "PIPE-507",
+    "With stash_gradients SemiSync MUST step with the gradients as they were, bit for bit, also where they are views "
+    "of DistributedDataParallel's buckets, which the next backward writes.",
+)
+def test_stashed_views(rank_pool: Any) -> None:
+    rank_pool.run(_stashed, 2)
+
+
 def _trains(rank: Rank, name: str) -> None:
     # Meshes and what is sharded over them are of the host, whatever the suite's device.
     pipeline, steps = rank.component("pipeline"), list[tuple[str, Job, Any]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,6 +160,34 @@ def test_stashed(pipeline: Any) -> None:
     import refimpl.pipeline as reference
 
     _equal_to_stale((pipeline, reference), (0, 2), stash=True)
+
+
+@requirement(
+    "PIPE-508",
+    "With stash_gradients a parameter that a group of the optimizer lists twice MUST have the gradient of the step "
+    "before in every step, as one that is listed once.",
+)
+def test_stashed_twice(pipeline: Any) -> None:
+    found, zero = list[Any](), torch.zeros(0)
+    for is_twice in (False, True):
+        job, seen = Job(pipeline, 7, kinds=("table_wise", "row_wise")), list[Any]()
+        params = list(job.model.parameters())
+        with warnings.catch_warnings():
+            # Torch warns of it, and will refuse it some day.
+            warnings.simplefilter("ignore")
+            job.optimizer = torch.optim.SGD(params + params[:1] * is_twice, lr=0.0)
+        # No gradient at all is none of 0.
+        job.optimizer.register_step_pre_hook(
+            lambda *_, params=params, seen=seen: seen.append(
+                [zero if p.grad is None else p.grad.clone() for p in params]
+            )
+        )
+        outputs_of(job.schedule("TrainPipelineSemiSync", start_batch=0, stash_gradients=True), iter(job.batches(4)))
+        found.append(seen)
+    assert_equal([len(steps) for steps in found], [3, 3], where="steps")
+    for step, (expected, mine) in enumerate(zip(*found, strict=True)):
+        for index, (grad, other) in enumerate(zip(mine, expected, strict=True)):
+            assert_bits(grad, other, f"gradient {index} of step {step}")
 
 
 def _is_refused(job: Job, name: str) -> bool:

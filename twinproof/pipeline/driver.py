@@ -935,8 +935,12 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
             self._optimizer_step()
             return
         given, self._stash = self._stash, {}
-        for param in (param for group in self._optimizer.param_groups for param in group["params"]):
-            self._stash[param], param.grad = param.grad, None if given is None else given.get(param)
+        # A group may list a parameter twice, whose gradient is stashed once.
+        for param in dict.fromkeys(param for group in self._optimizer.param_groups for param in group["params"]):
+            grad = param.grad
+            # A view is memory of somebody else, as DDP's buckets, which the next backward writes again.
+            self._stash[param] = grad.clone() if grad is not None and grad._is_view() else grad
+            param.grad = None if given is None else given.get(param)
         if given is not None:
             self._optimizer_step()
 

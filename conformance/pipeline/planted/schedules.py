@@ -125,3 +125,9 @@ stale_feature_processors = patched(
     kills="PIPE-129",
     of="fastimpl",
 )
+
+stashed_as_often_as_listed = patched(
+    "SemiSync stashes a gradient as often as a group lists its parameter.",
+    mutated("twinproof.pipeline.driver:TrainPipelineSemiSync._step_dense", "dict.fromkeys(", "list("),
+    kills="PIPE-508",
+)
