@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
@@ -252,3 +253,45 @@ def test_batches_move(pipeline: Any) -> None:
         tensors = [got.parts["ids"].values(), got.parts["ids"].lengths(), got.pair.left, *got.pair.right]
         assert_equal([tensor.device.type for tensor in tensors], ["meta"] * 4, where=f"{name} devices")
         assert_equal((type(got.pair).__name__, got.note), ("Pair", "note"), where=f"{name} what is no tensor")
+
+
+@torch.fx.wrap
+def _fewer(ids: Any, by: Any) -> Any:
+    """Ids of a table's first rows."""
+    count = by if isinstance(by, int) else 2
+    return type(ids)(ids.keys(), ids.values() // count, ids.weights_or_none(), lengths=ids.lengths())
+
+
+class WithDefaults(torch.nn.Module):
+    """The job's model, whose ids are others where it is called with more than the batch."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any, halves: Any = None, by: int = 1, *, thirds: Any = None) -> Any:
+        """As the model."""
+        first = _fewer(batch.ids[0], by)
+        if halves is not None:
+            first = _fewer(first, 2)
+        if thirds is not None:
+            first = _fewer(first, 3)
+        pooled = [self.model.collections[0](first).values(), self.model.collections[1](batch.ids[1]).values()]
+        scores = self.model.top(torch.cat([torch.tanh(self.model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-509",
+    "Arguments of a model behind the batch MUST have their defaults where a lookup is made ahead, as they have in the "
+    "model's forward, by position and by keyword.",
+)
+@pytest.mark.parametrize("name", EXACT)
+def test_defaults_of_a_model(pipeline: Any, name: str) -> None:
+    job, loop = Job(pipeline, 4), Job(pipeline, 4)
+    for each in (job, loop):
+        each.model = WithDefaults(each.model)  # type: ignore[assignment]
+    schedule, loader = job.schedule(name), iter(job.batches(4))
+    for step, batch in enumerate(loop.batches(4)):
+        assert_bits(schedule.progress(loader), loop.step(batch), f"step {step}")
+    assert_same_state(job, loop, name)

@@ -96,6 +96,18 @@ class _Tracer(torch.fx.Tracer):
         # Only the way to sharded modules is looked into: what lies beside it may be untraceable.
         return is_sharded(m) or not any(is_sharded(child) for child in m.modules())
 
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """The batch is traced; a pipeline gives nothing else, so that every other argument is its default."""
+        found: tuple[Any, list[Any]] = super().create_args_for_root(root_fn, is_module, concrete_args)
+        fn, args = found
+        forward = inspect.unwrap(root_fn)
+        defaults = {name: each.default for name, each in inspect.signature(forward).parameters.items()}
+        # Positional arguments, then those by keyword, as torch.fx gives them; the module and the batch are the first.
+        for index, name in list(enumerate(forward.__code__.co_varnames[: len(args)]))[2:]:
+            if defaults.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty:
+                args[index] = defaults[name]
+        return fn, args
+
 
 class FromBatch:
     """Evaluates nodes of a graph from a batch; raises LookupError for what needs more than the batch.
@@ -168,6 +180,8 @@ def _needs_more(node: torch.fx.Node, postprocs: Mapping[str, Any]) -> bool:
 
 def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False) -> list[Call]:
     """The sharded modules of a model of one argument, in the order of their calls.
+
+    Further arguments have their defaults, for a pipeline calls the model with the batch alone.
 
     A module whose arguments need more than the batch is left to the model, with a line in the log. With
     ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its exchange, once a batch, if

@@ -88,3 +88,9 @@ moved_in_place = patched(
     mutated("twinproof.pipeline.stages:move_batch", "copy.copy(batch)", "batch"),
     kills="PIPE-440",
 )
+
+arguments_are_all_the_batch = patched(
+    "Every argument of a model is the batch where a lookup is made ahead.",
+    mutated("twinproof.pipeline.stages:_Tracer.create_args_for_root", "args[index] = defaults[name]", "pass"),
+    kills="PIPE-509",
+)
