@@ -9,11 +9,62 @@ from __future__ import annotations
 import functools
 import math
 import struct
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from twinproof.errors import ConfigError, check_number
 
-__all__ = ["FUSED_OPTIMIZERS", "OPTIMIZERS", "STEP_MAX", "AdamHyper", "Hyper", "OptimizerKind", "StateKind"]
+__all__ = [
+    "FUSED_OPTIMIZERS",
+    "OPTIMIZERS",
+    "STEP_MAX",
+    "AdamHyper",
+    "Hyper",
+    "MasterOf",
+    "OptimizerKind",
+    "StateKind",
+    "clear_gradients",
+    "trained_params",
+]
+
+
+class MasterOf:
+    """Which parameter of the model a master is stepped for; the master holds it as ``master_of``.
+
+    Prevents that who drives an optimizer by the model's parameters takes masters for somebody else's. A copy of an
+    optimizer is of no model.
+    """
+
+    def __init__(self, param: Any = None) -> None:
+        self._param = None if param is None else weakref.ref(param)
+
+    def __reduce__(self) -> Any:
+        return MasterOf, ()
+
+    @property
+    def param(self) -> Any:
+        """None where it is gone."""
+        return None if self._param is None else self._param()
+
+
+def trained_params(optimizer: Any) -> list[Any]:
+    """The parameters that an optimizer trains, in its order: of a master the one that it is rounded into."""
+    return [_trained(param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def clear_gradients(optimizer: Any) -> None:
+    """``zero_grad``, and the same for what masters are rounded into, where the backward leaves its gradients."""
+    optimizer.zero_grad()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if _trained(param) is not param:
+            _trained(param).grad = None
+
+
+def _trained(param: Any) -> Any:
+    master_of = getattr(param, "master_of", None)
+    found = master_of.param if isinstance(master_of, MasterOf) else None
+    return param if found is None else found
 
 
 @dataclass(frozen=True)

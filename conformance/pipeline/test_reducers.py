@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.pipeline.batches import values_of
-from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING
+from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING, LoaderError
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError
@@ -417,3 +417,84 @@ def _left_out(rank: Rank, name: str) -> None:
 )
 def test_left_out(rank_pool: Any) -> None:
     rank_pool.run(_left_out, 2, FUSED)
+
+
+class _Half(torch.nn.Module):
+    """A bfloat16 layer alone; with masters or without, its optimizer never moves it."""
+
+    def __init__(self, offload: Any, *, has_masters: bool, lr: float = 0.0) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            self.layer.weight.copy_(values_of((1, 4), 1))
+        self.masters = offload.MasterWeights(self.parameters()) if has_masters else None
+        stepped = self.parameters() if self.masters is None else self.masters.parameters()
+        self.optimizer = torch.optim.SGD(list(stepped), lr=lr)
+        if self.masters is not None:
+            self.masters.attach(self.optimizer)
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        """The mean of squares, and itself."""
+        loss = self.layer(batch.bfloat16()).float().square().mean()
+        return loss, loss.detach()
+
+
+def _masters_apart(rank: Rank) -> None:
+    pipeline, offload = rank.component("pipeline"), rank.component("offload")
+    batches = [values_of((3, 4), 10 * step + rank.rank) for step in range(4)]
+    trained = []
+    for has_masters in (False, True):
+        model = _Half(offload, has_masters=has_masters, lr=0.25)
+        options = {"process_group": rank.group}
+        refused = pipeline.TrainPipelineBase(model, model.optimizer, torch.device("cpu"), **options)
+        with raises(ConfigError, mentions=("layer.weight", "reduce_dense_gradients"), where=f"masters {has_masters}"):
+            refused.progress(iter(batches))
+        refused.detach()
+        schedule = pipeline.TrainPipelineBase(
+            model, model.optimizer, torch.device("cpu"), reduce_dense_gradients=True, **options
+        )
+        outputs_of(schedule, iter(batches))
+        trained.append(model.layer.weight.detach().float())
+        everyone = [torch.empty(1, 4) for _ in range(rank.world_size)]
+        dist.all_gather(everyone, trained[-1], group=rank.group)
+        for other in everyone:
+            assert_bits(other, trained[-1], f"weights of the ranks, masters {has_masters}")
+
+
+@requirement(
+    "PIPE-510",
+    "Where an optimizer steps masters, the dense parameters that they are rounded into MUST count as those that it "
+    "trains: their gradients are reduced, or the ranks are refused, as without masters.",
+)
+def test_masters_on_ranks(offload: Any, rank_pool: Any) -> None:
+    rank_pool.run(_masters_apart, 2)
+
+
+@requirement(
+    "PIPE-511",
+    "Where an optimizer steps masters, the gradients of the model MUST be stashed and cleared as without masters, also "
+    "behind a step that an error ended.",
+)
+@pytest.mark.parametrize("stashes", [False, True])
+def test_gradients_of_masters(pipeline: Any, offload: Any, stashes: bool) -> None:
+    seen = []
+    for has_masters in (False, True):
+        model, grads = _Half(offload, has_masters=has_masters), list[Any]()
+
+        def note(*_: Any, model: Any = model, grads: Any = grads) -> None:
+            grads.append(model.layer.weight.grad.tolist())
+            if len(grads) == 2:
+                raise LoaderError("here")
+
+        model.optimizer.register_step_pre_hook(note)
+        schedule = pipeline.TrainPipelineSemiSync(
+            model, model.optimizer, torch.device("cpu"), start_batch=0, stash_gradients=stashes
+        )
+        loader = iter([values_of((3, 4), step) for step in range(6)])
+        for _ in range(6):
+            try:
+                schedule.progress(loader)
+            except LoaderError:
+                grads.append("an error")
+        seen.append(grads)
+    assert_equal(seen[1], seen[0], where="gradients that steps begin with")

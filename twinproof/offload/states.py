@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from twinproof.errors import ConfigError, PlanError, StaleMasterError, UnsupportedError
+from twinproof.optimizers import MasterOf
 
 __all__ = [
     "ALIGN_BYTES",
@@ -311,6 +312,8 @@ class MasterWeights:
                 )
             seen.add(param)
             master = param if param.dtype is torch.float32 else torch.nn.Parameter(param.detach().float())
+            if master is not param:
+                master.master_of = MasterOf(param)  # type: ignore[attr-defined]
             self.pairs[master] = param
             self._note(master)
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from twinproof.errors import ConfigError, DistributedError, PipelineError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
+from twinproof.optimizers import clear_gradients, trained_params
 from twinproof.pipeline.config import check_answer, check_parts
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
@@ -268,7 +269,7 @@ class Pipeline(Generic[In, Out]):
         self.raise_failure(batch)
         training = self._model.training and self.trains
         if training:
-            self._optimizer.zero_grad()
+            clear_gradients(self._optimizer)
         return training
 
     def raise_failure(self, batch: BatchContext) -> None:
@@ -936,7 +937,7 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
             return
         given, self._stash = self._stash, {}
         # A group may list a parameter twice, whose gradient is stashed once.
-        for param in dict.fromkeys(param for group in self._optimizer.param_groups for param in group["params"]):
+        for param in dict.fromkeys(trained_params(self._optimizer)):
             grad = param.grad
             # A view is memory of somebody else, as DDP's buckets, which the next backward writes again.
             self._stash[param] = grad.clone() if grad is not None and grad._is_view() else grad

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from twinproof.errors import ConfigError, PipelineError, check_flags
+from twinproof.optimizers import trained_params
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from twinproof.pipeline.config import untraceable
 from twinproof.pipeline.sharding import Awaitable
@@ -88,7 +89,7 @@ class Call:
     def is_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
         read = {id(param) for param in self.module.parameters()}
-        return bool(read) and any(id(param) in read for group in optimizer.param_groups for param in group["params"])
+        return bool(read) and any(id(param) in read for param in trained_params(optimizer))
 
 
 class _Tracer(torch.fx.Tracer):
@@ -343,10 +344,6 @@ def _has_hook(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def _params_of(optimizer: Any) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _trained(params: Iterable[torch.Tensor]) -> list[tuple[int, bool]]:
     return [(id(param), param.requires_grad) for param in params]
 
@@ -370,7 +367,7 @@ class DenseGradients:
         wrapped = {id(param) for param in _wrapped(model)} | sharded
         self.params: list[torch.Tensor] = []
         # What is known by its id is held, so that nothing else can have it.
-        self._optimizer, self._listed = optimizer, _params_of(optimizer)
+        self._optimizer, self._listed = optimizer, trained_params(optimizer)
         self._seen = _trained(self._listed)
         for param in self._listed:
             mine = id(param) in names or (foreign and type(param) is torch.nn.Parameter)
@@ -380,7 +377,7 @@ class DenseGradients:
 
     def is_current(self) -> bool:
         """Whether the optimizer has the parameters that it had, and trains those of them that it did."""
-        return self._seen == _trained(_params_of(self._optimizer))
+        return self._seen == _trained(trained_params(self._optimizer))
 
     def check(self) -> None:
         """Raises ConfigError if nothing is seen to reduce the gradient of a parameter."""

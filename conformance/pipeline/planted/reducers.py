@@ -95,3 +95,15 @@ views_stashed_as_they_are = patched(
     mutated("twinproof.pipeline.driver:TrainPipelineSemiSync._step_dense", "and grad._is_view()", "and False"),
     kills="PIPE-507",
 )
+
+masters_are_somebody_else_s = patched(
+    "A master counts as a parameter of nobody, and not as the one that it is rounded into.",
+    mutated("twinproof.optimizers:_trained", "found = master_of.param if", "found = None if"),
+    kills=("PIPE-510", "PIPE-511"),
+)
+
+gradients_of_masters_alone_cleared = patched(
+    "Where an optimizer steps masters, their gradients are cleared, and not those of the model.",
+    mutated("twinproof.optimizers:clear_gradients", "_trained(param).grad = None", "pass"),
+    kills="PIPE-511",
+)
