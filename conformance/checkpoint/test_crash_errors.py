@@ -387,14 +387,27 @@ def _stopped(rank: Rank, folder: str, kind: type[BaseException], where: str, at:
 
 @requirement(
     "CKPT-686",
-    "What ends a program, raised by progress, a planner or a state on one rank, MUST be raised there and told to every "
-    "other rank at once, and MUST leave nothing, as any error does.",
+    "What ends a program while data is written, raised by progress or a planner on one rank, MUST be raised there and "
+    "told to every other rank at once, and MUST leave nothing, as any error does.",
 )
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    ("where", "at"), [("progress", 0), ("data", 1), ("replicas", 1), ("arrangement", 0), ("a state", 1)]
-)
+@pytest.mark.parametrize(("where", "at"), [("progress", 0), ("data", 1)])
 def test_stopped(rank_pool: Any, tmp_path: Path, kind: type[BaseException], where: str, at: int) -> None:
+    _assert_told(rank_pool, tmp_path, kind, where, at)
+
+
+@requirement(
+    "CKPT-691",
+    "What ends a program before data is written, while replicas are compared, a save is arranged or a state is asked, "
+    "MUST be raised on its rank and told to every other rank at once, and MUST leave nothing.",
+)
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(("where", "at"), [("replicas", 1), ("arrangement", 0), ("a state", 1)])
+def test_stopped_before(rank_pool: Any, tmp_path: Path, kind: type[BaseException], where: str, at: int) -> None:
+    _assert_told(rank_pool, tmp_path, kind, where, at)
+
+
+def _assert_told(rank_pool: Any, tmp_path: Path, kind: type[BaseException], where: str, at: int) -> None:
     said = rank_pool.run(_stopped, 2, str(tmp_path / "ck"), kind, where, at, timeout_s=60)
     for rank, names in enumerate(said):
         assert_equal(kind.__name__ in names, True, where=f"rank {rank}: what is told in {names}")

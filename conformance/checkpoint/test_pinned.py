@@ -108,9 +108,8 @@ def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 )
 @pytest.mark.parametrize("below", ["", "deep/er"])
 def test_working_folder(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
-    target, beside = tmp_path / "run", tmp_path / "run-2"
+    target = tmp_path / "run"
     (target / below).mkdir(parents=True)
-    beside.mkdir()
     monkeypatch.chdir(target / below)
     inode = target.stat().st_ino
     with succeeds("a save", where=f"of the process in run/{below}"):
@@ -124,12 +123,21 @@ def test_working_folder(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.Mon
     with raises(CheckpointExistsError, mentions=("cannot be renamed", FILE)):
         save(checkpoint, {"w": torch.zeros(2)}, target)
     assert_equal({path: path.read_bytes() for path in target.rglob("*") if path.is_file()}, before, where="the files")
+
+
+@requirement(
+    "CKPT-690",
+    "A checkpoint beside the folder in which the process works MUST be replaced as any other, also where its name "
+    "begins with that folder's, and where the working folder was removed.",
+)
+def test_beside_the_working_folder(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, working = tmp_path / "run-2", tmp_path / "run"
+    beside.mkdir()
+    working.mkdir()
+    monkeypatch.chdir(working)
     for _ in range(2):
         with succeeds("a save", where="beside the working folder"):
             save(checkpoint, {"w": torch.ones(2)}, beside)
-    working = tmp_path / "gone"
-    working.mkdir()
-    monkeypatch.chdir(working)
     working.rmdir()
     with succeeds("a save", where="of a process whose working folder was removed"):
         save(checkpoint, {"w": torch.zeros(2)}, beside)

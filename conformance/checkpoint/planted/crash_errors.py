@@ -167,17 +167,17 @@ stopped_while_it_writes = patched(
 stopped_while_it_compares = patched(
     "Of what ends a program while replicas are compared no other rank is told.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._check_replicas", *_ANYTHING),
-    kills="CKPT-686",
+    kills="CKPT-691",
 )
 stopped_while_it_arranges = patched(
     "Of what ends the coordinator while it arranges a save no other rank is told.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._instructed", *_ANYTHING),
-    kills="CKPT-686",
+    kills="CKPT-691",
 )
 stopped_before_a_save = patched(
     "Of what ends a program in a step of all ranks no other rank is told.",
     mutated("twinproof.checkpoint.publish:together", *_ANYTHING),
-    kills="CKPT-686",
+    kills="CKPT-691",
 )
 stopped_at_the_data = patched(
     "A rank whose program ends where it is asked for data sends no messages.",

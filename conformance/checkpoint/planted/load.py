@@ -212,7 +212,7 @@ rows_between_rows_refused = patched(
         "return bool((places.sort().values.diff() == 0).any())",
         "return True",
     ),
-    kills="CKPT-684",
+    kills="CKPT-689",
 )
 
 shared_places_filled_with_quantized_values = patched(

@@ -38,10 +38,10 @@ names_that_begin_alike = patched(
     mutated(
         _WORKS_IN, "Path(os.path.realpath(os.getcwd())).is_relative_to(folder)", "str(folder).startswith(os.getcwd())"
     ),
-    kills="CKPT-688",
+    kills="CKPT-690",
 )
 removed_working_folder_is_an_error = patched(
     "A process whose working folder was removed cannot save.",
     mutated(_WORKS_IN, "except FileNotFoundError:", "except NotADirectoryError:"),
-    kills="CKPT-688",
+    kills="CKPT-690",
 )

@@ -70,7 +70,7 @@ steps_of_any_size = patched(
 steps_of_double_precision = patched(
     "The step of a state dict is a number of double precision on its way.",
     mutated(
-        "twinproof.kvstore.statedict:_step",
+        "twinproof.kvstore.statedict:_one_step",
         "step: int = plain[0]",
         "step: int = min(int(float(plain[0])), 2**63 - 1)",
     ),

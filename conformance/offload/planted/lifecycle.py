@@ -125,14 +125,16 @@ first_version_only = patched(
     "Of the blocks that were prefetched from only the first is looked at for writes.",
     mutated(
         "fastimpl.offload.transfers:StreamedTransfers._fetch_first",
-        "any(c.version != c.memory._version for c in self._chunks[: self._fetched])",
-        "self._chunks[0].version != self._chunks[0].memory._version",
+        "for chunk in self._chunks[: self._fetched])",
+        "for chunk in self._chunks[:1])",
     ),
     kills="OPT-363",
 )
 no_version = patched(
     "What was written to host memory without a word after a prefetch is lost.",
-    mutated("fastimpl.offload.transfers:StreamedTransfers._fetch_first", "c.version != c.memory._version", "False"),
+    mutated(
+        "fastimpl.offload.transfers:StreamedTransfers._fetch_first", "self._version_of(chunk) != chunk.version", "False"
+    ),
     kills="OPT-363",
 )
 

@@ -99,7 +99,7 @@ first_group_alone = patched(
     "Only the first group of the optimizer is looked at for what lookups read.",
     mutated(
         "twinproof.pipeline.stages:Call.is_late",
-        'for group in optimizer.param_groups for param in group["params"]',
+        "for param in trained_params(optimizer)",
         'for param in optimizer.param_groups[0]["params"]',
     ),
     kills="PIPE-137",
