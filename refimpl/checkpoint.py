@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from twinproof.checkpoint import catalog, dcp, manager, shards
-from twinproof.checkpoint.catalog import LoadJob, Meter
 from twinproof.checkpoint.format import Entry, FileLayout, StrPath, as_bits, check_storable, with_options
-from twinproof.checkpoint.manager import CheckpointFormat, StateDictAdapter, detect_format, load_training, save_training
+from twinproof.checkpoint.manager import StateDictAdapter
+from twinproof.checkpoint.native import CheckpointFormat, detect_format, load_training, save_training
 from twinproof.checkpoint.plan import (
     Arrangement,
     GlobalPlan,
@@ -133,7 +133,7 @@ class GatherAndSave:
         by_name: dict[str, list[Part]] = {}
         for part in (part for parts in gathered for part in parts or ()):
             by_name.setdefault(part[0], []).append(part)
-        meter = Meter(job.options.progress, sum(layout.file_bytes for layout in instruction.files.values()))
+        meter = catalog.Meter(job.options.progress, sum(layout.file_bytes for layout in instruction.files.values()))
         sums: list[catalog.Part] = []
         for file, layout in instruction.files.items():
             wanted = [tensor for tensor in instruction.tensors.values() if tensor.file == file]
@@ -155,7 +155,7 @@ def _part(name: str, offsets: tuple[int, ...], value: torch.Tensor, options: Wri
 class ReadWholeFiles:
     """The ``LoadEngine`` that reads each file whole and copies what is asked for."""
 
-    def read(self, job: LoadJob) -> None:
+    def read(self, job: catalog.LoadJob) -> None:
         """Fill every target in place; another dtype is converted as ``Tensor.copy_`` does."""
         for file in dict.fromkeys(wanted.chunk.file for wanted in job.ranges):
             ranges = [wanted for wanted in job.ranges if wanted.chunk.file == file]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard
 
@@ -28,6 +29,7 @@ from conformance.checkpoint.cases import (
     save_ranks,
     sharded,
 )
+from conformance.checkpoint.trainer import Trainer
 from conformance.harness import (
     Rank,
     assert_equal,
@@ -35,7 +37,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.errors import ConfigError, TwinproofError
+from twinproof.errors import ConfigError, DistributedError, TwinproofError
 
 
 def _result(response: Any) -> None:
@@ -201,3 +203,43 @@ def test_not_distributed(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> Non
     rank_pool.run(_wrong_worlds, 2, str(tmp_path / "ck"))
     save(checkpoint, {"a": torch.ones(2)}, tmp_path / "one", save_distributed=False, enable_consolidation=False)
     assert_folder(tmp_path / "one", {FILE: ["a"]}, {"a": torch.ones(2)})
+
+
+class _NoMemory(BlockingAsyncStager):
+    """A stager that finds no memory for its copies the first time, on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def stage(self, state_dict: Any) -> Any:
+        """Copies, or MemoryError."""
+        if self.fails:
+            self.fails = False
+            raise MemoryError("no memory for the copies")
+        return super().stage(state_dict)
+
+
+def _save_without_memory(rank: Rank, folder: str) -> None:
+    trainer = Trainer(1, mesh_of(rank))
+    options = {"async_mode": "async", "stager": _NoMemory(rank.rank == 1), "interval": 1}
+    # Closed where all is well alone: a rank that is in a save by itself would wait in it.
+    manager = trainer.manager(rank.component("checkpoint"), folder, **options)
+    trainer.step()
+    with raises(MemoryError if rank.rank == 1 else DistributedError, mentions=["no memory for the copies"]):
+        manager.save(1)
+    assert_equal(manager._pending, None, where="a save on its way")
+    trainer.step()
+    with succeeds("the next save", where=f"rank {rank.rank}"):
+        manager.save(2)
+        manager.close()
+
+
+@requirement(
+    "CKPT-700",
+    "An asynchronous save of a manager whose copies fail on one rank MUST be raised on every rank at the call, before "
+    "any rank writes and waits for it; the next save MUST succeed.",
+)
+def test_copies_fail_on_one_rank(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_without_memory, 2, str(tmp_path), timeout_s=60)
+    assert_equal(sorted(path.name for path in tmp_path.iterdir()), ["step-2"], where="the folder")

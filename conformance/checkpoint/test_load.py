@@ -403,26 +403,26 @@ def test_own_places(checkpoint: Any, tmp_path: Path) -> None:
     "Autograd MUST notice that a load has changed a target that it needs, through views, strides, conjugates and casts "
     "and where values were quantized; targets that were made for inference MUST load.",
 )
-def test_autograd_notices(checkpoint: Any, tmp_path: Path) -> None:
+def test_autograd_notices(checkpoint: Any, device: torch.device, tmp_path: Path) -> None:
     state = {"w": torch.arange(12.0).reshape(3, 4), "c": torch.randn(4, dtype=torch.complex64)}
     save(checkpoint, state, tmp_path / "ck")
     quantized = {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 1)}
     save(checkpoint, quantized, tmp_path / "fp8")
-    base = torch.zeros(5, 8)
+    base = torch.zeros(5, 8, device=device)
     targets = {
         "dense": ("w", base[:3, :4].clone(), {}),
         "a view": ("w", base[1:4, 2:6], {}),
-        "strided": ("w", torch.zeros(4, 3).t(), {}),
+        "strided": ("w", torch.zeros(4, 3, device=device).t(), {}),
         "conjugated": ("c", torch.zeros(4, dtype=torch.complex64).conj(), {}),
-        "converted": ("w", torch.zeros(3, 4, dtype=torch.float64), {"cast": True}),
+        "converted": ("w", torch.zeros(3, 4, dtype=torch.float64, device=device), {"cast": True}),
     }
     for where, (name, target, options) in targets.items():
-        factor = torch.ones((), dtype=target.dtype, requires_grad=True)
+        factor = torch.ones((), dtype=target.dtype, device=target.device, requires_grad=True)
         product = (factor * target).sum().abs()
         load(checkpoint, {name: target}, tmp_path / "ck", **options)
         with raises(RuntimeError, mentions=["modified by an inplace operation"], where=where):
             torch.autograd.backward(product)
-    factor, target = torch.ones((), requires_grad=True), torch.zeros(2, 2)
+    factor, target = torch.ones((), device=device, requires_grad=True), torch.zeros(2, 2, device=device)
     product = (factor * target).sum()
     load_with(checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "fp8"), {"q.weight": target})
     with raises(RuntimeError, mentions=["modified by an inplace operation"], where="quantized"):

@@ -16,7 +16,7 @@ _SOURCES = Path(__file__).parent / "simt"
 _KERNEL, _PLAN, _FORMULA = "offload/slot_kernel.h", "offload/slot_plan.h", "offload/foreach.h"
 
 
-@pytest.mark.parametrize("seed_count", [2, pytest.param(8, marks=pytest.mark.night)])
+@pytest.mark.parametrize("seed_count", [1, pytest.param(8, marks=pytest.mark.night)])
 def test_updates_have_the_bits_of_the_book(seed_count: int) -> None:
     verdicts = prove(build(_SOURCES / "slot.cpp"), case_count=15, seed_count=seed_count)
     assert len(verdicts) == 5

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fastimpl import ops
 from refimpl.checkpoint import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
-from twinproof.checkpoint.manager import CheckpointFormat, StateDictAdapter, detect_format, load_training, save_training
+from twinproof.checkpoint.manager import StateDictAdapter
+from twinproof.checkpoint.native import CheckpointFormat, detect_format, load_training, save_training
 
 if TYPE_CHECKING or ops.available():
     from fastimpl.checkpoint.consolidate import (

@@ -2,8 +2,9 @@
 
 ``format``: headers, names, bytes. ``catalog``: what a folder holds, and whether its bytes are those that were saved.
 ``publish``: how a checkpoint appears. ``plan``: what is taken from a state dict, and which tensor lies where.
-``shards``: files of one process, and consolidation. ``dcp``: the storage writer and the readers. ``manager``: a
-trainer's policy over HF and torch's own format. Each module imports only modules before it in this list.
+``shards``: files of one process, and consolidation. ``dcp``: the storage writer and the readers. ``native``:
+checkpoints of torch's own format. ``manager``: a trainer's policy over both formats. Each module imports only modules
+before it in this list.
 
 Tensor data moves in engines, which an implementation binds: ``plan.SaveEngine``, ``catalog.LoadEngine``,
 ``shards.Merge``, ``shards.FileBytes`` and ``dcp.Dequantize``.

@@ -2,14 +2,10 @@
 
 Intermediate saves are torch's own format (DCP): model, optimizers, data loader, schedulers. The last save may be HF,
 the model alone. Source: torchtitan's CheckpointManager, https://github.com/pytorch/torchtitan/pull/1351.
-
-Torch's writer of its own format fills the visible folder file by file: a crash while it replaces a checkpoint leaves
-the old metadata over new data. Here a native save is staged and shown at one instant, as an HF save is.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import os
@@ -19,9 +15,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -29,38 +24,37 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
-from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
-from twinproof.checkpoint.plan import Export, check_count, exported_dtype
+from twinproof.checkpoint.format import StrPath, local_path
+from twinproof.checkpoint.native import (
+    CheckpointFormat,
+    NativeStorageWriter,
+    OptimizerStates,
+    State,
+    detect_format,
+    formats_in,
+    load_native,
+    merged,
+    one_of,
+    told_by,
+)
+from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
 from twinproof.checkpoint.publish import (
-    Staging,
-    fsync_path,
     own_group,
     rank_count_of,
     scatter,
-    several_ranks,
     together,
 )
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
-    FormatError,
     MissingCheckpointError,
     PlanError,
     check_flags,
@@ -69,264 +63,10 @@ from twinproof.errors import (
 
 __all__ = [
     "ASYNC_MODES",
-    "CheckpointFormat",
     "CheckpointManager",
     "CheckpointPolicy",
-    "NativeStorageWriter",
-    "OptimizerStates",
-    "State",
     "StateDictAdapter",
-    "detect_format",
-    "formats_in",
-    "load_training",
-    "merged",
-    "save_training",
 ]
-
-State = dict[str, Any]
-Models = torch.nn.Module | Sequence[torch.nn.Module]
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-class CheckpointFormat(str, Enum):
-    """What a checkpoint consists of."""
-
-    DCP = "dcp"
-    HF = "hf"
-
-
-def detect_format(path: StrPath) -> CheckpointFormat:
-    """Whether a folder is torch's (``.metadata``) or HF's (an index, or safetensors files), or a file is HF's.
-
-    Raises:
-        FormatError: both formats, neither, or a malformed index. CorruptionError: a file of the index is missing.
-        MissingCheckpointError: there is nothing.
-    """
-    place = local_path(path)
-    if place.is_file():
-        if place.suffix == SUFFIX:
-            return CheckpointFormat.HF
-        raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
-    if not place.is_dir():
-        raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
-    return _one_of(formats_in(place), place)
-
-
-def _one_of(found: set[CheckpointFormat], folder: Path) -> CheckpointFormat:
-    if len(found) != 1:
-        raise FormatError(
-            "a checkpoint has one format",
-            got="both" if found else f"neither in {sorted(os.listdir(folder))[:5]}",
-            expected=f"{NATIVE_METADATA_NAME} (torch's), or {INDEX_NAME} or safetensors files (HF)",
-            where=folder,
-        )
-    if CheckpointFormat.DCP in found:
-        return CheckpointFormat.DCP
-    read_index(folder)
-    return CheckpointFormat.HF
-
-
-def formats_in(folder: Path) -> set[CheckpointFormat]:
-    """The formats whose files a folder has; none of a save that a crash cut short."""
-    names = os.listdir(folder)
-    is_hf = any(name == INDEX_NAME or (name.endswith(SUFFIX) and not name.startswith(".")) for name in names)
-    kinds = {CheckpointFormat.DCP: NATIVE_METADATA_NAME in names, CheckpointFormat.HF: is_hf}
-    return {kind for kind, is_there in kinds.items() if is_there}
-
-
-class NativeStorageWriter(FileSystemWriter):
-    """Torch's ``FileSystemWriter``, whose checkpoint appears at one instant and replaces another whole.
-
-    Each rank writes with one thread: with more, torch 2.13 reports success when a thread's write fails.
-
-    Args:
-        path: folder of the checkpoint.
-        durable: fsync files and folders before the checkpoint becomes visible.
-    """
-
-    def __init__(self, path: StrPath, *, durable: bool = True) -> None:
-        super().__init__(path, sync_files=False, thread_count=1)
-        self.target, self.durable = local_path(path), durable
-        self.staging: Staging | None = None
-
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder in which the checkpoint appears."""
-        return self.target
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add, and nothing is made yet."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own."""
-        self.staging = Staging(self.target, durable=self.durable)
-        folder = os.fspath(self.staging.folder)
-        prefixed = super().prepare_global_plan(plans)
-        return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files into the hidden folder, and sync them."""
-        prefix, folder = plan.storage_data
-        self.path = Path(folder)
-        written = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
-        self._sync({result.storage_data.relative_path for result in written.value()})
-        return written
-
-    def _sync(self, names: Iterable[str]) -> None:
-        # Torch syncs a file before it empties Python's buffer into it, so the end of the file is in no sync of torch's.
-        for name in names if self.durable else ():
-            fsync_path(Path(self.path) / name)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and show the checkpoint; the coordinator only."""
-        if self.staging is None:
-            raise PlanError(
-                "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
-            )
-        super().finish(metadata, results)
-        self._sync([NATIVE_METADATA_NAME])
-        self.staging.publish(None)
-        self.staging = None
-
-    def discard(self) -> None:
-        """Remove what a failed save left; nothing where it succeeded."""
-        if self.staging is not None:
-            self.staging.discard()
-            self.staging = None
-
-
-# Model, optimizer and step together.
-
-
-class OptimizerStates(Stateful):
-    """Optimizers as one state whose names are those of the parameters, so that ranks may change between runs."""
-
-    def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if len(parts) > 1 and len(parts) != len(optimizers):
-            raise ConfigError(
-                "each part of the model has one optimizer", got=len(optimizers), expected=len(parts), where="optimizers"
-            )
-        self.pairs = (
-            [(parts[0], list(optimizers))]
-            if len(parts) == 1
-            else [(part, [optimizer]) for part, optimizer in zip(parts, optimizers, strict=True)]
-        )
-
-    def state_dict(self) -> State:
-        return merged(get_optimizer_state_dict(part, mine, options=_FLAT) for part, mine in self.pairs)
-
-    def load_state_dict(self, state_dict: State) -> None:
-        for part, mine in self.pairs:
-            names = get_optimizer_state_dict(part, mine, options=_FLAT).keys()
-            set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in names}, options=_FLAT)
-
-
-def merged(dicts: Any) -> State:
-    result: State = {}
-    for found in dicts:
-        twice = sorted(result.keys() & found.keys())
-        if twice:
-            raise PlanError("parts of the model have the same name", got=twice[:5], where="model")
-        result.update(found)
-    return result
-
-
-def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:
-    """The parts of the model, and everything under the names that a ``CheckpointManager`` gives it."""
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-    several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    others = dict(states or {})
-    wrong = sorted(name for name, value in others.items() if not isinstance(value, Stateful))
-    if wrong:
-        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
-    is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
-    if not is_list or not all(isinstance(part, torch.nn.Module) for part in parts):
-        got = [type(each).__name__ for each in (model, optimizers)]
-        raise ConfigError(
-            "not a model and its optimizers",
-            got=got,
-            expected="modules, torch.optim.Optimizers",
-            where="model, optimizers",
-        )
-    if type(step) is not int or step < 0:
-        raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
-    own = {"optimizer": OptimizerStates(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
-    return parts, merged([*map(get_model_state_dict, parts), own, others])
-
-
-def save_training(
-    path: StrPath,
-    model: Models,
-    optimizers: Any,
-    step: int,
-    *,
-    states: Mapping[str, Any] | None = None,
-    durable: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Save model, optimizers, step and other states in one checkpoint of torch's format, which appears at one instant.
-
-    Call it on every rank; sharded parameters (FSDP2, DTensor) are saved by their shards, and may be loaded on another
-    number of ranks. Names are those of a ``CheckpointManager``, so that one finds it as ``step-N``.
-
-    Args:
-        path: folder of the checkpoint; one that is there is replaced whole.
-        model: the module, or the parts of it that this rank has.
-        optimizers: a ``torch.optim.Optimizer``, or one for each part.
-        step: steps that were trained.
-        states: name -> object with ``state_dict`` and ``load_state_dict``: schedulers, data loaders.
-        durable: fsync before the checkpoint becomes visible.
-        process_group: the ranks that save; None is all.
-
-    Raises:
-        ConfigError: something else was given. PlanError: two states of one name. CheckpointException: torch's.
-    """
-
-    def begun() -> tuple[State, NativeStorageWriter]:
-        check_flags(durable=durable)
-        state = _told(_training(model, optimizers, step, states)[1])
-        return state, NativeStorageWriter(path, durable=durable)
-
-    state, writer = together(begun, several_ranks(process_group))
-    try:
-        dcp.save(state, storage_writer=writer, process_group=process_group)
-    except BaseException:
-        writer.discard()
-        raise
-
-
-def load_training(
-    path: StrPath,
-    model: Models,
-    optimizers: Any,
-    *,
-    states: Mapping[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> int:
-    """Restore what ``save_training``, or a ``CheckpointManager`` that keeps its step so, saved; returns the step.
-
-    Arguments are those of ``save_training``. Torch's format may hold pickles: load it from places you trust.
-
-    Raises:
-        MissingCheckpointError: nothing is there. FormatError: a checkpoint of HF's format, which holds the model alone.
-        CheckpointException: torch's, also where the checkpoint lacks a name.
-    """
-
-    def begun() -> tuple[list[torch.nn.Module], State]:
-        if detect_format(path) is not CheckpointFormat.DCP:
-            expected, where = "a checkpoint of save_training; HuggingFaceStorageReader loads models", os.fspath(path)
-            raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=where)
-        return _training(model, optimizers, 0, states)
-
-    group = several_ranks(process_group)
-    (parts, state), told = together(lambda: (found := begun(), _told(found[1])), group)
-    dcp.load(told, storage_reader=dcp.FileSystemReader(path), process_group=process_group)
-    together(lambda: _give_back(state, told), group)
-    for part in parts:
-        set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
-    return int(state["train_state"]["step"])
-
 
 logger = logging.getLogger("twinproof.checkpoint")
 
@@ -629,7 +369,7 @@ class CheckpointManager:
     def _to_save(self, step: int, last_step: bool) -> tuple[State, Any]:
         folder = self.policy.folder / f"step-{step}"
         if not (last_step and self.policy.last_save_model_only):
-            return _told(self._full_state(())), self._native_writer(folder)
+            return told_by(self._full_state(())), self._native_writer(folder)
         state = self._model_state()
         if not self.policy.last_save_in_hf:
             return self._exported(state), self._native_writer(folder)
@@ -681,9 +421,12 @@ class CheckpointManager:
                 raise
             self._saved(step)
         else:
-            response = dcp.async_save(
-                state, storage_writer=writer, process_group=self._group, async_stager=self._stager
-            )
+            stager = _StagedTogether(writer if self._stager is None else self._stager, self._group)
+            try:
+                response = dcp.async_save(state, storage_writer=writer, process_group=self._group, async_stager=stager)
+            except BaseException:
+                self._failed(writer)
+                raise
             staging = getattr(response, "staging_completion", None)
             upload = getattr(response, "upload_completion", response)
             self._pending = _Pending(step, writer, staging, upload)
@@ -817,20 +560,21 @@ class CheckpointManager:
         return path, kind, model_only
 
     def _load_native(self, path: Path, model_only: bool) -> None:
-        def targets() -> State:
-            return self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
+        def targets() -> tuple[None, State]:
+            return None, self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
 
-        state, told = together(lambda: (found := targets(), _told(found)), self._group)
-        dcp.load(told, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
-        together(lambda: _give_back(state, told), self._group)
+        _, state = load_native(path, targets, self._group)
         self._set_model(state)
 
     def _load_hf(self, path: Path) -> None:
         adapter = self._adapter
 
         def begun() -> tuple[State, Any]:
-            state = self._model_state()
-            return state if adapter is None else adapter.to_hf(state), self._hf_reader(path)
+            state, reader = self._model_state(), self._hf_reader(path)
+            targets = state if adapter is None else adapter.to_hf(state)
+            if any(isinstance(value, Unfilled) for value in targets.values()):
+                targets = with_memory(targets, reader.read_metadata(), rank_count_of(self._group))
+            return targets, reader
 
         targets, reader = together(begun, self._group)
         dcp.load(targets, storage_reader=reader, process_group=self._group)
@@ -861,19 +605,6 @@ class CheckpointManager:
     def _set_model(self, state: State) -> None:
         for part in self._parts:
             set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
-
-
-def _told(state: State) -> State:
-    # Torch asks objects for their states where nobody hears of a rank that fails. In its order: they may exchange some.
-    return {name: v.state_dict() if isinstance(v := state[name], Stateful) else v for name in sorted(state)}
-
-
-def _give_back(state: State, told: State) -> None:
-    for name in sorted(state):
-        if isinstance(state[name], Stateful):
-            state[name].load_state_dict(told[name])
-        else:
-            state[name] = told[name]
 
 
 def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Mapping[str, Any]) -> dict[str, Any]:
@@ -907,6 +638,30 @@ def _export(dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:
     return Export.make(dtype, keep)
 
 
+class _StagedTogether(AsyncStager):
+    """A stager whose failure on one rank is raised on all, before any of them writes: they would wait for it."""
+
+    def __init__(self, stager: Any, group: dist.ProcessGroup | None) -> None:
+        self._stager, self._group = stager, group
+
+    def stage(self, state_dict: State) -> Any:
+        """What the stager gives."""
+        return together(lambda: self._stager.stage(state_dict), self._group)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """As the stager says."""
+        answer: bool = self._stager.should_synchronize_after_execute
+        return answer
+
+    def synchronize_staging(self) -> None:
+        """As the stager does."""
+        self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        """The stager is closed by whoever made it."""
+
+
 def _discard(writer: Any) -> None:
     # An HF writer clears its own staging folder: its ranks agree on the failure before torch's do.
     if isinstance(writer, NativeStorageWriter):
@@ -932,7 +687,7 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
         try:
             # Looked at once: what is deleted between two looks has no format any more, which would be an error.
             if formats := formats_in(folder / name):
-                found[int(match[1])] = _one_of(formats, folder / name)
+                found[int(match[1])] = one_of(formats, folder / name)
             else:
                 logger.warning("%s is no complete checkpoint: it has neither metadata nor index", folder / name)
         except CorruptionError as error:

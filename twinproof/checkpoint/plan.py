@@ -25,6 +25,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -291,6 +292,40 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         """The local memory that a read item fills."""
         value = self.state_dict[index.fqn]
         return _part(value, index.offset) if _is_packed(value) else super().lookup_tensor(index)
+
+
+@runtime_checkable
+class Unfilled(Protocol):
+    """A tensor without memory that a load could fill, whose owner takes what was loaded by its ``load_state_dict``."""
+
+    def memory_for(self, sizes: torch.Size) -> torch.Tensor:
+        """Memory for what a checkpoint has under its name, of these sizes."""
+        ...
+
+
+def with_memory(targets: Mapping[str, Any], metadata: Metadata, rank_count: int, path: str = "") -> dict[str, Any]:
+    """The same targets, also nested ones; those without memory, as a row store's, as memory of what was saved.
+
+    Raises:
+        UnsupportedError: several ranks, of which each would get the rows of all.
+    """
+
+    def filled(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return with_memory(value, metadata, rank_count, f"{name}.")
+        saved = metadata.state_dict_metadata.get(name)
+        if not isinstance(value, Unfilled) or not isinstance(saved, TensorStorageMetadata):
+            return value
+        if rank_count > 1:
+            raise UnsupportedError(
+                "rows that are dealt to ranks are loaded by their store",
+                got=f"{rank_count} ranks",
+                expected="kvstore.load, or dcp.load with KVLoadPlanner",
+                where=name,
+            )
+        return value.memory_for(saved.size)
+
+    return {key: filled(f"{path}{key}", value) for key, value in targets.items()}
 
 
 # What an asynchronous save reads while training goes on. Torch's own stager copies the storages of tensors whose

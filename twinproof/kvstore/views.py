@@ -137,6 +137,10 @@ class LazyRows(torch.Tensor):
         """What an asynchronous save may read while training goes on; ``memo`` is shared by one state dict."""
         return self
 
+    def memory_for(self, sizes: torch.Size) -> torch.Tensor:
+        """Memory for saved rows, which the store's ``load_state_dict`` takes: as many as were saved."""
+        return torch.empty(sizes, dtype=self.dtype, device="cpu")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyRows:
         made = self.in_memory()
         memo[id(self)] = made

@@ -54,3 +54,13 @@ announced_by_the_last_save = patched(
     kills="CKPT-646",
     of="fastimpl",
 )
+
+copies_of_one_rank_fail_alone = patched(
+    "What a rank raises while it copies for an asynchronous save is told to no other rank.",
+    mutated(
+        "twinproof.checkpoint.manager:_StagedTogether.stage",
+        "together(lambda: self._stager.stage(state_dict), self._group)",
+        "self._stager.stage(state_dict)",
+    ),
+    kills="CKPT-700",
+)

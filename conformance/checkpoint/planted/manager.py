@@ -12,10 +12,11 @@ import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.planted.planting import nothing
 from conformance.harness import fault, mutated, patched, swap
-from twinproof.checkpoint.manager import CheckpointFormat
+from twinproof.checkpoint.native import CheckpointFormat
 from twinproof.errors import ConfigError, FormatError
 
 _MANAGER = "twinproof.checkpoint.manager"
+_NATIVE = "twinproof.checkpoint.native"
 _CLASS = f"{_MANAGER}:CheckpointManager"
 
 
@@ -45,12 +46,12 @@ def last_save_stays_native(original: Any, manager: Any, folder: Any) -> Any:
 
 schedule_of_the_optimizer_lost = patched(
     "A resumed optimizer keeps the learning rate that it was made with.",
-    swap(f"{_MANAGER}:OptimizerStates.load_state_dict", nothing),
+    swap(f"{_NATIVE}:OptimizerStates.load_state_dict", nothing),
     kills="CKPT-433",
 )
 
 
-@fault(kills="CKPT-434", at=f"{_MANAGER}:OptimizerStates.state_dict")
+@fault(kills="CKPT-434", at=f"{_NATIVE}:OptimizerStates.state_dict")
 def moments_of_one_rank(original: Any, optimizers: Any) -> Any:
     """The optimizer's states are those of rank 0; what other ranks hold is saved as zeros."""
     state = original(optimizers)
@@ -103,12 +104,12 @@ def step_zero_counts(original: Any, manager: Any, step: Any, last_step: Any) -> 
 
 failed_native_save_left = patched(
     "What a failed save wrote stays there, once for each try.",
-    swap("twinproof.checkpoint.manager:NativeStorageWriter.discard", nothing),
+    swap("twinproof.checkpoint.native:NativeStorageWriter.discard", nothing),
     kills="CKPT-438",
 )
 
 
-@fault(kills="CKPT-438", at="twinproof.checkpoint.manager:NativeStorageWriter.prepare_global_plan")
+@fault(kills="CKPT-438", at="twinproof.checkpoint.native:NativeStorageWriter.prepare_global_plan")
 def old_checkpoint_removed_first(original: Any, writer: Any, plans: Any) -> Any:
     """The checkpoint that is to be replaced is deleted before the new one is written."""
     shutil.rmtree(writer.target, ignore_errors=True)

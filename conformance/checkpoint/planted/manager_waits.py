@@ -58,7 +58,7 @@ kept_after_the_load = patched(
 looked_at_twice = patched(
     "A checkpoint that goes between two looks at its format is one without a format, which is an error.",
     mutated(
-        "twinproof.checkpoint.manager:complete_steps", "_one_of(formats, folder / name)", "detect_format(folder / name)"
+        "twinproof.checkpoint.manager:complete_steps", "one_of(formats, folder / name)", "detect_format(folder / name)"
     ),
     kills="CKPT-643",
 )

@@ -26,7 +26,7 @@ def renamed_before_the_sync(original: Any, staging: Any) -> None:
     sync(staging.target)
 
 
-@fault(kills="CKPT-461", at="twinproof.checkpoint.manager:NativeStorageWriter._sync")
+@fault(kills="CKPT-461", at="twinproof.checkpoint.native:NativeStorageWriter._sync")
 def native_data_synced_too_early(original: Any, writer: Any, names: Any) -> None:
     """Python's buffer is emptied after the sync, as in torch 2.13 (pytorch #183878): the end of a file may be lost."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.harness import fault, mutated, patched, swap
-from twinproof.checkpoint.manager import CheckpointFormat
+from twinproof.checkpoint.native import CheckpointFormat
 from twinproof.errors import DistributedError
 
 
-@fault(kills="CKPT-539", at="twinproof.checkpoint.manager:_training")
+@fault(kills="CKPT-539", at="twinproof.checkpoint.native:_training")
 def step_begins_anew(original: Any, model: Any, optimizers: Any, step: int, states: Any) -> Any:
     """The step that is saved is 0."""
     return original(model, optimizers, 0 * step, states)
@@ -17,12 +17,12 @@ def step_begins_anew(original: Any, model: Any, optimizers: Any, step: int, stat
 
 moments_left_out = patched(
     "The optimizer's states are saved, and not restored.",
-    swap("twinproof.checkpoint.manager:OptimizerStates.load_state_dict", lambda states, state_dict: None),
+    swap("twinproof.checkpoint.native:OptimizerStates.load_state_dict", lambda states, state_dict: None),
     kills=("CKPT-539", "CKPT-540"),
 )
 
 
-@fault(kills="CKPT-541", at="twinproof.checkpoint.manager:detect_format")
+@fault(kills="CKPT-541", at="twinproof.checkpoint.native:detect_format")
 def every_checkpoint_is_native(original: Any, path: Any) -> Any:
     """The format of a checkpoint is not looked at."""
     return CheckpointFormat.DCP
@@ -30,7 +30,7 @@ def every_checkpoint_is_native(original: Any, path: Any) -> Any:
 
 as_many_optimizers_as_parts_refused = patched(
     "A model in parts is refused where each has an optimizer.",
-    mutated("twinproof.checkpoint.manager:OptimizerStates.__init__", "len(parts) != len", "len(parts) >= len"),
+    mutated("twinproof.checkpoint.native:OptimizerStates.__init__", "len(parts) != len", "len(parts) >= len"),
     kills="CKPT-515",
 )
 
@@ -73,15 +73,15 @@ def nobody_says_what_was_wrong(original: Any, step: Any, group: Any) -> Any:
 full_in_silence = patched(
     "A state that cannot take its values is an error of its rank alone.",
     mutated(
-        "twinproof.checkpoint.manager:CheckpointManager._load_native",
-        "together(lambda: _give_back(state, told), self._group)",
-        "_give_back(state, told)",
+        "twinproof.checkpoint.native:load_native",
+        "together(lambda: give_back(state, told), group)",
+        "give_back(state, told)",
     ),
     kills="CKPT-677",
 )
 
 extra_state_not_given_back = patched(
     "Of what is no tensor, what was loaded is dropped: modules keep the extra state that they had.",
-    mutated("twinproof.checkpoint.manager:_give_back", "state[name] = told[name]", "pass"),
+    mutated("twinproof.checkpoint.native:give_back", "state[name] = told[name]", "pass"),
     kills="CKPT-647",
 )

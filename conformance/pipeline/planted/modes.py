@@ -124,9 +124,11 @@ failure_kept_by_detach = patched(
     of="fastimpl",
 )
 hoisted_in_training_kept = patched(
-    "A lookup that was hoisted in training is kept for a step in evaluation.",
+    "A lookup that was hoisted in training is kept for a step in evaluation, with its way back.",
     mutated("fastimpl.pipeline.schedules:forget_outdated", "batch.with_grad is not None and", "False and"),
+    mutated("twinproof.pipeline.driver:Pipeline._result_of", "and not torch.is_grad_enabled()", "and False"),
     kills="PIPE-460",
+    of="fastimpl",
 )
 
 versions_of_cut_tables_alone = patched(

@@ -1,0 +1,65 @@
+"""Faults that ``test_unstepped`` must notice."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from conformance.harness import mutated, patched, swap
+
+_NATIVE = "twinproof.checkpoint.native"
+_STATES = f"{_NATIVE}:OptimizerStates"
+
+stepped_by_a_save = patched(
+    "A save of an optimizer that has not stepped steps it once, at a rate of 0.",
+    swap(f"{_NATIVE}:_unstepped", lambda optimizers: nullcontext()),
+    kills=("CKPT-692", "CKPT-696", "CKPT-697"),
+)
+gradients_of_saves_stay = patched(
+    "The gradient that keeps torch from stepping stays.",
+    mutated(f"{_NATIVE}:_unstepped", "param.grad = None", "pass"),
+    kills="CKPT-692",
+)
+states_of_all_asked_for = patched(
+    "States of all parameters are asked for, whether the checkpoint has some or not.",
+    mutated(f"{_STATES}.targets", "name not in with_states", "False"),
+    kills="CKPT-693",
+)
+older_states_stay = patched(
+    "What had no states when it was saved keeps those that it had before the load.",
+    mutated(f"{_STATES}.load_state_dict", "_forget(mine, param)", "state_dict |= dict.fromkeys(keys, torch.zeros(()))"),
+    kills="CKPT-693",
+)
+empty_states_stay = patched(
+    "What has no states has an empty one, which torch takes for a step that was made.",
+    mutated(f"{_STATES}.load_state_dict", "_forget([optimizer], param)", "pass"),
+    kills="CKPT-693",
+)
+gradients_in_the_way = patched(
+    "States of an optimizer that has gradients are not made before a load, and so not loaded.",
+    mutated(
+        f"{_STATES}.targets",
+        "if has_states and not optimizer.state:",
+        "if has_states and not optimizer.state and _params([optimizer])[0].grad is None:",
+    ),
+    kills="CKPT-701",
+)
+states_without_a_place_lost = patched(
+    "States for which the optimizer has none are left in the checkpoint, without a word.",
+    mutated(f"{_STATES}.targets", "elif not keys and", "elif False and"),
+    kills="CKPT-694",
+)
+frozen_parameters_refused = patched(
+    "States of parameters that are not trained are refused.",
+    mutated(f"{_STATES}.targets", "(param is None or param.requires_grad)", "True"),
+    kills="CKPT-694",
+)
+states_of_failed_loads_stay = patched(
+    "What a load made for an optimizer without states stays where the load fails.",
+    mutated(f"{_NATIVE}:load_native", "each.undo()", "pass"),
+    kills="CKPT-695",
+)
+rate_stays_0 = patched(
+    "The learning rate at which states are made stays.",
+    mutated(f"{_NATIVE}:_fill", 'group["lr"] = rate', "pass"),
+    kills="CKPT-695",
+)

@@ -1,0 +1,117 @@
+"""Models with tables of a row store: what a trainer saves of them, it loads into an empty store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.checkpoint.trainer import alone
+from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from conformance.kvstore.cases import store_of
+from twinproof.errors import UnsupportedError
+
+
+class _Model(torch.nn.Module):
+    """Ids looked up in a store, a layer above."""
+
+    def __init__(self, kvstore: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.store = store_of(kvstore)
+        self.embedding = kvstore.KVEmbedding(self.store, lr=0.1)
+        self.top = torch.nn.Linear(6, 1)
+        self.optimizer = torch.optim.Adam(self.top.parameters(), lr=0.1)
+
+    def step(self, *numbers: int) -> None:
+        """Steps of these numbers, each of which looks up other ids."""
+        for number in numbers:
+            torch.autograd.backward(self.top(self.embedding(torch.tensor([number, number + 1, 77]))).square().sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Whole rows, and what else a step changes."""
+        ids = self.store.ids("t").sort().values
+        found = {"ids": ids, "rows": self.store.get_rows("t", ids), "step": torch.tensor(self.store.step_count("t"))}
+        return found | {name: param.detach().clone() for name, param in self.top.named_parameters()}
+
+
+def _manager(checkpoint: Any, model: _Model, folder: Path, **options: Any) -> Any:
+    given = {"interval": 1, "durable": False, "optimizers": model.optimizer, **options}
+    return checkpoint.CheckpointManager(folder, model=model, **given)
+
+
+def _save(checkpoint: Any, model: _Model, folder: Path, how: str) -> None:
+    if how == "training":
+        checkpoint.save_training(folder / "step-2", model, model.optimizer, 2, durable=False)
+    elif how == "states":
+        checkpoint.save_training(
+            folder / "step-2", model.top, model.optimizer, 2, states={"store": model.store}, durable=False
+        )
+    else:
+        options = {"last_save_model_only": True, "last_save_in_hf": True} if how == "hf" else {}
+        with _manager(checkpoint, model, folder, **options) as manager:
+            manager.save(2, last_step=how == "hf")
+
+
+def _load(checkpoint: Any, model: _Model, folder: Path, how: str) -> None:
+    if how == "training":
+        checkpoint.load_training(folder / "step-2", model, model.optimizer)
+    elif how == "states":
+        checkpoint.load_training(folder / "step-2", model.top, model.optimizer, states={"store": model.store})
+    elif how == "hf":
+        options = {"initial_load_path": folder / "step-2", "initial_load_in_hf": True}
+        with _manager(checkpoint, model, folder.with_name("another"), **options) as manager:
+            manager.load()
+    else:
+        with _manager(checkpoint, model, folder) as manager:
+            manager.load()
+
+
+@requirement(
+    "CKPT-698",
+    "What save_training or a manager saved of a model with tables of a row store MUST load into a store that is empty "
+    "or has other rows, which then has the saved ones alone: ids, whole rows, the table's step.",
+)
+@pytest.mark.parametrize("how", ["training", "states", "manager", "hf"])
+def test_stored_tables(checkpoint: Any, kvstore: Any, tmp_path: Path, how: str) -> None:
+    saved, empty, other = (_Model(kvstore) for _ in range(3))
+    saved.step(1, 2)
+    other.step(*(() if how == "states" else (9,)))
+    with alone(), succeeds("a save", where=how):
+        _save(checkpoint, saved, tmp_path / "run", how)
+    before = saved.values()
+    saved.step(3)
+    for model in (empty, other):
+        with alone(), succeeds("a load", where=how):
+            _load(checkpoint, model, tmp_path / "run", how)
+        assert_same_tensors(model.values(), before, where=f"{how}: what was loaded")
+    if how != "hf":
+        empty.step(3)
+        assert_same_tensors(empty.values(), saved.values(), where=f"{how}: the step behind")
+
+
+def _load_on_ranks(rank: Rank, folder: str) -> None:
+    checkpoint, kvstore = rank.component("checkpoint"), rank.component("kvstore")
+    model = _Model(kvstore)
+    before = model.values()
+    with raises(UnsupportedError, mentions=("embedding.", "KVLoadPlanner", "2 ranks")):
+        checkpoint.load_training(folder, model, model.optimizer)
+    assert_same_tensors(model.values(), before, where="after a refused load")
+    assert_equal(len(model.optimizer.state), 0, where="states")
+
+
+@requirement(
+    "CKPT-699",
+    "Where several ranks load, rows of a store MUST be refused by name, and the way to load them named: each rank "
+    "would get the rows of all.",
+)
+def test_stored_tables_on_ranks(checkpoint: Any, kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    saved = _Model(kvstore)
+    saved.step(1, 2)
+    with alone():
+        _save(checkpoint, saved, tmp_path, "training")
+    rank_pool.run(_load_on_ranks, 2, str(tmp_path / "step-2"))

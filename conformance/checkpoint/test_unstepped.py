@@ -1,0 +1,223 @@
+"""Optimizers that have not stepped, or not all of their parameters: what has no state is saved and loaded so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from conformance.checkpoint.cases import mesh_of
+from conformance.checkpoint.trainer import alone
+from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from twinproof.errors import PlanError
+
+# A step that is not one of the training shows in each: in a count, in a size, in how a momentum begins.
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
+    "SGD with dampening": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "a rate in a tensor": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1)),
+}
+
+
+class _Model(torch.nn.Module):
+    """Two layers, of which the second is used where ``all_of_it``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor, *, all_of_it: bool = True) -> torch.Tensor:
+        """Of [n, 4], the same shape."""
+        found: torch.Tensor = self.first(batch)
+        return self.second(found) if all_of_it else found
+
+
+class _Run:
+    """A model and its optimizer, which steps on the same batches wherever it begins."""
+
+    def __init__(self, kind: str = "Adam", *, mesh: Any = None) -> None:
+        self.model = _Model()
+        if mesh is not None:
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = _OPTIMIZERS[kind](self.model.parameters())
+
+    def step(self, *numbers: int, all_of_it: bool = True) -> None:
+        """Steps of these numbers."""
+        for number in numbers:
+            self.backward(number, all_of_it=all_of_it)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def backward(self, number: int, *, all_of_it: bool = True) -> None:
+        """The gradients of one step."""
+        batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
+        torch.autograd.backward(self.model(batch, all_of_it=all_of_it).square().sum())
+
+    def save(self, checkpoint: Any, folder: Path) -> None:
+        """By ``save_training``."""
+        with alone(), succeeds("a save", where=folder.name):
+            checkpoint.save_training(folder, self.model, self.optimizer, 0, durable=False)
+
+    def load(self, checkpoint: Any, folder: Path) -> None:
+        """By ``load_training``."""
+        with alone():
+            checkpoint.load_training(folder, self.model, self.optimizer)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and of the states that there are."""
+        found: dict[str, Any] = {}
+        for name, param in self.model.named_parameters():
+            found[name] = param
+            found |= {f"{name}.{key}": torch.as_tensor(value) for key, value in self.optimizer.state[param].items()}
+        return {n: v.full_tensor() if hasattr(v, "full_tensor") else v.detach().clone() for n, v in found.items()}
+
+    def with_states(self) -> list[str]:
+        """The parameters that have states."""
+        named = self.model.named_parameters()
+        return [name for name, param in named if self.optimizer.state.get(param)]
+
+
+def _saved_before_its_first_step(checkpoint: Any, folder: Path, kind: str, mesh: Any = None) -> None:
+    straight, saved, resumed = (_Run(kind, mesh=mesh) for _ in range(3))
+    has_states = saved.with_states()
+    saved.save(checkpoint, folder)
+    assert_equal(saved.with_states(), has_states, where="states behind a save")
+    assert_equal([param.grad for param in saved.model.parameters()], [None] * 4, where="gradients behind a save")
+    resumed.load(checkpoint, folder)
+    for run in (straight, saved, resumed):
+        run.step(1, 2, 3)
+    assert_same_tensors(saved.values(), straight.values(), where="a run that was saved")
+    assert_same_tensors(resumed.values(), straight.values(), where="a run that was resumed")
+
+
+def _saved_on_ranks(rank: Rank, folder: str) -> None:
+    checkpoint, mesh = rank.component("checkpoint"), mesh_of(rank)
+    for kind in _OPTIMIZERS:
+        # Torch has no step of Rprop for sharded parameters, and no way to save a rate in a plain tensor beside them.
+        if kind not in ("Rprop", "a rate in a tensor"):
+            _saved_before_its_first_step(checkpoint, Path(folder) / kind, kind, mesh)
+
+
+@requirement(
+    "CKPT-692",
+    "A save before the first step MUST leave the optimizer as it is, and a load of it MUST begin where it was: both "
+    "runs go on, bit for bit, as without the save, whichever optimizer it is.",
+)
+@pytest.mark.parametrize("kind", _OPTIMIZERS)
+def test_before_the_first_step(checkpoint: Any, tmp_path: Path, kind: str) -> None:
+    _saved_before_its_first_step(checkpoint, tmp_path / "ck", kind)
+
+
+@requirement("CKPT-696", "So MUST saves of several ranks, whose parameters are sharded.")
+def test_before_the_first_step_on_ranks(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_saved_on_ranks, 2, str(tmp_path))
+
+
+@requirement("CKPT-697", "So MUST saves of a manager.")
+def test_managers_before_the_first_step(checkpoint: Any, tmp_path: Path) -> None:
+    straight, saved, resumed = (_Run("NAdam") for _ in range(3))
+    options = {"interval": 1, "durable": False}
+    for run, verb in ((saved, "save"), (resumed, "load")):
+        with (
+            checkpoint.CheckpointManager(tmp_path, model=run.model, optimizers=run.optimizer, **options) as manager,
+            alone(),
+        ):
+            assert_equal(manager.save(1) if verb == "save" else manager.load(), True, where=verb)
+    for run in (straight, saved, resumed):
+        run.step(1, 2)
+        assert_same_tensors(run.values(), straight.values(), where="a run")
+
+
+@requirement(
+    "CKPT-693",
+    "A load MUST give states to the parameters that had some when they were saved, and to no others, whatever states "
+    "the optimizer has.",
+)
+@pytest.mark.parametrize("has", ["nothing", "states of all", "states of some", "loaded nothing"])
+def test_parameters_without_states(checkpoint: Any, tmp_path: Path, has: str) -> None:
+    saved, resumed = _Run(), _Run()
+    saved.step(1, 2, all_of_it=False)
+    saved.save(checkpoint, tmp_path / "ck")
+    if has == "loaded nothing":
+        _Run().save(checkpoint, tmp_path / "before")
+        resumed.load(checkpoint, tmp_path / "before")
+    elif has != "nothing":
+        resumed.step(7, all_of_it=has == "states of all")
+    with succeeds("a load", where=f"the optimizer has {has}"):
+        resumed.load(checkpoint, tmp_path / "ck")
+    assert_equal(resumed.with_states(), ["first.weight", "first.bias"], where="who has states")
+    for run in (saved, resumed):
+        run.step(3, 4)
+    assert_same_tensors(resumed.values(), saved.values(), where="a run that was resumed")
+
+
+@requirement(
+    "CKPT-701",
+    "Gradients of an optimizer without states MUST NOT keep a load from giving it states, and MUST stay as they are.",
+)
+def test_gradients_before_a_load(checkpoint: Any, tmp_path: Path) -> None:
+    saved, resumed = _Run(), _Run()
+    saved.step(1, 2)
+    saved.save(checkpoint, tmp_path / "ck")
+    resumed.backward(7)
+    gradients = [param.grad for param in resumed.model.parameters()]
+    with succeeds("a load", where="of an optimizer that has gradients"):
+        resumed.load(checkpoint, tmp_path / "ck")
+    for param, gradient in zip(resumed.model.parameters(), gradients, strict=True):
+        assert_equal(param.grad is gradient, True, where="gradients behind the load")
+    resumed.optimizer.zero_grad()
+    for run in (saved, resumed):
+        run.step(3)
+    assert_same_tensors(resumed.values(), saved.values(), where="a run that was resumed")
+
+
+@requirement(
+    "CKPT-694",
+    "States in a checkpoint for which the optimizer has no place MUST be refused by the parameter's name: they would "
+    "be lost without a word. Those of parameters that it does not train are left out.",
+)
+def test_states_without_a_place(checkpoint: Any, tmp_path: Path) -> None:
+    saved, partly, other = _Run(), _Run(), _Run()
+    saved.step(1)
+    saved.save(checkpoint, tmp_path / "ck")
+    partly.step(1, all_of_it=False)
+    other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1)
+    for run, name in ((partly, "second.weight"), (other, "first.weight")):
+        before = run.values()
+        with raises(PlanError, mentions=(name, "none to load them into"), where=name):
+            run.load(checkpoint, tmp_path / "ck")
+        assert_same_tensors(run.values(), before, where=f"{name}: after a refused load")
+    frozen = _Run()
+    frozen.model.second.requires_grad_(False)
+    with succeeds("a load", where="parameters that are not trained"):
+        frozen.load(checkpoint, tmp_path / "ck")
+    assert_equal(frozen.with_states(), ["first.weight", "first.bias"], where="who has states")
+    assert_equal(int(frozen.values()["first.weight.step"]), 1, where="steps of what is trained")
+
+
+@requirement(
+    "CKPT-695",
+    "A load that fails MUST leave an optimizer that had no states without any, with its gradients and its rate.",
+)
+def test_failed_loads(checkpoint: Any, tmp_path: Path) -> None:
+    saved, fresh = _Run(), _Run()
+    saved.step(1)
+    saved.save(checkpoint, tmp_path / "ck")
+    for path in (tmp_path / "ck").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-700])
+    fresh.backward(2)
+    gradients = [param.grad for param in fresh.model.parameters()]
+    with raises(BaseException, where="a checkpoint that is cut"):
+        fresh.load(checkpoint, tmp_path / "ck")
+    assert_equal(fresh.with_states(), [], where="who has states")
+    for param, gradient in zip(fresh.model.parameters(), gradients, strict=True):
+        assert_equal(param.grad is gradient, True, where="gradients behind the load")
+    assert_equal(fresh.optimizer.param_groups[0]["lr"], 0.1, where="the learning rate")

@@ -1,0 +1,493 @@
+"""Checkpoints of torch's own format (DCP): which format a folder has, the writer, and a trainer's states as one.
+
+Torch's writer of its own format fills the visible folder file by file: a crash while it replaces a checkpoint leaves
+the old metadata over new data. Here a native save is staged and shown at one instant, as an HF save is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from twinproof.checkpoint.catalog import read_index
+from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
+from twinproof.checkpoint.plan import with_memory
+from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, several_ranks, together
+from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError, check_flags
+
+__all__ = [
+    "CheckpointFormat",
+    "NativeStorageReader",
+    "NativeStorageWriter",
+    "OptimizerStates",
+    "State",
+    "detect_format",
+    "formats_in",
+    "give_back",
+    "load_native",
+    "load_training",
+    "merged",
+    "one_of",
+    "save_training",
+    "told_by",
+]
+
+State = dict[str, Any]
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class CheckpointFormat(str, Enum):
+    """What a checkpoint consists of."""
+
+    DCP = "dcp"
+    HF = "hf"
+
+
+def detect_format(path: StrPath) -> CheckpointFormat:
+    """Whether a folder is torch's (``.metadata``) or HF's (an index, or safetensors files), or a file is HF's.
+
+    Raises:
+        FormatError: both formats, neither, or a malformed index. CorruptionError: a file of the index is missing.
+        MissingCheckpointError: there is nothing.
+    """
+    place = local_path(path)
+    if place.is_file():
+        if place.suffix == SUFFIX:
+            return CheckpointFormat.HF
+        raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
+    if not place.is_dir():
+        raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
+    return one_of(formats_in(place), place)
+
+
+def one_of(found: set[CheckpointFormat], folder: Path) -> CheckpointFormat:
+    if len(found) != 1:
+        raise FormatError(
+            "a checkpoint has one format",
+            got="both" if found else f"neither in {sorted(os.listdir(folder))[:5]}",
+            expected=f"{NATIVE_METADATA_NAME} (torch's), or {INDEX_NAME} or safetensors files (HF)",
+            where=folder,
+        )
+    if CheckpointFormat.DCP in found:
+        return CheckpointFormat.DCP
+    read_index(folder)
+    return CheckpointFormat.HF
+
+
+def formats_in(folder: Path) -> set[CheckpointFormat]:
+    """The formats whose files a folder has; none of a save that a crash cut short."""
+    names = os.listdir(folder)
+    is_hf = any(name == INDEX_NAME or (name.endswith(SUFFIX) and not name.startswith(".")) for name in names)
+    kinds = {CheckpointFormat.DCP: NATIVE_METADATA_NAME in names, CheckpointFormat.HF: is_hf}
+    return {kind for kind, is_there in kinds.items() if is_there}
+
+
+class NativeStorageWriter(FileSystemWriter):
+    """Torch's ``FileSystemWriter``, whose checkpoint appears at one instant and replaces another whole.
+
+    Each rank writes with one thread: with more, torch 2.13 reports success when a thread's write fails.
+
+    Args:
+        path: folder of the checkpoint.
+        durable: fsync files and folders before the checkpoint becomes visible.
+    """
+
+    def __init__(self, path: StrPath, *, durable: bool = True) -> None:
+        super().__init__(path, sync_files=False, thread_count=1)
+        self.target, self.durable = local_path(path), durable
+        self.staging: Staging | None = None
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder in which the checkpoint appears."""
+        return self.target
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add, and nothing is made yet."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own."""
+        self.staging = Staging(self.target, durable=self.durable)
+        folder = os.fspath(self.staging.folder)
+        prefixed = super().prepare_global_plan(plans)
+        return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files into the hidden folder, and sync them."""
+        prefix, folder = plan.storage_data
+        self.path = Path(folder)
+        written = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+        self._sync({result.storage_data.relative_path for result in written.value()})
+        return written
+
+    def _sync(self, names: Iterable[str]) -> None:
+        # Torch syncs a file before it empties Python's buffer into it, so the end of the file is in no sync of torch's.
+        for name in names if self.durable else ():
+            fsync_path(Path(self.path) / name)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata and show the checkpoint; the coordinator only."""
+        if self.staging is None:
+            raise PlanError(
+                "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
+            )
+        super().finish(metadata, results)
+        self._sync([NATIVE_METADATA_NAME])
+        self.staging.publish(None)
+        self.staging = None
+
+    def discard(self) -> None:
+        """Remove what a failed save left; nothing where it succeeded."""
+        if self.staging is not None:
+            self.staging.discard()
+            self.staging = None
+
+
+class NativeStorageReader(FileSystemReader):
+    """Torch's reader, which reads the metadata once: of a large checkpoint it is megabytes, and asked for twice."""
+
+    _read: Metadata | None = None
+
+    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        """The checkpoint's metadata."""
+        if self._read is None:
+            self._read = super().read_metadata(*arguments, **options)
+        return self._read
+
+    def names(self) -> Collection[str]:
+        """Of everything in the checkpoint."""
+        return self.read_metadata().state_dict_metadata.keys()
+
+
+# Model, optimizer and step together.
+
+
+class OptimizerStates(Stateful):
+    """Optimizers as one state whose names are those of the parameters, so that ranks may change between runs.
+
+    A parameter that no step has reached has no states: none are saved, and a load leaves it without.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if len(parts) > 1 and len(parts) != len(optimizers):
+            raise ConfigError(
+                "each part of the model has one optimizer", got=len(optimizers), expected=len(parts), where="optimizers"
+            )
+        self.pairs = (
+            [(parts[0], list(optimizers))]
+            if len(parts) == 1
+            else [(part, [optimizer]) for part, optimizer in zip(parts, optimizers, strict=True)]
+        )
+        self._filled: list[torch.optim.Optimizer] = []
+
+    def state_dict(self) -> State:
+        """The states that there are."""
+        return merged(_flat(part, mine) for part, mine in self.pairs)
+
+    def targets(self, saved: Collection[str]) -> State:
+        """What a load of a checkpoint with these names fills. Optimizers without states get them.
+
+        Raises:
+            PlanError: the checkpoint has states of a parameter for which its optimizer has none.
+        """
+        result: State = {}
+        has_states = any(name.startswith(_STATE) for name in saved)
+        for part, mine in self.pairs:
+            for optimizer in mine:
+                if has_states and not optimizer.state:
+                    self._filled.append(optimizer)
+                    _fill(optimizer)
+            flat = _flat(part, mine)
+            states = _states_of(flat, mine)
+            with_states = {_owner(name, states) for name in saved if name.startswith(_STATE)}
+            for name, (param, keys) in states.items():
+                if name not in with_states:
+                    flat = {key: value for key, value in flat.items() if key not in keys}
+                elif not keys and (param is None or param.requires_grad):
+                    raise PlanError(
+                        "the checkpoint has states of a parameter, and the optimizer none to load them into",
+                        got=name,
+                        expected="an optimizer of the same options, that has stepped all parameters or none",
+                        where="optimizers",
+                    )
+            result = merged([result, flat])
+        return result
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Take what ``targets`` gave; parameters whose states it did not ask for have none."""
+        for part, mine in self.pairs:
+            for param, keys in _states_of(_flat(part, mine), mine).values():
+                if keys and keys[0] not in state_dict:
+                    _forget(mine, param)
+            names = _flat(part, mine).keys()
+            with _unstepped(mine):
+                set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in names}, options=_FLAT)
+            # Torch leaves an empty state for each parameter that has none.
+            for optimizer in mine:
+                for param in [param for param, state in optimizer.state.items() if not state]:
+                    _forget([optimizer], param)
+
+    def undo(self) -> None:
+        """Optimizers that had no states before a load that failed have none."""
+        for optimizer in self._filled:
+            optimizer.state.clear()
+
+
+_STATE, _GROUPS = "state.", "param_groups."
+
+
+def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
+    with _unstepped(optimizers):
+        found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
+        return found
+
+
+@contextmanager
+def _unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Prevents that torch steps an optimizer that has neither states nor gradients: that changes how it goes on.
+
+    Even at a learning rate of 0 it counts, and makes what NAdam, Rprop and SGD with dampening begin with.
+    """
+    given: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        params = _params([optimizer])
+        if params and not optimizer.state and all(param.grad is None for param in params):
+            given.append(min(params, key=torch.Tensor.numel))
+            given[-1].grad = torch.zeros_like(given[-1])
+    try:
+        yield
+    finally:
+        for param in given:
+            param.grad = None
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states of an optimizer that has none, as torch does: it steps with gradients of 0 at a rate of 0.
+
+    Torch leaves one that has gradients as it is, so that its states would not be loaded.
+    """
+    groups = optimizer.param_groups
+    gradients = [(param, param.grad) for param in _params([optimizer])]
+    rates = [(group, group["lr"]) for group in groups if "lr" in group]
+    try:
+        for param, _ in gradients:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        for group, rate in rates:
+            group["lr"] = torch.tensor(0.0) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for param, gradient in gradients:
+            param.grad = gradient
+        for group, rate in rates:
+            group["lr"] = rate
+
+
+def _params(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return list(dict.fromkeys(p for each in optimizers for group in each.param_groups for p in group["params"]))
+
+
+def _forget(optimizers: Sequence[torch.optim.Optimizer], param: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.state.pop(param, None)
+
+
+def _states_of(flat: State, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, tuple[Any, list[str]]]:
+    """Name of a parameter -> (the parameter, the names of its states); None for those that share one, as in FSDP1."""
+    names = list(
+        dict.fromkeys(name.removeprefix(_GROUPS).rpartition(".")[0] for name in flat if name.startswith(_GROUPS))
+    )
+    params: Sequence[Any] = _params(optimizers)
+    if len(params) != len(names):
+        params = [None] * len(names)
+    result: dict[str, tuple[Any, list[str]]] = {name: (param, []) for name, param in zip(names, params, strict=True)}
+    for key in flat:
+        if key.startswith(_STATE):
+            owner = _owner(key, result)
+            assert owner is not None
+            result[owner][1].append(key)
+    return result
+
+
+def _owner(key: str, names: Container[str]) -> str | None:
+    """The parameter whose state this is: the longest name that it begins with. Names and keys may have dots."""
+    name = key.removeprefix(_STATE).rpartition(".")[0]
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def merged(dicts: Any) -> State:
+    result: State = {}
+    for found in dicts:
+        twice = sorted(result.keys() & found.keys())
+        if twice:
+            raise PlanError("parts of the model have the same name", got=twice[:5], where="model")
+        result.update(found)
+    return result
+
+
+def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:
+    """The parts of the model, and everything under the names that a ``CheckpointManager`` gives it."""
+    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    others = dict(states or {})
+    wrong = sorted(name for name, value in others.items() if not isinstance(value, Stateful))
+    if wrong:
+        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
+    is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
+    if not is_list or not all(isinstance(part, torch.nn.Module) for part in parts):
+        got = [type(each).__name__ for each in (model, optimizers)]
+        raise ConfigError(
+            "not a model and its optimizers",
+            got=got,
+            expected="modules, torch.optim.Optimizers",
+            where="model, optimizers",
+        )
+    if type(step) is not int or step < 0:
+        raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
+    own = {"optimizer": OptimizerStates(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
+    return parts, merged([*map(get_model_state_dict, parts), own, others])
+
+
+def save_training(
+    path: StrPath,
+    model: Models,
+    optimizers: Any,
+    step: int,
+    *,
+    states: Mapping[str, Any] | None = None,
+    durable: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save model, optimizers, step and other states in one checkpoint of torch's format, which appears at one instant.
+
+    Call it on every rank; sharded parameters (FSDP2, DTensor) are saved by their shards, and may be loaded on another
+    number of ranks. Names are those of a ``CheckpointManager``, so that one finds it as ``step-N``.
+
+    Args:
+        path: folder of the checkpoint; one that is there is replaced whole.
+        model: the module, or the parts of it that this rank has.
+        optimizers: a ``torch.optim.Optimizer``, or one for each part.
+        step: steps that were trained.
+        states: name -> object with ``state_dict`` and ``load_state_dict``: schedulers, data loaders.
+        durable: fsync before the checkpoint becomes visible.
+        process_group: the ranks that save; None is all.
+
+    Raises:
+        ConfigError: something else was given. PlanError: two states of one name. CheckpointException: torch's.
+    """
+
+    def begun() -> tuple[State, NativeStorageWriter]:
+        check_flags(durable=durable)
+        state = told_by(_training(model, optimizers, step, states)[1])
+        return state, NativeStorageWriter(path, durable=durable)
+
+    state, writer = together(begun, several_ranks(process_group))
+    try:
+        dcp.save(state, storage_writer=writer, process_group=process_group)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def load_training(
+    path: StrPath,
+    model: Models,
+    optimizers: Any,
+    *,
+    states: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> int:
+    """Restore what ``save_training``, or a ``CheckpointManager`` that keeps its step so, saved; returns the step.
+
+    Arguments are those of ``save_training``. Torch's format may hold pickles: load it from places you trust.
+
+    Raises:
+        MissingCheckpointError: nothing is there. FormatError: a checkpoint of HF's format, which holds the model alone.
+        CheckpointException: torch's, also where the checkpoint lacks a name.
+    """
+
+    def begun() -> tuple[list[torch.nn.Module], State]:
+        if detect_format(path) is not CheckpointFormat.DCP:
+            expected, where = "a checkpoint of save_training; HuggingFaceStorageReader loads models", os.fspath(path)
+            raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=where)
+        return _training(model, optimizers, 0, states)
+
+    parts, state = load_native(path, begun, process_group)
+    for part in parts:
+        set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+    return int(state["train_state"]["step"])
+
+
+def load_native(
+    path: StrPath, begun: Callable[[], tuple[Any, State]], process_group: dist.ProcessGroup | None
+) -> tuple[Any, State]:
+    """Load what ``begun`` answers behind something of its own; return both. Each rank hears of an error.
+
+    Optimizers without states have none again where the load fails.
+    """
+    group, reader, state = several_ranks(process_group), NativeStorageReader(path), State()
+
+    def targets() -> tuple[Any, State]:
+        first, found = begun()
+        state.update(found)
+        told = told_by(state, reader.names())
+        return first, with_memory(told, reader.read_metadata(), rank_count_of(group))
+
+    try:
+        first, told = together(targets, group)
+        dcp.load(told, storage_reader=reader, process_group=process_group)
+        together(lambda: give_back(state, told), group)
+    except BaseException:
+        for each in state.values():
+            if isinstance(each, OptimizerStates):
+                each.undo()
+        raise
+    return first, state
+
+
+def told_by(state: State, saved: Collection[str] | None = None) -> State:
+    """The same, objects as what they say of themselves; ``saved``: names of a checkpoint that is to be loaded."""
+
+    def said(name: str) -> Any:
+        value = state[name]
+        if isinstance(value, OptimizerStates) and saved is not None:
+            prefix = f"{name}."
+            return value.targets([each.removeprefix(prefix) for each in saved if each.startswith(prefix)])
+        return value.state_dict() if isinstance(value, Stateful) else value
+
+    # Torch asks objects for their states where nobody hears of a rank that fails. In its order: they may exchange some.
+    return {name: said(name) for name in sorted(state)}
+
+
+def give_back(state: State, told: State) -> None:
+    """Give each object what was loaded for it, and keep the values of the others."""
+    for name in sorted(state):
+        if isinstance(state[name], Stateful):
+            state[name].load_state_dict(told[name])
+        else:
+            state[name] = told[name]
