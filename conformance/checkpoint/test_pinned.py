@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from conformance.checkpoint.cases import FILE, INDEX, assert_folder, random_bits, save
+from conformance.checkpoint.cases import FILE, INDEX, assert_folder, assert_loads, random_bits, save
 from conformance.checkpoint.trainer import Trainer, alone
 from conformance.harness import assert_equal, raises, requirement, succeeds
 from twinproof.errors import CheckpointExistsError
@@ -141,3 +142,39 @@ def test_beside_the_working_folder(checkpoint: Any, tmp_path: Path, monkeypatch:
     working.rmdir()
     with succeeds("a save", where="of a process whose working folder was removed"):
         save(checkpoint, {"w": torch.zeros(2)}, beside)
+
+
+@requirement(
+    "CKPT-702",
+    "A save without an index, as one file, as shards or in torch's format, MUST be refused in a folder with "
+    "safetensors files of others, which it keeps and which would count as its own. They are named, nothing is made.",
+)
+@pytest.mark.parametrize("kind", ["single", "shards", "native", "indexed"])
+def test_files_of_others(checkpoint: Any, tmp_path: Path, kind: str) -> None:
+    target, trainer = tmp_path / "ck", Trainer(1)
+    target.mkdir()
+    save_file({"w": torch.zeros(2), "other": torch.zeros(3)}, target / "adapter.safetensors")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+
+    def saved(folder: Path) -> None:
+        if kind == "native":
+            with alone():
+                checkpoint.save_training(folder, trainer.model, trainer.optimizer, 1)
+        else:
+            options = {"single": {"single_file": True}, "shards": {"enable_consolidation": False}, "indexed": {}}[kind]
+            save(checkpoint, {"w": torch.ones(2)}, folder, **options)
+
+    if kind == "indexed":
+        for _ in range(2):
+            with succeeds("a save", where="with an index"):
+                saved(target)
+        assert_equal((target / "adapter.safetensors").read_bytes(), before["adapter.safetensors"], where="the other")
+        assert_loads(checkpoint, target, {"w": torch.ones(2)})
+        return
+    with raises(BaseException, mentions=["adapter.safetensors", "CheckpointExistsError"]):
+        saved(target)
+    assert_equal({path.name: path.read_bytes() for path in target.iterdir()}, before, where="the folder")
+    assert_equal([path.name for path in tmp_path.iterdir()], ["ck"], where="beside the folder")
+    for _ in range(2):
+        with succeeds("a save", where="into a folder of its own"):
+            saved(tmp_path / "own")

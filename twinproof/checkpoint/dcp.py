@@ -464,7 +464,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     def _instructions(self, planner: SavePlanner, rank_count: int) -> list[Any]:
         arrangement = self.arranged(planner)
-        self.staging = Staging(self.path, durable=self.options.durable, overwrite=self.options.overwrite)
+        options = self.options
+        self.staging = Staging(
+            self.path, durable=options.durable, overwrite=options.overwrite, is_indexed=options.is_indexed
+        )
         folder = StagedFolder(self.staging.folder, self.options.durable)
         if self.options.writes_shards:
             return [(None, folder)] * rank_count
@@ -500,9 +503,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             raise PlanError(
                 "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
             )
-        indexed = not self.options.single_file and not self.options.writes_shards
         try:
-            index = self._index(self.arrangement) if indexed else None
+            index = self._index(self.arrangement) if self.options.is_indexed else None
             self.staging.publish(index)
         except BaseException:
             self.staging.discard()

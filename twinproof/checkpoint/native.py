@@ -131,7 +131,7 @@ class NativeStorageWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own."""
-        self.staging = Staging(self.target, durable=self.durable)
+        self.staging = Staging(self.target, durable=self.durable, is_indexed=False)
         folder = os.fspath(self.staging.folder)
         prefixed = super().prepare_global_plan(plans)
         return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]

@@ -491,6 +491,11 @@ class WriterOptions:
         """Whether torch's one-file-per-rank layout was asked for; one process always writes final files."""
         return self.save_distributed and not self.enable_consolidation
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether an index says which files are the checkpoint's."""
+        return not self.single_file and not self.writes_shards
+
     @classmethod
     def make(
         cls,

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
-from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, StrPath, is_checkpoint_name
+from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, is_checkpoint_name
 from twinproof.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -253,16 +253,20 @@ class Staging:
         target: folder of the checkpoint; parents are made.
         durable: fsync folders and the index, so that a power cut keeps either the old or the new checkpoint.
         overwrite: whether a checkpoint that is already there is replaced.
+        is_indexed: whether an index says which safetensors files are the checkpoint's. Without one all are.
 
     Raises:
-        CheckpointExistsError: something is there and may not, or cannot atomically, be replaced. Nothing was touched.
+        CheckpointExistsError: something is there and may not, or cannot atomically, be replaced; or files of others
+            that would count as the checkpoint's. Nothing was touched.
         StorageError: the folder cannot be made.
     """
 
-    def __init__(self, target: Path, *, durable: bool = True, overwrite: bool = True) -> None:
+    def __init__(self, target: Path, *, durable: bool = True, overwrite: bool = True, is_indexed: bool = True) -> None:
         self.target = Path(os.path.realpath(target))
         self.durable = durable
         self.old_names = self._old_checkpoint()
+        if not is_indexed:
+            self._check_others()
         if self.old_names and not overwrite:
             raise CheckpointExistsError(
                 "a checkpoint is already there",
@@ -302,6 +306,17 @@ class Staging:
             index = None  # A broken index is replaced with the rest.
         listed = set(index[0].values()) if index else set()
         return sorted(name for name in os.listdir(self.target) if is_checkpoint_name(name) or name in listed)
+
+    def _check_others(self) -> None:
+        names = os.listdir(self.target) if self.target.is_dir() else []
+        others = {name for name in names if name.endswith(SUFFIX) and not name.startswith(".")} - set(self.old_names)
+        if others:
+            raise CheckpointExistsError(
+                "files that a save keeps would be read as parts of a checkpoint without an index",
+                got=sorted(others)[:5],
+                expected="a folder without other safetensors files",
+                where=str(self.target),
+            )
 
     def _is_pinned(self) -> bool:
         # A mount point, or a folder in a parent that we may not write, cannot be renamed. Nor may one in which this

@@ -45,3 +45,18 @@ removed_working_folder_is_an_error = patched(
     mutated(_WORKS_IN, "except FileNotFoundError:", "except NotADirectoryError:"),
     kills="CKPT-690",
 )
+files_of_others_counted = patched(
+    "A checkpoint without an index is saved beside files that count as its own.",
+    mutated("twinproof.checkpoint.publish:Staging.__init__", "if not is_indexed:", "if False:"),
+    kills="CKPT-702",
+)
+files_of_others_refused = patched(
+    "A checkpoint with an index is refused beside files of others.",
+    mutated("twinproof.checkpoint.publish:Staging.__init__", "if not is_indexed:", "if True:"),
+    kills="CKPT-702",
+)
+own_files_refused = patched(
+    "The files of the checkpoint that is replaced count as those of others.",
+    mutated("twinproof.checkpoint.publish:Staging._check_others", " - set(self.old_names)", ""),
+    kills="CKPT-702",
+)
