@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, requirement
@@ -54,10 +55,13 @@ def _trains(rank: Rank) -> None:
     "ahead too, on 1 and 2 ranks, and mix nothing.",
     needs=NEEDS,
 )
-def test_trains(pipeline: Any, kvstore: Any, rank_pool: Any) -> None:
-    for name in ("TrainPipelineSparseDist", FUSED, _PREFETCH):
-        _train((pipeline, kvstore), None, name)
-    rank_pool.run(_trains, 2)
+@pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=pytest.mark.night)])
+def test_trains(pipeline: Any, kvstore: Any, rank_pool: Any, rank_count: int) -> None:
+    if rank_count == 1:
+        for name in ("TrainPipelineSparseDist", FUSED, _PREFETCH):
+            _train((pipeline, kvstore), None, name)
+    else:
+        rank_pool.run(_trains, rank_count)
 
 
 @requirement(
