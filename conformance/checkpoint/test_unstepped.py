@@ -141,7 +141,7 @@ def test_managers_before_the_first_step(checkpoint: Any, tmp_path: Path) -> None
     "A load MUST give states to the parameters that had some when they were saved, and to no others, whatever states "
     "the optimizer has.",
 )
-@pytest.mark.parametrize("has", ["nothing", "states of all", "states of some", "loaded nothing"])
+@pytest.mark.parametrize("has", ["nothing", "empty states", "states of all", "states of some", "loaded nothing"])
 def test_parameters_without_states(checkpoint: Any, tmp_path: Path, has: str) -> None:
     saved, resumed = _Run(), _Run()
     saved.step(1, 2, all_of_it=False)
@@ -149,6 +149,8 @@ def test_parameters_without_states(checkpoint: Any, tmp_path: Path, has: str) ->
     if has == "loaded nothing":
         _Run().save(checkpoint, tmp_path / "before")
         resumed.load(checkpoint, tmp_path / "before")
+    elif has == "empty states":
+        resumed.optimizer.state.update({param: {} for param in resumed.model.parameters()})
     elif has != "nothing":
         resumed.step(7, all_of_it=has == "states of all")
     with succeeds("a load", where=f"the optimizer has {has}"):

@@ -218,7 +218,7 @@ class OptimizerStates(Stateful):
         has_states = any(name.startswith(_STATE) for name in saved)
         for part, mine in self.pairs:
             for optimizer in mine:
-                if has_states and not optimizer.state:
+                if has_states and not _has_states(optimizer):
                     self._filled.append(optimizer)
                     _fill(optimizer)
             flat = _flat(part, mine)
@@ -242,14 +242,11 @@ class OptimizerStates(Stateful):
         for part, mine in self.pairs:
             for param, keys in _states_of(_flat(part, mine), mine).values():
                 if keys and keys[0] not in state_dict:
-                    _forget(mine, param)
+                    for optimizer in mine:
+                        optimizer.state.pop(param, None)
             names = _flat(part, mine).keys()
             with _unstepped(mine):
                 set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in names}, options=_FLAT)
-            # Torch leaves an empty state for each parameter that has none.
-            for optimizer in mine:
-                for param in [param for param, state in optimizer.state.items() if not state]:
-                    _forget([optimizer], param)
 
     def undo(self) -> None:
         """Optimizers that had no states before a load that failed have none."""
@@ -310,9 +307,9 @@ def _params(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     return list(dict.fromkeys(p for each in optimizers for group in each.param_groups for p in group["params"]))
 
 
-def _forget(optimizers: Sequence[torch.optim.Optimizer], param: Any) -> None:
-    for optimizer in optimizers:
-        optimizer.state.pop(param, None)
+def _has_states(optimizer: torch.optim.Optimizer) -> bool:
+    # A load leaves an empty state for each parameter that has none.
+    return any(not isinstance(state, dict) or state for state in optimizer.state.values())
 
 
 def _states_of(flat: State, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, tuple[Any, list[str]]]:

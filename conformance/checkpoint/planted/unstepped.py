@@ -26,20 +26,24 @@ states_of_all_asked_for = patched(
 )
 older_states_stay = patched(
     "What had no states when it was saved keeps those that it had before the load.",
-    mutated(f"{_STATES}.load_state_dict", "_forget(mine, param)", "state_dict |= dict.fromkeys(keys, torch.zeros(()))"),
+    mutated(
+        f"{_STATES}.load_state_dict",
+        "optimizer.state.pop(param, None)",
+        "state_dict |= dict.fromkeys(keys, torch.zeros(()))",
+    ),
     kills="CKPT-693",
 )
-empty_states_stay = patched(
-    "What has no states has an empty one, which torch takes for a step that was made.",
-    mutated(f"{_STATES}.load_state_dict", "_forget([optimizer], param)", "pass"),
+empty_states_counted = patched(
+    "A parameter with an empty state, as a load leaves it, counts as one with states.",
+    mutated(f"{_NATIVE}:_has_states", "not isinstance(state, dict) or state", "True"),
     kills="CKPT-693",
 )
 gradients_in_the_way = patched(
     "States of an optimizer that has gradients are not made before a load, and so not loaded.",
     mutated(
         f"{_STATES}.targets",
-        "if has_states and not optimizer.state:",
-        "if has_states and not optimizer.state and _params([optimizer])[0].grad is None:",
+        "if has_states and not _has_states(optimizer):",
+        "if has_states and not _has_states(optimizer) and _params([optimizer])[0].grad is None:",
     ),
     kills="CKPT-701",
 )
