@@ -149,7 +149,7 @@ def test_beside_the_working_folder(checkpoint: Any, tmp_path: Path, monkeypatch:
     "A save without an index, as one file, as shards or in torch's format, MUST be refused in a folder with "
     "safetensors files of others, which it keeps and which would count as its own. They are named, nothing is made.",
 )
-@pytest.mark.parametrize("kind", ["single", "shards", "native", "indexed"])
+@pytest.mark.parametrize("kind", ["single", "shards", "native"])
 def test_files_of_others(checkpoint: Any, tmp_path: Path, kind: str) -> None:
     target, trainer = tmp_path / "ck", Trainer(1)
     target.mkdir()
@@ -161,16 +161,9 @@ def test_files_of_others(checkpoint: Any, tmp_path: Path, kind: str) -> None:
             with alone():
                 checkpoint.save_training(folder, trainer.model, trainer.optimizer, 1)
         else:
-            options = {"single": {"single_file": True}, "shards": {"enable_consolidation": False}, "indexed": {}}[kind]
+            options = {"single_file": True} if kind == "single" else {"enable_consolidation": False}
             save(checkpoint, {"w": torch.ones(2)}, folder, **options)
 
-    if kind == "indexed":
-        for _ in range(2):
-            with succeeds("a save", where="with an index"):
-                saved(target)
-        assert_equal((target / "adapter.safetensors").read_bytes(), before["adapter.safetensors"], where="the other")
-        assert_loads(checkpoint, target, {"w": torch.ones(2)})
-        return
     with raises(BaseException, mentions=["adapter.safetensors", "CheckpointExistsError"]):
         saved(target)
     assert_equal({path.name: path.read_bytes() for path in target.iterdir()}, before, where="the folder")
@@ -178,3 +171,7 @@ def test_files_of_others(checkpoint: Any, tmp_path: Path, kind: str) -> None:
     for _ in range(2):
         with succeeds("a save", where="into a folder of its own"):
             saved(tmp_path / "own")
+        with succeeds("a save", where="with an index"):
+            save(checkpoint, {"w": torch.ones(2)}, target)
+    assert_equal((target / "adapter.safetensors").read_bytes(), before["adapter.safetensors"], where="the other")
+    assert_loads(checkpoint, target, {"w": torch.ones(2)})
