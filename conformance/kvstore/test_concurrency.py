@@ -281,3 +281,36 @@ def test_steps_of_moments(kvstore: Any, monkeypatch: pytest.MonkeyPatch, verb: s
     for step, count in found:
         assert_equal(step, count, where=f"step and times that the rows were trained, of {found}")
     assert_equal(found[-1], (2, 2), where="at the end")
+
+
+@requirement(
+    "KV-349",
+    "Steps that several threads take through modules over one table MUST be numbered one after the other, and none "
+    "twice, also where a whole backward of another thread comes between the lookup and its step.",
+)
+def test_steps_of_threads(kvstore: Any) -> None:
+    ids, others = ids_of([3, 1]), list[threading.Thread]()
+
+    def trained(store: Any, scale: float) -> None:
+        (kvstore.KVEmbedding(store, lr=0.1)(ids) * scale).sum().backward()
+
+    def clock() -> int:
+        # A step asks for the time when it has its gradients: the other thread is done before it goes on.
+        if not others:
+            others.append(threading.Thread(target=trained, args=(store, 3.0)))
+            others[0].start()
+            others[0].join(timeout=20)
+            assert_equal(others[0].is_alive(), False, where="another thread waits")
+        return 1000
+
+    layout = kvstore.RowLayout(4, optimizer="adam")
+    store, one_by_one = store_of(kvstore, layout, clock=clock), store_of(kvstore, layout)
+    trained(store, 1.0)
+    for scale in (3.0, 1.0):
+        trained(one_by_one, scale)
+    assert_equal(store.step_count("t"), 2, where="steps")
+    assert_contents(store, contents(one_by_one), where="after both steps")
+    store.apply_gradients("t", ids, torch.ones(2, 4), 0.1, None)
+    one_by_one.apply_gradients("t", ids, torch.ones(2, 4), 0.1, 3)
+    assert_equal(store.step_count("t"), 3, where="the step after the last")
+    assert_contents(store, contents(one_by_one), where="the step after the last")

@@ -151,8 +151,8 @@ class _StoreRows(torch.nn.Module):
         return result
 
     def _step(self, ids: torch.Tensor, grads: torch.Tensor) -> None:
-        # The store counts the step when it was taken.
-        step = self.step_count + 1
+        # A store numbers the steps of all threads that train a table; whoever stands in for one is asked by one.
+        step = None if isinstance(self.store, KVStore) else self.step_count + 1
         self.store.apply_gradients(
             self.table, ids, grads, self.lr, step, eps=self.eps, beta1=self.beta1, beta2=self.beta2
         )

@@ -269,16 +269,17 @@ class KVStore(DeltaStore):
         ids: torch.Tensor,
         grads: torch.Tensor,
         lr: float,
-        step: int = 1,
+        step: int | None = 1,
         *,
         eps: float = 1e-8,
         beta1: float = 0.9,
         beta2: float = 0.999,
     ) -> None:
-        """One optimizer step on the rows of ids [n] with gradients [n, D] (float32, or the weight dtype).
+        """One optimizer step on the rows of ids [n] with gradients [n, D] (float32, float16 or bfloat16).
 
         Duplicates are reduced first, in float32 and ascending position. Missing ids get rows: initial weight, zero
-        state. Headers are visited as by ``set``. ``step`` counts from 1.
+        state. Headers are visited as by ``set``. ``step`` counts from 1; None is the one after the table's last, also
+        where several threads train it.
 
         Raises:
             ConfigError: the table has no optimizer, or its state is not in the row. CapacityError, ShapeError,
@@ -288,11 +289,12 @@ class KVStore(DeltaStore):
         if layout.optimizer == "none":
             raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads", places_of(checked))
-        hyper = Hyper(lr=lr, step=step, eps=eps, beta1=beta1, beta2=beta2)
         floats, now = values.to(torch.float32), self.now()
         with self._step_locks[table]:
+            number = self.step_count(table) + 1 if step is None else step
+            hyper = Hyper(lr=lr, step=number, eps=eps, beta1=beta1, beta2=beta2)
             self._engine.update(table, checked, floats, hyper, now)
-            self._steps[table] = step
+            self._steps[table] = number
         self.tell_written(table)
         for listener in self._step_listeners:
             listener(table)

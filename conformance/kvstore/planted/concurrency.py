@@ -81,3 +81,13 @@ rows_behind_their_steps = patched(
     mutated("twinproof.kvstore.store:KVStore.snapshot", "held.enter_context(lock)", "pass"),
     kills="KV-346",
 )
+step_numbered_before_its_turn = patched(
+    "A module reads the number of its step before it is the turn of its thread.",
+    mutated("twinproof.kvstore.modules:_StoreRows._step", "None if isinstance(self.store, KVStore) else ", ""),
+    kills="KV-349",
+)
+next_step_is_the_last_again = patched(
+    "The step after the last has the last one's number.",
+    mutated("twinproof.kvstore.store:KVStore.apply_gradients", "step_count(table) + 1", "step_count(table) or 1"),
+    kills="KV-349",
+)

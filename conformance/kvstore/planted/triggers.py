@@ -76,8 +76,8 @@ steps_counted_late = patched(
     "The step is counted when those who listen have heard of it.",
     mutated(
         "twinproof.kvstore.store:KVStore.apply_gradients",
-        "self._steps[table] = step\n    self.tell_written(table)",
-        "self.tell_written(table)\n    self._steps[table] = step",
+        "self._steps[table] = number\n    self.tell_written(table)",
+        "self.tell_written(table)\n    self._steps[table] = number",
     ),
     kills="KV-255",
 )
