@@ -424,11 +424,13 @@ class StoreFiles:
 
         Raises:
             ConfigError: an id outside this rank's buckets, changes that are not tracked, ranks that ask for different
-                buckets, forms or kinds, or for what is none or cannot be loaded; on every rank.
+                buckets, forms or kinds, or for what is none or cannot be loaded, or whose rows have different layouts;
+                on every rank. A process that is not of the group.
             CheckpointExistsError, StorageError, DistributedError.
         """
         chosen = Buckets() if buckets is None else buckets
         started, named_by_user = time.perf_counter(), writer_options.pop("metadata", None) or {}
+        alone = rank_and_world(process_group)[1] == 1
         with group_to_save_in(process_group) as group, ExitStack() as opened:
 
             def writer_with(metadata: Mapping[str, str]) -> Any:
@@ -454,7 +456,6 @@ class StoreFiles:
             content = SavedContent(store.options.rows, chosen, kind, form, fingerprints, bases, steps)
             with writer_with(content.metadata() | named_by_user) as writer, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                alone = rank_and_world(process_group)[1] == 1
                 dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
         store.fingerprints.note(mark, fingerprints)
         counts = {part.table: part.ids.numel() for part in parts}
@@ -499,14 +500,13 @@ class StoreFiles:
         check_store(store)
         check_flags(weights_only=weights_only)
         _check_chunk(chunk_rows)
-        started = time.perf_counter()
+        started, (rank, world_size) = time.perf_counter(), rank_and_world(process_group)
         saved = self._files.open(os.fspath(local_path(path)))
         if tables is None and set(saved.tables) != set(store.tables):
             raise ConfigError(
                 "other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables), where=path
             )
         names = tables_of(store.tables, tables)
-        rank, world_size = rank_and_world(process_group)
         total = saved.buckets.total_count
         begin, end = rank_buckets(total, world_size, rank) if owned is None else _pair(owned)
         if not 0 <= begin <= end <= total:
@@ -593,6 +593,8 @@ def _parts(
             if gone is not None:
                 deleted[table] = gone
         asked = {"buckets": buckets, "form": form, "delta": since is not None, "tables": tuple(sorted_ids)}
+        # Rows of another layout would be read by this one's.
+        asked |= {"layouts": store.options.rows, "changes are tracked": store.options.track_changes}
         return asked, {
             t: summary_of(store, source, t, ids[:, 0], deleted.get(t), since) for t, (ids, _) in sorted_ids.items()
         }

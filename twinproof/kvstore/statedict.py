@@ -57,10 +57,20 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rank_and_world(process_group: Any) -> tuple[int, int]:
-    """This process among those of the group; alone where torch.distributed is not in use."""
+    """This process among those of the group; alone where torch.distributed is not in use. Raises ConfigError."""
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
-    return dist.get_rank(process_group), dist.get_world_size(process_group)
+    # Whoever makes a group of others gets a number that stands for none.
+    rank = dist.get_rank(process_group) if _is_group(process_group) else -1
+    if rank < 0:
+        raise ConfigError(
+            "this process is of no such group", got=process_group, expected="a group of its own", where="process_group"
+        )
+    return rank, dist.get_world_size(process_group)
+
+
+def _is_group(process_group: Any) -> bool:
+    return process_group is None or (dist.is_available() and isinstance(process_group, dist.ProcessGroup))
 
 
 def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
@@ -119,6 +129,7 @@ def state_dict(
         for table in names:
             sorted_ids[table] = engine.sort_ids(source.ids(table), chosen, begin, end)
         asked = {"buckets": chosen, "tables": names, "whole rows": store.return_whole_row}
+        asked["layouts"] = [source.layout(table) for table in names]
         return asked, {table: (ids.shape[0], source.step_count(table)) for table, (ids, _) in sorted_ids.items()}
 
     try:

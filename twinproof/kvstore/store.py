@@ -406,7 +406,8 @@ class KVStore(DeltaStore):
 
         Raises:
             ConfigError: an id outside this rank's buckets, ranks that ask for different buckets, tables or rows, or
-                for what is none; on every rank.
+                for what is none, or whose rows have different layouts; on every rank. A process that is not of the
+                group.
         """
         return state_dict(self, self._engine, tables, buckets, process_group, snapshot=snapshot, chunk_rows=chunk_rows)
 

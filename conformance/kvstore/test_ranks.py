@@ -1,0 +1,112 @@
+"""Ranks that make one save of stores that do not fit together, and processes that are of no group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.kvstore.cases import ids_of, save, store_of, weights_of
+from twinproof.errors import ConfigError, TwinproofError
+
+BUCKETS = 2
+
+
+def _store_of_rank(kvstore: Any, rank: Any, layouts: list[Any], **options: Any) -> Any:
+    store = store_of(kvstore, layouts[rank.rank], **options)
+    store.set("t", ids_of([rank.rank, rank.rank + BUCKETS]), weights_of(store, 2, rank.rank))
+    return store
+
+
+def save_of_others(rank: Any, path: str) -> list[str]:
+    """Two ranks whose stores differ save and make views; what each of them says."""
+    kvstore = rank.component("kvstore")
+    layout, buckets = kvstore.RowLayout, kvstore.Buckets(BUCKETS)
+    half = {"momentum1": torch.float16, "momentum2": torch.float16}
+    pairs = {
+        "dtypes": [layout(4), layout(4, torch.float16)],
+        "optimizers of one width": [layout(4, optimizer="adam"), layout(4, optimizer="lamb")],
+        "states": [layout(4, optimizer="adam"), layout(4, optimizer="adam", state_dtypes=half)],
+        "widths": [layout(4), layout(8)],
+    }
+    ways = {
+        "rows": lambda store, where: save(kvstore, store, where, buckets=buckets),
+        "separate": lambda store, where: save(kvstore, store, where, buckets=buckets, form="separate"),
+        "views": lambda store, where: store.state_dict(buckets=buckets),
+    }
+    found = []
+    for name, layouts in pairs.items():
+        store = _store_of_rank(kvstore, rank, layouts)
+        for way, call in ways.items():
+            found.append(f"{name}, {way}: {_said(call, store, Path(path))}")
+    store = _store_of_rank(kvstore, rank, [layout(4)] * 2, track_changes=rank.rank == 0)
+    found.append(f"changes, rows: {_said(ways['rows'], store, Path(path))}")
+    return found
+
+
+def _said(call: Any, store: Any, path: Path) -> str:
+    try:
+        call(store, path)
+    except TwinproofError as error:
+        return type(error).__name__
+    except Exception as error:
+        return f"unnamed {type(error).__name__}"
+    return "no error"
+
+
+@requirement(
+    "KV-350",
+    "Ranks whose stores have rows of different layouts, or of which some track their changes, MUST all be refused by "
+    "a save and by views of all ranks, also where the rows are of one width, with nothing written.",
+)
+def test_other_layouts(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        found = rank_pool.run(save_of_others, 2, str(tmp_path / "ck"), timeout_s=20)
+    names = ("dtypes", "optimizers of one width", "states", "widths")
+    expected = [f"{name}, {way}: ConfigError" for name in names for way in ("rows", "separate", "views")]
+    assert_equal(found, [[*expected, "changes, rows: ConfigError"]] * 2, where="by rank")
+    assert_equal(os.path.exists(tmp_path / "ck"), False, where="nothing is written")
+
+
+def call_from_outside(rank: Any, path: str) -> list[str]:
+    """Of two ranks the second alone is a group; what the first says where it is given that."""
+    kvstore = rank.component("kvstore")
+    store = _store_of_rank(kvstore, rank, [kvstore.RowLayout(4)] * 2)
+    group = dist.new_group([1])  # type: ignore[no-untyped-call]
+    if rank.rank == 1:
+        save(kvstore, store, Path(path), process_group=group)
+        return []
+    calls = {
+        "save": lambda: save(kvstore, store, Path(path) / "other", process_group=group),
+        "load": lambda: kvstore.load(store, Path(path), process_group=group),
+        "state_dict": lambda: store.state_dict(process_group=group),
+    }
+    found = []
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            lines = str(error).splitlines()
+            found.append(f"{name}: {type(error).__name__}, {'where: process_group' in str(lines)}")
+    return found
+
+
+@requirement(
+    "KV-360",
+    "A process that is not of the group that a save, a load or a state dict is given MUST be told so by the name of "
+    "that argument, and so MUST whoever gives what is no group.",
+)
+def test_no_member(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        found = rank_pool.run(call_from_outside, 2, str(tmp_path / "ck"), timeout_s=20)
+    assert_equal(found[0], [f"{name}: ConfigError, True" for name in ("save", "load", "state_dict")], where="outside")
+    store = store_of(kvstore)
+    for wrong in ("world", 1):
+        with raises(ConfigError, mentions=["where: process_group", str(wrong)], where=f"a save in {wrong}"):
+            save(kvstore, store, tmp_path / "no", process_group=wrong)
+        with raises(ConfigError, mentions=["where: process_group", str(wrong)], where=f"views in {wrong}"):
+            store.state_dict(process_group=wrong)
