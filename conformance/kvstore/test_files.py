@@ -33,7 +33,7 @@ from conformance.kvstore.cases import (
     weights_of,
 )
 from conformance.provers.faults import Interruption, each_moment, interrupted
-from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingKeyError, TwinproofError
+from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingKeyError, ShapeError, TwinproofError
 
 
 def torn_files(path: Path) -> dict[str, Any]:
@@ -413,3 +413,46 @@ def test_options_of_the_writer(kvstore: Any, tmp_path: Path, form: str) -> None:
         save(kvstore, store, path, form=form, chunk_rows=2, **options)
         kvstore.load(other, path)
         assert_contents(other, contents(store), where=f"{form}, {options}")
+
+
+@requirement(
+    "KV-351",
+    "Saved rows that are asked for positions or buckets that there are not, for the rows of a table that was not "
+    "saved, or in chunks that are none, MUST refuse that by name when they are asked, and MUST give no other bytes.",
+)
+def test_ranges_of_saved_rows(kvstore: Any, tmp_path: Path) -> None:
+    keys, buckets = [9, 3, 1, 4, 12, 7], kvstore.Buckets(3)
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, keys, 1))
+    save(kvstore, store, tmp_path / "ck", buckets=buckets)
+    saved = kvstore.SavedRows(tmp_path / "ck")
+    order = [3, 9, 12, 1, 4, 7]
+    for start, length in ((0, 6), (2, 3), (6, 0)):
+        assert_equal(saved.read_ids("t", start, length).tolist(), order[start : start + length], where="positions")
+        found = [key for ids, _ in saved.between("t", start, start + length, 2) for key in ids.tolist()]
+        assert_equal(found, order[start : start + length], where="positions in chunks")
+    assert_equal([key for ids, _ in saved.chunks("t", 1, 3, 2) for key in ids.tolist()], [1, 4, 7], where="buckets")
+    outside: list[tuple[Any, Any]] = [(-1, 2), (0, 7), (6, 1), (2, -1), (-100, 3), (0.5, 1), (True, 1), ("0", 1)]
+    for pair in outside:
+        for verb in (saved.read_ids, saved.rows):
+            with raises((ShapeError, ConfigError), mentions=[str(pair[0])], where=f"{verb.__name__} of {pair}"):
+                verb("t", *pair)
+    for first, behind in ((-1, 2), (0, 7), (7, 7), (2, 1), (0, 1.5)):
+        with raises((ShapeError, ConfigError), where=f"between {first} and {behind}"):
+            saved.between("t", first, behind, 2)
+    for begin, end in ((-1, 2), (0, 4), (2, 1), (3, 9), (0, True), ("0", 1)):
+        with raises(ConfigError, mentions=["where: begin, end", str(begin)], where=f"buckets {begin} to {end}"):
+            saved.chunks("t", begin, end, 2)
+    for chunk_rows in (0, -1, 1.5, True):
+        with raises(ConfigError, mentions=["where: chunk_rows", str(chunk_rows)], where=f"chunks of {chunk_rows}"):
+            saved.chunks("t", 0, 3, chunk_rows)
+    others = {
+        "read_ids": lambda name: saved.read_ids(name, 0, 1),
+        "rows": lambda name: saved.rows(name, 0, 1),
+        "chunks": lambda name: saved.chunks(name, 0, 1, 1),
+        "deleted": saved.deleted,
+        "file_of": saved.file_of,
+    }
+    for verb_name, call in others.items():
+        with raises(MissingKeyError, mentions=["got: u"], where=f"{verb_name} of another table"):
+            call("u")

@@ -48,7 +48,7 @@ from twinproof.kvstore.deltas import (
     read_content,
     summary_of,
 )
-from twinproof.kvstore.options import RowLayout, unpack_header
+from twinproof.kvstore.options import RowLayout, check_int, unpack_header
 from twinproof.kvstore.rows import (
     Buckets,
     RowSource,
@@ -56,6 +56,7 @@ from twinproof.kvstore.rows import (
     assemble_rows,
     bucket_of,
     check_convertible,
+    check_row_range,
     chosen_buckets,
     convert_rows,
     nearest_bucket_of,
@@ -100,7 +101,10 @@ class SavedTable:
     bucket_counts: torch.Tensor
 
     def rows_of(self, begin: int, end: int) -> tuple[int, int]:
-        """The rows [first, behind last) of buckets [begin, end)."""
+        """The rows [first, behind last) of buckets [begin, end). Raises ConfigError."""
+        total = self.bucket_counts.numel()
+        if not (type(begin) is type(end) is int and 0 <= begin <= end <= total):
+            raise ConfigError("not a range of buckets", got=(begin, end), expected=f"0 to {total}", where="begin, end")
         return int(self.bucket_counts[:begin].sum()), int(self.bucket_counts[:end].sum())
 
 
@@ -166,7 +170,7 @@ class SavedRows(RowSource):
 
     def saved_table(self, name: str) -> SavedTable:
         """One table. Raises MissingKeyError."""
-        if name not in self.saved:
+        if not isinstance(name, str) or name not in self.saved:
             raise MissingKeyError(
                 "the saved store has no such table", got=name, expected=sorted(self.saved), where=self.path
             )
@@ -176,7 +180,8 @@ class SavedRows(RowSource):
         """Ids [length] and whole rows [length, row_bytes] from position ``start``, whatever the form.
 
         Raises:
-            CorruptionError: keys and ids disagree, a row is unused, or an id stands in a wrong place.
+            CorruptionError: keys and ids disagree, a row is unused, or an id stands in a wrong place. ShapeError: a
+                range outside the rows. ConfigError, MissingKeyError.
         """
         layout, ids = self.saved_table(table).layout, self.read_ids(table, start, length)
         if self.form == "rows":
@@ -189,11 +194,15 @@ class SavedRows(RowSource):
         return ids, rows
 
     def read_ids(self, table: str, start: int, length: int) -> torch.Tensor:
-        """Ids int64 [length] from position ``start``, not checked."""
+        """Ids int64 [length] from position ``start``, not checked. Raises ShapeError, ConfigError, MissingKeyError."""
+        row_count = self.saved_table(table).row_count
+        check_row_range(0, check_int(start, "start"), check_int(length, "length"), row_count)
         return self._read_range(self.catalog, f"{table}.ids", start, length)
 
     def file_of(self, name: str) -> str:
-        """The file that holds a tensor."""
+        """The file that holds a tensor. Raises MissingKeyError."""
+        if name not in self.catalog.tensors:
+            raise MissingKeyError("a tensor of the saved store is not there", got=name, where=self.path)
         return self.catalog.tensors[name].chunks[0].file
 
     def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
@@ -220,13 +229,24 @@ class SavedRows(RowSource):
             raise CorruptionError("ids that do not stand in bucket order", where=f"{self.path}: {table}.ids")
 
     def chunks(self, table: str, begin: int, end: int, chunk_rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Ids and whole rows of buckets [begin, end), at most ``chunk_rows`` at once; no other rows are read."""
+        """Ids and whole rows of buckets [begin, end), at most ``chunk_rows`` at once; no other rows are read.
+
+        Raises ConfigError for what is no range of buckets or no chunk.
+        """
         return self.between(table, *self.saved_table(table).rows_of(begin, end), chunk_rows)
 
     def between(
         self, table: str, first: int, behind: int, chunk_rows: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The same of positions [first, behind)."""
+        """The same of positions [first, behind). Raises ShapeError for a range outside the rows."""
+        row_count = self.saved_table(table).row_count
+        check_row_range(0, check_int(first, "first"), check_int(behind, "behind") - first, row_count)
+        _check_chunk(chunk_rows)
+        return self._between(table, first, behind, chunk_rows)
+
+    def _between(
+        self, table: str, first: int, behind: int, chunk_rows: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         seam = torch.zeros(0, dtype=torch.int64, device="cpu")
         for start in range(first, behind, chunk_rows):
             ids, rows = self.rows(table, start, min(chunk_rows, behind - start))
@@ -236,7 +256,8 @@ class SavedRows(RowSource):
             yield ids, rows
 
     def deleted(self, table: str) -> torch.Tensor:
-        """The ids that a delta removes, int64 [M]; of a full save none."""
+        """The ids that a delta removes, int64 [M]; of a full save none. Raises MissingKeyError."""
+        self.saved_table(table)
         if self.kind == "full":
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         return self._read_range(self.catalog, f"{table}.deleted", 0, self._shape(f"{table}.deleted", "I64", 1)[0])

@@ -162,3 +162,23 @@ shards_that_nobody_loads = patched(
     mutated("twinproof.kvstore.disk:_check_writer_options", ', ("enable_consolidation", True)', ","),
     kills="KV-347",
 )
+
+bytes_behind_the_ids_read = patched(
+    "Ids of a saved store are read from its file wherever they are asked for.",
+    mutated(
+        "twinproof.kvstore.disk:SavedRows.read_ids",
+        'check_row_range(0, check_int(start, "start"), check_int(length, "length"), row_count)',
+        "pass",
+    ),
+    kills="KV-351",
+)
+buckets_counted_from_the_end = patched(
+    "Buckets of saved rows that there are not have no rows.",
+    mutated("twinproof.kvstore.disk:SavedTable.rows_of", "0 <= begin <= end <= total", "True"),
+    kills="KV-351",
+)
+chunks_refused_late = patched(
+    "Chunks of no rows are those of no table.",
+    mutated("twinproof.kvstore.disk:SavedRows.between", "_check_chunk(chunk_rows)", "pass"),
+    kills="KV-351",
+)
