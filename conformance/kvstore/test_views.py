@@ -374,3 +374,41 @@ def test_refusals_of_read_only(kvstore: Any) -> None:
         with raises(UnsupportedError, where=f"weights, {read_only=}"):
             weights.set_range(0, 0, 6, torch.zeros(6, 6))
     assert_contents(store, before, where="rows that are written as they are")
+
+
+@requirement(
+    "KV-352",
+    "A view of whole rows MUST NOT be attached to rows of another layout of the same width, nor a view of a state to "
+    "those of another optimizer: that MUST be refused by the name of the table, and the view be as it was.",
+)
+def test_attached_to_other_values(kvstore: Any) -> None:
+    layout, ids, half = kvstore.RowLayout, ids_of([1, 2]), {"momentum1": torch.float16, "momentum2": torch.float16}
+    source = store_of(kvstore, layout(8, optimizer="adam"))
+    source.set_rows("t", random_rows(source, [1, 2], 1))
+    others = {
+        "other optimizer": layout(8, optimizer="lamb"),
+        "other width of weights": layout(24),
+        "other states": layout(12, optimizer="adagrad"),
+        "other dtypes": layout(16, torch.float16, "adam", half),
+    }
+    for what, other in others.items():
+        target = store_of(kvstore, other)
+        assert_equal(other.row_bytes, source.layout("t").row_bytes, where=f"{what}: bytes of a row")
+        view = pickle.loads(pickle.dumps(kvstore.KVTensor(source, ids)))
+        with raises(ConfigError, mentions=["where: t", str(other)], where=f"whole rows, {what}"):
+            view.attach(target)
+        with raises(DetachedStoreError, where=f"{what}: still without rows"):
+            view.full_tensor()
+        assert_bits(view.attach(source).full_tensor(), source.get_rows("t", ids), where=f"{what}: attached after all")
+    for name, optimizer in (("momentum1", "adagrad"), ("momentum1", "lamb"), ("momentum2", "lamb")):
+        target = store_of(kvstore, layout(8, optimizer=optimizer))
+        view = pickle.loads(pickle.dumps(kvstore.KVTensor(source, ids, name)))
+        with raises(ConfigError, mentions=["where: t", optimizer], where=f"{name} of {optimizer}"):
+            view.attach(target)
+    for name, optimizer in (("weight", "adagrad"), ("metadata", "none")):
+        target = store_of(kvstore, layout(8, optimizer=optimizer))
+        target.set_rows("t", random_rows(target, [1, 2], 2))
+        expected = kvstore.KVTensor(target, ids, name).full_tensor()
+        with succeeds("attach", where=f"{name} of {optimizer}"):
+            view = pickle.loads(pickle.dumps(kvstore.KVTensor(source, ids, name))).attach(target)
+        assert_bits(view.full_tensor(), expected, where=f"{name} of {optimizer}")

@@ -434,6 +434,8 @@ class KVTensor(LazyRows):
     _source: RowSource | None
     _description: tuple[Callable[..., RowSource], tuple[Any, ...]] | None
     _range: tuple[int, int]
+    # Of the rows that it was made over; views that were pickled before it was kept have none.
+    _layout: RowLayout | None = None
 
     @staticmethod
     def __new__(
@@ -466,6 +468,7 @@ class KVTensor(LazyRows):
         begin, end, dtype = view_slice(source.layout(name), view)
         made: KVTensor = cls._make((checked.numel(), (end - begin) // dtype.itemsize), dtype, chunk_rows)
         made.table, made.view_name, made._ids, made._range = name, view, checked, (begin, end)
+        made._layout = source.layout(name)
         made._source, made._description = source, source.reopened()
         made.read_only = bool(read_only) or source.read_only or view == "metadata"
         return made
@@ -497,17 +500,27 @@ class KVTensor(LazyRows):
         """Give an unpickled view its rows; returns it.
 
         Raises:
-            ConfigError: the source's rows of this table have another width or dtype, or it is none.
+            ConfigError: what it shows has another width or dtype in the source's rows of this table, or another
+                meaning: of whole rows their layout, of a state its optimizer; or it is none.
         """
         check_kind(source, RowSource, "source", SOURCES)
-        begin, end, dtype = view_slice(source.layout(self.table), self.view_name)
-        if (end - begin, dtype) != (self._range[1] - self._range[0], self.dtype):
-            raise ConfigError("rows of another layout", got=source.layout(self.table), where=self.table)
+        layout = source.layout(self.table)
+        begin, end, dtype = view_slice(layout, self.view_name)
+        same = (end - begin, dtype) == (self._range[1] - self._range[0], self.dtype)
+        if not same or not self._means_the_same(layout):
+            raise ConfigError("rows of another layout", got=layout, expected=self._layout, where=self.table)
         self._source, self._range = source, (begin, end)
+        self._layout = layout
         # It travels as a view of these rows, and not of those that it was made over.
         self._description = source.reopened()
         self.read_only = self.read_only or source.read_only
         return self
+
+    def _means_the_same(self, layout: RowLayout) -> bool:
+        """Whether the bytes that this view shows are values of the same kind in rows of another layout."""
+        if self._layout is None or self.view_name in ("weight", "metadata"):
+            return True
+        return self._layout == layout if self.view_name == "row" else self._layout.optimizer == layout.optimizer
 
     def read_rows(self, start: int, length: int) -> torch.Tensor:
         """Rows [start, start + length), fresh, from the source as it is now."""
@@ -615,6 +628,7 @@ class KVTensor(LazyRows):
             "view_name": self.view_name,
             "read_only": self.read_only,
             "_range": self._range,
+            "_layout": self._layout,
             "_description": self._description,
             "global_row_count": self.global_row_count,
             "row_offset": self.row_offset,

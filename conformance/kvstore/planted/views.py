@@ -162,3 +162,20 @@ read_only_wrappers_take_all = patched(
     ),
     kills="KV-315",
 )
+
+_MEANS_THE_SAME = "twinproof.kvstore.views:KVTensor._means_the_same"
+any_rows_of_this_width = patched(
+    "A view of whole rows is attached to whatever rows have as many bytes.",
+    mutated(_MEANS_THE_SAME, 'self.view_name in ("weight", "metadata")', 'self.view_name[:8] != "momentum"'),
+    kills="KV-352",
+)
+any_state_of_this_name = patched(
+    "A view of a state is attached to the state of that name of any optimizer.",
+    mutated(_MEANS_THE_SAME, "self._layout.optimizer == layout.optimizer", "True"),
+    kills="KV-352",
+)
+weights_of_one_optimizer = patched(
+    "A view of weights is attached only to rows of the same layout.",
+    mutated(_MEANS_THE_SAME, 'self.view_name in ("weight", "metadata")', "False"),
+    kills="KV-352",
+)
