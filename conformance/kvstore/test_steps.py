@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from conformance.harness import assert_equal, assert_same_bytes, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, raises, requirement, succeeds
 from conformance.kvstore.cases import FILE, assert_contents, contents, ids_of, random_rows, save, store_of
 from conformance.kvstore.model import stepped_body
 from twinproof.errors import ConfigError, CorruptionError, FormatError
@@ -381,3 +381,59 @@ def test_rows_of_zeros(kvstore: Any) -> None:
                     expected = stepped_body(layout, before[number][16:], [grads[number]], step, 0.25)
                     where = f"{optimizer}, {dim} columns, step {step}, row {number}"
                     assert_same_bytes(bytes(row.tolist())[16:], expected, where=where)
+
+
+def _scaled(kvstore: Any, store: Any, buffer: str = "offset") -> Any:
+    """A module of a subclass with a parameter, a buffer, a module and further state of its own."""
+
+    class Scaled(kvstore.KVEmbedding):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(store, table="a")
+            self.scale, self.head, self.told = torch.nn.Parameter(torch.ones(3)), torch.nn.Linear(2, 2), 0
+            self.register_buffer(buffer, torch.zeros(2))
+
+        def get_extra_state(self) -> int:
+            return self.told
+
+        def set_extra_state(self, state: int) -> None:
+            self.told = state
+
+    return Scaled()
+
+
+@requirement(
+    "KV-353",
+    "A subclass of an embedding module MUST save and load its own parameters, buffers, modules and further state "
+    "beside the table, hooks before a load MUST be called, and a name of the table's MUST NOT be one of its own.",
+)
+def test_subclasses(kvstore: Any) -> None:
+    module, other = (_scaled(kvstore, _adam(kvstore)) for _ in range(2))
+    module(ids_of([1, 5])).sum().backward()
+    with torch.no_grad():
+        module.scale.fill_(7)
+        module.offset.fill_(9)
+    module.told = 4
+    state = module.state_dict()
+    with succeeds("load_state_dict", where="a subclass"):
+        other.load_state_dict(state)
+    assert_contents(other.store, contents(module.store), where="rows")
+    assert_equal(other.step_count, 1, where="step")
+    for name, value in (("scale", other.scale), ("offset", other.offset), ("head.weight", other.head.weight)):
+        assert_equal(value.tolist(), state[name].tolist(), where=name)
+    assert_equal(other.told, 4, where="further state")
+    for change, loud in (({"scale": None}, "Missing"), ({"scael": state["scale"]}, "Unexpected")):
+        broken = {name: value for name, value in (dict(state) | change).items() if value is not None}
+        with raises(RuntimeError, mentions=[loud, next(iter(change))], where="strict"):
+            other.load_state_dict(broken)
+    # As of a model whose entries had other names.
+    renamed = {("rows" if name == "weight" else name): value for name, value in state.items()}
+    other.store.clear("a")
+    other.register_load_state_dict_pre_hook(lambda _, found, prefix, *rest: found.update(weight=found.pop("rows")))
+    with succeeds("load_state_dict", where="of other names"):
+        other.load_state_dict(renamed)
+    assert_contents(other.store, contents(module.store), where="rows of other names")
+    taken = _scaled(kvstore, _adam(kvstore), buffer="step")
+    for way, call in (("save", taken.state_dict), ("load", lambda: taken.load_state_dict(state))):
+        with raises(ConfigError, mentions=["'step'", "where: Scaled"], where=f"{way}, a name of the table's"):
+            call()
+    assert_equal(taken.store.size("a"), 0, where="rows of a refused load")

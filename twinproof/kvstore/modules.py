@@ -109,7 +109,16 @@ class _StoreRows(torch.nn.Module):
     def _fields(self) -> tuple[str, ...]:
         return ("weight", "weight_id", "bucket", "metadata", "step", *self.store.layout(self.table).state_slots)
 
+    def _check_names(self) -> None:
+        """Refuse parameters and buffers of a subclass that have names of the table's. Raises ConfigError."""
+        taken = sorted(set(self._fields()) & {*self._parameters, *self._buffers})
+        if taken:
+            raise ConfigError(
+                "names of the table's own entries", got=taken, expected="other names", where=type(self).__name__
+            )
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._check_names()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not isinstance(self.store, KVStore):
             raise UnsupportedError("this store gives no state dict", got=type(self.store).__name__, where=prefix)
@@ -126,11 +135,16 @@ class _StoreRows(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
+        self._check_names()
+        # Of a subclass: its own parameters and buffers. Hooks may rename entries, also those of the table.
+        strange: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, strange, error_msgs)
+        own = {prefix + field: field for field in self._fields()}
+        unexpected_keys += [name for name in strange if name not in own]
+        given = {field: name for name, field in own.items() if name in state_dict}
         needed = [prefix + name for name in ("weight", "weight_id") if name not in given]
         if strict:
             missing_keys += needed
-            unexpected_keys += [name for field, name in given.items() if field not in self._fields()]
         if not needed:
             rows = {f"{self.table}.{field}": state_dict[name] for field, name in given.items()}
             self.store.load_state_dict(rows, tables=(self.table,), clear=True)
