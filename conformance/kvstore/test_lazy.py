@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_bits, assert_contents, contents, filled, fresh, ids_of, random_rows
 from twinproof.errors import CorruptionError, MissingKeyError, PlanError, UnsupportedError
 
@@ -416,3 +416,30 @@ def test_copies_say_the_same(kvstore: Any, checkpoint: Any, tmp_path: Path) -> N
                 wide = _said(lazy.to(torch.float64))
                 kept = {field: wide[field] for field in ("shape", "global_row_count", "row_offset", "chunk_rows")}
                 assert_equal(kept, {field: expected[field] for field in kept}, where=f"wider {name}, {snapshot=}")
+
+
+@requirement(
+    "KV-354",
+    "A tensor without memory of its own, as the lazy rows of a state dict, MUST be refused where rows are to be read "
+    "into it: what was read would go to a copy, and the tensor stay as it is.",
+)
+def test_read_into_lazy_rows(kvstore: Any) -> None:
+    store, ids = filled(kvstore, KEYS), ids_of(KEYS)
+    lazy = {"live": store.state_dict(snapshot=False), "of a moment": store.state_dict()}
+    whole = kvstore.KVTensor(store, ids, "row", table="a")
+    for what, state in lazy.items():
+        weight = state["a.weight"]
+        for name, out in (("rows", weight), ("a copy of rows", weight.clone())):
+            with raises(UnsupportedError, mentions=["where: out"], where=f"get into {name}, {what}"):
+                store.get("a", ids, out=out)
+        with raises(UnsupportedError, mentions=["where: out"], where=f"get_rows into lazy rows, {what}"):
+            store.get_rows("a", ids, out=kvstore.KVTensor(store, ids, "row", table="a"))
+        with raises(UnsupportedError, mentions=["where: out"], where=f"read_rows_into lazy rows, {what}"):
+            whole.read_rows_into(0, len(KEYS), whole.clone())
+    out = torch.zeros(len(KEYS), 6, dtype=torch.float16)
+    assert_equal(store.get("a", ids, out=out) is out, True, where="a plain tensor is filled and returned")
+    assert_bits(out, store.get("a", ids), where="a plain tensor")
+    kept = torch.nn.Parameter(torch.zeros(len(KEYS), 6, dtype=torch.float16), requires_grad=False)
+    with succeeds("get", where="a parameter is a plain tensor"):
+        store.get("a", ids, out=kept)
+    assert_bits(kept.detach(), out, where="a parameter")

@@ -13,7 +13,7 @@ import torch
 
 from conformance.harness import assert_equal, assert_flags_are_no_text, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_contents, contents, ids_of, random_rows, save, store_of
-from twinproof.errors import ConfigError, TwinproofError
+from twinproof.errors import ConfigError, ShapeError, TwinproofError, UnsupportedError
 
 Call = Callable[[Any], Any]
 
@@ -424,3 +424,57 @@ def test_moments_of_refusals(kvstore: Any, tmp_path: Path) -> None:
         with raises(ConfigError, where=name) as caught:
             call()
         assert_equal(store.stats().snapshot_count, 0, where=f"{name}: moments beside {type(caught.error).__name__}")
+
+
+@requirement(
+    "KV-355",
+    "Names that are no text, ranges of bytes that are no whole numbers, values that are not in memory, listeners that "
+    "cannot be called and a clock that tells no seconds MUST be refused by name, before anything is written.",
+)
+def test_what_is_none(kvstore: Any) -> None:
+    told: list[Any] = [1000]
+    store = store_of(kvstore, track_changes=True, clock=lambda: told[0])
+    store.set_rows("t", random_rows(store, [1, 2, 3], 4))
+    before, mark, ids, zeros = contents(store), store.mark(), ids_of([1, 5]), torch.zeros(2, 6)
+    for verb, call in _of_tables(kvstore, store).items():
+        for table in (["t"], {"t": 1}):
+            with raises(ConfigError, mentions=["where: table", f"got: {table}"], where=f"{verb} of the table {table}"):
+                call(table)
+    of_states: dict[str, Call] = {
+        "set_state": lambda it: store.set_state("t", it, ids, zeros),
+        "get_state": lambda it: store.get_state("t", it, ids),
+        "slot": lambda it: store.slot("t", it),
+        "KVTensor": lambda it: kvstore.KVTensor(store, ids, it),
+    }
+    for verb, call in of_states.items():
+        with raises(ConfigError, mentions=["got: ['momentum1']"], where=f"{verb} of a list"):
+            call(["momentum1"])
+    of_numbers: dict[str, Call] = {
+        "offset_bytes": lambda it: store.get_rows("t", ids, offset_bytes=it, width_bytes=4),
+        "width_bytes": lambda it: store.get_rows("t", ids, width_bytes=it),
+        "begin": lambda it: store.place("t", ids, zeros, it),
+    }
+    for name, call in of_numbers.items():
+        for value in (16.0, "16", True):
+            with raises(ConfigError, mentions=[f"where: {name}", f"got: {value}"], where=f"{name} is {value!r}"):
+                call(value)
+    values = {"meta": zeros.to("meta"), "[n]": zeros[:, 0], "[n, w, 1]": zeros[..., None], "sparse": zeros.to_sparse()}
+    for what, wrong in values.items():
+        with raises((ShapeError, UnsupportedError), mentions=["where: values"], where=f"place {what}"):
+            store.place("t", ids, wrong, 16)
+    for listener in (3, None, "print"):
+        with raises(ConfigError, mentions=["where: listener", f"got: {listener}"], where=f"add_listener({listener!r})"):
+            store.add_listener(listener)
+    for seconds in (None, float("nan"), float("inf"), "noon"):
+        told[0] = seconds
+        writes: list[Call] = [lambda it: store.set("t", ids, it), lambda it: store.apply_gradients("t", ids, it, 0.1)]
+        for write in writes:
+            with raises(ConfigError, mentions=["where: clock", f"got: {seconds}"], where=f"a clock says {seconds}"):
+                write(zeros)
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")
+    told[0] = 7.9
+    for what, right in (("strided", torch.arange(12.0).reshape(6, 2).t()), ("negative", torch._neg_view(zeros + 1))):
+        store.place("t", ids, right, 16)
+        assert_equal(store.get("t", ids).tolist(), right.tolist(), where=f"{what} values")
+    assert_equal(int(store.metadata("t", ids)[1]) & (2**32 - 1), 7, where="a clock of fractions of seconds")

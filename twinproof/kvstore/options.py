@@ -56,6 +56,7 @@ __all__ = [
     "check_int",
     "check_matrix",
     "check_rows",
+    "check_strided",
     "check_tensor",
     "from_bytes",
     "initial_weights",
@@ -300,6 +301,15 @@ def check_plain(value: Any, where: str, places: tuple[str, ...] = _CPU) -> torch
     if plain.layout is not torch.strided or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         raise ShapeError("not contiguous; call .contiguous()", got=tuple(plain.stride()), where=where)
     return plain.detach()
+
+
+def check_strided(values: Any, where: str) -> torch.Tensor:
+    """Values [n, w] in memory of the CPU, strided any way; contiguous. Raises ShapeError, UnsupportedError."""
+    given = check_tensor(values, where)
+    if given.dim() != 2:
+        raise ShapeError("values are [n, w]", got=tuple(given.shape), expected="[n, w]", where=where)
+    is_strided = given.layout is torch.strided and given.device.type == "cpu"
+    return check_plain(given.resolve_conj().resolve_neg().contiguous() if is_strided else given, where)
 
 
 def check_ids(ids: Any, where: str = "ids", places: tuple[str, ...] = _CPU) -> torch.Tensor:

@@ -53,6 +53,7 @@ __all__ = [
     "bucket_of",
     "check_buckets",
     "check_convertible",
+    "check_out",
     "check_row_range",
     "chosen_buckets",
     "convert_rows",
@@ -319,6 +320,15 @@ def places_of(ids: torch.Tensor) -> tuple[str, ...]:
     return (ids.device.type,)
 
 
+def check_out(out: Any, ids: torch.Tensor, width: int, dtype: torch.dtype) -> None:
+    """Demand memory [n, width] that rows of ids [n] can be read into. Raises ShapeError, UnsupportedError."""
+    check_matrix(out, ids.numel(), width, dtype, "out", places_of(ids))
+    # What is written to lazy rows, or to another wrapper of tensors, goes to a copy that nobody keeps.
+    if type(out).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        got = type(out).__name__
+        raise UnsupportedError("nothing can be read into this tensor", got=got, expected="a plain one", where="out")
+
+
 class RowSource:
     """Rows by table and id. Reading never inserts: a missing id reads as its initial row (key, initial weight, zeros).
 
@@ -345,14 +355,14 @@ class RowSource:
 
     def layout(self, table: str) -> RowLayout:
         """The layout of the table's rows as stored: without optimizer state unless ``optimizer_in_row``."""
-        if table not in self._layouts:
+        if not isinstance(table, str) or table not in self._layouts:
             raise ConfigError("no such table", got=table, expected=sorted(self._layouts), where="table")
         return self._layouts[table]
 
     def slot(self, table: str, state: str) -> StateSlot:
         """Where a state lies in the row. Raises ConfigError when the stored row has no such state."""
         slots = self.layout(table).state_slots
-        if state not in slots:
+        if not isinstance(state, str) or state not in slots:
             raise ConfigError("the row holds no such state", got=state, expected=sorted(slots), where=table)
         return slots[state]
 
@@ -376,7 +386,7 @@ class RowSource:
         Args:
             table: the table.
             ids: int64 or int32 [n], any values, duplicates allowed.
-            out: filled and returned instead of a fresh tensor; rows past ``count`` are left alone.
+            out: a plain tensor, filled and returned instead of a fresh one; rows past ``count`` are left alone.
             count: only the first ``count`` ids are read; rows of a fresh result past it are zero.
 
         Raises:
@@ -385,7 +395,7 @@ class RowSource:
         layout, checked = self.layout(table), self._ids(ids)
         used = check_count(count, checked.numel())
         if out is not None:
-            check_matrix(out, checked.numel(), layout.embedding_dim, layout.weight_dtype, "out", places_of(checked))
+            check_out(out, checked, layout.embedding_dim, layout.weight_dtype)
         result = out
         if result is None:
             shape = (checked.numel(), layout.embedding_dim)
@@ -412,13 +422,14 @@ class RowSource:
             ShapeError: a range outside the row. ConfigError, UnsupportedError, StoreClosedError.
         """
         row_bytes, checked = self.layout(table).row_bytes, self._ids(ids)
-        end = row_bytes if width_bytes is None else offset_bytes + width_bytes
+        end = check_int(offset_bytes, "offset_bytes")
+        end = row_bytes if width_bytes is None else end + check_int(width_bytes, "width_bytes")
         if not 0 <= offset_bytes <= end <= row_bytes:
             raise ShapeError(
                 "not a range of the row", got=(offset_bytes, end), expected=f"within {row_bytes} bytes", where=table
             )
         if out is not None:
-            check_matrix(out, checked.numel(), end - offset_bytes, torch.uint8, "out", places_of(checked))
+            check_out(out, checked, end - offset_bytes, torch.uint8)
         return self._read(table, checked, offset_bytes, end, out)
 
     def get_state(self, table: str, name: str, ids: torch.Tensor) -> torch.Tensor:

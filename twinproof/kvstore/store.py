@@ -35,6 +35,7 @@ from twinproof.kvstore.options import (
     check_matrix,
     check_plain,
     check_rows,
+    check_strided,
     check_tensor,
 )
 from twinproof.kvstore.rows import (
@@ -156,9 +157,11 @@ class KVStore(DeltaStore):
     def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
         """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
 
-        With ``steps`` after every ``apply_gradients`` instead.
+        With ``steps`` after every ``apply_gradients`` instead. Raises ConfigError for what cannot be called.
         """
         check_flags(steps=steps)
+        if not callable(listener):
+            raise ConfigError("not a listener", got=listener, expected="a callable of one table", where="listener")
         if steps:
             self._step_listeners = (*self._step_listeners, listener)
         else:
@@ -175,8 +178,12 @@ class KVStore(DeltaStore):
             listener(table)
 
     def now(self) -> int:
-        """The clock's seconds, mod 2**32."""
-        return int(self.options.clock()) & TIMESTAMP_MAX
+        """The clock's seconds, mod 2**32. Raises ConfigError where it tells none."""
+        told = self.options.clock()
+        try:
+            return int(told) & TIMESTAMP_MAX
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError("a clock that tells no seconds", got=told, expected="a number", where="clock") from None
 
     def set_return_whole_row(self, enabled: bool) -> None:
         """Switch what state dicts carry, as for a warm start. Raises ConfigError without ``optimizer_in_row``."""
@@ -227,14 +234,16 @@ class KVStore(DeltaStore):
     def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
         """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views.
 
-        Padding among these bytes stays zero.
+        Padding among these bytes stays zero. Values are on the CPU, strided any way. Raises ConfigError, ShapeError,
+        UnsupportedError, CapacityError.
         """
-        checked, raw = check_ids(ids), as_bytes(check_tensor(values, "values"))
+        checked, raw = check_ids(ids), as_bytes(check_strided(values, "values"))
         if raw.shape[0] != checked.numel():
             raise ShapeError(
                 "values of another number of ids", got=raw.shape[0], expected=checked.numel(), where="values"
             )
         layout = self.layout(table)
+        check_int(begin, "begin")
         if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= layout.row_bytes:
             raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
         clean = without_padding(layout, raw, begin)

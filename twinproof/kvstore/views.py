@@ -397,7 +397,7 @@ def view_slice(layout: RowLayout, view: str) -> tuple[int, int, torch.dtype]:
         return HEADER_BYTES, HEADER_BYTES + layout.weight_bytes, layout.weight_dtype
     if view == "metadata":
         return METADATA_OFFSET, HEADER_BYTES, torch.int64
-    if view not in layout.state_slots:
+    if not isinstance(view, str) or view not in layout.state_slots:
         expected = ["row", "weight", "metadata", *layout.state_slots]
         raise ConfigError("the row holds no such state", got=view, expected=expected, where="view")
     slot = layout.state_slots[view]

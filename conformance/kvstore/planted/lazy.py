@@ -97,3 +97,14 @@ indexed_writes_lost = patched(
     mutated("twinproof.kvstore.views:LazyRows.__setitem__", 'raise _unwritable("rows[...] =")', "return None"),
     kills="KV-345",
 )
+_OUT = "twinproof.kvstore.rows:check_out"
+read_into_a_copy = patched(
+    "Rows that are read into lazy rows are lost.",
+    mutated(_OUT, "if type(out).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:", "if False:"),
+    kills="KV-354",
+)
+parameters_are_not_read_into = patched(
+    "Rows are read into what is a tensor and nothing more.",
+    mutated(_OUT, "(out).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__", "(out) is not torch.Tensor"),
+    kills="KV-354",
+)

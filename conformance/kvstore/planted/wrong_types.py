@@ -104,3 +104,19 @@ moment_kept_with_the_error = patched(
     mutated("twinproof.kvstore.statedict:state_dict", "taken.close()", "pass"),
     kills="KV-313",
 )
+
+fractions_of_bytes_asked_for = patched(
+    "Fractions of bytes of rows are asked of an engine.",
+    mutated("twinproof.kvstore.rows:RowSource.get_rows", 'check_int(offset_bytes, "offset_bytes")', "offset_bytes"),
+    kills="KV-355",
+)
+values_of_no_memory_placed = patched(
+    "Values that are in no memory are placed.",
+    mutated("twinproof.kvstore.store:KVStore.place", "check_strided(values", "check_tensor(values"),
+    kills="KV-355",
+)
+listeners_heard_of_later = patched(
+    "A listener that cannot be called is found after the first write.",
+    mutated("twinproof.kvstore.store:KVStore.add_listener", "if not callable(listener):", "if False:"),
+    kills="KV-355",
+)
