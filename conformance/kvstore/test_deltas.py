@@ -354,10 +354,10 @@ def test_save_that_failed(kvstore: Any, tmp_path: Path) -> None:
 def test_state_dict_between_deltas(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
     _, paths, held = chain(kvstore, tmp_path, 1)
     other = filled(kvstore, range(30, 35))
-    for tables in (("a",), ("b",), ("a", "b")):
+    for tables, clear in ((("a",), True), (("b",), False), (("a", "b"), True), (("a", "b"), False)):
         store = fresh(kvstore)
         kvstore.load(store, paths[0])
-        store.load_state_dict(other.state_dict(tables=tables), tables=tables, clear=True)
+        store.load_state_dict(other.state_dict(tables=tables), tables=tables, clear=clear)
         before = contents(store)
         with raises(DeltaBaseError, where=f"{tables} from a state dict"):
             kvstore.load(store, paths[1])
@@ -598,3 +598,31 @@ def test_written_behind_the_moment(kvstore: Any, tmp_path: Path) -> None:
         store.behind = None
         kvstore.load(again, tmp_path / f"{number}")
         assert_contents(again, expected, where=f"after save {number}")
+
+
+@requirement(
+    "KV-356",
+    "A table that was cleared after a load MUST refuse deltas on what it was loaded from until that is loaded again; "
+    "its other tables MUST stay bases, and one that was never loaded MUST take a delta since the beginning.",
+)
+def test_cleared(kvstore: Any, tmp_path: Path) -> None:
+    _, paths, held = chain(kvstore, tmp_path, 1)
+    store = fresh(kvstore)
+    kvstore.load(store, paths[0])
+    store.clear("a")
+    with raises(DeltaBaseError, mentions=["where: ", "got: None"], where="a delta on rows that went"):
+        kvstore.load(store, paths[1])
+    assert_contents(store, {"a": {}, "b": held[0]["b"]}, where="after the refusal")
+    with succeeds("load", where="a delta of the other table"):
+        kvstore.load(store, paths[1], tables=("b",))
+    kvstore.load(store, paths[0])
+    with succeeds("load", where="the chain begins anew"):
+        kvstore.load(store, paths[1])
+    assert_contents(store, held[1], where="the chain began anew")
+    source, never = filled(kvstore, range(-4, 5), track_changes=True), filled(kvstore, [1])
+    save(kvstore, source, tmp_path / "since", since=0)
+    for table in "ab":
+        never.clear(table)
+    with succeeds("load", where="a delta since the beginning"):
+        kvstore.load(never, tmp_path / "since")
+    assert_contents(never, contents(source), where="since the beginning")

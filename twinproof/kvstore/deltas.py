@@ -156,6 +156,11 @@ class Fingerprints:
         """Remember what the table was loaded from; None is something without a fingerprint."""
         self._loaded[table] = name
 
+    def forget(self, table: str) -> None:
+        """The table has nothing left of what it was loaded from, if it ever was."""
+        if table in self._loaded:
+            self._loaded[table] = None
+
     def loaded(self, store: RowStore, table: str) -> str | None:
         """What the table was loaded from; an empty table that never was is ``EMPTY``."""
         if table not in self._loaded and store.size(table) == 0:

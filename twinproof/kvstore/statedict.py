@@ -349,10 +349,10 @@ def load_state_dict(
         for moment in moments.values():
             opened.enter_context(moment)
         for table, incoming in kept.items():
-            # What it was loaded from before is no base of deltas any more.
-            store.fingerprints.set_loaded(table, None)
             if clear:
                 store.clear(table)
+            # What it was loaded from before is no base of deltas any more.
+            store.fingerprints.set_loaded(table, None)
             evict_for_load(store, table, incoming.ids)
             for start, length in incoming.chunks():
                 rows = _rows(store, table, incoming, start, length, now=now, weights_only=weights_only)

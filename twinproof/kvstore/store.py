@@ -322,9 +322,10 @@ class KVStore(DeltaStore):
         return self._engine.delete(table, check_ids(ids, places=self.places))
 
     def clear(self, table: str) -> None:
-        """Remove every row of the table."""
+        """Remove every row of the table, which is then no base of deltas on what it was loaded from."""
         self.layout(table)
         self._engine.clear(table)
+        self.fingerprints.forget(table)
 
     def reserve(self, table: str, row_count: int) -> None:
         """Make room, so that the table grows to ``row_count`` rows without allocating."""

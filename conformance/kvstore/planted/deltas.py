@@ -184,3 +184,23 @@ mark_of_later_on = patched(
     mutated("twinproof.kvstore.disk:StoreFiles.save", "source.mark()", "store.mark()"),
     kills="KV-333",
 )
+
+cleared_and_still_a_base = patched(
+    "A table that was cleared counts as what it was loaded from.",
+    mutated("twinproof.kvstore.store:KVStore.clear", "self.fingerprints.forget(table)", "pass"),
+    kills="KV-356",
+)
+cleared_is_no_beginning = patched(
+    "A table that was cleared is no base of any delta, though it was never loaded.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.forget", "if table in self._loaded:", "if True:"),
+    kills="KV-356",
+)
+every_table_forgotten = patched(
+    "When one table is cleared, the others are no bases any more.",
+    mutated(
+        "twinproof.kvstore.deltas:Fingerprints.forget",
+        "self._loaded[table] = None",
+        "self._loaded.update(dict.fromkeys(self._loaded))",
+    ),
+    kills="KV-356",
+)
