@@ -7,11 +7,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement
+from conformance.harness import assert_equal, assert_within_derived, examples, raises, requirement, succeeds
 from conformance.kvstore.cases import Clock, assert_bits, assert_contents, contents, ids_of, store_of
 from conformance.kvstore.model import BETA1, BETA2, EPS, LR, dense_steps, f32, one_step, root
 from twinproof.errors import ConfigError, ShapeError
@@ -261,3 +262,72 @@ def test_refused_modules(kvstore: Any) -> None:
         with raises(error):
             call()
     assert_bits(bag(ids_of([]), ids_of([])).detach(), torch.zeros(0, 4), where="no bags")
+
+
+@requirement(
+    "KV-357",
+    "requires_grad_(False) of an embedding module MUST keep its rows, its step and its lookups out of a backward until "
+    "requires_grad_(True), and MUST reach the parameters of a subclass.",
+)
+@pytest.mark.parametrize("kind", ["KVEmbedding", "KVEmbeddingBag"])
+def test_frozen(kvstore: Any, kind: str) -> None:
+    store, weight = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")), torch.ones(4, requires_grad=True)
+    module, ids = getattr(kvstore, kind)(store, lr=0.1), ids_of([3, 1]).reshape(1, 2)
+    module.scale = torch.nn.Parameter(torch.ones(1))
+    (module(ids) * weight).sum().backward()
+    before = contents(store)
+    assert_equal(module.requires_grad_(False) is module, True, where="what it returns")
+    assert_equal(module.scale.requires_grad, False, where="a parameter beside the rows")
+    for _ in range(2):
+        found = module(ids)
+        assert_equal(found.requires_grad, False, where="a lookup of frozen rows")
+        (found * weight).sum().backward()
+    assert_contents(store, before, where="frozen")
+    assert_equal(store.step_count("t"), 1, where="steps while frozen")
+    module.requires_grad_()
+    (module(ids) * weight).sum().backward()
+    assert_equal((store.step_count("t"), module.scale.requires_grad), (2, True), where="trained again")
+
+
+@requirement(
+    "KV-358",
+    "What no step or no state dict of an embedding module would take MUST be refused by name when the module is made.",
+)
+@pytest.mark.parametrize("kind", ["KVEmbedding", "KVEmbeddingBag"])
+def test_arguments_of_modules(kvstore: Any, kind: str) -> None:
+    store, wrong = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")), float("nan")
+    refused: dict[str, list[Any]] = {
+        "lr": ["fast", wrong, None],
+        "eps": [-1.0, "1e-8", wrong],
+        "beta1": [1.0, -0.1, "0.9", None],
+        "beta2": [1.0, 1.5, wrong],
+        "buckets": [4, "4", (4, "interleave")],
+    }
+    for name, values in refused.items():
+        for value in values:
+            with raises(ConfigError, mentions=["where: "], where=f"{name}={value!r}"):
+                getattr(kvstore, kind)(store, **{name: value})
+    taken: list[dict[str, Any]] = [{"lr": 1, "eps": 0.0}, {"lr": -0.5, "beta1": 0.0}, {"buckets": kvstore.Buckets(3)}]
+    for options in taken:
+        with succeeds("a module", where=f"{options}"):
+            getattr(kvstore, kind)(store, **options)
+
+
+@requirement(
+    "KV-359",
+    "A table that is looked up several times before one backward MUST take one step for each lookup, the later "
+    "lookup's first, each with the gradients of its lookup alone, whichever module it was looked up through.",
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rowwise_adagrad"])
+def test_lookups_of_one_backward(kvstore: Any, optimizer: str) -> None:
+    layout, first, second = kvstore.RowLayout(4, optimizer=optimizer), ids_of([1, 2]), ids_of([2, 3, 2])
+    for modules_count in (1, 2):
+        store, plain = store_of(kvstore, layout), store_of(kvstore, layout)
+        modules = [kvstore.KVEmbedding(store, lr=0.1) for _ in range(modules_count)]
+        found, others = modules[0](first), modules[-1](second)
+        (3 * others.sum() + found.sum()).backward()
+        plain.apply_gradients("t", second, torch.full((3, 4), 3.0), 0.1, 1)
+        plain.apply_gradients("t", first, torch.ones(2, 4), 0.1, 2)
+        where = f"{optimizer}, through {modules_count}"
+        assert_equal(store.step_count("t"), 2, where=f"{where}: steps")
+        assert_contents(store, contents(plain), where=where)

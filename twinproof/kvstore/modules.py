@@ -1,8 +1,9 @@
 """Modules over a store: embeddings whose optimizer runs in the row, during backward, and FBGEMM's ``KVTensorWrapper``.
 
 Prevents gradients that a store never sees and optimizers that run twice: there is no dense parameter to hand to
-``torch.optim``; one backward is one step. The wrapper has the original's name, constructor and methods, and not what it
-does to its callers: no input is changed, a key that is not the id is an error, a state is read in its own dtype.
+``torch.optim``; the backward of a lookup is one step. The wrapper has the original's name, constructor and methods, and
+not what it does to its callers: no input is changed, a key that is not the id is an error, a state is read in its own
+dtype.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from twinproof.kvstore.rows import (
     RowSource,
     RowStore,
     check_row_range,
+    chosen_buckets,
     places_of,
     table_of,
 )
 from twinproof.kvstore.store import KVStore
+from twinproof.optimizers import Hyper
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]
 
@@ -87,6 +90,9 @@ class _StoreRows(torch.nn.Module):
         self.store, self.table = store, table_of(store.tables, table)
         if store.layout(self.table).optimizer == "none":
             raise ConfigError("the rows of this table have no optimizer", where=self.table)
+        # What the first step or the first state dict would refuse.
+        Hyper(lr=lr, eps=eps, beta1=beta1, beta2=beta2)
+        chosen_buckets(buckets)
         self.lr, self.eps, self.beta1, self.beta2 = lr, eps, beta1, beta2
         self.buckets, self.process_group = buckets, process_group
         # Autograd visits a function only when one of its inputs wants a gradient; this one never gets any.
@@ -96,6 +102,14 @@ class _StoreRows(torch.nn.Module):
     def embedding_dim(self) -> int:
         """D."""
         return self.store.layout(self.table).embedding_dim
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Say whether a backward takes steps on the rows; and as of any module, of its parameters.
+
+        What is called of a model comes to its parameters, and not to its modules: rows of this one are trained on.
+        """
+        self._anchor.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     @property
     def step_count(self) -> int:
@@ -173,7 +187,7 @@ class _StoreRows(torch.nn.Module):
 
 
 class KVEmbedding(_StoreRows):
-    """One row for each id, as ``torch.nn.Embedding`` without a table size; arguments as ``KVEmbeddingBag``'s."""
+    """One row for each id, as ``torch.nn.Embedding`` without a table size; arguments, steps: see ``KVEmbeddingBag``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Weights of ids of any shape, float32 [*shape, D]; a missing id has its initial weight.
@@ -196,8 +210,12 @@ class KVEmbeddingBag(_StoreRows):
             module is, for this table: ``weight``, ``weight_id``, ``step`` and so on, behind the module's name. Every
             rank of the group calls it. ``load_state_dict`` leaves the table with the rows of the state dict alone.
 
+    Every lookup takes a step of its own in the backward, as FBGEMM's tables do: a table that was looked up twice before
+    one backward takes two, of which each sees the gradients of its lookup alone, the later lookup's first. Look all ids
+    up at once for one step. ``requires_grad_(False)`` of the module freezes its rows.
+
     Raises:
-        ConfigError: a table without an optimizer in its row, or another mode.
+        ConfigError: a table without an optimizer in its row, another mode, or what no step or state dict would take.
     """
 
     def __init__(

@@ -108,3 +108,31 @@ def betas_are_always_the_defaults(
 def one_id_a_bag(original: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
     """As many bags as ids are taken for bags of one id each."""
     return rows if rows.shape[0] == ends.numel() - 1 else original(rows, ends)
+
+
+_MODULE = "twinproof.kvstore.modules:_StoreRows"
+frozen_rows_trained = patched(
+    "Rows of a frozen module are trained.",
+    mutated(f"{_MODULE}.requires_grad_", "self._anchor.requires_grad_(requires_grad)", "None"),
+    kills="KV-357",
+)
+frozen_for_good = patched(
+    "What is frozen once is never trained again.",
+    mutated(f"{_MODULE}.requires_grad_", "_anchor.requires_grad_(requires_grad)", "_anchor.requires_grad_(False)"),
+    kills="KV-357",
+)
+hyperparameters_of_the_first_step = patched(
+    "Hyperparameters that no step takes are found by the first step.",
+    mutated(f"{_MODULE}.__init__", "Hyper(lr=lr, eps=eps, beta1=beta1, beta2=beta2)", "None"),
+    kills="KV-358",
+)
+buckets_of_the_first_state_dict = patched(
+    "What is no buckets is found by the first state dict.",
+    mutated(f"{_MODULE}.__init__", "chosen_buckets(buckets)", "None"),
+    kills="KV-358",
+)
+one_step_of_a_backward = patched(
+    "Lookups of one backward take steps of one number.",
+    mutated(f"{_MODULE}._step", "None if isinstance(self.store, KVStore) else self.step_count + 1", "1"),
+    kills="KV-359",
+)
