@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import refimpl.kvstore as reference
-from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     FILE,
@@ -456,3 +456,34 @@ def test_ranges_of_saved_rows(kvstore: Any, tmp_path: Path) -> None:
     for verb_name, call in others.items():
         with raises(MissingKeyError, mentions=["got: u"], where=f"{verb_name} of another table"):
             call("u")
+
+
+@requirement(
+    "KV-361",
+    "A load with verify_checksums MUST refuse files whose bytes are not those that were summed, also where the rows "
+    "would pass every other check, and a save without sums, before a row is written; without it neither is looked at.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_checksums(kvstore: Any, tmp_path: Path, form: str) -> None:
+    store, other = filled(kvstore), fresh(kvstore)
+    save(kvstore, store, tmp_path / "plain", form=form)
+    save(kvstore, store, tmp_path / "ck", form=form, checksums=True)
+    other.set_rows("a", random_rows(other, [999], 1, "a"))
+    before = contents(other)
+    with raises(ConfigError, mentions=["checksums", "where: "], where="a save without sums"):
+        kvstore.load(other, tmp_path / "plain", verify_checksums=True)
+    assert_contents(other, before, where="after a save without sums")
+    with succeeds("load", where="files as they were saved"):
+        kvstore.load(fresh(kvstore), tmp_path / "ck", verify_checksums=True)
+    raw = bytearray((tmp_path / "ck" / FILE).read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    name = "b.rows" if form == "rows" else "b.weight"
+    end = json.loads(raw[8 : 8 + length])[name]["data_offsets"][1]
+    # In the last row's weight or its state, of which no other check knows anything.
+    raw[8 + length + end - 1] ^= 1
+    (tmp_path / "ck" / FILE).write_bytes(raw)
+    with raises(CorruptionError, mentions=[name, "where: "], where="a bit of a weight or a state"):
+        kvstore.load(other, tmp_path / "ck", verify_checksums=True)
+    assert_contents(other, before, where="after a flipped bit")
+    with succeeds("load", where="sums that nobody asks for"):
+        kvstore.load(fresh(kvstore), tmp_path / "ck")

@@ -60,6 +60,7 @@ def load(
     process_group: Any = None,
     owned: tuple[int, int] | None = None,
     chunk_rows: int | None = None,
+    verify_checksums: bool = False,
 ) -> LoadReport:
     check_store(store)
     # A chunk is small enough to be in a cache still when it is checked or written.
@@ -74,6 +75,7 @@ def load(
         process_group=process_group,
         owned=owned,
         chunk_rows=rows,
+        verify_checksums=verify_checksums,
     )
 
 

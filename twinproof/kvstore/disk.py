@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from twinproof import regime
-from twinproof.checkpoint.catalog import Catalog, read_catalog
+from twinproof.checkpoint.catalog import Catalog, check_present, crc32, read_catalog, verify_catalog
 from twinproof.checkpoint.format import buffer_of, local_path, torch_dtype
 from twinproof.checkpoint.publish import group_to_save_in
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, check_flags
@@ -494,6 +494,7 @@ class StoreFiles:
         process_group: Any = None,
         owned: tuple[int, int] | None = None,
         chunk_rows: int = LOAD_CHUNK_ROWS,
+        verify_checksums: bool = False,
     ) -> LoadReport:
         """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay.
 
@@ -512,14 +513,17 @@ class StoreFiles:
             process_group: None is the default group, or this process alone.
             owned: buckets [begin, end) of this rank; None is ``rank_buckets``.
             chunk_rows: rows in memory at once, at most.
+            verify_checksums: compare all bytes of the files with the sums of a save with ``checksums=True`` before a
+                row is written. A sum is of a whole tensor: every rank reads all of them once more.
 
         Raises:
             FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting
-                itself. MissingKeyError: a table that is not there. ConfigError: other layouts. CapacityError: more rows
-                than a table may hold. DeltaBaseError: a delta on another base. FileNotFoundError.
+                itself. MissingKeyError: a table that is not there. ConfigError: other layouts, or no checksums where
+                they are to be verified. CapacityError: more rows than a table may hold. DeltaBaseError: a delta on
+                another base. FileNotFoundError.
         """
         check_store(store)
-        check_flags(weights_only=weights_only)
+        check_flags(weights_only=weights_only, verify_checksums=verify_checksums)
         _check_chunk(chunk_rows)
         started, (rank, world_size) = time.perf_counter(), rank_and_world(process_group)
         saved = self._files.open(os.fspath(local_path(path)))
@@ -539,6 +543,9 @@ class StoreFiles:
             # An id may have gone because it was outside of all buckets.
             found = nearest_bucket_of(removed, saved.buckets)
             gone[table] = removed[(found >= begin) & (found < end)]
+        if verify_checksums:
+            check_present(saved.catalog, path)
+            verify_catalog(saved.catalog, path, crc32)
         job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only)
         with ExitStack() as opened:
             waiting, listed = job.read(opened)

@@ -182,3 +182,19 @@ chunks_refused_late = patched(
     mutated("twinproof.kvstore.disk:SavedRows.between", "_check_chunk(chunk_rows)", "pass"),
     kills="KV-351",
 )
+sums_not_compared = patched(
+    "A load that verifies sums looks only whether there are any.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "verify_catalog(saved.catalog, path, crc32)", "pass"),
+    kills="KV-361",
+)
+no_sums_are_right = patched(
+    "A load that verifies sums takes a save that has none.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "check_present(saved.catalog, path)", "pass"),
+    kills="KV-361",
+)
+fast_load_verifies_nothing = patched(
+    "The fast load forgets that sums are to be verified.",
+    mutated("fastimpl.kvstore.files:load", "verify_checksums=verify_checksums", "verify_checksums=False"),
+    kills="KV-361",
+    of="fastimpl",
+)
