@@ -37,10 +37,11 @@ from twinproof.pipeline.stages import (
     Prepared,
     QueueView,
     Stages,
+    Traces,
+    check_asked,
     check_overrides,
     check_placement,
     cut_off,
-    find_calls,
     unwrapped,
     without_graph,
 )
@@ -100,11 +101,12 @@ class Pipeline(Generic[In, Out]):
         strict: refuse an optimizer that updates what a lookup reads.
 
     In evaluation (``model.eval()``) a step is a forward: no gradient, no update, no ``zero_grad``. What was pulled
-    before a switch is processed in the mode of the moment. ``progress`` raises StopIteration when there is no batch
-    left, again each time; another iterator then goes on, after what is still held. All ranks stop together, at the
-    first that has no batch; what others have pulled stays held for the next iterator. An exception of the loader comes
-    out unchanged on its rank, before anything is updated, and as DistributedError on the others; nothing is lost and
-    the next call goes on.
+    before a switch is processed in the mode of the moment: where that decides what is computed ahead, by a branch of
+    the forward or in a module that runs ahead, it is sent and looked up anew. ``progress`` raises StopIteration when
+    there is no batch left, again each time; another iterator then goes on, after what is still held. All ranks stop
+    together, at the first that has no batch; what others have pulled stays held for the next iterator. An exception of
+    the loader comes out unchanged on its rank, before anything is updated, and as DistributedError on the others;
+    nothing is lost and the next call goes on.
 
     After an exception in forward, backward or the optimizer, the batch counts as neither processed nor held; one
     process goes on with the next batch, ranks need ``reset()``, for they may have come to different points.
@@ -161,6 +163,7 @@ class Pipeline(Generic[In, Out]):
         self.calls: list[Call] = []
         self._dense: DenseGradients | None = None
         self._attachment: Attachment | None = None
+        self._traces: Traces
         self._stages = type(self)._make_stages(self._device, options)
         self.attach()
 
@@ -175,18 +178,25 @@ class Pipeline(Generic[In, Out]):
         """
         model = self._model if model is None else model
         # What is refused leaves the model that is driven.
-        calls = find_calls(model, pipeline_postproc=self.options.pipeline_postproc)
+        traces = Traces(model, pipeline_postproc=self.options.pipeline_postproc)
+        self._refuse_late(traces.calls)
+        self.detach()
+        self._model, self._traces = model, traces
+        self._drive()
+        if sparse_dist and self._queue:
+            self.start_exchange(self._queue[0])
+
+    def _refuse_late(self, calls: list[Call]) -> None:
         late = [call.name for call in calls if self.options.strict and self.is_late(call)]
         if late:
             raise ConfigError("the optimizer updates parameters that a lookup reads", got=late, where="strict")
-        self.detach()
-        self._model, self.calls = model, calls
+
+    def _drive(self) -> None:
+        self.calls = self._traces.calls
         stale = [call.name for call in self.calls if self.options.looks_up_before_update and self.is_late(call)]
         if stale:
             logger.warning("parameters of the optimizer are read one update stale in %s", stale)
         self._attachment = Attachment(self.calls, self._result_of)
-        if sparse_dist and self._queue:
-            self.start_exchange(self._queue[0])
 
     def detach(self) -> torch.nn.Module:
         """Give the model back as it was; batches in flight stay, and ``progress`` attaches again."""
@@ -215,6 +225,10 @@ class Pipeline(Generic[In, Out]):
             raise PipelineError("a step failed on this or another rank; reset() the pipeline", where="progress")
         if self._attachment is None:
             self.attach(sparse_dist=False)
+        elif self._traces.follow(self._refuse_late):
+            # What was sent, and perhaps looked up, is of another mode.
+            self.detach()
+            self._drive()
         self._check_reducers()
         self._take_loader(dataloader_iter)
         error, self._deferred = self._deferred, None
@@ -401,9 +415,12 @@ class Pipeline(Generic[In, Out]):
         self._stages.receive(work)
         in_flight.forget()
 
-    def _result_of(self, name: str) -> Any:
+    def _result_of(self, name: str, given: Any) -> Any:
         if self._current is None:
             raise KeyError(name)
+        ahead = self._current.asked.pop(name, None)
+        if ahead is not None and self._traces.has_hooks():
+            check_asked(name, ahead, given)
         prepared: dict[str, Any] = self._current.prepared
         if name in prepared:
             return prepared.pop(name)
@@ -417,10 +434,11 @@ class Pipeline(Generic[In, Out]):
         postprocs = {name: module for call in self.calls for name, module in call.postprocs.items()}
         values = FromBatch(self.extract_model_input_from_batch(in_flight.batch), postprocs)
         for call in self.calls:
-            positional, named = call.arguments(values)
+            positional, named = in_flight.asked[call.name] = call.arguments(values)
             in_flight.contexts[call.name] = call.module.create_context()
             in_flight.dists[call.name] = call.module.input_dist(in_flight.contexts[call.name], *positional, **named)
         in_flight.prepared |= values.results
+        in_flight.asked |= values.asked
 
     def _receive(self, in_flight: BatchContext) -> None:
         """End the exchange of sizes, which starts that of ids."""

@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, TypeVar
 
@@ -39,6 +39,8 @@ __all__ = [
     "Prepared",
     "QueueView",
     "Stages",
+    "Traces",
+    "check_asked",
     "check_overrides",
     "check_placement",
     "cut_off",
@@ -74,7 +76,7 @@ class Call:
     """One sharded module, and how its arguments come from a batch.
 
     ``arguments(values)`` gives (positional, keyword) arguments, by the model's own operations; ``postprocs`` are the
-    modules that it calls on the way.
+    modules that it calls on the way; ``formula`` is equal for equal ways from a batch to the arguments.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Call:
         module: Any,
         arguments: Callable[[FromBatch], Arguments],
         postprocs: Mapping[str, torch.nn.Module] | None = None,
+        formula: tuple[Any, ...] = (),
     ) -> None:
         self.name, self.module, self.arguments, self.postprocs = name, module, arguments, dict(postprocs or {})
+        self.formula = (name, *formula)
 
     def is_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
@@ -115,11 +119,13 @@ class FromBatch:
 
     Attributes:
         results: of the modules that were called on the way to sharded ones, by name; each was called once.
+        asked: what each of them was called with.
     """
 
     def __init__(self, batch: Any, postprocs: Mapping[str, torch.nn.Module] | None = None) -> None:
         self._batch, self._values, self._postprocs = batch, dict[torch.fx.Node, Any](), dict(postprocs or {})
         self.results: dict[str, Any] = {}
+        self.asked: dict[str, Arguments] = {}
 
     def value(self, node: torch.fx.Node) -> Any:
         """What the model computes there."""
@@ -142,6 +148,7 @@ class FromBatch:
             forward = vars(module).get("forward")
             forward = forward.replaced if isinstance(forward, Prepared) else forward
             forward = functools.partial(type(module).forward, module) if forward is None else forward
+            self.asked[str(node.target)] = tuple(positional), dict(named)
             self.results[str(node.target)] = forward(*positional, **named)
             return self.results[str(node.target)]
         raise LookupError(node.target)
@@ -179,25 +186,51 @@ def _needs_more(node: torch.fx.Node, postprocs: Mapping[str, Any]) -> bool:
     )
 
 
-def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False) -> list[Call]:
+def _formula_of(node: torch.fx.Node) -> tuple[Any, ...]:
+    """What a node's arguments are computed from and how; names of nodes, which other nodes decide too, are no part."""
+    numbers: dict[torch.fx.Node, int] = {}
+    steps: list[Any] = []
+
+    def number(each: torch.fx.Node) -> str:
+        if each not in numbers:
+            arguments = repr(torch.fx.node.map_arg((each.args, each.kwargs), number))
+            numbers[each] = len(steps)
+            steps.append((each.op, "" if each.op == "placeholder" else each.target, arguments))
+        return f"%{numbers[each]}"
+
+    arguments = repr(torch.fx.node.map_arg((node.args, node.kwargs), number))
+    return (*steps, arguments)
+
+
+def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known: Sequence[Call] = ()) -> list[Call]:
     """The sharded modules of a model of one argument, in the order of their calls.
 
     Further arguments have their defaults, for a pipeline calls the model with the batch alone.
 
     A module whose arguments need more than the batch is left to the model, with a line in the log. With
     ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its exchange, once a batch, if
-    nothing in them is trained.
+    nothing in them is trained. ``known`` are those of another mode: a trace that fails behind the same calls is taken
+    for theirs.
 
     Raises:
         ConfigError: a model that cannot be traced, or that calls a sharded module twice.
     """
-    inner = unwrapped(model)
+    inner, failure = unwrapped(model), None
     if not any(is_sharded(module) for module in inner.modules()):
         return []
+    tracer = _Tracer()
     try:
-        graph = _Tracer().trace(inner)
+        graph = tracer.trace(inner)
     except Exception as error:
-        raise untraceable(inner, error) from error
+        graph, failure = tracer.graph, untraceable(inner, error)
+        failure.__cause__ = error
+    calls = _calls_in(graph, inner, pipeline_postproc=pipeline_postproc) if known or failure is None else []
+    if failure is not None and (not calls or [call.formula for call in calls] != [call.formula for call in known]):
+        raise failure
+    return calls
+
+
+def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postproc: bool) -> list[Call]:
     modules, calls = dict(inner.named_modules()), dict[str, Call]()
     postprocs = _postprocs_of(graph, modules) if pipeline_postproc else {}
     for node in graph.nodes:
@@ -211,7 +244,7 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False) -> li
             continue
         used = {str(each.target) for each in _on_the_way(node) if each.op == "call_module"}
         mine = {target: postprocs[target] for target in postprocs if target in used}
-        calls[name] = Call(name, modules[name], _arguments_of(node), mine)
+        calls[name] = Call(name, modules[name], _arguments_of(node), mine, _formula_of(node))
     return list(calls.values())
 
 
@@ -223,15 +256,68 @@ def _arguments_of(node: torch.fx.Node) -> Callable[[FromBatch], Arguments]:
     return arguments
 
 
+class Traces:
+    """The sharded modules of a model as its forward calls them in the mode of the moment: a trace fixes ``if`` s.
+
+    Attributes:
+        calls: as of the last ``follow``.
+
+    Raises:
+        ConfigError: see ``find_calls``.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, pipeline_postproc: bool) -> None:
+        self._model, self._pipeline_postproc = model, pipeline_postproc
+        # What is looked into; what is not decides nothing on the way to a sharded module.
+        inner, is_leaf = unwrapped(model), _Tracer().is_leaf_module
+        self._open = [module for name, module in inner.named_modules() if not is_leaf(module, name)]
+        self.calls = find_calls(model, pipeline_postproc=pipeline_postproc)
+        self._found = {self._modes(): self.calls}
+        self._seen = self._modes(), self._modes_ahead()
+
+    def has_hooks(self) -> bool:
+        """Whether somebody hooked a module on the way, who may change what is called with what."""
+        on_the_way = {module for call in self.calls for module in (call.module, *call.postprocs.values())}
+        return any(each._forward_pre_hooks or each._forward_hooks for each in (*self._open, self._model, *on_the_way))
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._open)
+
+    def _modes_ahead(self) -> tuple[bool, ...]:
+        """Of the modules that run ahead."""
+        ahead = (module for call in self.calls for module in call.postprocs.values())
+        return tuple(each.training for module in ahead for each in module.modules())
+
+    def follow(self, check: Callable[[list[Call]], None]) -> bool:
+        """Whether what is computed ahead is another thing in the mode of now; ``check`` may refuse its calls.
+
+        A mode is traced once.
+        """
+        modes, modes_ahead = self._modes(), self._modes_ahead()
+        if (modes, modes_ahead) == self._seen:
+            return False
+        if modes not in self._found:
+            calls = find_calls(self._model, pipeline_postproc=self._pipeline_postproc, known=self.calls)
+            check(calls)
+            self._found[modes] = calls
+        found, before = self._found[modes], self.calls
+        is_other = [call.formula for call in found] != [call.formula for call in before]
+        is_other |= modes_ahead != self._seen[1]
+        self.calls = found if is_other else before
+        self._seen = modes, self._modes_ahead()
+        return is_other
+
+
 class Attachment:
     """The modules' ``forward`` replaced by one that hands out what was prepared; ``close()`` puts them back.
 
     Args:
         calls: whose modules.
-        result_of: module name -> the prepared result; called once for each forward of the module.
+        result_of: module name, what it is called with -> the prepared result; called once for each forward of the
+            module.
     """
 
-    def __init__(self, calls: list[Call], result_of: Callable[[str], Any]) -> None:
+    def __init__(self, calls: list[Call], result_of: Callable[[str, Arguments], Any]) -> None:
         self._driven: dict[str, Any] = {call.name: call.module for call in calls}
         for call in calls:
             self._driven |= call.postprocs
@@ -262,10 +348,14 @@ class Prepared:
     """
 
     def __init__(
-        self, module: Any, name: str, result_of: Callable[[str], Any], before: Callable[..., Any] | None = None
+        self,
+        module: Any,
+        name: str,
+        result_of: Callable[[str, Arguments], Any],
+        before: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._name = module, name
-        self._result_of: Callable[[str], Any] | None = result_of
+        self._result_of: Callable[[str, Arguments], Any] | None = result_of
         own = before.replaced if isinstance(before, Prepared) else before
         self.replaced: Callable[..., Any] | None = own
 
@@ -277,7 +367,7 @@ class Prepared:
         if self._result_of is None:
             return self._own()(*args, **kwargs)
         try:
-            return self._result_of(self._name)
+            return self._result_of(self._name, (args, kwargs))
         except KeyError:
             raise PipelineError(
                 "a module of a pipeline was called when nothing was prepared for it: detach() the pipeline before the "
@@ -293,6 +383,33 @@ class Prepared:
 
     def _own(self) -> Callable[..., Any]:
         return self.replaced or functools.partial(type(self._module).forward, self._module)
+
+
+def check_asked(name: str, ahead: Arguments, given: Arguments) -> None:
+    """Demand that a module is called with what was computed ahead. Raises PipelineError."""
+    if not _same(ahead, given):
+        raise PipelineError(
+            "a hook changed what a module is called with, but its result was made ahead",
+            got="other arguments than the forward's",
+            expected="a loader, or the model's own forward, that makes the change; or hooks that only look",
+            where=name,
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal; what is of another library is told apart by its type alone."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (KeyedJaggedTensor, JaggedTensor)):
+        parts = ("keys", "values", "weights_or_none", "lengths")
+        return all(_same(getattr(one, part)(), getattr(other, part)()) for part in parts if hasattr(one, part))
+    return not isinstance(one, (int, float, str, bool)) or one == other
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -624,6 +741,7 @@ class BatchContext:
         batch: on the device.
         index: how many batches came before it since the pipeline was made or reset.
         contexts, dists, inputs, results: by module name, as far as they have come.
+        asked: what the arguments of each module were that runs ahead.
         prepared: what modules on the way to sharded ones gave, by name.
         started, exchanged: whether the stages of its exchange of sizes, and of ids, were called in their places.
         was_sent, was_received: whether they did something, for whoever calls them by hand too.
@@ -643,6 +761,7 @@ class BatchContext:
         self.inputs: dict[str, Any] = {}
         self.results: dict[str, Any] = {}
         self.prepared: dict[str, Any] = {}
+        self.asked: dict[str, Arguments] = {}
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -657,7 +776,7 @@ class BatchContext:
 
     def forget(self) -> None:
         """Nothing was sent or looked up."""
-        for some in (self.contexts, self.dists, self.inputs, self.results, self.prepared):
+        for some in (self.contexts, self.dists, self.inputs, self.results, self.prepared, self.asked):
             some.clear()
         self.pairs = []
         self.started = self.exchanged = self.was_sent = self.was_received = False

@@ -33,7 +33,7 @@ def threads_left(original: Any, schedule: Any, *args: Any, **options: Any) -> No
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-@fault(kills="PIPE-042", at="twinproof.pipeline.driver:find_calls")
+@fault(kills="PIPE-042", at="twinproof.pipeline.stages:find_calls")
 def second_call_missed(original: Any, model: Any, **options: Any) -> Any:
     """A module called twice is not noticed."""
     with contextlib.suppress(Exception):

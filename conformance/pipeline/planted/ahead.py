@@ -1,0 +1,53 @@
+"""Faults that ``test_ahead`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+modules_ahead_keep_their_mode = patched(
+    "What a module gave ahead in another mode is used.",
+    mutated("twinproof.pipeline.stages:Traces.follow", "is_other |= modes_ahead != self._seen[1]", "pass"),
+    kills="PIPE-512",
+    of="fastimpl",
+)
+
+first_mode_is_traced_alone = patched(
+    "A forward's branch on its mode is that of the mode in which it was traced.",
+    mutated(
+        "twinproof.pipeline.stages:Traces.follow",
+        "is_other = [call.formula for call in found] != [call.formula for call in before]",
+        "is_other = False",
+    ),
+    kills="PIPE-513",
+)
+
+both_modes_are_traced_whole = patched(
+    "A forward that cannot be traced to its end in one mode ends the pipeline there.",
+    mutated("twinproof.pipeline.stages:find_calls", "and (not calls or", "and (True or"),
+    kills="PIPE-513",
+)
+
+what_is_sent_stays = patched(
+    "What was sent ahead in one mode is not sent anew in another.",
+    mutated("twinproof.pipeline.driver:Pipeline.progress", "self.detach()", "pass"),
+    kills="PIPE-512",
+    of="fastimpl",
+)
+
+changing_hooks_pass = patched(
+    "A hook on the way to a sharded module is bypassed without a word.",
+    mutated("twinproof.pipeline.driver:Pipeline._result_of", "self._traces.has_hooks()", "False"),
+    kills="PIPE-514",
+)
+
+results_of_modules_unhooked = patched(
+    "Hooks of modules that run ahead are bypassed without a word.",
+    mutated("twinproof.pipeline.stages:Traces.has_hooks", "(call.module, *call.postprocs.values())", "(call.module,)"),
+    kills="PIPE-514",
+)
+
+arguments_made_anew_differ = patched(
+    "An argument that the forward makes anew is taken for another one where a hook looks.",
+    mutated("twinproof.pipeline.stages:_same", "type(one) is not type(other)", "isinstance(one, KeyedJaggedTensor)"),
+    kills="PIPE-515",
+)

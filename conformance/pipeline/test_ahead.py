@@ -1,0 +1,188 @@
+"""What is computed ahead is what the model computes: in the mode of the step, whoever hooks a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
+from conformance.pipeline.cases import FUSED, TRAINING
+from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
+from conformance.pipeline.model import assert_bits
+from twinproof.errors import PipelineError
+
+MODES = (True, True, False, False, True, False, True)
+
+
+def _options(name: str) -> dict[str, Any]:
+    if name == "TrainPipelineBase":
+        return {}
+    hoists = {"embedding_lookup_before_optimizer": True} if name == FUSED else {}
+    late = {"start_batch": 10**6} if "Semi" in name else {}
+    return {"pipeline_postproc": True, **hoists, **late}
+
+
+def _assert_modes(pipeline: Any, name: str, make: Any, rank: Rank | None = None) -> None:
+    """A schedule of a model, made of a job's, is the loop through switches of the mode."""
+    job, loop = (Job(pipeline, 4, rank, kinds=("table_wise", "row_wise")) for _ in range(2))
+    for each in (job, loop):
+        each.model = make(each.model)
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(len(MODES)))
+    for step, batch in enumerate(loop.batches(len(MODES))):
+        for model in (job.model, loop.model):
+            model.train(MODES[step])
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+
+
+class ShiftedInTraining(Shifted):
+    """Leaves ids as they are in evaluation."""
+
+    def forward(self, ids: Any) -> Any:
+        """As its class, or what it is given."""
+        return super().forward(ids) if self.training else ids
+
+
+class Drawn(torch.nn.Module):
+    """A module around the one that shifts, which has a mode of its own."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        self.inner = ShiftedInTraining(pipeline)
+
+    def forward(self, ids: Any) -> Any:
+        """As the inner one."""
+        return self.inner(ids)
+
+
+def _modes_on_ranks(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    _assert_modes(pipeline, FUSED, lambda model: Between(model, ShiftedInTraining(pipeline)), rank)
+    _assert_modes(pipeline, FUSED, lambda model: Branching(model, pipeline), rank)
+
+
+@requirement(
+    "PIPE-512",
+    "What a module gave that runs ahead MUST be of the mode of the batch's own step, through any switches between "
+    "train() and eval(), of the model or of the module alone, on every rank.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_modes_of_modules_ahead(pipeline: Any, rank_pool: Any, name: str) -> None:
+    _assert_modes(pipeline, name, lambda model: Between(model, Drawn(pipeline)))  # type: ignore[arg-type]
+    job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+    for each in (job, loop):
+        each.model = Between(each.model, Drawn(pipeline))  # type: ignore[assignment, arg-type]
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(4))
+    for step, batch in enumerate(loop.batches(4)):
+        for model in (job.model, loop.model):
+            model.shifted.inner.train(step % 2 == 0)  # type: ignore[union-attr]
+        assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}, the module's own mode")
+    assert_same_state(job, loop, f"{name}, the module's own mode")
+    if name == FUSED:
+        rank_pool.run(_modes_on_ranks, 2)
+
+
+class Branching(torch.nn.Module):
+    """The job's model, which shifts its first ids in training; ``measures``: evaluation ends with a number."""
+
+    def __init__(self, model: Any, pipeline: Any, *, measures: bool = False) -> None:
+        super().__init__()
+        self.model, self.kind, self.measures, self.measured = model, pipeline.KeyedJaggedTensor, measures, list[float]()
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model; a trace cannot go through a number, whose value it has not."""
+        ids, model = batch.ids[0], self.model
+        if self.training and not self.measures:
+            ids = self.kind(ids.keys(), ids.values() // 2, lengths=ids.lengths())
+        pooled = [model.collections[0](ids).values(), model.collections[1](batch.ids[1]).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        if self.measures and not self.training:
+            self.measured.append(float(scores.sum()))
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-513",
+    "A forward that branches on its mode on the way to a sharded module MUST be followed into the mode of each step. "
+    "One that calls the same with the same in both, of which one cannot be traced to its end, MUST go on.",
+)
+@pytest.mark.parametrize("measures", [False, True])
+@pytest.mark.parametrize("name", TRAINING)
+def test_branches_on_modes(pipeline: Any, name: str, measures: bool) -> None:
+    _assert_modes(pipeline, name, lambda model: Branching(model, pipeline, measures=measures))
+
+
+def _flipped(ids: Any) -> Any:
+    """The same bags, each with other ids of the tables' first rows."""
+    return type(ids)(ids.keys(), (ids.values() + 1) % 2, lengths=ids.lengths())
+
+
+def _shifted_batch(batch: Batch) -> Batch:
+    return Batch(batch.dense, [_flipped(batch.ids[0]), batch.ids[1]], batch.target)
+
+
+# Who hooks what, and the module whose arguments it changes.
+CHANGING: dict[str, tuple[Any, str]] = {
+    "model": (lambda m: m.register_forward_pre_hook(lambda _, given: (_shifted_batch(*given),)), "shifted"),
+    "module": (lambda m: m.shifted.register_forward_pre_hook(lambda _, given: (_flipped(*given),)), "shifted"),
+    "result": (lambda m: m.shifted.register_forward_hook(lambda _, given, found: _flipped(found)), "collections.0"),
+    "table": (
+        lambda m: m.model.collections[0].register_forward_pre_hook(lambda _, given: (_flipped(*given),)),
+        "collections.0",
+    ),
+}
+
+
+@requirement(
+    "PIPE-514",
+    "A hook that changes what a module is called with whose result was made ahead MUST be refused by that module's "
+    "name, before anything is updated, whenever it was registered; without it the next batch is the loop's.",
+)
+@pytest.mark.parametrize("hooked", CHANGING)
+@pytest.mark.parametrize("name", TRAINING[1:])
+def test_hooks_that_change(pipeline: Any, name: str, hooked: str) -> None:
+    job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+    for each in (job, loop):
+        each.model = Between(each.model, Shifted(pipeline))  # type: ignore[assignment]
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(4))
+    batches, (register, mentioned) = loop.batches(4), CHANGING[hooked]
+    assert_bits(schedule.progress(loader), loop.step(batches[0]), f"{name} step 0")
+    handle = register(job.model)
+    with raises(PipelineError, mentions=("hook", mentioned)):
+        schedule.progress(loader)
+    assert_same_state(job, loop, f"{name} behind a step that was refused")
+    handle.remove()
+    for step in (2, 3):
+        assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
+
+
+@requirement(
+    "PIPE-515",
+    "Hooks that only look, and those that change what a sharded module returns, MUST be called once a step, and the "
+    "step be the loop's: arguments that the forward makes anew are the same where they are equal.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_hooks_that_look(pipeline: Any, name: str) -> None:
+    job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+    seen: dict[bool, list[str]] = {True: [], False: []}
+    for each in (job, loop):
+        mine, model = seen[each is job], Branching(each.model, pipeline)
+        for at in ("", "model.collections.0", "model.collections.1"):
+            module = model.get_submodule(at)
+            module.register_forward_pre_hook(lambda _, given, mine=mine, at=at: mine.append(at))
+        first = model.model.collections[0]
+        first.register_forward_hook(
+            lambda _, given, found: type(found)(found.keys(), found.length_per_key(), found.values() * 2)
+        )
+        each.model = model  # type: ignore[assignment]
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(4))
+    for step, batch in enumerate(loop.batches(4)):
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"{name} step {step}")
+    assert_equal(seen[True], seen[False], where=f"{name}: calls of hooks")
+    assert_same_state(job, loop, name)
