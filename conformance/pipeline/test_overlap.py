@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_le, examples, raises, requirement, succeeds
-from conformance.pipeline.cases import EXACT, FUSED
+from conformance.pipeline.cases import EXACT, FUSED, LoaderError
 from conformance.pipeline.jobs import Job
 from conformance.pipeline.virtual_batches import on_host, virtual
 from conformance.provers.virtual_device import Costs, VirtualClock, VirtualDevice, VirtualEngine
@@ -435,3 +435,73 @@ def test_reads_seen(pipeline: Any) -> None:
         told, seen = (sum(isinstance(one, HostWait) for one in program) for program in programs)
         assert_le(seen, told, where=f"{name}: waits that are seen, and told")
         assert_le(1, seen, where=f"{name}: waits that are seen")
+
+
+class ToldTime:
+    """A clock that moves when it is told to, for the host and every stream."""
+
+    now_s = 0.0
+
+    def lane(self, name: str) -> str:
+        """The stream."""
+        return name
+
+    def mark(self, stream: Any) -> float:
+        """Now."""
+        return self.now_s
+
+    def seconds(self, begin: float, end: float) -> float:
+        """The difference."""
+        return end - begin
+
+    def host_s(self) -> float:
+        """Now."""
+        return self.now_s
+
+
+@requirement(
+    "PIPE-516",
+    "A call of progress that raises MUST be no step of a recorder: none of its work, of its waits and of the host's "
+    "time in it is of the program, whose edges stay whole.",
+    needs=("streams",),
+)
+def test_failed_steps(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import Record, Wait, overlap_report, replay
+    from fastimpl.pipeline.recording import Recorder
+
+    programs = list[list[Any]]()
+    for failing in ((), (0,), (2,), (1, 3)):
+        engine, clock = VirtualDevice().engine, ToldTime()
+        recorder = Recorder(engine, clock)
+        stream, event = recorder.stream("mine"), recorder.event()
+        for call in range(5):
+            for fails in (True, False) if call in failing else (False,):
+                try:
+                    with recorder.step(), recorder.stage("lookup"):
+                        # What it waits for may be of a call that failed.
+                        recorder.wait(stream, event)
+                        clock.now_s += 1.0
+                        recorder.record(event, recorder.current())
+                        recorder.wait(stream, event)
+                        recorder.synchronize(event)
+                        clock.now_s += 40.0 * fails
+                        if fails:
+                            raise LoaderError
+                except LoaderError:
+                    continue
+        program = recorder.program()
+        assert_equal(recorder.step_count, 5, where=f"{failing}: steps")
+        with succeeds("a replay", where=f"{failing}"):
+            replay(program)
+        programs.append([one for one in program if not isinstance(one, (Record, Wait))])
+        report = overlap_report(program, schedule="", device="", margin_count=0)
+        assert_equal(
+            (report.step_s, report.serial_s), (1.0, 1.0), where=f"{failing}: seconds of a step, and of its work"
+        )
+    for found in programs[1:]:
+        assert_equal(_without_events(found), _without_events(programs[0]), where="work, waits and steps")
+
+
+def _without_events(program: list[Any]) -> list[Any]:
+    """Numbers of events count those of calls that failed."""
+    return [dataclasses.replace(one, event=0) if hasattr(one, "event") else one for one in program]

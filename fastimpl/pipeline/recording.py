@@ -122,7 +122,8 @@ class Recorder:
         self._names: list[tuple[Any, str]] = []
         self._labels = [_OTHER]
         self._open: dict[str, _Segment] = {}
-        self._made: list[Callable[[], Instruction]] = []
+        # What makes each instruction, and whether it is an edge, which takes no time.
+        self._made: list[tuple[bool, Callable[[], Instruction]]] = []
         # Events are kept, so that no other gets the number of one that is gone.
         self._events: dict[int, tuple[Any, int]] = {}
         self._record_count = self._step = 0
@@ -133,7 +134,7 @@ class Recorder:
 
     def program(self) -> list[Instruction]:
         """What was seen so far; waits for the device."""
-        return [make() for make in self._made]
+        return [make() for _, make in self._made]
 
     @property
     def label(self) -> str:
@@ -153,17 +154,26 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One call of ``progress``; one that raises is no step."""
+        """One call of ``progress``. One that raises is no step: its work and the host's time in it do not count."""
+        begun, begun_s = len(self._made), self._own_s()
         self._begin(self._engine.current())
         try:
             with _Reads(self) if self._sees_reads else nullcontext():
                 yield
             self._cut()
+        except BaseException:
+            # Edges stay: later work may wait for an event of this call.
+            self._made[begun:] = [each for each in self._made[begun:] if each[0]]
+            self._blocked_s += self._own_s() - begun_s
+            raise
         finally:
             self._open.clear()
         number, issued_s = self._step, self._own_s()
-        self._made.append(lambda: StepEnd(number, issued_s))
+        self._add(lambda: StepEnd(number, issued_s))
         self._step += 1
+
+    def _add(self, make: Callable[[], Instruction], *, is_edge: bool = False) -> None:
+        self._made.append((is_edge, make))
 
     def stream(self, name: str, priority: int = 0) -> Any:
         """A stream of the engine, remembered by its name, with a number where that is taken."""
@@ -208,7 +218,7 @@ class Recorder:
             self._record_count += 1
             number = self._record_count
             self._events[id(event)] = (event, number)
-            self._made.append(lambda: Record(number, lane))
+            self._add(lambda: Record(number, lane), is_edge=True)
 
     def wait(self, stream: Any, event: Any) -> None:
         """An edge, before the work to come."""
@@ -217,7 +227,7 @@ class Recorder:
         self._engine.wait(stream, event)
         if id(event) in self._events:
             number = self._events[id(event)][1]
-            self._made.append(lambda: Wait(number, lane))
+            self._add(lambda: Wait(number, lane), is_edge=True)
         if lane in self._open:
             self._begin(stream)
 
@@ -229,7 +239,7 @@ class Recorder:
         self._engine.synchronize(event)
         self._blocked_s += self._clock.host_s() - begun_s
         if known is not None:
-            self._made.append(lambda: HostWait(known[1], step, issued_s))
+            self._add(lambda: HostWait(known[1], step, issued_s))
         for segment in list(self._open.values()):
             self._begin(segment.stream)
 
@@ -261,5 +271,5 @@ class Recorder:
     def _end(self, lane: str, segment: _Segment) -> None:
         now, stage, step = self._clock.mark(segment.stream), self.label, self._step
         seconds = self._clock.seconds
-        self._made.append(lambda: Work(stage, step, lane, seconds(segment.begun, now), segment.issued_s))
+        self._add(lambda: Work(stage, step, lane, seconds(segment.begun, now), segment.issued_s))
         self._open[lane] = _Segment(segment.stream, now, self._own_s())

@@ -160,3 +160,22 @@ waits_for_what_was_forgotten = patched(
     mutated("fastimpl.pipeline.recording:Recorder.synchronize", "known is not None", "True"),
     kills="PIPE-436",
 )
+work_of_failed_steps = patched(
+    "Work of a step that failed is the next step's.",
+    mutated(
+        "fastimpl.pipeline.recording:Recorder.step",
+        "self._made[begun:] = [each for each in self._made[begun:] if each[0]]",
+        "pass",
+    ),
+    kills="PIPE-516",
+)
+edges_of_failed_steps_go = patched(
+    "Events of a step that failed are unknown to what waits for them.",
+    mutated("fastimpl.pipeline.recording:Recorder.step", "if each[0]]", "if False]"),
+    kills="PIPE-516",
+)
+host_time_of_failed_steps = patched(
+    "The host's time in a step that failed counts as its own.",
+    mutated("fastimpl.pipeline.recording:Recorder.step", "self._blocked_s += self._own_s() - begun_s", "pass"),
+    kills="PIPE-516",
+)
