@@ -21,10 +21,11 @@ from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
-from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.jagged import Bags, joined
 from twinproof.pipeline.modules import (
     EmbeddingBagCollection,
     FeatureProcessedEmbeddingBagCollection,
+    HeldTable,
     InBackwardOptimizer,
     KeyValueBags,
     Lookup,
@@ -363,6 +364,49 @@ class _SentWeights(torch.autograd.Function):
         return None, None, None, None, own if ctx.needs_input_grad[4] else None, *(None for _ in grads[1:])
 
 
+class _Trained:
+    """What a lookup's autograd sees of it: of its tables those are stepped that are trained when the backward comes.
+
+    Args:
+        lookup: of several tables, or of one in a store.
+        names: of its tables.
+        frozen: gives the names of those that are not trained.
+    """
+
+    def __init__(self, lookup: Any, names: Sequence[str], frozen: Callable[[], set[str]]) -> None:
+        self._lookup, self._names, self._frozen = lookup, names, frozen
+
+    def _pool(self, bags: Bags) -> torch.Tensor:
+        pooled: torch.Tensor = self._lookup._pool(bags)
+        return pooled
+
+    def _weight_gradients(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
+        gradients: torch.Tensor = self._lookup._weight_gradients(bags, grad)
+        return gradients
+
+    def _step(self, bags: Bags, grad: torch.Tensor) -> None:
+        frozen = self._frozen()
+        kept = [index for index, name in enumerate(self._names) if name not in frozen]
+        if len(kept) == len(self._names):
+            self._lookup._step(bags, grad)
+        elif kept:
+            self._step_some(kept, bags, grad)
+
+    def _step_some(self, kept: list[int], bags: Bags, grad: torch.Tensor) -> None:
+        lookup, handle = self._lookup, self._lookup.fused_optimizer
+        features = [feature for feature, table in enumerate(lookup.feature_tables) if table in kept]
+        widths = [lookup.tables[table].embedding_dim for table in lookup.feature_tables]
+        parts, columns = bags.by_feature(len(widths)), torch.split(grad, widths, dim=1)
+        lookup._engine.update(
+            [HeldTable(lookup.weight(index), lookup.tables[index].is_mean, lookup.states(index)) for index in kept],
+            [kept.index(lookup.feature_tables[feature]) for feature in features],
+            joined([parts[feature] for feature in features]),
+            torch.cat([columns[feature] for feature in features], dim=1),
+            handle.config.kind,
+            handle.hyper(),
+        )
+
+
 class ShardedEmbeddingBagCollection(torch.nn.Module):
     """Tables cut among the ranks of a group, with the optimizer in the backward: torchrec's class, explicit plans only.
 
@@ -382,6 +426,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     Column-wise tables with an optimizer that keeps one value for a row keep one for each column block, and so differ
     from the uncut table by design. Weights of a batch that require a gradient get that of their own rank's loss, by one
     more exchange in every rank's backward; torchrec gives them none.
+
+    A table whose parameter requires no gradient, when it is cut or when the backward comes (``requires_grad_(False)``
+    of this module or of what it lists), is looked up and not stepped; a backward is a step all the same. A model around
+    this module does not list cut tables, so that its own ``requires_grad_`` does not reach them.
 
     Attributes:
         fused_optimizer: a handle for schedulers on the optimizer in the backward; see ``InBackwardOptimizer``.
@@ -446,6 +494,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._parts = TableParts(self.layout, self.lookups, self.fused_optimizer)
         self.embedding_bags = self._make_tables(collection, seed)
         self._cut_parameters: dict[str, torch.nn.Parameter] = {}
+        whole = {table.name: collection.embedding_bags[table.name].weight for table in self.tables}
+        self._frozen = {name for name, weight in whole.items() if not weight.requires_grad}
         self._loaded: list[str] = []
         # Tables that are cut are no parameters of any child, whose names torch would call unexpected.
         self.register_load_state_dict_post_hook(
@@ -470,6 +520,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             replica.weight = torch.nn.Parameter(made.clone())
             found[table.name] = replica
             carry_over(weight, replica.weight)
+            replica.weight.requires_grad_(weight.requires_grad)
         for table, sharding in zip(self.tables, self.plan, strict=True):
             if sharding.rule.is_cut:
                 found[table.name] = CutTable(self._parts, table.name)
@@ -512,7 +563,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Parameters that were listed are this module's tables: a copy of them would be a second copy of its tables.
-        return {**self.__dict__, "_cut_parameters": {}}
+        return {**self.__dict__, "_cut_parameters": {}, "_frozen": set(self._frozen_now())}
+
+    def _frozen_now(self) -> set[str]:
+        """Names of cut tables that are not trained; whoever was given a parameter may have changed its flag."""
+        for name, param in self._cut_parameters.items():
+            (self._frozen.discard if param.requires_grad else self._frozen.add)(name)
+        return self._frozen
 
     def create_context(self) -> ShardedContext:
         """A context for one batch."""
@@ -535,10 +592,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if ctx.way_home is not None:
             dist_input = self._with_gradient(ctx, dist_input)
         outputs = [
-            lookup(module, self._processed(ctx, group, bags))
+            lookup(self._trained(module, group), self._processed(ctx, group, bags))
             for module, group, bags in zip(self.lookups, self.layout.groups, dist_input, strict=True)
         ]
         return [*outputs, *self._replicated_outputs(ctx)]
+
+    def _trained(self, module: Any, group: Group) -> _Trained:
+        return _Trained(module, [self.tables[shard.table].name for shard in group.shards], self._frozen_now)
 
     def output_dist(self, ctx: ShardedContext, output: list[torch.Tensor]) -> Awaitable[KeyedTensor]:
         """Pooled columns of all features for this rank's own samples."""
@@ -636,6 +696,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         for module in self.lookups:
             if isinstance(module, torch.nn.Module):
                 module._apply(fn)  # type: ignore[no-untyped-call]
+        self._frozen_now()
         self._cut_parameters.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -651,7 +712,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         for name, (_, weight, _) in self._parts.local_shards().items() if recurse else ():
             known = self._cut_parameters.get(name)
             if known is None or known.data_ptr() != weight.data_ptr():
-                known = self._cut_parameters[name] = torch.nn.Parameter(weight)
+                trained = name not in self._frozen_now()
+                known = self._cut_parameters[name] = torch.nn.Parameter(weight, requires_grad=trained)
                 known._in_backward_optimizers = [self.fused_optimizer]  # type: ignore[attr-defined]
             yield f"{prefix}.embedding_bags.{name}.weight" if prefix else f"embedding_bags.{name}.weight", known
 

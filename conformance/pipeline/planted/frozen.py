@@ -1,0 +1,38 @@
+"""Faults that ``test_frozen`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_TRAINED = "twinproof.pipeline.sharded:_Trained"
+_SHARDED = "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection"
+
+frozen_tables_step = patched(
+    "Tables that require no gradient are stepped by the backward.",
+    mutated(f"{_TRAINED}._step", "len(kept) == len(self._names)", "True"),
+    kills=("PIPE-517", "PIPE-519"),
+)
+
+neighbours_freeze = patched(
+    "With one table its neighbours in the same lookup are frozen.",
+    mutated(f"{_TRAINED}._step", "self._step_some(kept, bags, grad)", "pass"),
+    kills="PIPE-517",
+)
+
+flags_go_with_parameters = patched(
+    "A table is thawed where its parameter is made anew.",
+    mutated(f"{_SHARDED}.named_parameters", "name not in self._frozen_now()", "True"),
+    kills=("PIPE-517", "PIPE-518"),
+)
+
+replicas_thaw = patched(
+    "A replicated table is trained though it required no gradient when it was cut.",
+    mutated(f"{_SHARDED}._make_tables", "replica.weight.requires_grad_(weight.requires_grad)", "pass"),
+    kills="PIPE-518",
+)
+
+copies_thaw = patched(
+    "A copy of a module trains tables that the original was told to freeze.",
+    mutated(f"{_SHARDED}.__getstate__", "set(self._frozen_now())", "set(self._frozen)"),
+    kills="PIPE-518",
+)

@@ -1,0 +1,149 @@
+"""Tables that are not trained: what requires no gradient is looked up, and stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import Rank, assert_equal, requirement
+from conformance.pipeline.batches import Jagged, random_jagged
+from conformance.pipeline.cases import FUSED
+from conformance.pipeline.jobs import KINDS, Job, assert_same_state
+from conformance.pipeline.model import Naive, assert_bits, random_tables
+from conformance.pipeline.sharding import (
+    assert_shards,
+    batches_of,
+    collection_of,
+    expected_step,
+    random_plan,
+    sharded_of,
+    train,
+)
+
+CUT = KINDS[:3]
+
+
+def _expected(naive: Naive, frozen: set[str], batches: list[Jagged], seed: int, step: int) -> list[torch.Tensor]:
+    """The oracle's step, in which these tables are not trained."""
+    kept = {t.config.name: (t.weight.clone(), copy.deepcopy(t.states)) for t in naive.tables}
+    pooled = expected_step(naive, batches, seed, step)
+    for table in naive.tables:
+        if table.config.name in frozen:
+            table.weight, table.states = kept[table.config.name]
+    return pooled
+
+
+def _frozen(rank: Rank, optimizer: str, before: bool) -> None:
+    pipeline = rank.component("pipeline")
+    for seed in range(4):
+        configs, weights, keys, limits = random_tables(pipeline, seed, multiple=4, dtypes=(torch.float32,))
+        plan = random_plan(pipeline, configs, rank.world_size, seed, CUT if optimizer == "adam" else ("row_wise",))
+        names = [config.name for config in configs]
+        naive, whole = Naive(configs, weights, optimizer), collection_of(pipeline, configs, weights)
+        frozen = set(names[seed % 2 :: 2])
+        if before:
+            for name in frozen:
+                whole.embedding_bags[name].weight.requires_grad_(False)
+        sharded = sharded_of(pipeline, whole, plan, optimizer, rank.group)
+        if not before:
+            for name, param in sharded.named_parameters():
+                param.requires_grad_(name.split(".")[1] not in frozen)
+        rounds: list[tuple[set[str], Any]] = [
+            (frozen, lambda: None),
+            # Flags are kept where parameters are made anew.
+            (frozen, lambda: sharded.to(rank.device)),  # noqa: B023
+            (set(names), lambda: sharded.requires_grad_(False)),  # noqa: B023
+            (set(), lambda: sharded.requires_grad_(True)),  # noqa: B023
+        ]
+        for step, (untrained, change) in enumerate(rounds, 1):
+            change()
+            where = f"{plan} seed {seed} step {step}"
+            for name, param in sharded.named_parameters():
+                assert_equal(param.requires_grad, name.split(".")[1] not in untrained, where=f"{where} flag of {name}")
+            batches = batches_of(rank, keys, limits, 10 * seed + step)
+            found = train(rank, sharded, batches, seed, pipeline)
+            expected = _expected(naive, untrained, batches, seed, step)
+            if rank.world_size == 1:
+                # Partial sums of rows are rounded by rank.
+                assert_bits(found, expected[rank.rank], f"{where} pooled")
+            assert_shards(sharded, naive, where)
+            assert_equal(sharded.fused_optimizer.step_count, step, where=f"{where}: steps")
+
+
+@requirement(
+    "PIPE-517",
+    "Cut tables whose parameter requires no gradient, when they are cut or when the backward comes, MUST be looked up "
+    "and MUST NOT be stepped, those beside them as ever, under any plan and number of ranks; and be stepped again "
+    "when it does. A backward is a step all the same.",
+)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_frozen_tables(rank_pool: Any, optimizer: str, before: bool) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_frozen, world_size, optimizer, before)
+
+
+@requirement(
+    "PIPE-518",
+    "Replicated tables and tables in stores that required no gradient when they were cut MUST stay as they are; so "
+    "MUST copies of a module with frozen tables keep them frozen, and thaw apart from it.",
+)
+def test_frozen_before(pipeline: Any, kvstore: Any) -> None:
+    configs, weights, keys, limits = random_tables(pipeline, 3, multiple=4, dtypes=(torch.float32,))
+    whole = collection_of(pipeline, configs, weights)
+    for kind in ("data_parallel", "key_value", "table_wise"):
+        plan = dict.fromkeys((config.name for config in configs), pipeline.data_parallel())
+        if kind == "key_value":
+            layouts = {c.name: kvstore.RowLayout(c.embedding_dim, optimizer="adagrad") for c in configs}
+            store = kvstore.KVStore(layouts, optimizer_in_row=True, clock=lambda: 1)
+            for config, weight in zip(configs, weights, strict=True):
+                store.set(config.name, torch.arange(config.num_embeddings), weight)
+            plan = dict.fromkeys(plan, pipeline.key_value(store, kvstore.Buckets(4)))
+        elif kind == "table_wise":
+            plan = dict.fromkeys(plan, pipeline.table_wise(0))
+        # Frozen before the cut, but for tables that are listed when they are cut.
+        whole.requires_grad_(kind == "table_wise")
+        sharded = sharded_of(pipeline, whole, plan, "adagrad", device="cpu")
+        if kind == "table_wise":
+            sharded.requires_grad_(False)
+        # A store is not copied.
+        copied = sharded if kind == "key_value" else copy.deepcopy(sharded)
+        for module in (sharded, copied):
+            batch = random_jagged(keys, limits, 3, 5).kjt(pipeline)
+            (module(batch).values().sum() + torch.zeros(1, requires_grad=True)).sum().backward()
+            for param in module.parameters():
+                assert_equal((param.requires_grad, param.grad), (False, None), where=f"{kind}: flag and gradient")
+            for config, weight in zip(configs, weights, strict=True):
+                name = config.name
+                if kind == "key_value":
+                    found = store.get(name, torch.arange(config.num_embeddings))
+                else:
+                    found = dict(module.named_parameters())[f"embedding_bags.{name}.weight"].detach()
+                assert_bits(found, weight, f"{kind}: {name}")
+        if copied is not sharded:
+            copied.requires_grad_(True)
+        assert_equal({p.requires_grad for p in sharded.parameters()} - {False}, set(), where=f"{kind}: thawed apart")
+
+
+@requirement(
+    "PIPE-519",
+    "Tables that are frozen or thawed between two steps of a schedule MUST be so in the next step, also where it was "
+    "looked up ahead: its steps are the loop's.",
+)
+@pytest.mark.parametrize("name", ["TrainPipelineSparseDist", FUSED, "TrainPipelineSemiSync"])
+def test_frozen_between_steps(pipeline: Any, name: str) -> None:
+    options: dict[str, Any] = {"embedding_lookup_before_optimizer": True} if name == FUSED else {}
+    options |= {"start_batch": 10**6} if "Semi" in name else {}
+    job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+    schedule, loader, held = job.schedule(name, **options), iter(job.batches(4)), list[Any]()
+    for step, batch in enumerate(loop.batches(4)):
+        for each in (job, loop):
+            each.collections[step % 2].requires_grad_(step < 2)
+        held.append({name: shard[1].clone() for name, shard in job.collections[step % 2].local_shards().items()})
+        assert_bits(schedule.progress(loader), loop.step(batch), f"step {step}")
+        assert_same_state(job, loop, f"step {step}")
+        same = {n: torch.equal(job.collections[step % 2].local_shards()[n][1], w) for n, w in held[-1].items()}
+        assert_equal(all(same.values()), step >= 2, where=f"step {step}: whether tables stay as they are")
