@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import EVAL_FUSED, FUSED, Context
@@ -233,3 +234,66 @@ def test_stale_parameters(pipeline: Any, caplog: Any) -> None:
             else:
                 with succeeds("strict", where=where):
                     job.schedule(name, strict=True)
+
+
+@requirement(
+    "PIPE-520",
+    "A sharding MUST have what its kind needs and nothing that it does not use, ranks, buckets or a store: anything "
+    "else MUST be refused by that name when it is made, and what the makers make be taken.",
+)
+def test_parts_of_shardings(pipeline: Any, kvstore: Any) -> None:
+    buckets = kvstore.Buckets(4)
+    store = kvstore.KVStore({"t": kvstore.RowLayout(4)})
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        ("ranks", ("table_wise",)),
+        ("ranks", ("table_wise", (0, 0))),
+        ("ranks", ("table_wise", 0)),
+        ("ranks", ("row_wise", (0,))),
+        ("ranks", ("data_parallel", (0,))),
+        ("ranks", ("key_value", (0,), buckets, store)),
+        ("buckets", ("table_wise", (0,), buckets)),
+        ("store", ("row_wise", (), None, store)),
+        ("buckets", ("key_value", (), None, store)),
+        ("buckets", ("key_value", (), 4, store)),
+        ("store", ("key_value", (), buckets)),
+    ]
+    for name, given in wrong:
+        with raises(ConfigError, mentions=(name,), where=repr(given)):
+            pipeline.TableSharding(*given)
+    right = {
+        "table_wise": (pipeline.table_wise(1), pipeline.TableSharding("table_wise", [1])),
+        "column_wise": (pipeline.column_wise([1, 0]), pipeline.TableSharding("column_wise", (1, 0))),
+        "row_wise": (pipeline.row_wise(), pipeline.TableSharding("row_wise")),
+        "data_parallel": (pipeline.data_parallel(), pipeline.TableSharding("data_parallel", ())),
+        "key_value": (pipeline.key_value(store, buckets), pipeline.TableSharding("key_value", (), buckets, store)),
+    }
+    for kind, (one, other) in right.items():
+        assert_equal(one == other, True, where=kind)
+
+
+@requirement(
+    "PIPE-521",
+    "Arguments of table-batched bags that have no effect beside others MUST be refused by name: an optimizer beside a "
+    "handle, a device beside weights; so MUST another number of weights than tables.",
+)
+def test_arguments_of_bags(pipeline: Any) -> None:
+    tables = [pipeline.EmbeddingBagConfig(3, 4, name) for name in ("a", "b")]
+    weights = [torch.zeros(3, 4) for _ in tables]
+    handle = pipeline.InBackwardOptimizer(pipeline.FusedOptimizer("sgd"))
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("optimizer", {"in_backward": handle, "optimizer": pipeline.FusedOptimizer("adam")}),
+        ("device", {"weights": weights, "device": "meta"}),
+        ("weights", {"weights": weights[:1]}),
+        ("weights", {"weights": [*weights, *weights]}),
+    ]
+    for name, given in wrong:
+        with raises(ConfigError, mentions=(name,), where=str(list(given))):
+            pipeline.TableBatchedEmbeddingBags(tables, **given)
+    for right in (
+        {"in_backward": handle},
+        {"weights": weights},
+        {"device": "meta"},
+        {"device": None, "optimizer": None},
+    ):
+        with succeeds("bags", where=str(list(right))):
+            pipeline.TableBatchedEmbeddingBags(tables, **right)

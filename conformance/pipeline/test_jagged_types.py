@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.harness import assert_equal, examples, raises, requirement, succeeds
 from conformance.pipeline.batches import as_lists, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.type_names import SIGNATURES
@@ -449,3 +449,56 @@ def test_record_stream(pipeline: Any) -> None:
         assert_equal(_told_of(batch), (expected[name], ["a stream"]), where=name)
     for name, batch in made("cpu").items():
         assert_equal(_told_of(batch), ([], []), where=f"{name} of the host")
+
+
+@requirement(
+    "PIPE-522",
+    "Batches MUST be told equal by their numbers, whatever dtypes they have: ids and lengths to the last digit, also "
+    "large ones, and weights where they are close; and MUST NOT be where one number is another.",
+)
+def test_equal_numbers(pipeline: Any) -> None:
+    def bags(ids: list[int], weight: float = 0.5, dtype: Any = torch.int64, weights: Any = torch.float32) -> Any:
+        lengths = torch.tensor([len(ids), 0], dtype=dtype)
+        return torch.tensor(ids, dtype=dtype), torch.full((len(ids),), weight, dtype=weights), lengths
+
+    one = [10**6, 10**9]
+    cases: list[tuple[bool, Any]] = [
+        (True, bags(one, dtype=torch.int32)),
+        (True, bags(one, weights=torch.bfloat16)),
+        (True, bags(one, weights=torch.float64)),
+        (True, bags(one, 0.5 + 1e-7)),
+        (False, bags([10**6 + 5, 10**9])),
+        (False, bags([10**6, 10**9 + 1], dtype=torch.int32)),
+        (False, bags(one, 0.75, weights=torch.float16)),
+        (False, bags([*one, 1])),
+    ]
+    for expected, others in cases:
+        for kind, same in (("KeyedJaggedTensor", pipeline.kjt_is_equal), ("JaggedTensor", pipeline.jt_is_equal)):
+            keys = [["a"]] if kind == "KeyedJaggedTensor" else []
+            mine, theirs = (getattr(pipeline, kind)(*keys, *parts) for parts in (bags(one), others))
+            with succeeds("a comparison", where=f"{kind}, {others}"):
+                found = same(mine, theirs)
+            assert_equal(found, expected, where=f"{kind}, {others}")
+
+
+@requirement(
+    "PIPE-523",
+    "Positions MUST be written over weights exactly, or the weights' dtype be refused by name before any is written: "
+    "bfloat16 has all to 256, float16 to 2048.",
+)
+def test_positions_in_narrow_weights(pipeline: Any) -> None:
+    for dtype, most in ((torch.bfloat16, 256), (torch.float16, 2048), (torch.uint8, 255), (torch.float32, 5000)):
+        for count in (most + 1, most + 2):
+            weights = torch.ones(count + 1).to(dtype)
+            lengths = torch.tensor([count, 1])
+            batch = pipeline.KeyedJaggedTensor(["a"], torch.zeros(count + 1, dtype=torch.int64), weights, lengths)
+            processors = pipeline.PositionWeightedModuleCollection({"a": count})
+            if count == most + 2 and dtype is not torch.float32:
+                with raises(ConfigError, mentions=(str(dtype), str(most)), where=f"{dtype}, {count}"):
+                    processors.pre_process_input(batch)
+                assert_equal(bool((weights == 1).all()), True, where=f"{dtype}: weights that were refused")
+                continue
+            with succeeds("positions", where=f"{dtype}, {count}"):
+                processors.pre_process_input(batch)
+            expected = torch.cat([torch.arange(count), torch.zeros(1, dtype=torch.int64)])
+            assert_bits(weights.to(torch.int64), expected, f"{dtype}, {count}")

@@ -843,9 +843,11 @@ class ComputeJTDictToKJT(torch.nn.Module):
 
 
 def _close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
+    if one is None or other is None or one.shape != other.shape:
         return one is other
-    return one.shape == other.shape and torch.allclose(one, other)
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    same = torch.allclose if dtype.is_floating_point else torch.equal
+    return bool(same(one.to(dtype), other.to(one.device, dtype)))
 
 
 def _same_bags(one: Any, other: Any) -> bool:
@@ -856,18 +858,16 @@ def _same_bags(one: Any, other: Any) -> bool:
 
 @torch.fx.wrap
 def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
-    """Whether both are bags of one feature with close values and weights, and the same lengths."""
+    """Whether both are bags of one feature with the same ids and lengths, and close weights, whatever their dtypes."""
     return isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor) and _same_bags(jt_1, jt_2)
 
 
 @torch.fx.wrap
 def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
-    """Whether both are batches of the same features in the same order with equal bags."""
-    if not (isinstance(kjt_1, KeyedJaggedTensor) and isinstance(kjt_2, KeyedJaggedTensor)):
-        return False
-    if kjt_1.keys() != kjt_2.keys() or kjt_1.stride_per_key() != kjt_2.stride_per_key():
-        return False
-    return _same_bags(kjt_1, kjt_2)
+    """Whether both are batches of the same features in the same order with equal bags, see ``jt_is_equal``."""
+    are_batches = isinstance(kjt_1, KeyedJaggedTensor) and isinstance(kjt_2, KeyedJaggedTensor)
+    same = are_batches and kjt_1.keys() == kjt_2.keys() and kjt_1.stride_per_key() == kjt_2.stride_per_key()
+    return same and _same_bags(kjt_1, kjt_2)
 
 
 def _parts(batch: Any) -> list[Any]:

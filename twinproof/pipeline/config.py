@@ -27,6 +27,7 @@ __all__ = [
     "UniformInit",
     "apply_optimizer_in_backward",
     "carry_over",
+    "check_given",
     "check_names",
     "check_tables",
     "embedding_names",
@@ -246,6 +247,18 @@ def check_bounds_kind(kind: Any) -> str:
     if kind not in BOUNDS_CHECKS:
         raise ConfigError("not a check", got=kind, expected=BOUNDS_CHECKS, where="bounds_check")
     return str(kind)
+
+
+def check_given(
+    tables: Sequence[EmbeddingConfig], *, optimizer: Any, in_backward: Any, weights: Any, device: Any
+) -> None:
+    """Demand arguments that do not take each other's place, and a weight for each table. Raises ConfigError."""
+    pairs = (("in_backward", in_backward, "optimizer", optimizer), ("weights", weights, "device", device))
+    for name, value, other, unused in pairs:
+        if value is not None and unused is not None:
+            raise ConfigError(f"{other} has no effect beside {name}", got=repr(unused), expected=None, where=other)
+    if weights is not None and len(weights) != len(tables):
+        raise ConfigError("a weight for each table", got=len(weights), expected=len(tables), where="weights")
 
 
 def check_names(tables: Sequence[EmbeddingConfig]) -> None:

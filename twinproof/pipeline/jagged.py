@@ -33,6 +33,7 @@ __all__ = [
     "KeyedMoves",
     "check_ids",
     "check_integers",
+    "check_positions",
     "cut_sizes",
     "jagged_text",
     "joined",
@@ -258,6 +259,16 @@ def check_integers(tensor: torch.Tensor | None, name: str, where: str) -> None:
     """Demand integers, or no elements. Raises LengthTypeError."""
     if tensor is not None and tensor.dtype not in _INTEGERS and tensor.numel() != 0:
         raise LengthTypeError(f"{name} must be integers", got=tensor.dtype, expected=_INTEGERS, where=where)
+
+
+def check_positions(positions: torch.Tensor, dtype: torch.dtype) -> None:
+    """Demand a dtype in which each of these numbers is one of its own. Raises ConfigError."""
+    # Of a float all integers up to 2 / eps.
+    most = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    longest = int(positions.max()) if positions.numel() and not positions.is_meta else 0
+    if longest > most:
+        got, expected = (longest, dtype), f"positions up to {most}, or weights of float32"
+        raise ConfigError("weights of this dtype cannot hold positions", got=got, expected=expected, where="weights")
 
 
 def recorded(stream: Any, *parts: Any) -> None:

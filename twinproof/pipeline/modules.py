@@ -22,6 +22,7 @@ from twinproof.pipeline.config import (
     FusedOptimizer,
     InBackwardOptimizer,
     check_bounds_kind,
+    check_given,
     check_names,
     check_tables,
     embedding_names,
@@ -29,7 +30,7 @@ from twinproof.pipeline.config import (
     initialized,
     readable,
 )
-from twinproof.pipeline.jagged import Bags, check_ids
+from twinproof.pipeline.jagged import Bags, check_ids, check_positions
 
 __all__ = [
     "BoundToLookup",
@@ -204,9 +205,9 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         optimizer: what the backward runs.
         bounds_check: an id outside its table raises ("fatal"), or is row 0, with ("warning") or without ("ignore") a
             line in the log, as FBGEMM does.
-        weights: [E, D] of each table, used as they are; None initialises them.
-        in_backward: a handle that somebody else counts the steps of.
-        device: of the tables.
+        weights: [E, D] of each table, used as they are and where they are; None initialises them.
+        in_backward: a handle that somebody else counts the steps of, in place of ``optimizer``.
+        device: of the tables that are initialised.
 
     The tables are buffers, not parameters: nothing but the backward updates them. Optimizer states are float32 zeros
     at first, [E, D], or [E, 1] where the optimizer keeps one value for a row. A state dict has both, and the ``step``.
@@ -228,6 +229,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         super().__init__()
         self._engine = type(self)._make_engine()
         self.tables, self.bounds_check = check_tables(tables, EmbeddingBagConfig), check_bounds_kind(bounds_check)
+        check_given(self.tables, optimizer=optimizer, in_backward=in_backward, weights=weights, device=device)
         self.feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
         self._counts = in_backward is None
         self.fused_optimizer = in_backward or InBackwardOptimizer(optimizer or FusedOptimizer())
@@ -906,8 +908,10 @@ def _check_lengths(lengths: Mapping[str, int]) -> None:
 
 
 def _write_positions(features: Any) -> None:
+    positions = _positions(features.lengths(), features.values().shape[0])
+    check_positions(positions, features.weights().dtype)
     with torch.no_grad():
-        features.weights().copy_(_positions(features.lengths(), features.values().shape[0]))
+        features.weights().copy_(positions)
 
 
 class PositionWeightedModule(FeatureProcessor):
@@ -932,7 +936,7 @@ class PositionWeightedModule(FeatureProcessor):
         return _weighted_bags(features, self.position_weight, self._pre_processed)
 
     def pre_process_input(self, features: JaggedTensor) -> None:
-        """Write each id's position over its weight; from here on weights of bags are taken for positions."""
+        """Write each id's position over its weight, taken for one from here on. Raises: see ``check_positions``."""
         _write_positions(features)
         self._pre_processed = True
 
@@ -949,12 +953,10 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         _check_lengths(max_feature_lengths)
         self.max_feature_lengths = dict(max_feature_lengths)
         self._pre_processed = False
-        self.position_weights = torch.nn.ParameterDict(
-            {
-                name: torch.nn.Parameter(torch.ones(length, device=device))
-                for name, length in max_feature_lengths.items()
-            }
-        )
+        weights = {
+            name: torch.nn.Parameter(torch.ones(size, device=device)) for name, size in max_feature_lengths.items()
+        }
+        self.position_weights = torch.nn.ParameterDict(weights)
 
     @property
     def position_weights_dict(self) -> dict[str, torch.Tensor]:
@@ -971,7 +973,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         return _weighted_batch(features, self.position_weights_dict, self._pre_processed)
 
     def pre_process_input(self, features: KeyedJaggedTensor) -> None:
-        """Write each id's position over its weight; from here on weights of batches are taken for positions."""
+        """Write each id's position over its weight, taken for one from here on. Raises: see ``check_positions``."""
         _write_positions(features)
         self._pre_processed = True
 
@@ -1032,12 +1034,8 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection, feature_processors: Any) -> None:
         super().__init__()
         if not embedding_bag_collection.is_weighted():
-            raise ConfigError(
-                "feature processors need a weighted collection",
-                got=False,
-                expected=True,
-                where="embedding_bag_collection",
-            )
+            where = "embedding_bag_collection"
+            raise ConfigError("feature processors need a weighted collection", got=False, expected=True, where=where)
         names = list(dict.fromkeys(embedding_bag_collection.feature_names))
         if isinstance(feature_processors, (Mapping, torch.nn.ModuleDict)):
             if set(feature_processors.keys()) != set(names):

@@ -261,8 +261,13 @@ KINDS: dict[str, ShardingKind] = {
 class TableSharding:
     """Where one table lives; made by ``table_wise`` and its siblings.
 
+    Args:
+        kind: one of ``KINDS``.
+        ranks: one of a table-wise table, those of a column-wise one, and none of any other.
+        buckets, store: of a key-value table, and None of any other.
+
     Raises:
-        ConfigError: a kind that is none of ``KINDS``.
+        ConfigError: what is none of these.
     """
 
     kind: str
@@ -273,6 +278,26 @@ class TableSharding:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ConfigError("not a kind of sharding", got=self.kind, expected=tuple(KINDS), where="kind")
+        ranks: Any = self.ranks
+        if not isinstance(ranks, (tuple, list)):
+            got = type(ranks).__name__
+            raise ConfigError("ranks come in a tuple", got=got, expected="a tuple of ranks", where="ranks")
+        # A frozen record of a list could change, and has no hash.
+        object.__setattr__(self, "ranks", tuple(ranks))
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Demand what this kind needs, and nothing that it does not use. Raises ConfigError."""
+        needed = {"table_wise": 1, "column_wise": len(self.ranks)}.get(self.kind, 0)
+        if len(self.ranks) != needed:
+            raise ConfigError(
+                f"not the ranks of {self.kind}", got=self.ranks, expected=f"{needed} of them", where="ranks"
+            )
+        is_stored, found = self.rule.is_stored, (isinstance(self.buckets, Buckets), hasattr(self.store, "layout"))
+        for name, is_one, value in zip(("buckets", "store"), found, (self.buckets, self.store), strict=True):
+            if is_stored != is_one or (value is not None and not is_stored):
+                expected = f"the {name} of a KVStore's table" if is_stored else None
+                raise ConfigError(f"not the {name} of {self.kind}", got=repr(value), expected=expected, where=name)
 
     @property
     def rule(self) -> ShardingKind:

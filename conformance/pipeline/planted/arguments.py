@@ -46,3 +46,23 @@ stale_in_silence = patched(
     mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.__init__", "looks_up_before_update=True,", ""),
     kills="PIPE-453",
 )
+unused_ranks_taken = patched(
+    "Ranks of a sharding that uses none are taken.",
+    mutated("twinproof.pipeline.sharding:TableSharding._check_parts", "len(self.ranks) != needed", "False"),
+    kills="PIPE-520",
+)
+unused_stores_taken = patched(
+    "Buckets and stores of a sharding that uses none are taken.",
+    mutated("twinproof.pipeline.sharding:TableSharding._check_parts", "is_stored != is_one or (", "False or ("),
+    kills="PIPE-520",
+)
+bags_ignore_arguments = patched(
+    "An argument of table-batched bags that has no effect beside another is taken.",
+    mutated("twinproof.pipeline.config:check_given", "value is not None and unused is not None", "False"),
+    kills="PIPE-521",
+)
+weights_too_many = patched(
+    "Weights beyond the tables are dropped.",
+    mutated("twinproof.pipeline.config:check_given", "len(weights) != len(tables)", "len(weights) < len(tables)"),
+    kills="PIPE-521",
+)
