@@ -186,3 +186,66 @@ def test_hooks_that_look(pipeline: Any, name: str) -> None:
         assert_bits(output, loop.step(batch), f"{name} step {step}")
     assert_equal(seen[True], seen[False], where=f"{name}: calls of hooks")
     assert_same_state(job, loop, name)
+
+
+class Halved(torch.nn.Module):
+    """Changes what it is given, and returns nothing."""
+
+    def forward(self, ids: Any) -> None:
+        """In place."""
+        ids.values().floor_divide_(2)
+
+
+class InPlace(torch.nn.Module):
+    """The job's model, which moves its first ids among the first rows of a table, in place."""
+
+    def __init__(self, model: Any, how: str) -> None:
+        super().__init__()
+        self.model, self.how, self.halved = model, how, Halved()
+
+    def forward(self, batch: Any) -> Any:
+        """As the model; the second ids, and what lies beside the ids, are none of the change."""
+        ids, model = batch.ids[0], self.model
+        if self.how == "method":
+            ids.values().floor_divide_(2)
+        elif self.how == "operator":
+            values = batch.ids[0].values()
+            values //= 2
+        elif self.how == "function":
+            torch.floor_divide(ids.values(), 2, out=ids.values())
+        elif self.how == "attribute":
+            ids._values = ids._values // 2
+        elif self.how == "module":
+            self.halved(ids)
+        else:
+            batch.dense.mul_(0.5)
+        pooled = [model.collections[0](ids).values(), model.collections[1](batch.ids[1]).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        scores += 0.5
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-524",
+    "A sharded module whose input the forward changes in place before, by a method, an operator, a function, an "
+    "attribute or a module that returns nothing, MUST be left to the model, with a line in the log: the step is the "
+    "loop's; what is changed beside it MUST leave it driven.",
+)
+@pytest.mark.parametrize("how", ["method", "operator", "function", "attribute", "module", "beside"])
+def test_inputs_changed_in_place(pipeline: Any, how: str, caplog: Any) -> None:
+    for name in ("TrainPipelineBase", FUSED, "TrainPipelineSemiSync"):
+        job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+        for each in (job, loop):
+            each.model = InPlace(each.model, how)  # type: ignore[assignment]
+        caplog.clear()
+        schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(4))
+        driven = [call.name for call in schedule.calls]
+        expected = ["model.collections.0", "model.collections.1"][how != "beside" :]
+        assert_equal(driven, expected, where=f"{name}: modules that are driven")
+        said = ["collections.0" in each.getMessage() for each in caplog.records if "in place" in each.getMessage()]
+        assert_equal(said, [True] * (how != "beside"), where=f"{name}: lines in the log")
+        for step, batch in enumerate(loop.batches(4)):
+            for model in (job.model, loop.model):
+                model.train(step != 2)
+            assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+            assert_same_state(job, loop, f"{name} step {step}")

@@ -10,11 +10,14 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import torch
@@ -96,7 +99,51 @@ class Call:
         return bool(read) and any(id(param) in read for param in trained_params(optimizer))
 
 
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE: dict[str, Any] = {f"__i{name}__": getattr(operator, f"i{name}") for name in _OPERATORS}
+
+
+def _assigned(value: Any, name: str) -> None:
+    """Stands in a graph where an attribute of a value was assigned."""
+
+
+class _Noting:
+    """A proxy whose changes in place are nodes of the graph, too: torch's own forgets that they are made in place."""
+
+    # What a proxy is made of.
+    _OWN = ("tracer", "node", "root", "attr", "_node")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in self._OWN:
+            made: Any = self
+            made.tracer.create_node("call_function", _assigned, (made.node, name), {})
+
+    def __getattr__(self, name: str) -> Any:
+        made: Any = self
+        return _Attribute(made, name)
+
+
+def _noted(change: Any) -> Callable[[Any, Any], Any]:
+    return lambda proxy, other: proxy.tracer.create_proxy("call_function", change, (proxy, other), {})
+
+
+for _name, _by in _IN_PLACE.items():
+    setattr(_Noting, _name, _noted(_by))
+
+
+class _Value(_Noting, torch.fx.Proxy):
+    """A value of the trace."""
+
+
+class _Attribute(_Noting, torch.fx.proxy.Attribute):
+    """An attribute of one."""
+
+
 class _Tracer(torch.fx.Tracer):
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        return _Value(node, self)
+
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         # Only the way to sharded modules is looked into: what lies beside it may be untraceable.
         return is_sharded(m) or not any(is_sharded(child) for child in m.modules())
@@ -186,6 +233,56 @@ def _needs_more(node: torch.fx.Node, postprocs: Mapping[str, Any]) -> bool:
     )
 
 
+def _changes(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a node changes in place, as far as it can be told: whatever a call is given whose result nobody uses."""
+    target: Any = node.target
+    first = [part for part in node.args[:1] if isinstance(part, torch.fx.Node)]
+    if node.op == "call_method":
+        return first if target.endswith("_") and not target.endswith("__") else []
+    is_own = isinstance(target, FunctionType) and target.__module__.partition(".")[0] != "torch"
+    if node.op == "call_module" or is_own:
+        return first if target is _assigned else list(node.all_input_nodes) if not node.users else []
+    if node.op != "call_function":
+        return []
+    out, name = node.kwargs.get("out"), getattr(target, "__name__", "")
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    changed = first if is_named_so or target in _IN_PLACE.values() else []
+    return [*changed, *([out] if isinstance(out, torch.fx.Node) else [])]
+
+
+def _numbered(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """A number for each node, equal for nodes that compute the same of the same."""
+    numbers, seen = dict[torch.fx.Node, int](), dict[Any, int]()
+    for node in graph.nodes:
+        arguments = repr(torch.fx.node.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}"))
+        numbers[node] = seen.setdefault((node.op, node.target, arguments), len(seen))
+    return numbers
+
+
+def _changed_before(node: torch.fx.Node, graph: torch.fx.Graph, sharded: Iterable[str]) -> bool:
+    """Whether the forward changes in place, before, what a node's arguments are made of.
+
+    Ahead of the model such a change would be missed, or made twice. ``sharded`` modules change nothing.
+    """
+    numbers, way = _numbered(graph), _on_the_way(node)
+    # Of what is only selected from, another part may be changed: of a list of ids, of a batch.
+    whole = {
+        numbers[part]
+        for user in (node, *way)
+        if user.op != "call_function" or user.target not in (getattr, operator.getitem)
+        for part in user.all_input_nodes
+    }
+    known = {numbers[part] for part in way}
+    for each in itertools.takewhile(lambda each: each is not node, graph.nodes):
+        changes = _changes(each) if each.op != "call_module" or each.target not in sharded else []
+        # An attribute that was assigned is what is selected from then on.
+        is_known = each.target is not _assigned and any(numbers[changed] in known for changed in changes)
+        parts = (part for changed in changes for part in (changed, *_on_the_way(changed)))
+        if is_known or any(numbers[part] in whole for part in parts):
+            return True
+    return False
+
+
 def _formula_of(node: torch.fx.Node) -> tuple[Any, ...]:
     """What a node's arguments are computed from and how; names of nodes, which other nodes decide too, are no part."""
     numbers: dict[torch.fx.Node, int] = {}
@@ -207,7 +304,8 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
 
     Further arguments have their defaults, for a pipeline calls the model with the batch alone.
 
-    A module whose arguments need more than the batch is left to the model, with a line in the log. With
+    A module whose arguments need more than the batch, or are changed in place, is left to the model, with a line in the
+    log. With
     ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its exchange, once a batch, if
     nothing in them is trained. ``known`` are those of another mode: a trace that fails behind the same calls is taken
     for theirs.
@@ -233,14 +331,18 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
 def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postproc: bool) -> list[Call]:
     modules, calls = dict(inner.named_modules()), dict[str, Call]()
     postprocs = _postprocs_of(graph, modules) if pipeline_postproc else {}
+    sharded = [name for name, module in modules.items() if is_sharded(module)]
     for node in graph.nodes:
-        if node.op != "call_module" or not is_sharded(modules[str(node.target)]):
+        if node.op != "call_module" or node.target not in sharded:
             continue
         name = str(node.target)
         if name in calls:
             raise ConfigError("a sharded module is called twice in one forward", got=name, where=type(inner).__name__)
         if _needs_more(node, postprocs):
             logger.warning("%s is not pipelined: its input is more than the batch", name)
+            continue
+        if _changed_before(node, graph, sharded):
+            logger.warning("%s is not pipelined: the forward changes its input in place", name)
             continue
         used = {str(each.target) for each in _on_the_way(node) if each.op == "call_module"}
         mine = {target: postprocs[target] for target in postprocs if target in used}

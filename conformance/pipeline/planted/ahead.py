@@ -51,3 +51,21 @@ arguments_made_anew_differ = patched(
     mutated("twinproof.pipeline.stages:_same", "type(one) is not type(other)", "isinstance(one, KeyedJaggedTensor)"),
     kills="PIPE-515",
 )
+
+changes_in_place_missed = patched(
+    "A change in place of what a sharded module is called with is missed by what runs ahead.",
+    mutated("twinproof.pipeline.stages:_calls_in", "if _changed_before(node, graph, sharded):", "if False:"),
+    kills="PIPE-524",
+)
+
+attributes_missed = patched(
+    "An attribute of a batch that the forward assigns is missed by what runs ahead.",
+    mutated("twinproof.pipeline.stages:_Noting.__setattr__", "if name not in self._OWN:", "if False:"),
+    kills="PIPE-524",
+)
+
+changes_beside_count = patched(
+    "A change in place of anything in the batch leaves its sharded modules to the model.",
+    mutated("twinproof.pipeline.stages:_changed_before", "if is_known or any", "if True or any"),
+    kills="PIPE-524",
+)
