@@ -164,6 +164,7 @@ class Pipeline(Generic[In, Out]):
         self._dense: DenseGradients | None = None
         self._attachment: Attachment | None = None
         self._traces: Traces
+        self._is_hooked = False
         self._stages = type(self)._make_stages(self._device, options)
         self.attach()
 
@@ -419,7 +420,7 @@ class Pipeline(Generic[In, Out]):
         if self._current is None:
             raise KeyError(name)
         ahead = self._current.asked.pop(name, None)
-        if ahead is not None and self._traces.has_hooks():
+        if ahead is not None and self._is_hooked:
             check_asked(name, ahead, given)
         prepared: dict[str, Any] = self._current.prepared
         if name in prepared:
@@ -490,6 +491,7 @@ class Pipeline(Generic[In, Out]):
                 return check_answer((self._forward or self._model)(batch.batch), self._model)
 
         self._wait_for_batch()
+        self._is_hooked = self._traces.has_hooks()
         found: tuple[torch.Tensor, Any] = self._stages.forward(batch, work)
         return found
 

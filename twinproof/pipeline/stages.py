@@ -305,10 +305,9 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     Further arguments have their defaults, for a pipeline calls the model with the batch alone.
 
     A module whose arguments need more than the batch, or are changed in place, is left to the model, with a line in the
-    log. With
-    ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its exchange, once a batch, if
-    nothing in them is trained. ``known`` are those of another mode: a trace that fails behind the same calls is taken
-    for theirs.
+    log. With ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its exchange, once a
+    batch, if nothing in them is trained. ``known`` are those of another mode: a trace that fails behind the same calls
+    is taken for theirs.
 
     Raises:
         ConfigError: a model that cannot be traced, or that calls a sharded module twice.

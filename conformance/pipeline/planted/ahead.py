@@ -36,7 +36,7 @@ what_is_sent_stays = patched(
 
 changing_hooks_pass = patched(
     "A hook on the way to a sharded module is bypassed without a word.",
-    mutated("twinproof.pipeline.driver:Pipeline._result_of", "self._traces.has_hooks()", "False"),
+    mutated("twinproof.pipeline.driver:Pipeline._result_of", "self._is_hooked", "False"),
     kills="PIPE-514",
 )
 
