@@ -249,3 +249,32 @@ def test_inputs_changed_in_place(pipeline: Any, how: str, caplog: Any) -> None:
                 model.train(step != 2)
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
             assert_same_state(job, loop, f"{name} step {step}")
+
+
+def _assert_replaced(pipeline: Any, name: str, rank: Rank | None = None) -> None:
+    job, loop = (Job(pipeline, 4, rank, kinds=("table_wise", "row_wise")) for _ in range(2))
+    options = {key: value for key, value in _options(name).items() if key != "pipeline_postproc"}
+    schedule, loader, expected = job.schedule(name, **options), iter(job.batches(5)), loop.batches(5)
+    for step in range(5):
+        if step in (1, 2):
+            stride = expected[step].dense.shape[0]
+            expected[step] = loop.batch(20 + step, stride)
+            schedule.batches[0] = job.there(job.batch(20 + step, stride))
+        assert_bits(schedule.progress(loader), loop.step(expected[step]), f"{name} step {step}")
+    assert_same_state(job, loop, name)
+
+
+def _replaced_on_ranks(rank: Rank) -> None:
+    _assert_replaced(rank.component("pipeline"), FUSED, rank)
+
+
+@requirement(
+    "PIPE-525",
+    "A batch that is put in the place of one in flight MUST be what its step processes, however far the first had "
+    "come: it is sent and looked up anew, on every rank.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_replaced_in_flight(pipeline: Any, rank_pool: Any, name: str) -> None:
+    _assert_replaced(pipeline, name)
+    if name == FUSED:
+        rank_pool.run(_replaced_on_ranks, 2)

@@ -153,8 +153,8 @@ class Pipeline(Generic[In, Out]):
         self._queue: deque[BatchContext] = deque()
         self._held: deque[Any] = deque()
         removed: dict[str, list[Any]] = {"batch": [], "context": []}
-        self.batches = QueueView(self._queue, "batch", self._adopted, removed)
-        self.contexts = QueueView(self._queue, "context", self._adopted, removed)
+        self.batches = QueueView(self._queue, "batch", self._adopted, removed, self._replace)
+        self.contexts = QueueView(self._queue, "context", self._adopted, removed, self._replace)
         self._dataloader_iter: Iterator[In] | None = None
         self._dataloader_exhausted = self._failed = False
         self._deferred: BaseException | None = None
@@ -415,6 +415,16 @@ class Pipeline(Generic[In, Out]):
         # Where it was sent: memory of one stream is read by no other on the way.
         self._stages.receive(work)
         in_flight.forget()
+
+    def _replace(self, in_flight: BatchContext, batch: Any) -> None:
+        """Another batch in the place of one in flight; one whose step is under way is past what was sent."""
+        if in_flight is self._current or in_flight not in self._queue:
+            in_flight.batch = batch
+            return
+        self._recall(in_flight)
+        made: BatchContext = self._stages.adopt(batch)
+        made.index, made.given_context = in_flight.index, in_flight.given_context
+        self._queue[self._queue.index(in_flight)] = made
 
     def _result_of(self, name: str, given: Any) -> Any:
         if self._current is None:

@@ -239,14 +239,12 @@ def _changes(node: torch.fx.Node) -> list[torch.fx.Node]:
     first = [part for part in node.args[:1] if isinstance(part, torch.fx.Node)]
     if node.op == "call_method":
         return first if target.endswith("_") and not target.endswith("__") else []
+    name, out = getattr(target, "__name__", ""), node.kwargs.get("out")
     is_own = isinstance(target, FunctionType) and target.__module__.partition(".")[0] != "torch"
-    if node.op == "call_module" or is_own:
-        return first if target is _assigned else list(node.all_input_nodes) if not node.users else []
-    if node.op != "call_function":
-        return []
-    out, name = node.kwargs.get("out"), getattr(target, "__name__", "")
+    if not node.users and target is not _assigned and (node.op == "call_module" or is_own):
+        return list(node.all_input_nodes)
     is_named_so = name.endswith("_") and not name.endswith("__")
-    changed = first if is_named_so or target in _IN_PLACE.values() else []
+    changed = first if is_named_so or target is _assigned or target in _IN_PLACE.values() else []
     return [*changed, *([out] if isinstance(out, torch.fx.Node) else [])]
 
 
@@ -933,16 +931,22 @@ class QueueView(MutableSequence[Any]):
     """``batches`` or ``contexts`` of a pipeline as subclasses of torchrec's pipelines know them: deques in lock step.
 
     Removing a batch and then its context, or the other way round, removes one batch in flight. Until then what was not
-    removed yet stands in its place, as in two deques.
+    removed yet stands in its place, as in two deques. A batch that is put in the place of another is sent and looked
+    up anew.
 
     Raises:
         PipelineError: an insertion other than at the end.
     """
 
     def __init__(
-        self, queue: deque[Any], attribute: str, make: Callable[[Any], Any], removed: dict[str, list[Any]]
+        self,
+        queue: deque[Any],
+        attribute: str,
+        make: Callable[[Any], Any],
+        removed: dict[str, list[Any]],
+        replace: Callable[[Any, Any], None],
     ) -> None:
-        self._queue, self._attribute, self._make = queue, attribute, make
+        self._queue, self._attribute, self._make, self._replace = queue, attribute, make, replace
         # Batches that are in one of the queues only, by the one that they are still in: both views share it.
         self._removed, self._is_batches = removed, attribute == "batch"
         self._left = removed[attribute]
@@ -959,7 +963,10 @@ class QueueView(MutableSequence[Any]):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         batch = self._items()[index]
-        setattr(batch, "batch" if self._is_batches else "given_context", value)
+        if self._is_batches:
+            self._replace(batch, value)
+        else:
+            batch.given_context = value
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
         if isinstance(index, slice):

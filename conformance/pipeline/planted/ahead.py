@@ -69,3 +69,14 @@ changes_beside_count = patched(
     mutated("twinproof.pipeline.stages:_changed_before", "if is_known or any", "if True or any"),
     kills="PIPE-524",
 )
+
+ids_of_the_first_batch = patched(
+    "A batch that is put in the place of another has the other's lookups.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline._replace",
+        "in_flight is self._current or in_flight not in self._queue",
+        "True",
+    ),
+    kills="PIPE-525",
+    of="fastimpl",
+)
