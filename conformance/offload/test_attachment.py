@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
 from conformance.offload.cases import Twins, proven_on, values
+from conformance.offload.foreign import Shared
 from twinproof.engine import InlineEngine
 from twinproof.errors import UnsupportedError
 
@@ -163,3 +166,98 @@ def test_states_without_a_place(offload: Any, at: int) -> None:
         made.append([param.detach() for param in params])
     for number, (mine, plain) in enumerate(zip(made[1], made[0], strict=True)):
         assert_same_tensor(mine, plain, where=f"parameter {number} where the state of {at} has no place")
+
+
+class _NoCopies(InlineEngine):
+    """A device that has failed."""
+
+    fails = True
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Raises until it works again."""
+        if self.fails:
+            raise _OutOfMemory("a copy")
+        super().copy(target, source)
+
+    def copy_many(self, targets: Any, sources: Any) -> None:
+        """See ``copy``."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
+    @property
+    def stands_for_device(self) -> bool:  # type: ignore[override]
+        """Copies mean something."""
+        return True
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """None is packed: each is a copy by itself."""
+        return False
+
+
+_HOOKS = ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
+
+
+def _attached(optimizer: Any) -> list[Any]:
+    """What an offloader leaves on an optimizer while it is attached."""
+    own = [name for name in vars(optimizer) if name in ("step", "__getstate__", "_twinproof_offloader")]
+    return [*own, *(len(getattr(optimizer, f"_optimizer_{name}_hooks")) for name in _HOOKS)]
+
+
+@requirement(
+    "OPT-443",
+    "Attachment that fails while states leave, by a copy that fails or states that turn out to share memory, MUST "
+    "leave the optimizer, its hooks and its masters as they were; it goes on, and can be offloaded later.",
+)
+def test_no_move(offload: Any) -> None:
+    params: list[torch.Tensor] = [torch.nn.Parameter(values((4, 3), i, torch.bfloat16)) for i in range(2)]
+    others: list[torch.Tensor] = [torch.nn.Parameter(values((4, 3), i, torch.bfloat16)) for i in range(2)]
+    (masters, optimizer), (_, plain) = (_with_masters(offload, each) for each in (params, others))
+    engine = _NoCopies("cpu")
+    before = _attached(optimizer)
+    with raises(_OutOfMemory):
+        offload.OptimizerStateOffloader(optimizer, engine=engine, master_weights=masters)
+    assert_equal(_attached(optimizer), before, where="what is on the optimizer")
+    for _ in range(2):
+        for each in (*params, *others):
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        plain.step()
+        engine.fails = False
+        for number, (got, expected) in enumerate(zip(params, others, strict=True)):
+            assert_same_tensor(got.detach(), expected.detach(), where=f"parameter {number}")
+        offload.OptimizerStateOffloader(optimizer, engine=engine, master_weights=masters).close()
+    shared = Shared([torch.nn.Parameter(values((4, 3), 1))])
+    shared.param_groups[0]["params"][0].grad = values((4, 3), 2)
+    shared.step()
+    before = _attached(shared)
+    with raises(UnsupportedError, mentions=("share memory",)):
+        offload.OptimizerStateOffloader(shared, engine=engine)
+    assert_equal(_attached(shared), before, where="what is on the optimizer whose states share memory")
+    shared.step()
+
+
+def _with_masters(offload: Any, params: list[torch.Tensor]) -> tuple[Any, Any]:
+    masters = offload.MasterWeights(params)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=0.1)
+    masters.attach(optimizer)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return masters, optimizer
+
+
+@requirement(
+    "OPT-445",
+    "A copy or a pickle of an offloader, which would be attached to nothing, MUST be refused by name; one of the "
+    "optimizer beside it is a plain one.",
+)
+def test_copied_offloaders(offload: Any) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(values((4, 3), 1))])
+    with offload.OptimizerStateOffloader(optimizer, engine=InlineEngine("cpu")) as offloader:
+        copies: dict[str, Any] = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
+        for name, make in copies.items():
+            with raises(UnsupportedError, mentions=("one optimizer", "a copy of the optimizer"), where=name):
+                make(offloader)
+        assert_equal("step" in vars(copy.deepcopy(optimizer)), False, where="step of a copy of the optimizer")
+        optimizer.step()
+        assert_equal(offloader.stats().step_count, 1, where="steps")

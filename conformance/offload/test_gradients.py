@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
-from conformance.offload.cases import proven, values
+from conformance.offload.cases import assert_same_state, proven, values
 from conformance.offload.corners import by_formula
 from twinproof.errors import UnsupportedError
 
@@ -84,3 +84,31 @@ def test_dtypes_apart(offload: Any, step_device: str, grad_dtype: torch.dtype) -
                 for i, (theirs, mine) in enumerate(zip(arms[0][0], arms[1][0], strict=True)):
                     assert_same_tensor(mine.detach(), theirs.detach(), where=f"parameter {i} after step {number}")
         offloader.close()
+
+
+@requirement(
+    "OPT-446",
+    "A differentiable step whose gradients have a graph, which would end where states move, MUST be refused by name, "
+    "with parameters, states and counts as they were; without a graph it MUST be the plain optimizer's.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_differentiable(offload: Any, kind: str) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "differentiable": True, **({"momentum": 0.9} if kind == "SGD" else {})}
+    with proven() as device:
+        params, plain_params = [values((3, 4), 0)], [values((3, 4), 0)]
+        optimizer, plain = (getattr(torch.optim, kind)(each, **options) for each in (params, plain_params))
+        with offload.OptimizerStateOffloader(optimizer, engine=device.engine) as offloader:
+            for number in range(2):
+                for each in (params, plain_params):
+                    each[0].grad = values((3, 4), number)
+                plain.step()
+                optimizer.step()
+            with_graph = values((3, 4), 7).requires_grad_()
+            params[0].grad = with_graph * 2
+            with raises(UnsupportedError, mentions=("differentiable", "(3, 4)")):
+                optimizer.step()
+            assert_equal(offloader.stats().step_count, 2, where="steps")
+            saved = offloader.snapshot()
+            with _disable_current_modes():
+                assert_same_tensor(params[0], plain_params[0], where="parameter")
+                assert_same_state(saved, plain.state_dict())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement
+from conformance.harness import assert_equal, assert_le, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import (
     SHAPES,
     Twins,
@@ -226,3 +226,78 @@ def test_names_stay(offload: Any) -> None:
             (offloader if loads == "offloader" else optimizer).load_state_dict(saved.state_dict())
             found = optimizer.param_groups[0].get("param_names")
             assert_equal(found, ["weight", "bias"], where=f"names after the {loads}'s load")
+
+
+_MOMENT = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(8, 16), "exp_avg_sq": torch.zeros(8, 16)}
+# What is no state dict of an optimizer of four parameters.
+SHAPELESS: dict[str, Any] = {
+    "nothing": {},
+    "None": None,
+    "a list": [1],
+    "a model's": {"weight": torch.zeros(3)},
+    "no groups": {"state": {}},
+    "no states": {"param_groups": [{"params": [0, 1, 2, 3]}]},
+    "states in a list": {"state": [], "param_groups": [{"params": [0, 1, 2, 3]}]},
+    "a group of no parameters": {"state": {}, "param_groups": [{"lr": 0.1}]},
+    "names beside numbers": {"state": {"0": {}, 9: {}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
+    "None for states": {"state": {0: None}, "param_groups": [{"params": [0, 1, 2, 3]}]},
+    "a number for a moment": {"state": {0: {**_MOMENT, "exp_avg": 1.0}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
+    "None for a moment": {"state": {0: {**_MOMENT, "exp_avg_sq": None}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
+    "a scalar for a moment": {
+        "state": {0: {**_MOMENT, "exp_avg": torch.tensor(1.0)}},
+        "param_groups": [{"params": [0, 1, 2, 3]}],
+    },
+}
+
+
+@requirement(
+    "OPT-441",
+    "What is no state dict of an optimizer, whatever it is, and states that are no tensors where tensors move, MUST be "
+    "a PlanError of the offloader's load before anything is changed.",
+)
+@pytest.mark.parametrize("name", list(SHAPELESS))
+def test_no_state_dict(offload: Any, name: str) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "Adam", options={"lr": 0.1})
+        twins.step()
+        with raises(PlanError, where=name):
+            twins.offloader.load_state_dict(SHAPELESS[name])
+        twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-442",
+    "States that belong to no parameter, by names of the optimizer's own, MUST come back from a snapshot as from "
+    "torch's load, in memory of their own; None for a momentum that is yet to be made MUST load as there.",
+)
+def test_states_of_no_parameter(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "SGD", options={"lr": 0.1, "momentum": 0.9})
+        for optimizer in (twins.plain, twins.optimizer):
+            optimizer.state["shared"] = {"count": 3, "mean": values((4,), 7)}
+            optimizer.state["gone"] = {"count": 1}
+        twins.step()
+        del twins.optimizer.state["gone"]
+        saved = twins.offloader.snapshot()
+        twins.optimizer.state["gone"] = {"count": 1}
+        saved["state"][0]["momentum_buffer"] = None
+        twins.step()
+        with succeeds("a load", where="states of no parameter"):
+            twins.offloader.load_state_dict(saved)
+        saved["state"]["shared"]["count"] = 4
+        found = twins.optimizer.state["shared"]
+        assert_equal(found.get("count"), 3, where="a state of no parameter")
+        assert_equal("gone" in twins.optimizer.state, False, where="one that was not saved is there")
+        saved["state"]["shared"]["count"] = 3
+        twins.plain.load_state_dict(reread(saved))
+        with _disable_current_modes():
+            assert_same_tensor(found["mean"], values((4,), 7), where="a tensor of no parameter")
+        for optimizer in (twins.plain, twins.optimizer):
+            del optimizer.state["shared"]
+        for _ in range(2):
+            twins.step()
+            twins.check()
+        twins.offloader.close()

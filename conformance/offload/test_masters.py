@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import SHAPES, proven, proven_on, reread, values
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, OffloadConflictError, PlanError, StaleMasterError
@@ -392,3 +392,43 @@ def test_closures(offload: Any, kind: str) -> None:
         seen += wide.tolist()
     for way in ("attached", "offloaded"):
         assert_equal(steps[way], steps["by hand"], where=f"weights at each evaluation, and the masters, {way}")
+
+
+@requirement(
+    "OPT-447",
+    "Parameters that are views of one tensor, which count their writes together, MUST be stepped with masters as any "
+    "others, alone and offloaded, on either step device; a write to one from outside MUST still be noticed.",
+)
+@pytest.mark.parametrize("how", ["alone", "device", "cpu"])
+def test_views_of_one_tensor(offload: Any, how: str) -> None:
+    with proven() as device:
+        flat = values((40,), 3, torch.bfloat16)
+        params: list[torch.Tensor] = [torch.nn.Parameter(part) for part in torch.split(flat, 10)]
+        apart: list[torch.Tensor] = [torch.nn.Parameter(part.clone()) for part in torch.split(flat, 10)]
+        arms: list[tuple[Any, Any, list[torch.Tensor]]] = []
+        for each in (params, apart):
+            masters: Any = offload.MasterWeights(each)
+            optimizer = torch.optim.AdamW(masters.parameters(), lr=0.1)
+            if how == "alone":
+                masters.attach(optimizer)
+                load = masters.load
+            else:
+                load = offload.OptimizerStateOffloader(
+                    optimizer, engine=device.engine, master_weights=masters, step_device=how, chunk_bytes=256
+                ).load_masters
+            arms.append((load, optimizer, each))
+        for number in range(4):
+            for load, optimizer, each in arms:
+                for i, param in enumerate(each):
+                    param.grad = None if (i + number) % 4 == 0 else values((10,), 10 * number + i, torch.bfloat16)
+                with succeeds("a step", where=f"step {number}"):
+                    optimizer.step()
+                if number == 2:
+                    load([values((10,), 70 + i) for i in range(4)])
+        for i, (got, expected) in enumerate(zip(params, apart, strict=True)):
+            with _disable_current_modes():
+                assert_same_tensor(got.detach(), expected.detach(), where=f"parameter {i}")
+        with torch.no_grad():
+            params[2].mul_(2.0)
+        with raises(StaleMasterError):
+            arms[0][1].step()

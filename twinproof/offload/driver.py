@@ -11,7 +11,8 @@ float32 moments or leave states on the host beside a model on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -57,6 +58,7 @@ __all__ = [
     "check_gradients",
     "check_saved",
     "expected_states",
+    "has_step_of_others",
     "known_kind",
     "load_states",
     "narrowed",
@@ -165,8 +167,12 @@ def check_devices(devices: set[torch.device], step_device: str) -> None:
     """Refuse parameters that no engine of ours serves.
 
     Raises:
-        OffloadConflictError: they are on the CPU, and so is their state. ConfigError: several devices.
+        OffloadConflictError: they are on the CPU, and so is their state. ConfigError: several devices, or none.
     """
+    if not devices:
+        raise ConfigError("no parameters, so no device", got=None, expected="parameters, or engine=", where="optimizer")
+    if torch.device("meta") in devices:
+        raise ConfigError("parameters without memory", got="meta", expected="model.to_empty(...)", where="optimizer")
     if step_device == "device" and all(device.type == "cpu" for device in devices):
         raise OffloadConflictError(
             "the parameters are on the CPU, where their state is already: nothing to offload",
@@ -178,14 +184,23 @@ def check_devices(devices: set[torch.device], step_device: str) -> None:
         raise ConfigError("one offloader serves one device", got=sorted(map(str, devices)), where="optimizer")
 
 
-def check_gradients(params: Iterable[torch.Tensor]) -> None:
+def check_gradients(params: Iterable[torch.Tensor], *, has_graph: bool = False) -> None:
     """Refuse sparse ones: a momentum of them is sparse itself, and has no place of a known size.
+
+    With ``has_graph``, as differentiable steps do, refuse those of a graph too: it would end where a state moves.
 
     Raises:
         UnsupportedError: naming the gradient.
     """
     for param in params:
         grad = param.grad
+        if has_graph and grad is not None and grad.requires_grad:
+            raise UnsupportedError(
+                "a graph cannot go through steps whose states move",
+                got="a gradient that requires one, differentiable=True",
+                expected="gradients without a graph, or differentiable=False",
+                where=f"gradient of shape {tuple(param.shape)}",
+            )
         if grad is not None and grad.layout is not torch.strided:
             raise UnsupportedError(
                 "sparse gradients are not supported",
@@ -202,18 +217,34 @@ class StepDriver:
         optimizer: one of torch's, or one that derives from torch's ``Optimizer``.
         owner: the offloader, for messages, and its masters, which a closure makes gradients for.
         run: called once for each logical step with the optimizer's arithmetic, a function without arguments.
+        around: called before and after a step that is not ours, as pre and post hooks are.
 
     A closure of one of torch's optimizers is evaluated before the step begins, once. An optimizer of another kind gets
     all arguments of its step itself: it may evaluate the closure as often as it likes, with its state on the device.
+
+    A step that somebody took from the optimizer before, to call it later or from one of their own that they put in its
+    place, runs the optimizer's step hooks, and with them ``around``. One in its place is what ``optimizer.step`` runs.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Any, run: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        owner: Any,
+        run: Callable[[Callable[[], None]], None],
+        around: tuple[Callable[..., Any], Callable[..., None]],
+    ) -> None:
         self.optimizer, self.run, self._masters = optimizer, run, owner.masters
-        self.attached = True
+        self.attached, self._drives = True, False
         self._arithmetic = arithmetic_of(type(optimizer))
         self._is_known = known_kind(type(optimizer)) is not None
         self._before: Any = optimizer.__dict__.get("step")
+        self._is_of_others = has_step_of_others(optimizer)
         self._after = self._make()
+        before, after = around
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *given: None if self._drives else before(*given)),
+            optimizer.register_step_post_hook(lambda *given: None if self._drives else after(*given)),
+        ]
         optimizer.step = self._after  # type: ignore[method-assign]
         setattr(optimizer, _ATTACHED, owner)
 
@@ -231,9 +262,21 @@ class StepDriver:
             return results[0]
 
         hooked: Any = Optimizer.profile_hook_step(step)
+
+        def driven(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            if self._is_of_others:
+                return self._before(*arguments, **options)
+            self._drives, drove = True, self._drives
+            try:
+                return hooked(optimizer, *arguments, **options)
+            finally:
+                self._drives = drove
+
+        # A compiler would take moves and bindings for arithmetic.
+        found: Any = torch._disable_dynamo(functools.wraps(hooked)(driven))
         # Schedulers look for this mark and warn when somebody else's step is on top of theirs.
-        hooked._wrapped_by_lr_sched = True
-        return MethodType(hooked, self.optimizer)
+        found._wrapped_by_lr_sched = True
+        return MethodType(found, self.optimizer)
 
     def _step_known(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -244,14 +287,27 @@ class StepDriver:
         return loss
 
     def detach(self) -> None:
-        """Give ``optimizer.step`` back. A scheduler that wrapped ours meanwhile keeps it, as a plain step."""
+        """Give ``optimizer.step`` back. A scheduler that wrapped ours meanwhile keeps it, as the step it was before."""
         self.attached = False
+        for handle in self._handles:
+            handle.remove()
         delattr(self.optimizer, _ATTACHED)
         if self.optimizer.__dict__.get("step") is self._after:
             if self._before is None:
                 del self.optimizer.step
             else:
                 self.optimizer.step = self._before  # type: ignore[method-assign]
+
+
+def has_step_of_others(optimizer: Optimizer) -> bool:
+    """Whether somebody put a step of their own in the place of the class's; a scheduler's only counts, and is none."""
+    found = optimizer.__dict__.get("step")
+    if found is None:
+        return False
+    found = getattr(found, "__func__", found)
+    while getattr(found, "_wrapped_by_lr_sched", False) or getattr(found, "hooked", False):
+        found = found.__wrapped__
+    return found is not arithmetic_of(type(optimizer))
 
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -742,31 +798,45 @@ class MovePlan:
         return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
 
     def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The states that a step will make for a parameter, as meta tensors, remembered."""
+        """The states that a step will make for a parameter, as meta tensors, remembered.
+
+        Raises:
+            ConfigError: a parameter of another device, or on none. UnsupportedError: see ``expected_states``.
+        """
+        if local_of(param).device != self.engine.device:
+            raise ConfigError(
+                "one offloader serves one device",
+                got=str(local_of(param).device),
+                expected=str(self.engine.device),
+                where=f"parameter of shape {tuple(param.shape)}",
+            )
         self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
         return self._foreseen[param]
 
 
 def check_saved(_: Any, state_dict: dict[str, Any]) -> None:
     """Refuse what cannot be moved, before torch's own load changes anything. Raises UnsupportedError."""
-    for number, state in state_dict["state"].items():
+    # A hook of the user's that comes behind may make a state dict of what has another form.
+    states = state_dict.get("state")
+    for number, state in states.items() if isinstance(states, Mapping) else ():
         for name, value in state.items() if isinstance(state, dict) else ():
             check_plain(value, f"state {name} of parameter {number}")
 
 
-def check_states(plan: MovePlan, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-    """The states by our parameters.
+def check_states(plan: MovePlan, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The states by our parameters; those of no parameter, which are the optimizer's own, by their keys.
 
     Raises:
         PlanError: other groups, parameters, states or shapes than the optimizer has. UnsupportedError: see
             ``check_saved``.
     """
+    _check_form(state_dict)
     check_saved(plan.optimizer, state_dict)
     optimizer, saved = plan.optimizer, state_dict["param_groups"]
     ours, theirs = [len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in saved]
     if ours != theirs:
         raise PlanError("other parameter groups", got=theirs, expected=ours, where="param_groups")
-    found: dict[torch.Tensor, dict[str, Any]] = {}
+    found: dict[Any, dict[str, Any]] = {}
     states = dict(state_dict["state"])
     for group, other in zip(optimizer.param_groups, saved, strict=True):
         options = {key: value for key, value in {**group, **other}.items() if key != "params"}
@@ -775,14 +845,45 @@ def check_states(plan: MovePlan, state_dict: dict[str, Any]) -> dict[torch.Tenso
                 continue  # Listed twice, under one number: its states were taken already.
             found[param] = states.pop(number, {})
             _check_state(plan, param, found[param], options, f"parameter {number}")
-    if states:
-        raise PlanError("states of no parameter", got=sorted(states), expected="numbers of param_groups", where="state")
-    return found
+    strangers = [key for key in states if not _is_own(plan, key)]
+    if strangers:
+        got = sorted(strangers, key=str)
+        raise PlanError("states of no parameter", got=got, expected="numbers of param_groups", where="state")
+    return found | states
+
+
+def _check_mapping(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise PlanError("not a state dict", got=type(given).__name__, expected="a dict", where="state_dict")
+
+
+def _check_form(state_dict: Any) -> None:
+    """Raises PlanError where something is no state dict of an optimizer at all."""
+    _check_mapping(state_dict)
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    is_groups = isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
+    if not isinstance(states, Mapping) or not is_groups:
+        raise PlanError(
+            "not an optimizer's state dict",
+            got=sorted(map(str, state_dict)),
+            expected="state by numbers of parameters, and param_groups that list them as params",
+            where="state_dict",
+        )
+
+
+def _is_own(plan: MovePlan, key: Any) -> bool:
+    """Whether a state of no parameter is the optimizer's own: of one of torch's, if it has it already."""
+    is_number = isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
+    return not is_number and (not plan.is_separable or key in plan.optimizer.state)
 
 
 def _check_state(
     plan: MovePlan, param: torch.Tensor, state: dict[str, Any], options: dict[str, Any], where: str
 ) -> None:
+    if not isinstance(state, Mapping):
+        raise PlanError("not the states of a parameter", got=type(state).__name__, expected="a dict", where=where)
     # A parameter that never had a gradient has no state at all.
     if not state or not local_of(param).numel():
         return
@@ -800,18 +901,35 @@ def _check_state(
             continue
         form = param if known is None else known
         expected = foreseen.get(name, tuple(local_of(form).shape))
-        if is_movable(value) and tuple(local_of(value).shape) != expected:
+        if name in foreseen and not isinstance(value, torch.Tensor):
+            # SGD takes None for one that is yet to be made.
+            if value is not None or name != "momentum_buffer":
+                given, place = type(value).__name__, f"{name} of {where}"
+                raise PlanError("a state that is no tensor", got=given, expected=expected, where=place)
+        elif (name in foreseen or is_movable(value)) and tuple(local_of(value).shape) != expected:
             got = tuple(local_of(value).shape)
             raise PlanError("a state of another shape", got=got, expected=expected, where=f"{name} of {where}")
 
 
 def load_states(plan: MovePlan, state_dict: dict[str, Any]) -> None:
-    """Replace options and states by copies of the saved ones.
+    """Replace options and states by copies of the saved ones, between the optimizer's load hooks.
 
     Raises:
         PlanError: see ``check_states``; nothing has changed then.
     """
-    states = check_states(plan, state_dict)
+    optimizer: Any = plan.optimizer
+    _check_mapping(state_dict)
+    # As torch's load begins: hooks may change the copy, or give another.
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        found = hook(optimizer, state_dict)
+        state_dict = state_dict if found is None else found
+    _take_over(plan, state_dict, check_states(plan, state_dict))
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _take_over(plan: MovePlan, state_dict: dict[str, Any], states: dict[Any, dict[str, Any]]) -> None:
     optimizer, selected = plan.optimizer, {bundle.param for bundle in plan.bundles}
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options = {key: copied(value) for key, value in other.items() if key != "params"}
@@ -827,6 +945,10 @@ def load_states(plan: MovePlan, state_dict: dict[str, Any]) -> None:
                     name: _settled(plan, group, name, value, moves=param in selected)
                     for name, value in states[param].items()
                 }
+    held: dict[Any, Any] = optimizer.state
+    for key in [key for key in held if not isinstance(key, torch.Tensor)]:
+        del held[key]
+    held.update({key: copied(own) for key, own in states.items() if not isinstance(key, torch.Tensor)})
     make_counters(optimizer)
 
 

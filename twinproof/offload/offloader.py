@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from twinproof.engine import Engine
-from twinproof.errors import ConfigError, OffloadConflictError, check_flags, check_kind
+from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError, check_flags, check_kind
 from twinproof.offload.driver import (
     MovePlan,
     OffloadOptions,
@@ -30,6 +30,7 @@ from twinproof.offload.driver import (
     check_devices,
     check_gradients,
     check_saved,
+    has_step_of_others,
     load_states,
     unwrapped,
 )
@@ -53,7 +54,8 @@ class OptimizerStateOffloader:
     """Optimizer state and master weights in host memory between steps; the update stays on the device.
 
     Attached to the user's own optimizer, never a wrapper: ``optimizer.step()`` drives the transfers, whatever scheduler
-    or scaler was attached, before or after. Results are those of the plain optimizer, bit for bit. A copy or a pickle
+    or scaler was attached, before or after. Steps that others put in its place, or kept, before run with everything on
+    the device, and not on the CPU. Results are those of the plain optimizer, bit for bit. A copy or a pickle
     of the optimizer is a plain one: everything comes to the device for it, until the next step or ``offload()``.
 
     Args:
@@ -131,18 +133,25 @@ class OptimizerStateOffloader:
         )
         self.transfers = transfers(self.plan)
         self.plan.adopt(self.transfers)
-        self._driver = StepDriver(optimizer, self, self._run)
+        self._driver = StepDriver(optimizer, self, self._run, (self._before_step_of_others, self._after_step_of_others))
+        self._others_depth = 0
+        # Hooks that the user has already may look at states, so that ours come first.
+        self._handles: list[Any] = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle(), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(check_saved),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing(), prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._take_home()),
+        ]
+        optimizer.__getstate__ = self._state_of_a_copy  # type: ignore[method-assign]
+        try:
+            self.offload()
+        except BaseException:
+            self._detach()
+            self._come_back()
+            raise
         if master_weights is not None:
             # Of an offloader that was closed before, or of the user: all gradients at once in float32.
             master_weights.detach()
-        self._handles: list[Any] = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
-            optimizer.register_load_state_dict_pre_hook(check_saved),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self.offload()),
-        ]
-        optimizer.__getstate__ = self._state_of_a_copy  # type: ignore[method-assign]
-        self.offload()
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -162,6 +171,14 @@ class OptimizerStateOffloader:
     ) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an offloader cannot be copied: it is attached to one optimizer",
+            got="copy or pickle",
+            expected="a copy of the optimizer, which is a plain one, and an offloader of its own",
+            where=type(self).__name__,
+        )
+
     # Verbs.
 
     def offload(
@@ -178,6 +195,7 @@ class OptimizerStateOffloader:
         to; the long names are Megatron's. Raises ConfigError when a name and its long form contradict each other.
         """
         self._check_open()
+        self._others_depth = 0
         states = _either("states", states, "offload_optimizer_states", offload_optimizer_states)
         masters = _either("masters", masters, "offload_master_weights", offload_master_weights)
         self._is_brought |= self.plan.adopt(self.transfers)
@@ -222,7 +240,7 @@ class OptimizerStateOffloader:
         return snapshot
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take values over without a cast of dtype or device.
+        """Take values over without a cast of dtype or device; the optimizer's own load hooks run around it.
 
         Raises:
             PlanError: other groups, parameters, states or shapes than the optimizer has; nothing has changed then.
@@ -230,7 +248,6 @@ class OptimizerStateOffloader:
         self._check_open()
         self.settle_for_writing()
         load_states(self.plan, state_dict)
-        self.offload()
 
     def refresh_masters(self) -> None:
         """Make the masters follow parameters that were loaded. Raises ConfigError without masters."""
@@ -262,16 +279,8 @@ class OptimizerStateOffloader:
         if not self._driver.attached:
             return
         self.settle_for_writing()
-        # What was noted to be let go stays, and must not be held twice.
-        self._copied_out.clear()
-        self.to_device(self.bundles, for_good=True)
-        self._driver.detach()
-        for handle in self._handles:
-            handle.remove()
-        vars(self.optimizer).pop("__getstate__", None)
-        self.plan.bundles = []
-        self.transfers.release()
-        self.plan.counts.host_bytes = 0
+        self._come_back()
+        self._detach()
         if self.masters is not None:
             self.masters.attach(self.optimizer)
 
@@ -324,6 +333,20 @@ class OptimizerStateOffloader:
 
     # The step.
 
+    def _come_back(self) -> None:
+        # What was noted to be let go stays, and must not be held twice.
+        self._copied_out.clear()
+        self.to_device(self.bundles, for_good=True)
+        self.plan.bundles = []
+        self.transfers.release()
+        self.plan.counts.host_bytes = 0
+
+    def _detach(self) -> None:
+        self._driver.detach()
+        for handle in self._handles:
+            handle.remove()
+        vars(self.optimizer).pop("__getstate__", None)
+
     def _check_open(self) -> None:
         if not self._driver.attached:
             raise ConfigError("this offloader is closed", where=type(self).__name__)
@@ -349,14 +372,49 @@ class OptimizerStateOffloader:
         known: Iterable[torch.Tensor] = self.plan.known
         if self.masters is not None:
             known = [*self.masters.pairs.values(), *(self.plan.known - self.masters.pairs.keys())]
-        check_gradients(known)
+        check_gradients(known, has_graph=any(group.get("differentiable") for group in self.optimizer.param_groups))
 
-    def _run(self, arithmetic: Callable[[], None]) -> None:
+    def _take_home(self) -> None:
+        """After a load, waited for: hooks of the user's that come behind may look at states."""
+        self.offload()
+        self.settle()
+
+    def _begin(self) -> None:
+        self._others_depth = 0
         if self.engine.is_capturing():
             raise OffloadConflictError(
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
         self._is_brought |= self.plan.adopt(self.transfers)
+
+    @torch._disable_dynamo
+    def _before_step_of_others(self, *given: Any) -> Any:
+        """Everything comes to the device for a step that was taken from the optimizer before this was attached."""
+        if self.options.step_device == "cpu":
+            raise _step_taken_before("step")
+        # An optimizer whose step calls that of its base runs the hooks of both.
+        depth = self._others_depth
+        if not depth:
+            self._begin()
+            self._check_gradients()
+            self._bring_all()
+        found = None if self.masters is None else self.masters.before_step(*given)
+        self._others_depth = depth + 1
+        return found
+
+    @torch._disable_dynamo
+    def _after_step_of_others(self, *_: Any) -> None:
+        self._others_depth = max(0, self._others_depth - 1)
+        if self._others_depth:
+            return
+        if self.masters is not None:
+            self.masters.end(self.masters.pairs)
+        if self.options.release == "at_offload":
+            self.offload()
+        self.plan.counts.step_count += 1
+
+    def _run(self, arithmetic: Callable[[], None]) -> None:
+        self._begin()
         # A step on the CPU has its states there when it begins, those of a parameter that comes back among them.
         if self._is_brought and self.options.step_device == "cpu":
             self.offload()
@@ -442,10 +500,21 @@ def _check_options(
         raise ConfigError("no moment", got=release, expected="at_offload or on_request", where="release")
     if step_device == "cpu":
         check_cpu_step(optimizer)
+        if has_step_of_others(optimizer):
+            raise _step_taken_before("optimizer")
         if release == "on_request":
             raise ConfigError(
                 "states never come to the device", got="on_request", expected="at_offload", where="step_device='cpu'"
             )
+
+
+def _step_taken_before(where: str) -> ConfigError:
+    return ConfigError(
+        "this step was taken from the optimizer before, and does not step on the CPU",
+        got="another step than optimizer.step",
+        expected="an offloader that is attached before optimizer.step is wrapped or kept",
+        where=where,
+    )
 
 
 def _check_fused_update(fused_update: bool | None, step_device: str) -> None:

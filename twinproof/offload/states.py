@@ -232,8 +232,8 @@ def bindings(optimizer: Optimizer, bundle: Bundle) -> Iterator[tuple[str, torch.
     for name in bundle.places:
         if name == MASTER:
             yield name, local_of(bundle.param)
-        elif name in optimizer.state.get(bundle.param, {}):
-            yield name, local_of(optimizer.state[bundle.param][name])
+        elif isinstance(value := optimizer.state.get(bundle.param, {}).get(name), torch.Tensor):
+            yield name, local_of(value)
 
 
 def holder_of(optimizer: Optimizer, bundle: Bundle, name: str) -> Any:
@@ -301,6 +301,8 @@ class MasterWeights:
         # The gradient of which each master was given a copy, and its version then, until the step is over.
         self._given: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._handles: list[Any] = []
+        # Those whose parameters lie in one piece of memory.
+        self._kin: dict[torch.Tensor, list[torch.Tensor]] = {}
         seen: set[torch.Tensor] = set()
         params = check_params(params)
         for param in params:
@@ -316,6 +318,10 @@ class MasterWeights:
                 master.master_of = MasterOf(param)  # type: ignore[attr-defined]
             self.pairs[master] = param
             self._note(master)
+        homes: dict[int, list[torch.Tensor]] = {}
+        for master, param in self.pairs.items():
+            homes.setdefault(local_of(param).untyped_storage().data_ptr(), []).append(master)
+        self._kin = {master: some for some in homes.values() if len(some) > 1 for master in some}
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The masters, in the order of the parameters."""
@@ -324,11 +330,12 @@ class MasterWeights:
     def attach(self, optimizer: Optimizer) -> None:
         """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this."""
         self._handles += [
-            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(lambda *_: self.end(self.pairs)),
         ]
 
-    def _before_step(self, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def before_step(self, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a step begins with, as a pre hook of the optimizer."""
         # The first argument is the optimizer itself.
         given = self.with_closure(arguments[1:], options)
         if given is None:
@@ -463,4 +470,8 @@ class MasterWeights:
             self._note(master)
 
     def _note(self, master: torch.Tensor) -> None:
-        self._versions[master] = version_of(self.pairs[master])
+        before = self._versions.get(master)
+        # Parameters that are views of one tensor count their writes together.
+        for each in self._kin.get(master, [master]):
+            if each is master or self._versions[each] == before:
+                self._versions[each] = version_of(self.pairs[each])

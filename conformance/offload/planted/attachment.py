@@ -41,3 +41,25 @@ placeless_by_name = patched(
     kills="OPT-433",
     of="fastimpl",
 )
+
+half_attached = patched(
+    "Attachment whose first move fails leaves the optimizer taken over.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader._detach", "self._driver.detach()", "pass"),
+    kills="OPT-443",
+)
+
+masters_let_go_first = patched(
+    "Masters run with their plain optimizer no more when the first move fails.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.__init__",
+        "self._others_depth = 0",
+        "self._others_depth = 0 if master_weights is None else master_weights.detach() or 0",
+    ),
+    kills="OPT-443",
+)
+
+
+@fault(kills="OPT-445", at="twinproof.offload.offloader:OptimizerStateOffloader.__reduce_ex__")
+def offloaders_copied(original: Any, offloader: Any, protocol: Any) -> Any:
+    """A copy of an offloader holds everything and drives no step."""
+    return object.__reduce_ex__(offloader, 4)

@@ -24,7 +24,7 @@ def snapshot_is_live(original: Any, offloader: Any) -> dict[str, Any]:
 
 
 @fault(kills="OPT-047", at="torch.optim:Optimizer.register_state_dict_pre_hook")
-def state_dict_brings_back(original: Any, optimizer: Any, hook: Any, *rest: Any) -> Any:
+def state_dict_brings_back(original: Any, optimizer: Any, hook: Any, **options: Any) -> Any:
     """A state dict brings everything back to the device."""
 
     def brings(*arguments: Any) -> Any:
@@ -33,7 +33,7 @@ def state_dict_brings_back(original: Any, optimizer: Any, hook: Any, *rest: Any)
             found.to_device(found.bundles)
         return hook(*arguments)
 
-    return original(optimizer, brings, *rest)
+    return original(optimizer, brings, **options)
 
 
 @fault(kills="OPT-053", at="twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict")
@@ -73,7 +73,7 @@ def options_of_a_snapshot_are_live(original: Any, offloader: Any) -> dict[str, A
 
 options_of_a_load_are_taken = patched(
     "A load takes the options of the state dict themselves, where they are tensors or lists.",
-    mutated("twinproof.offload.driver:load_states", "{key: copied(value) for", "{key: value for"),
+    mutated("twinproof.offload.driver:_take_over", "{key: copied(value) for", "{key: value for"),
     kills="OPT-375",
 )
 

@@ -27,3 +27,9 @@ rounded_by_one_dtype = patched(
     ),
     kills="OPT-396",
 )
+
+graphs_that_end = patched(
+    "A differentiable step takes gradients of a graph, which ends where its states move.",
+    mutated("twinproof.offload.driver:check_gradients", "has_graph and grad is not None", "False"),
+    kills="OPT-446",
+)

@@ -66,7 +66,9 @@ host_slots_stay = patched(
 )
 counted_when_gone = patched(
     "Host memory is counted after close().",
-    mutated("twinproof.offload.offloader:OptimizerStateOffloader.close", "self.plan.counts.host_bytes = 0", "pass"),
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._come_back", "self.plan.counts.host_bytes = 0", "pass"
+    ),
     kills="OPT-371",
 )
 counted_beside_the_old = patched(
@@ -93,6 +95,6 @@ always_the_engines = patched(
 
 noted_after_the_end = patched(
     "A closed offloader keeps what it had noted to be let go.",
-    mutated("twinproof.offload.offloader:OptimizerStateOffloader.close", "self._copied_out.clear()", "pass"),
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader._come_back", "self._copied_out.clear()", "pass"),
     kills="OPT-394",
 )

@@ -64,6 +64,44 @@ listed_twice_loaded_once = patched(
 
 names_go_with_a_load = patched(
     "A load of states without names takes the names of the optimizer's parameters away.",
-    mutated("twinproof.offload.driver:load_states", ', "param_names"}', "}"),
+    mutated("twinproof.offload.driver:_take_over", ', "param_names"}', "}"),
     kills="OPT-435",
+)
+
+
+@fault(kills="OPT-441", at="twinproof.offload.driver:_check_form")
+def forms_unchecked(original: Any, state_dict: Any) -> None:
+    """What is no state dict fails somewhere inside, by an error of Python's."""
+
+
+numbers_for_moments = patched(
+    "A moment that is no tensor is loaded, and fails once it moves.",
+    mutated(
+        "twinproof.offload.driver:_check_state",
+        "if name in foreseen and not isinstance(value, torch.Tensor):",
+        "if name in foreseen and isinstance(value, str):",
+    ),
+    kills="OPT-441",
+)
+
+own_states_refused = patched(
+    "States of no parameter are refused, also those that the optimizer has itself.",
+    mutated("twinproof.offload.driver:_is_own", "not plan.is_separable or key in plan.optimizer.state", "False"),
+    kills="OPT-442",
+)
+
+own_states_dropped = patched(
+    "States of no parameter are passed over by a load.",
+    mutated(
+        "twinproof.offload.driver:_take_over",
+        "for key, own in states.items() if",
+        "for key, own in () if",
+    ),
+    kills="OPT-442",
+)
+
+own_states_shared = patched(
+    "States of no parameter are those of the state dict themselves.",
+    mutated("twinproof.offload.driver:_take_over", "key: copied(own)", "key: own"),
+    kills="OPT-442",
 )

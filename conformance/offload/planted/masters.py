@@ -116,7 +116,7 @@ prefetched_masters_are_kept = patched(
 gradients_of_before_the_closure = patched(
     "Masters get the gradients that there are before the closure is evaluated.",
     mutated(
-        "twinproof.offload.states:MasterWeights._before_step",
+        "twinproof.offload.states:MasterWeights.before_step",
         "given = self.with_closure(arguments[1:], options)",
         "given = None",
     ),
@@ -127,4 +127,20 @@ closures_see_the_model_of_before = patched(
     "A closure that is evaluated again sees the model as it was at its first evaluation.",
     mutated("twinproof.offload.states:MasterWeights.with_closure", "self._round_all()", "pass"),
     kills="OPT-432",
+)
+
+views_taken_for_strangers = patched(
+    "A write to one of several views of a tensor is taken for one from outside to the others.",
+    mutated("twinproof.offload.states:MasterWeights._note", "self._kin.get(master, [master])", "[master]"),
+    kills="OPT-447",
+)
+
+writes_to_views_unseen = patched(
+    "A parameter that lies beside others in one tensor is never taken for stale.",
+    mutated(
+        "twinproof.offload.states:MasterWeights.check",
+        "if param is not master and",
+        "if param is not master and master not in self._kin and",
+    ),
+    kills="OPT-447",
 )

@@ -1,0 +1,109 @@
+"""Faults that ``test_others`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault, mutated, patched
+
+load_hooks_of_the_user_skipped = patched(
+    "The offloader's load runs none of the hooks that the user has registered before a load.",
+    mutated(
+        "twinproof.offload.driver:load_states",
+        "optimizer._optimizer_load_state_dict_pre_hooks.values()",
+        "()",
+    ),
+    kills="OPT-437",
+)
+
+hooks_behind_a_load_skipped = patched(
+    "The offloader's load runs its own hook behind a load alone.",
+    mutated(
+        "twinproof.offload.driver:load_states",
+        "optimizer._optimizer_load_state_dict_post_hooks.values()",
+        "list(optimizer._optimizer_load_state_dict_post_hooks.values())[-1:]",
+    ),
+    kills="OPT-437",
+)
+
+own_form_demanded_before_hooks = patched(
+    "The offloader's look at what is loaded demands states, which hooks of the user's are yet to bring.",
+    mutated("twinproof.offload.driver:check_saved", "if isinstance(states, Mapping) else ()", ""),
+    kills="OPT-437",
+)
+
+waits_behind_hooks_of_the_user = patched(
+    "The offloader waits for copies behind the hooks that the user had before.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.__init__",
+        "optimizer.register_state_dict_pre_hook(lambda _: self.settle(), prepend=True)",
+        "optimizer.register_state_dict_pre_hook(lambda _: self.settle())",
+    ),
+    kills="OPT-438",
+)
+
+loads_still_on_their_way = patched(
+    "Hooks behind a load find states whose copies are on their way.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader._take_home", "self.settle()", "pass"),
+    kills="OPT-438",
+    of="fastimpl",
+)
+
+steps_of_others_not_run = patched(
+    "A step that somebody put in the optimizer's place is not run while an offloader is attached.",
+    mutated(
+        "twinproof.offload.driver:has_step_of_others",
+        "return found is not arithmetic_of(type(optimizer))",
+        "return False",
+    ),
+    kills="OPT-439",
+)
+
+kept_steps_run_on_host_memory = patched(
+    "A step that was kept runs while the states are on the host.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader._before_step_of_others", "self._bring_all()", "pass"),
+    kills="OPT-439",
+)
+
+kept_steps_leave_masters_alone = patched(
+    "A step that was kept gives the masters no gradients.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._before_step_of_others",
+        "None if self.masters is None",
+        "None if True",
+    ),
+    kills="OPT-439",
+)
+
+kept_steps_beside_the_cpu = patched(
+    "A step that was kept is run by torch, on the device, where the CPU is to step.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._before_step_of_others",
+        'self.options.step_device == "cpu"',
+        "False",
+    ),
+    kills="OPT-448",
+)
+
+
+compilers_look_inside = patched(
+    "A compiler traces moves and bindings as if they were arithmetic.",
+    mutated("twinproof.offload.driver:StepDriver._make", "torch._disable_dynamo(", "("),
+    kills="OPT-440",
+)
+
+devices_of_later_groups_unseen = patched(
+    "Parameters of a later group may be on any device.",
+    mutated("twinproof.offload.driver:MovePlan.foresee", "local_of(param).device != self.engine.device", "False"),
+    kills="OPT-444",
+)
+
+
+@fault(kills="OPT-444", at="twinproof.offload.offloader:check_devices")
+def no_device_is_any_device(original: Any, devices: set[torch.device], step_device: str) -> None:
+    """An optimizer without parameters is attached to the CPU."""
+    if not devices:
+        devices.add(torch.device("cpu"))
+    original(devices, step_device)
