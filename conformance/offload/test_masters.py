@@ -432,3 +432,39 @@ def test_views_of_one_tensor(offload: Any, how: str) -> None:
             params[2].mul_(2.0)
         with raises(StaleMasterError):
             arms[0][1].step()
+
+
+_NO_MASTERS: dict[str, Any] = {
+    "a dict": {"weight": torch.zeros(3, 2)},
+    "None": None,
+    "a tensor": torch.zeros(3, 2),
+    "lists": [[[0.0] * 2] * 3, [[0.0] * 2] * 3],
+    "a complex one": [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.complex64)],
+    "one on meta": [torch.zeros(3, 2), torch.zeros(3, 2, device="meta")],
+    "a sparse one": [torch.zeros(3, 2), torch.eye(3, 2).to_sparse()],
+}
+
+
+@requirement(
+    "OPT-449",
+    "What are no tensors, or have no numbers at hand that masters can take, MUST be a PlanError of a load of masters, "
+    "alone and offloaded, before any master or parameter is changed.",
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # Torch 2.11, of its own accord.
+@pytest.mark.filterwarnings("error:Casting complex values")
+@pytest.mark.parametrize("what", list(_NO_MASTERS))
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_no_values_of_masters(offload: Any, what: str, offloaded: bool) -> None:
+    params: list[torch.Tensor] = [torch.nn.Parameter(values((3, 2), i, torch.bfloat16)) for i in range(2)]
+    masters = offload.MasterWeights(params)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    load = masters.load
+    if offloaded:
+        load = offload.OptimizerStateOffloader(
+            optimizer, engine=InlineEngine("cpu"), master_weights=masters
+        ).load_masters
+    with raises(PlanError, where=what):
+        load(_NO_MASTERS[what])
+    for number, (param, master) in enumerate(zip(params, masters.parameters(), strict=True)):
+        assert_same_tensor(param.detach(), values((3, 2), number, torch.bfloat16), where=f"parameter {number}")
+        assert_same_tensor(master.detach(), param.detach().float(), where=f"master {number}")

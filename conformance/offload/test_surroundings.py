@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, requirement, succeeds
+from conformance.harness import assert_equal, assert_same_tensor, requirement, succeeds
 from conformance.harness.surroundings import SURROUNDINGS
-from conformance.offload.cases import CpuArm, Twins, proven
+from conformance.offload.cases import CpuArm, Twins, assert_same_state, proven, values
+from twinproof.engine import InlineEngine
 
 
 @requirement(
@@ -72,3 +73,49 @@ def test_defaults_and_modes(offload: Any, step_device: str, surroundings: str) -
             counts = [[float(each["step"]) for each in s.values()] for s in states]
             assert_equal(counts[0], counts[1], where=f"counters after step {number}")
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-450",
+    "An offloader that is made, and verbs that are called, in inference mode, as around rollouts and evaluations, MUST "
+    "leave states and masters that every later step can write, with the plain optimizer's bits.",
+)
+@pytest.mark.parametrize("verb", ["attach", "prefetch", "offload", "release", "bring", "snapshot", "load", "masters"])
+@pytest.mark.parametrize("release", ["at_offload", "on_request"])
+def test_inference_mode(offload: Any, verb: str, release: str) -> None:
+    params = [torch.nn.Parameter(values((4, 3), i, torch.bfloat16)) for i in range(2)]
+    others = [torch.nn.Parameter(value.detach().clone()) for value in params]
+    masters, plain_masters = offload.MasterWeights(params), offload.MasterWeights(others)
+    optimizer, plain = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (masters, plain_masters))
+    plain_masters.attach(plain)
+    with torch.inference_mode(verb == "attach"):
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=InlineEngine("cpu"), master_weights=masters, release=release, chunk_bytes=256
+        )
+    for number in range(4):
+        for i, (param, other) in enumerate(zip(params, others, strict=True)):
+            param.grad, other.grad = (values((4, 3), 10 * number + i, torch.bfloat16) for _ in range(2))
+        with succeeds("a step", where=f"behind {verb} in inference mode"):
+            optimizer.step()
+            plain.step()
+            with torch.inference_mode():
+                _call(offloader, verb)
+            offloader.prefetch()
+        for i, (param, other) in enumerate(zip(params, others, strict=True)):
+            assert_same_tensor(param.detach(), other.detach(), where=f"parameter {i} after {number}")
+    assert_same_state(offloader.snapshot(), plain.state_dict())
+    offloader.close()
+
+
+def _call(offloader: Any, verb: str) -> None:
+    if verb == "release":
+        offloader.offload()
+        offloader.release_gpu_memory()
+    elif verb == "bring":
+        offloader.to_device(offloader.bundles)
+    elif verb == "load":
+        offloader.load_state_dict(offloader.snapshot())
+    elif verb == "masters":
+        offloader.load_masters([master.detach().clone() for master in offloader.masters.parameters()])
+    elif verb != "attach":
+        getattr(offloader, verb)()

@@ -8,6 +8,7 @@ The class exists once. An implementation binds it to its transfers::
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,6 +40,20 @@ from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, hold
 __all__ = ["OptimizerStateOffloader", "Residency"]
 
 _Self = TypeVar("_Self", bound="OptimizerStateOffloader")
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def _verb(work: _Verb) -> _Verb:
+    """Outside of the caller's inference mode: what is made there can be written in no other."""
+
+    @functools.wraps(work)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return work(*arguments, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return work(*arguments, **options)
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,7 @@ class OptimizerStateOffloader:
         if transfers is not None:
             cls._transfers_of = transfers
 
+    @_verb
     def __init__(
         self,
         optimizer: Optimizer,
@@ -181,6 +197,7 @@ class OptimizerStateOffloader:
 
     # Verbs.
 
+    @_verb
     def offload(
         self,
         states: bool = True,
@@ -214,6 +231,7 @@ class OptimizerStateOffloader:
             self._copied_out.note(self.plan, self.transfers, only)
         self.to_host(self.bundles, only=only, binds=self.options.release == "at_offload")
 
+    @_verb
     def release_gpu_memory(self) -> None:
         """Let go, on the device, what ``offload()`` copied; with ``at_offload`` it went then already.
 
@@ -222,23 +240,27 @@ class OptimizerStateOffloader:
         self._check_open()
         self._copied_out.release(self.plan, self.transfers)
 
+    @_verb
     def prefetch(self) -> None:
         """Allow transfers for the next step to begin. Changes no value, and no binding with ``at_offload``.
 
         With ``on_request`` everything is on the device afterwards, where a wrapper gives masters their gradients.
         """
         self._check_open()
+        self._others_depth = 0
         if self.options.release == "on_request":
             self._bring_all()
         elif self.is_separable:
             self.transfers.fetch()
 
+    @_verb
     def snapshot(self) -> dict[str, Any]:
         """A state dict that no later step changes, taken from host memory."""
         self._check_open()
         snapshot: dict[str, Any] = copied(self.optimizer.state_dict())
         return snapshot
 
+    @_verb
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take values over without a cast of dtype or device; the optimizer's own load hooks run around it.
 
@@ -249,10 +271,12 @@ class OptimizerStateOffloader:
         self.settle_for_writing()
         load_states(self.plan, state_dict)
 
+    @_verb
     def refresh_masters(self) -> None:
         """Make the masters follow parameters that were loaded. Raises ConfigError without masters."""
         self._own_masters().refresh()
 
+    @_verb
     def load_masters(self, values: Iterable[torch.Tensor]) -> None:
         """``MasterWeights.load``, once nothing is on its way. Raises ConfigError without masters, PlanError."""
         self._own_masters().load(values)
@@ -274,6 +298,7 @@ class OptimizerStateOffloader:
         counts.payload_bytes = sum(bundle.places[name].size_bytes for bundle, name, _ in self.plan.bound())
         return copy.copy(counts)
 
+    @_verb
     def close(self) -> None:
         """Bring everything back and leave a plain optimizer. Safe to call twice."""
         if not self._driver.attached:
@@ -286,12 +311,14 @@ class OptimizerStateOffloader:
 
     # Moves and waits, for tools that look at memory between steps.
 
+    @_verb
     def to_host(
         self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
     ) -> None:
         """See ``Transfers.to_host``."""
         self.transfers.to_host(bundles, only=only, copies=copies, binds=binds)
 
+    @_verb
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """See ``Transfers.to_device``."""
         self._is_brought = True

@@ -276,6 +276,17 @@ def check_params(params: Any) -> list[torch.Tensor]:
     return found
 
 
+def _check_values(values: Any) -> list[torch.Tensor]:
+    """Demand tensors whose numbers are at hand. Raises PlanError."""
+    found = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, dict)) else [values]
+    for number, value in enumerate(found):
+        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+        if not plain or value.is_complex():
+            got = type(value).__name__ if not isinstance(value, torch.Tensor) else (value.dtype, value.layout)
+            raise PlanError("not the values of a master", got=got, expected="a dense tensor", where=f"values[{number}]")
+    return found
+
+
 class MasterWeights:
     """Float32 copies of half-precision parameters, to be given to an optimizer in their place.
 
@@ -457,9 +468,9 @@ class MasterWeights:
         """Take saved masters, in the order of ``parameters()``, and round them into the parameters.
 
         Raises:
-            PlanError: other shapes, or another number; nothing has changed then.
+            PlanError: other shapes, another number, or what is no plain tensor of numbers; nothing has changed then.
         """
-        given = list(values)
+        given = _check_values(values)
         got, expected = [tuple(v.shape) for v in given], [tuple(m.shape) for m in self.pairs]
         if got != expected:
             raise PlanError("these are other masters", got=got, expected=expected, where="values")

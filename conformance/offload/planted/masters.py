@@ -144,3 +144,16 @@ writes_to_views_unseen = patched(
     ),
     kills="OPT-447",
 )
+
+
+@fault(kills="OPT-449", at="twinproof.offload.states:_check_values")
+def values_of_masters_unchecked(original: Any, given: Any) -> Any:
+    """Whatever has shapes is loaded as masters, as far as it goes."""
+    return list(given)
+
+
+complex_masters = patched(
+    "Complex values are loaded as masters, without their imaginary parts.",
+    mutated("twinproof.offload.states:_check_values", "not plain or value.is_complex()", "not plain"),
+    kills="OPT-449",
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from conformance.harness import mutated, patched
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
 
 counts_on_the_default_device = patched(
     "The count of a first step on the CPU lies on the default device of the process.",
@@ -24,3 +26,21 @@ counts_in_single_precision = patched(
     mutated("twinproof.offload.driver:prepare_states", "torch.float64 if", "torch.float32 if"),
     kills="OPT-348",
 )
+
+
+@fault(kills="OPT-450", at="twinproof.offload.offloader:OptimizerStateOffloader.__init__", of="fastimpl")
+def attached_in_the_mode_of_the_caller(original: Any, offloader: Any, *arguments: Any, **options: Any) -> None:
+    """Host memory of an offloader that is made in inference mode is of that mode."""
+    original.__wrapped__(offloader, *arguments, **options)
+
+
+@fault(kills="OPT-450", at="twinproof.offload.offloader:OptimizerStateOffloader.to_device")
+def brought_in_the_mode_of_the_caller(original: Any, offloader: Any, *arguments: Any, **options: Any) -> None:
+    """What is brought to the device in inference mode is of that mode."""
+    original.__wrapped__(offloader, *arguments, **options)
+
+
+@fault(kills="OPT-450", at="twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict")
+def loaded_in_the_mode_of_the_caller(original: Any, offloader: Any, state_dict: Any) -> None:
+    """What is loaded in inference mode is of that mode."""
+    original.__wrapped__(offloader, state_dict)
