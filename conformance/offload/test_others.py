@@ -276,3 +276,41 @@ def test_devices_of_parameters(offload: Any) -> None:
         with raises(ConfigError, mentions=("no parameters",)):
             offload.OptimizerStateOffloader(empty, step_device=step_device)
         assert_equal(["step" in vars(each) for each in (meta, empty)], [False, False], where="steps taken over")
+
+
+@requirement(
+    "OPT-451",
+    "An offloader that a step hook of the user's closes, before the step or behind it and wherever it stands among "
+    "others, MUST leave this step and the next ones the plain optimizer's, masters among them.",
+)
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("attached_first", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+def test_closed_by_a_hook(offload: Any, when: str, attached_first: bool, halves: bool) -> None:
+    with proven() as device:
+        (plain_params, plain_masters, plain), (params, masters, optimizer) = (_arm(offload, halves) for _ in range(2))
+        if halves:
+            plain_masters.attach(plain)
+        made: list[Any] = []
+        hook = getattr(optimizer, f"register_step_{when}_hook")
+        close = lambda *_: made[0].close()  # noqa: E731
+        if not attached_first:
+            handle = hook(close)
+        made.append(offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters))
+        if attached_first:
+            handle = hook(close)
+        hook(lambda *_: None)
+        for number in range(3):
+            for arm in (plain_params, params):
+                for i, param in enumerate(arm):
+                    param.grad = values((4, 6), 10 * number + i, param.dtype)
+            with succeeds("a step", where=f"step {number}, closed in the first"):
+                optimizer.step()
+            plain.step()
+            handle.remove()
+            for i, (expected, param) in enumerate(zip(plain_params, params, strict=True)):
+                with _disable_current_modes():
+                    assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i} after {number}")
+        saved, expected_state = optimizer.state_dict(), plain.state_dict()
+        with _disable_current_modes():
+            assert_same_state(saved, expected_state)

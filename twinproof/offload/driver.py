@@ -235,6 +235,8 @@ class StepDriver:
     ) -> None:
         self.optimizer, self.run, self._masters = optimizer, run, owner.masters
         self.attached, self._drives = True, False
+        # What is to be done behind a step in which ``detach`` was called: hooks cannot change while they run.
+        self._later: Callable[[], None] | None = None
         self._arithmetic = arithmetic_of(type(optimizer))
         self._is_known = known_kind(type(optimizer)) is not None
         self._before: Any = optimizer.__dict__.get("step")
@@ -242,8 +244,12 @@ class StepDriver:
         self._after = self._make()
         before, after = around
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *given: None if self._drives else before(*given)),
-            optimizer.register_step_post_hook(lambda *given: None if self._drives else after(*given)),
+            optimizer.register_step_pre_hook(
+                lambda *given: before(*given) if self.attached and not self._drives else None
+            ),
+            optimizer.register_step_post_hook(
+                lambda *given: after(*given) if self.attached and not self._drives else None
+            ),
         ]
         optimizer.step = self._after  # type: ignore[method-assign]
         setattr(optimizer, _ATTACHED, owner)
@@ -252,7 +258,7 @@ class StepDriver:
         def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             if not self.attached:
-                return self._arithmetic(optimizer, *arguments, **options)
+                return self._step_closed(*arguments, **options)
             if self._is_known:
                 return self._step_known(*arguments, **options)
             results: list[Any] = []
@@ -271,12 +277,25 @@ class StepDriver:
                 return hooked(optimizer, *arguments, **options)
             finally:
                 self._drives = drove
+                if not drove and self._later is not None:
+                    self._later()
+                    self._later = None
 
         # A compiler would take moves and bindings for arithmetic.
         found: Any = torch._disable_dynamo(functools.wraps(hooked)(driven))
         # Schedulers look for this mark and warn when somebody else's step is on top of theirs.
         found._wrapped_by_lr_sched = True
         return MethodType(found, self.optimizer)
+
+    def _step_closed(self, *arguments: Any, **options: Any) -> Any:
+        """A plain step; in one whose own hook has closed the offloader, masters are not attached yet."""
+        if self._later is None or self._masters is None:
+            return self._arithmetic(self.optimizer, *arguments, **options)
+        given = self._masters.before_step(None, (self.optimizer, *arguments), options)
+        arguments, options = ((self.optimizer, *arguments), options) if given is None else given
+        result = self._arithmetic(*arguments, **options)
+        self._masters.end(self._masters.pairs)
+        return result
 
     def _step_known(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -286,11 +305,22 @@ class StepDriver:
         self.run(lambda: self._arithmetic(self.optimizer))
         return loss
 
-    def detach(self) -> None:
-        """Give ``optimizer.step`` back. A scheduler that wrapped ours meanwhile keeps it, as the step it was before."""
+    def detach(self, then: Callable[[], None]) -> None:
+        """Give ``optimizer.step`` back, and do what is to be done ``then``, in a hook of the step behind that step.
+
+        A scheduler that wrapped ours meanwhile keeps it, as the step it was before.
+        """
         self.attached = False
-        for handle in self._handles:
-            handle.remove()
+
+        def end() -> None:
+            for handle in self._handles:
+                handle.remove()
+            then()
+
+        if self._drives:
+            self._later = end
+        else:
+            end()
         delattr(self.optimizer, _ATTACHED)
         if self.optimizer.__dict__.get("step") is self._after:
             if self._before is None:

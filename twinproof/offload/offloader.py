@@ -305,9 +305,7 @@ class OptimizerStateOffloader:
             return
         self.settle_for_writing()
         self._come_back()
-        self._detach()
-        if self.masters is not None:
-            self.masters.attach(self.optimizer)
+        self._detach(self.masters)
 
     # Moves and waits, for tools that look at memory between steps.
 
@@ -368,8 +366,9 @@ class OptimizerStateOffloader:
         self.transfers.release()
         self.plan.counts.host_bytes = 0
 
-    def _detach(self) -> None:
-        self._driver.detach()
+    def _detach(self, masters: MasterWeights | None = None) -> None:
+        """Let go of the optimizer; masters go on with it."""
+        self._driver.detach(lambda: None if masters is None else masters.attach(self.optimizer))
         for handle in self._handles:
             handle.remove()
         vars(self.optimizer).pop("__getstate__", None)

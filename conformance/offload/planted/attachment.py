@@ -44,7 +44,11 @@ placeless_by_name = patched(
 
 half_attached = patched(
     "Attachment whose first move fails leaves the optimizer taken over.",
-    mutated("twinproof.offload.offloader:OptimizerStateOffloader._detach", "self._driver.detach()", "pass"),
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._detach",
+        "self._driver.detach(lambda: None if masters is None else masters.attach(self.optimizer))",
+        "pass",
+    ),
     kills="OPT-443",
 )
 
