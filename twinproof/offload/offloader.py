@@ -235,7 +235,8 @@ class OptimizerStateOffloader:
     def release_gpu_memory(self) -> None:
         """Let go, on the device, what ``offload()`` copied; with ``at_offload`` it went then already.
 
-        What was written since it was copied is copied again: nothing is lost.
+        What was written in place since it was copied is copied again. Writes through ``.data``, numpy or a pointer are
+        not seen: they belong before ``offload()``.
         """
         self._check_open()
         self._copied_out.release(self.plan, self.transfers)
@@ -243,6 +244,9 @@ class OptimizerStateOffloader:
     @_verb
     def prefetch(self) -> None:
         """Allow transfers for the next step to begin. Changes no value, and no binding with ``at_offload``.
+
+        What is written in place behind it is in the step. Before a write through ``.data``, numpy or a pointer, which
+        is not seen, call ``settle_for_writing()``.
 
         With ``on_request`` everything is on the device afterwards, where a wrapper gives masters their gradients.
         """
