@@ -42,6 +42,7 @@ waits_behind_hooks_of_the_user = patched(
         "optimizer.register_state_dict_pre_hook(lambda _: self.settle())",
     ),
     kills="OPT-438",
+    of="fastimpl",
 )
 
 loads_still_on_their_way = patched(
