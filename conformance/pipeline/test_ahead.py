@@ -278,3 +278,40 @@ def test_replaced_in_flight(pipeline: Any, rank_pool: Any, name: str) -> None:
     _assert_replaced(pipeline, name)
     if name == FUSED:
         rank_pool.run(_replaced_on_ranks, 2)
+
+
+class Drawing(torch.nn.Module):
+    """The job's model, whose scores are scaled by a number that is drawn in each forward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        losses, scores = self.model(batch)
+        return losses * torch.rand(1), scores
+
+
+@requirement(
+    "PIPE-526",
+    "To look into a model, when it is attached and when its mode is another for the first time, MUST draw nothing from "
+    "torch's generator: a forward that draws by itself draws what it draws in the loop.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_draws_nothing(pipeline: Any, name: str) -> None:
+    found = list[list[torch.Tensor]]()
+    jobs = [Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2)]
+    for job in jobs:
+        job.model = Drawing(job.model)  # type: ignore[assignment]
+        torch.manual_seed(5)
+        step = job.step
+        if job is jobs[0]:
+            schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(len(MODES)))
+            step = lambda batch: schedule.progress(loader)  # noqa: B023, E731
+        for mode, batch in zip(MODES, job.batches(len(MODES)), strict=True):
+            job.model.train(mode)
+            step(batch)
+        found.append([torch.rand(1)])
+    assert_bits(found[0][0], found[1][0], f"{name}: the number that comes next")
+    assert_same_state(jobs[0], jobs[1], name)

@@ -313,9 +313,12 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     inner, failure = unwrapped(model), None
     if not any(is_sharded(module) for module in inner.modules()):
         return []
-    tracer = _Tracer()
+    has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    tracer, devices = _Tracer(), [torch.cuda.current_device()] if has_device else []
     try:
-        graph = tracer.trace(inner)
+        # A forward that draws by itself draws in a trace, too.
+        with torch.random.fork_rng(devices):
+            graph = tracer.trace(inner)
     except Exception as error:
         graph, failure = tracer.graph, untraceable(inner, error)
         failure.__cause__ = error
