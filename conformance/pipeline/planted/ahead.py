@@ -86,3 +86,10 @@ traces_draw = patched(
     mutated("twinproof.pipeline.stages:find_calls", "with torch.random.fork_rng(devices):", "if True:"),
     kills="PIPE-526",
 )
+
+kept_of_the_exchange = patched(
+    "What the exchange of a batch gave is kept when the batch is recalled.",
+    mutated("fastimpl.pipeline.stages:StreamedBatch.forget", "self.given.clear()", "pass"),
+    kills="PIPE-512",
+    of="fastimpl",
+)

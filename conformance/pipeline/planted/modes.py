@@ -83,9 +83,13 @@ believed_looked_up = patched(
     kills="PIPE-415",
 )
 
-kept_of_the_exchange = patched(
-    "What the exchange of a batch gave is kept when the batch is recalled.",
-    mutated("fastimpl.pipeline.stages:StreamedBatch.forget", "self.given.clear()", "pass"),
+first_batch_stays = patched(
+    "A batch that is put in the place of one in flight is dropped.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline._replace",
+        "self._stages.adopt(batch)",
+        "self._stages.adopt(in_flight.batch)",
+    ),
     kills="PIPE-400",
 )
 
