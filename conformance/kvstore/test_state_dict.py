@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
-from conformance.kvstore.cases import WEIGHTS, assert_contents, contents, ids_of, random_rows, store_of
-from twinproof.errors import ShapeError, TwinproofError, UnsupportedError
+from conformance.kvstore.cases import WEIGHTS, assert_contents, contents, ids_of, random_rows, save, store_of
+from twinproof.errors import ShapeError, StoreClosedError, TwinproofError, UnsupportedError
 
 DTYPES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 NAMES = ("weight", "momentum1", "momentum2", "metadata")
@@ -186,3 +188,49 @@ def test_kinds_of_tensors(kvstore: Any) -> None:
     same = state["t.weight"][:1].expand(3, -1)
     expected.load_state_dict(state | {"t.weight": same})
     assert_same_tensor(expected.get("t", ids_of([0, 1, 2])), same.contiguous(), where="one row for all")
+
+
+def _unreadable(kvstore: Any, way: str, folder: Path) -> dict[str, Any]:
+    """A state dict of table "t" whose rows nobody can read any more; its ids are plain."""
+    source = store_of(kvstore)
+    source.set_rows("t", random_rows(source, range(100, 105), 1))
+    names, ids = {"t.weight": "weight", "t.momentum1": "momentum1", "t.momentum2": "momentum2"}, source.ids("t")
+    if way == "metadata of a closed store":
+        state = {name: value.full_tensor() for name, value in source.state_dict().items()}
+        state["t.metadata"] = kvstore.KVTensor(source, ids, "metadata")
+    elif way == "files that went":
+        save(kvstore, source, folder / "ck", form="separate")
+        saved = kvstore.SavedRows(folder / "ck")
+        state = {name: kvstore.KVTensor(saved, ids, view) for name, view in names.items()}
+        shutil.rmtree(folder / "ck")
+    else:
+        moment = source.snapshot() if way == "a closed moment" else source
+        state = {name: kvstore.KVTensor(moment, ids, view) for name, view in names.items()}
+        moment.close()
+    source.close()
+    return state | {"t.weight_id": ids}
+
+
+@requirement(
+    "KV-362",
+    "A state dict whose rows cannot be read, as those of a closed store or moment, or of files that went, MUST be "
+    "refused before a row is written, evicted or cleared, in every table and whichever tensor it is.",
+)
+@pytest.mark.parametrize("way", ["a closed store", "a closed moment", "files that went", "metadata of a closed store"])
+def test_unreadable_rows(kvstore: Any, tmp_path: Path, way: str) -> None:
+    state = _unreadable(kvstore, way, tmp_path)
+    layout = kvstore.RowLayout(6, optimizer="adam")
+    store = store_of(kvstore, {"s": layout, "t": layout}, capacity=10)
+    for table in store.tables:
+        store.set_rows(table, random_rows(store, range(8), 2, table))
+    other = store_of(kvstore, {"s": layout})
+    other.set_rows("s", random_rows(other, range(50, 60), 3, "s"))
+    before = contents(store)
+    for clear in (True, False):
+        with raises((StoreClosedError, FileNotFoundError), where=f"{way}, clear={clear}"):
+            store.load_state_dict(other.state_dict() | state, clear=clear)
+        assert_contents(store, before, where=f"after {way}, clear={clear}")
+    module = kvstore.KVEmbedding(store, table="t")
+    with raises((StoreClosedError, FileNotFoundError), where=f"{way}, of a module"):
+        module.load_state_dict({name.removeprefix("t."): value for name, value in state.items()})
+    assert_contents(store, before, where=f"after {way}, of a module")

@@ -191,7 +191,7 @@ class _Incoming:
         """The same; what are views of this store are views of its present moment, one for all tables."""
 
         def kept(value: Any) -> Any:
-            return value.staged(moments) if isinstance(value, KVTensor) and value.source is store else value
+            return value.staged(moments) if _is_view_of(store, value) else value
 
         states = {name: kept(value) for name, value in self.states.items()}
         return replace(self, weight=kept(self.weight), metadata=kept(self.metadata), states=states)
@@ -293,9 +293,21 @@ def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
     return value.narrow(0, start, length).contiguous().resolve_neg()
 
 
-def _check(incoming: _Incoming, table: str) -> None:
-    for start, length in incoming.chunks() if incoming.layout is not None else ():
-        check_keys(_part(incoming.weight, start, length), incoming.ids[start : start + length], table)
+def _check(store: RowStore, incoming: _Incoming, table: str) -> None:
+    values = [incoming.weight, *incoming.states.values(), *([] if incoming.metadata is None else [incoming.metadata])]
+    # Rows of a store that was closed, or of files that went, would be missed when the rows before them are gone.
+    elsewhere = [value for value in values if isinstance(value, LazyRows) and not _is_view_of(store, value)]
+    is_whole = incoming.layout is not None
+    for start, length in incoming.chunks() if is_whole or elsewhere else ():
+        parts = {id(value): _part(value, start, length) for value in elsewhere}
+        if is_whole:
+            rows = parts.get(id(incoming.weight))
+            found = _part(incoming.weight, start, length) if rows is None else rows
+            check_keys(found, incoming.ids[start : start + length], table)
+
+
+def _is_view_of(store: RowStore, value: Any) -> bool:
+    return isinstance(value, KVTensor) and value.source is store
 
 
 def _rows(
@@ -335,7 +347,7 @@ def load_state_dict(
     found = {table: _incoming(store, table, state, weights_only=weights_only) for table in names}
     for table, incoming in found.items():
         check_load_fits(store, table, incoming.ids.numel())
-        _check(incoming, table)
+        _check(store, incoming, table)
     if not clear:
         # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
         for table, incoming in found.items():

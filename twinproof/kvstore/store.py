@@ -436,7 +436,8 @@ class KVStore(DeltaStore):
         nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
         first row is written, and room is made in all tables. Memory that a live snapshot's copies lack may still end it
         between chunks of 65,536 rows: each row is then the old one or the new one. With ``clear`` the rows go first.
-        Views of this store show its rows as they are when the load begins. A state dict is no base of a delta.
+        Views of this store show its rows as they are when the load begins; other lazy rows are read twice, first to see
+        that they can be. A state dict is no base of a delta.
 
         Args:
             state: as from ``state_dict``, lazy or plain tensors, on the CPU.

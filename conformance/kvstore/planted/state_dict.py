@@ -63,3 +63,15 @@ signs_left_behind = patched(
     mutated("twinproof.kvstore.statedict:_part", ".resolve_neg()", ""),
     kills="KV-344",
 )
+
+_CHECK = "twinproof.kvstore.statedict:_check"
+read_when_others_are_gone = patched(
+    "Rows that cannot be read are found when those before them are gone.",
+    mutated(_CHECK, "if is_whole or elsewhere else ()", "if is_whole else ()"),
+    kills="KV-362",
+)
+metadata_found_later = patched(
+    "Timestamps and counts that cannot be read are found when rows are gone.",
+    mutated(_CHECK, "[] if incoming.metadata is None else [incoming.metadata]", "[]"),
+    kills="KV-362",
+)
