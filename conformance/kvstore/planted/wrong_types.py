@@ -57,7 +57,7 @@ flags_are_chunks = patched(
 
 flags_of_stores_may_be_text = patched(
     "A flag that is text is taken: false is true.",
-    mutated("twinproof.kvstore.disk:StoreFiles.load", "check_flags(weights_only=weights_only)", "pass"),
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "check_flags(weights_only", "dict(weights_only"),
     kills="KV-328",
 )
 
