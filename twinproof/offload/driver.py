@@ -171,8 +171,6 @@ def check_devices(devices: set[torch.device], step_device: str) -> None:
     """
     if not devices:
         raise ConfigError("no parameters, so no device", got=None, expected="parameters, or engine=", where="optimizer")
-    if torch.device("meta") in devices:
-        raise ConfigError("parameters without memory", got="meta", expected="model.to_empty(...)", where="optimizer")
     if step_device == "device" and all(device.type == "cpu" for device in devices):
         raise OffloadConflictError(
             "the parameters are on the CPU, where their state is already: nothing to offload",
@@ -182,6 +180,8 @@ def check_devices(devices: set[torch.device], step_device: str) -> None:
         )
     if len(devices) > 1:
         raise ConfigError("one offloader serves one device", got=sorted(map(str, devices)), where="optimizer")
+    if torch.device("meta") in devices:
+        raise ConfigError("parameters without memory", got="meta", expected="model.to_empty(...)", where="optimizer")
 
 
 def check_gradients(params: Iterable[torch.Tensor], *, has_graph: bool = False) -> None:
