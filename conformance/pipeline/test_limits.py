@@ -119,9 +119,9 @@ def test_texts_of_parts(pipeline: Any) -> None:
 
 @requirement("PIPE-451", "A kind of sharding that there is not MUST be refused with the kinds that there are.")
 def test_kinds(pipeline: Any) -> None:
-    for kind in ("table_wise", "row_wise", "column_wise", "data_parallel", "key_value"):
+    for kind, ranks in (("table_wise", (0,)), ("row_wise", ()), ("column_wise", (0,)), ("data_parallel", ())):
         with succeeds("TableSharding", where=kind):
-            pipeline.TableSharding(kind)
+            pipeline.TableSharding(kind, ranks)
     kinds = ("row-wise", "table_wise", "row_wise", "column_wise", "data_parallel", "key_value")
     with raises(ConfigError, mentions=kinds):
         pipeline.TableSharding("row-wise")

@@ -744,6 +744,9 @@ class MovePlan:
                 turned |= is_turned
                 if param in self.known and not is_turned:
                     continue
+                # A master that is known may be in host memory by now.
+                if param not in self.known:
+                    self._check_place(param)
                 tensors = self.foresee(param, group)
                 # What had no states until an option was turned, momentum for instance, is as good as new.
                 if param in self.known and not (tensors and param in stateless):
@@ -769,6 +772,17 @@ class MovePlan:
         if turned:
             self.refit(transfers)
         self._flags = flags
+
+    def _check_place(self, param: torch.Tensor) -> None:
+        """Refuse a parameter of another device, or on none. Raises ConfigError, UnsupportedError."""
+        check_plain(param, "parameter")
+        if local_of(param).device != self.engine.device:
+            raise ConfigError(
+                "one offloader serves one device",
+                got=str(local_of(param).device),
+                expected=str(self.engine.device),
+                where=f"parameter of shape {tuple(param.shape)}",
+            )
 
     def _forget_unlisted(self, transfers: Transfers) -> None:
         """Give what left its group back to the device, where its state is the user's, and hold none of it."""
@@ -828,18 +842,7 @@ class MovePlan:
         return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
 
     def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The states that a step will make for a parameter, as meta tensors, remembered.
-
-        Raises:
-            ConfigError: a parameter of another device, or on none. UnsupportedError: see ``expected_states``.
-        """
-        if local_of(param).device != self.engine.device:
-            raise ConfigError(
-                "one offloader serves one device",
-                got=str(local_of(param).device),
-                expected=str(self.engine.device),
-                where=f"parameter of shape {tuple(param.shape)}",
-            )
+        """The states that a step will make for a parameter, as meta tensors, remembered. Raises UnsupportedError."""
         self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
         return self._foreseen[param]
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from conformance.harness import mutated, patched
 
-import torch
-
-from conformance.harness import fault
-
-
-@fault(kills="OPT-089", at="twinproof.offload.offloader:_engine_of")
-def first_device_taken(original: Any, optimizer: Any, step_device: str, engine: Any, transfers: Any) -> Any:
-    """Parameters on several devices are accepted, and the first device is used."""
-    if engine is None:
-        return transfers.default_engine(torch.device("cpu"))
-    return original(optimizer, step_device, engine, transfers)
+several_devices_one_named = patched(
+    "Parameters on several devices are looked at one by one, and only one of the devices is named.",
+    mutated("twinproof.offload.driver:check_devices", "len(devices) > 1", "False"),
+    kills="OPT-089",
+)

@@ -97,7 +97,7 @@ compilers_look_inside = patched(
 
 devices_of_later_groups_unseen = patched(
     "Parameters of a later group may be on any device.",
-    mutated("twinproof.offload.driver:MovePlan.foresee", "local_of(param).device != self.engine.device", "False"),
+    mutated("twinproof.offload.driver:MovePlan._check_place", "local_of(param).device != self.engine.device", "False"),
     kills="OPT-444",
 )
 
