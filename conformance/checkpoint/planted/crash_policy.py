@@ -67,8 +67,6 @@ def mode_0600(original: Any, path: Any, flags: Any, mode: Any = 511, **rest: Any
 
 
 @fault(kills="CKPT-324", at="twinproof.checkpoint.publish:Staging.__init__")
-def overwrite_not_refused(
-    original: Any, staging: Any, target: Any, *, durable: Any = True, overwrite: Any = True
-) -> Any:
+def overwrite_not_refused(original: Any, staging: Any, target: Any, **options: Any) -> Any:
     """overwrite=False replaces all the same; torch does so silently."""
-    return original(staging, target, durable=durable, overwrite=True)
+    return original(staging, target, **{**options, "overwrite": True})
