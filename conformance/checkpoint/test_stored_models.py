@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,30 @@ def test_stored_tables_on_ranks(checkpoint: Any, kvstore: Any, rank_pool: Any, t
     with alone():
         _save(checkpoint, saved, tmp_path, "training")
     rank_pool.run(_load_on_ranks, 2, str(tmp_path / "step-2"))
+
+
+class _Versioned:
+    """A state whose state dict says more of itself than its entries, as those of modules do."""
+
+    def __init__(self) -> None:
+        self.found: Any = None
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """One tensor, and its version."""
+        made = OrderedDict(x=torch.ones(2))
+        made._metadata = {"": {"version": 3}}  # type: ignore[attr-defined]
+        return made
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Note what is said of it."""
+        self.found = getattr(state_dict, "_metadata", None)
+
+
+@requirement("CKPT-703", "What a state's own state dict says of itself beside its entries MUST come to its load.")
+def test_metadata_of_states(checkpoint: Any, kvstore: Any, tmp_path: Path) -> None:
+    model, state = _Model(kvstore), _Versioned()
+    model.step(1)
+    with alone():
+        checkpoint.save_training(tmp_path / "ck", model, model.optimizer, 1, states={"own": state}, durable=False)
+        checkpoint.load_training(tmp_path / "ck", model, model.optimizer, states={"own": state})
+    assert_equal(state.found, {"": {"version": 3}}, where="what the state was told")

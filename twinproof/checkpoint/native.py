@@ -224,9 +224,11 @@ class OptimizerStates(Stateful):
             flat = _flat(part, mine)
             states = _states_of(flat, mine)
             with_states = {_owner(name, states) for name in saved if name.startswith(_STATE)}
+            left: set[str] = set()
             for name, (param, keys) in states.items():
                 if name not in with_states:
-                    flat = {key: value for key, value in flat.items() if key not in keys}
+                    # What shares a parameter cannot be forgotten alone: torch names what the checkpoint lacks.
+                    left.update(keys if param is not None else ())
                 elif not keys and (param is None or param.requires_grad):
                     raise PlanError(
                         "the checkpoint has states of a parameter, and the optimizer none to load them into",
@@ -234,19 +236,21 @@ class OptimizerStates(Stateful):
                         expected="an optimizer of the same options, that has stepped all parameters or none",
                         where="optimizers",
                     )
-            result = merged([result, flat])
+            result = merged([result, {key: value for key, value in flat.items() if key not in left}])
         return result
 
     def load_state_dict(self, state_dict: State) -> None:
         """Take what ``targets`` gave; parameters whose states it did not ask for have none."""
         for part, mine in self.pairs:
-            for param, keys in _states_of(_flat(part, mine), mine).values():
-                if keys and keys[0] not in state_dict:
+            flat = _flat(part, mine)
+            for param, keys in _states_of(flat, mine).values():
+                if keys and param is not None and keys[0] not in state_dict:
                     for optimizer in mine:
                         optimizer.state.pop(param, None)
-            names = _flat(part, mine).keys()
+                    for key in keys:
+                        del flat[key]
             with _unstepped(mine):
-                set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in names}, options=_FLAT)
+                set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in flat}, options=_FLAT)
 
     def undo(self) -> None:
         """Optimizers that had no states before a load that failed have none."""

@@ -312,7 +312,14 @@ def with_memory(targets: Mapping[str, Any], metadata: Metadata, rank_count: int,
 
     def filled(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return with_memory(value, metadata, rank_count, f"{name}.")
+            inner = with_memory(value, metadata, rank_count, f"{name}.")
+            changed = {key: each for key, each in inner.items() if each is not value[key]}
+            if not changed:
+                return value
+            # A module's state dict says more of itself than its entries, as their versions.
+            made: Any = copy.copy(value)
+            made.update(changed)
+            return made
         saved = metadata.state_dict_metadata.get(name)
         if not isinstance(value, Unfilled) or not isinstance(saved, TensorStorageMetadata):
             return value

@@ -257,12 +257,12 @@ def _numbered(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
     return numbers
 
 
-def _changed_before(node: torch.fx.Node, graph: torch.fx.Graph, sharded: Iterable[str]) -> bool:
-    """Whether the forward changes in place, before, what a node's arguments are made of.
+def _changed_before(node: torch.fx.Node, numbers: Mapping[torch.fx.Node, int], sharded: Iterable[str]) -> bool:
+    """Whether the forward changes in place, before, what a node's arguments are made of; ``numbers``: ``_numbered``.
 
     Ahead of the model such a change would be missed, or made twice. ``sharded`` modules change nothing.
     """
-    numbers, way = _numbered(graph), _on_the_way(node)
+    way = _on_the_way(node)
     # Of what is only selected from, another part may be changed: of a list of ids, of a batch.
     whole = {
         numbers[part]
@@ -271,7 +271,7 @@ def _changed_before(node: torch.fx.Node, graph: torch.fx.Graph, sharded: Iterabl
         for part in user.all_input_nodes
     }
     known = {numbers[part] for part in way}
-    for each in itertools.takewhile(lambda each: each is not node, graph.nodes):
+    for each in itertools.takewhile(lambda each: each is not node, node.graph.nodes):
         changes = _changes(each) if each.op != "call_module" or each.target not in sharded else []
         # An attribute that was assigned is what is selected from then on.
         is_known = each.target is not _assigned and any(numbers[changed] in known for changed in changes)
@@ -331,7 +331,8 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
 def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postproc: bool) -> list[Call]:
     modules, calls = dict(inner.named_modules()), dict[str, Call]()
     postprocs = _postprocs_of(graph, modules) if pipeline_postproc else {}
-    sharded = [name for name, module in modules.items() if is_sharded(module)]
+    sharded = {name for name, module in modules.items() if is_sharded(module)}
+    numbers = _numbered(graph)
     for node in graph.nodes:
         if node.op != "call_module" or node.target not in sharded:
             continue
@@ -341,7 +342,7 @@ def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postpro
         if _needs_more(node, postprocs):
             logger.warning("%s is not pipelined: its input is more than the batch", name)
             continue
-        if _changed_before(node, graph, sharded):
+        if _changed_before(node, numbers, sharded):
             logger.warning("%s is not pipelined: the forward changes its input in place", name)
             continue
         used = {str(each.target) for each in _on_the_way(node) if each.op == "call_module"}

@@ -21,3 +21,10 @@ rows_of_all_ranks = patched(
     mutated(_WITH_MEMORY, "rank_count > 1", "False"),
     kills="CKPT-699",
 )
+state_dicts_without_metadata = patched(
+    "Of a nested state dict the entries alone are handed on.",
+    mutated(
+        _WITH_MEMORY, "if not changed:\n                return value", "if not changed:\n                return inner"
+    ),
+    kills="CKPT-703",
+)
