@@ -149,7 +149,7 @@ struct World {
 
   World(Trial& trial, bool has_bad)
       : batch(trial, has_bad),
-        host{{}, {}, batch.bags, 0, batch.ids.data(), batch.offsets.data(), nullptr, batch.count()} {
+        host{{{}, {}, batch.bags, 0, batch.offsets.data(), nullptr, batch.count()}, batch.ids.data()} {
     for (int64_t f = 0; f < batch.features; ++f) {
       const int64_t dim = trial.random.between(1, 20), count = batch.row_counts[static_cast<size_t>(f)];
       const auto type = static_cast<Float>(trial.random.below(3));

@@ -86,14 +86,14 @@ Batch<Id> any_batch(Trial& trial, bool is_weighted) {
 // What the host's own operator gives.
 template <typename Id>
 std::vector<float> pooled_by_host(Batch<Id>& batch) {
-  BagBatch<Id> host{{},
-                    {},
-                    batch.bag_count,
-                    batch.width,
-                    batch.ids.data(),
-                    batch.offsets.data(),
-                    batch.is_weighted ? batch.weights.data() : nullptr,
-                    static_cast<int64_t>(batch.ids.size())};
+  BagBatch<Id> host{{{},
+                     {},
+                     batch.bag_count,
+                     batch.width,
+                     batch.offsets.data(),
+                     batch.is_weighted ? batch.weights.data() : nullptr,
+                     static_cast<int64_t>(batch.ids.size())},
+                    batch.ids.data()};
   // Ids outside are those of one more row, of zeros: a sum keeps its bits when they are added.
   std::vector<std::vector<uint8_t>> rows;
   for (const Table& table : batch.tables) {

@@ -97,14 +97,14 @@ template <typename Id>
 BagBatch<Id> batch_of(const Parallel& parallel, const Tensors& tables, const Ints& feature_tables,
                       const Tensor& indices, const Tensor& offsets, const std::optional<Tensor>& weights,
                       const Ints& means) {
-  BagBatch<Id> batch{tables_of(tables, means),
-                     {},
-                     0,
-                     0,
-                     data_of<Id>(indices),
-                     data_of<int64_t>(offsets),
-                     weights_of(weights, indices.numel()),
-                     indices.numel()};
+  BagBatch<Id> batch{{tables_of(tables, means),
+                      {},
+                      0,
+                      0,
+                      data_of<int64_t>(offsets),
+                      weights_of(weights, indices.numel()),
+                      indices.numel()},
+                     data_of<Id>(indices)};
   Ints row_counts;
   for (const int64_t table : feature_tables) {
     STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_tables: got ", table, " of ",
@@ -123,8 +123,7 @@ BagBatch<Id> batch_of(const Parallel& parallel, const Tensors& tables, const Int
 }
 
 // The pooled matrix or its gradient.
-template <typename Id>
-void check_pooled(const Tensor& t, const BagBatch<Id>& batch, const char* name) {
+inline void check_pooled(const Tensor& t, const Bags& batch, const char* name) {
   check_plain(t, ScalarType::Float, 2, name);
   STD_TORCH_CHECK(t.size(1) == batch.width && (batch.features.empty() || t.size(0) == batch.bag_count), name, ": got [",
                   t.size(0), ", ", t.size(1), "], expected [", batch.bag_count, ", ", batch.width, "]");

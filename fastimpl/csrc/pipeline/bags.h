@@ -26,13 +26,12 @@ struct BagFeature {
   int64_t table, column;
 };
 
-// Bag `feature * bag_count + bag` holds ids [offsets[bag], offsets[bag + 1]); `weights` is null without them.
-template <typename Id>
-struct BagBatch {
+// All of a batch but the ids, whose type what comes after them need not know: bag `feature * bag_count + bag` holds ids
+// [offsets[bag], offsets[bag + 1]). `weights` is null without them.
+struct Bags {
   std::vector<BagTable> tables;
   std::vector<BagFeature> features;
   int64_t bag_count, width;
-  const Id* ids;
   const int64_t* offsets;
   const float* weights;
   int64_t id_count;
@@ -42,6 +41,11 @@ struct BagBatch {
   const BagTable& table_of(int64_t feature) const {
     return tables[static_cast<size_t>(features[static_cast<size_t>(feature)].table)];
   }
+};
+
+template <typename Id>
+struct BagBatch : Bags {
+  const Id* ids;
 };
 
 constexpr int64_t kOffsetsGrain = regime(65536, 3);

@@ -60,28 +60,22 @@ struct Occurrences {
   uint64_t payload(int64_t at) const { return sorted[at] & ((uint64_t{1} << payload_bits) - 1); }
 };
 
-template <typename Id>
-int bag_bits_of(const BagBatch<Id>& batch) {
-  return bit_width(static_cast<uint64_t>(batch.bag_count));
-}
+inline int bag_bits_of(const Bags& batch) { return bit_width(static_cast<uint64_t>(batch.bag_count)); }
 
-template <typename Id>
-int payload_bits_of(const BagBatch<Id>& batch) {
+inline int payload_bits_of(const Bags& batch) {
   const int bits = bag_bits_of(batch) + bit_width(static_cast<uint64_t>(batch.feature_count()));
   return batch.weights == nullptr ? bits : bit_width(static_cast<uint64_t>(batch.id_count));
 }
 
 // Whether row and payload fit into a word.
-template <typename Id>
-bool fits_words(const BagBatch<Id>& batch) {
+inline bool fits_words(const Bags& batch) {
   unsigned __int128 row_count = 0;
   for (const BagTable& table : batch.tables) row_count += static_cast<uint64_t>(table.row_count);
   return row_count < uint64_t{1} << 62 && bit_width(static_cast<uint64_t>(row_count)) + payload_bits_of(batch) <= 64;
 }
 
 // Where each table's occurrences begin, tables one after the other, and for each feature how far its occurrences move.
-template <typename Id>
-std::vector<int64_t> group_by_table(const BagBatch<Id>& batch, std::vector<int64_t>* table_begins) {
+inline std::vector<int64_t> group_by_table(const Bags& batch, std::vector<int64_t>* table_begins) {
   const auto first_of = [&](size_t feature) { return batch.offsets[static_cast<int64_t>(feature) * batch.bag_count]; };
   std::vector<int64_t> next(batch.tables.size() + 1), moves;
   for (size_t f = 0; f < batch.features.size(); ++f)
@@ -157,9 +151,8 @@ Occurrences sort_occurrences(const Parallel& parallel, const BagBatch<Id>& batch
   return found;
 }
 
-template <typename Id>
 struct StepJob {
-  const BagBatch<Id>& batch;
+  const Bags& batch;
   const Occurrences& found;
   const float* grad;
   const Hyper& hyper;
@@ -296,9 +289,8 @@ void with_kernel(Float type, Optimizer optimizer, Isa isa, const Body& body) {
 }
 
 // Rows with very many occurrences: one after the other, each by blocks of columns.
-template <typename Id>
-void step_long_row(const Parallel& parallel, const StepJob<Id>& job, const Span& row, uint64_t base,
-                   Optimizer optimizer, Isa isa) {
+inline void step_long_row(const Parallel& parallel, const StepJob& job, const Span& row, uint64_t base,
+                          Optimizer optimizer, Isa isa) {
   const BagTable& table = job.batch.tables[row.table];
   std::vector<float> scratch(static_cast<size_t>(2 * table.dim));
   float* const sum = scratch.data() + table.dim;
@@ -311,19 +303,16 @@ void step_long_row(const Parallel& parallel, const StepJob<Id>& job, const Span&
            [&](auto) FASTIMPL_INLINED { job.sum_columns(table, row.begin, row.end, column, count, sum + column); });
   });
   with_kernel(table.type, optimizer, isa, [&](auto type, auto formula, auto unit) FASTIMPL_INLINED {
-    job.template step<decltype(type), formula(), unit()>(table, static_cast<int64_t>(job.found.row(row.begin) - base),
-                                                         sum, scratch.data());
+    job.step<decltype(type), formula(), unit()>(table, static_cast<int64_t>(job.found.row(row.begin) - base), sum,
+                                                scratch.data());
   });
 }
 
-// One step of every row that occurs; `grad` is [bag_count, width]. Offsets and ids have been checked, and `fits_words`.
-template <typename Id>
-void step_bags(const Parallel& parallel, const BagBatch<Id>& batch, const float* grad, Optimizer optimizer,
-               const Hyper& hyper, Isa isa) {
-  if (batch.id_count == 0) return;
-  const Occurrences found = sort_occurrences(parallel, batch);
-  const StepJob<Id> job{batch, found, grad, hyper,
-                        std::max(kLongRow, batch.id_count / (4 * std::max<int64_t>(1, parallel.thread_count)))};
+// One step of every row that was found.
+inline void step_rows(const Parallel& parallel, const Bags& batch, const Occurrences& found, const float* grad,
+                      Optimizer optimizer, const Hyper& hyper, Isa isa) {
+  const StepJob job{batch, found, grad, hyper,
+                    std::max(kLongRow, batch.id_count / (4 * std::max<int64_t>(1, parallel.thread_count)))};
   const int64_t part_count =
       parallel.thread_count <= 1
           ? 1
@@ -345,13 +334,20 @@ void step_bags(const Parallel& parallel, const BagBatch<Id>& batch, const float*
         long_rows.push_back({first, stop, t});
       };
       with_kernel(table.type, optimizer, isa, [&](auto type, auto formula, auto unit) FASTIMPL_INLINED {
-        job.template step_range<decltype(type), formula(), unit()>(table, found.bases[t], at, last, scratch.data(),
-                                                                   leave);
+        job.step_range<decltype(type), formula(), unit()>(table, found.bases[t], at, last, scratch.data(), leave);
       });
       at = last;
     }
   });
   for (const Span& row : long_rows) step_long_row(parallel, job, row, found.bases[row.table], optimizer, isa);
+}
+
+// One step of every row that occurs; `grad` is [bag_count, width]. Offsets and ids have been checked, and `fits_words`.
+template <typename Id>
+void step_bags(const Parallel& parallel, const BagBatch<Id>& batch, const float* grad, Optimizer optimizer,
+               const Hyper& hyper, Isa isa) {
+  if (batch.id_count == 0) return;
+  step_rows(parallel, batch, sort_occurrences(parallel, batch), grad, optimizer, hyper, isa);
 }
 
 }  // namespace fastimpl::pipeline

@@ -44,14 +44,9 @@ struct World {
       mine[t].momentum1 = momentum1[t].empty() ? nullptr : momentum1[t].data();
       mine[t].momentum2 = momentum2[t].empty() ? nullptr : momentum2[t].data();
     }
-    return {mine,
-            features,
-            bag_count,
-            width,
-            ids.data(),
-            offsets.data(),
-            weights.empty() ? nullptr : weights.data(),
-            static_cast<int64_t>(ids.size())};
+    return {{mine, features, bag_count, width, offsets.data(), weights.empty() ? nullptr : weights.data(),
+             static_cast<int64_t>(ids.size())},
+            ids.data()};
   }
 };
 
