@@ -223,3 +223,33 @@ def test_failed_loads(checkpoint: Any, tmp_path: Path) -> None:
     for param, gradient in zip(fresh.model.parameters(), gradients, strict=True):
         assert_equal(param.grad is gradient, True, where="gradients behind the load")
     assert_equal(fresh.optimizer.param_groups[0]["lr"], 0.1, where="the learning rate")
+
+
+@requirement(
+    "CKPT-704",
+    "A manager's load that fails MUST leave the states of an optimizer that an earlier load of it gave states to.",
+)
+def test_a_load_that_fails_behind_another(checkpoint: Any, tmp_path: Path) -> None:
+    saved, resumed = _Run(), _Run()
+    saved.step(1)
+    with (
+        alone(),
+        checkpoint.CheckpointManager(
+            tmp_path / "run", model=saved.model, optimizers=saved.optimizer, interval=1
+        ) as manager,
+    ):
+        manager.save(1)
+    with (
+        alone(),
+        checkpoint.CheckpointManager(
+            tmp_path / "run", model=resumed.model, optimizers=resumed.optimizer, interval=1
+        ) as manager,
+    ):
+        manager.load()
+        resumed.step(2)
+        for path in (tmp_path / "run" / "step-1").glob("*.distcp"):
+            path.unlink()
+        before = resumed.values()
+        with raises(BaseException, where="a checkpoint without its files"):
+            manager.load(1)
+        assert_same_tensors(resumed.values(), before, where="a run behind a load that failed")

@@ -215,6 +215,8 @@ class OptimizerStates(Stateful):
             PlanError: the checkpoint has states of a parameter for which its optimizer has none.
         """
         result: State = {}
+        # Whom another load gave states may have trained since.
+        self._filled = []
         has_states = any(name.startswith(_STATE) for name in saved)
         for part, mine in self.pairs:
             for optimizer in mine:
@@ -253,7 +255,7 @@ class OptimizerStates(Stateful):
                 set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in flat}, options=_FLAT)
 
     def undo(self) -> None:
-        """Optimizers that had no states before a load that failed have none."""
+        """Optimizers that had no states before the load that failed have none."""
         for optimizer in self._filled:
             optimizer.state.clear()
 

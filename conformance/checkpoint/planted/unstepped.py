@@ -67,3 +67,8 @@ rate_stays_0 = patched(
     mutated(f"{_NATIVE}:_fill", 'group["lr"] = rate', "pass"),
     kills="CKPT-695",
 )
+states_of_earlier_loads_taken = patched(
+    "A load that fails takes the states from all whom a load of the manager has ever given some.",
+    mutated(f"{_STATES}.targets", "self._filled = []", "pass"),
+    kills="CKPT-704",
+)
