@@ -24,15 +24,17 @@ def _options(name: str) -> dict[str, Any]:
     return {"pipeline_postproc": True, **hoists, **late}
 
 
-def _assert_modes(pipeline: Any, name: str, make: Any, rank: Rank | None = None) -> None:
-    """A schedule of a model, made of a job's, is the loop through switches of the mode."""
+def _assert_modes(
+    pipeline: Any, name: str, make: Any, rank: Rank | None = None, *, switched: Any = lambda model: model
+) -> None:
+    """A schedule of a model, made of a job's, is the loop through switches of the mode, of all or of a part of it."""
     job, loop = (Job(pipeline, 4, rank, kinds=("table_wise", "row_wise")) for _ in range(2))
     for each in (job, loop):
         each.model = make(each.model)
     schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(len(MODES)))
     for step, batch in enumerate(loop.batches(len(MODES))):
         for model in (job.model, loop.model):
-            model.train(MODES[step])
+            switched(model).train(MODES[step])
         with succeeds("a step", where=f"{name} step {step}"):
             output = schedule.progress(loader)
         assert_bits(output, loop.step(batch), f"{name} step {step}")
@@ -114,6 +116,27 @@ class Branching(torch.nn.Module):
 @pytest.mark.parametrize("name", TRAINING)
 def test_branches_on_modes(pipeline: Any, name: str, measures: bool) -> None:
     _assert_modes(pipeline, name, lambda model: Branching(model, pipeline, measures=measures))
+
+
+class Holding(torch.nn.Module):
+    """A model that only calls another one."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: Batch) -> Any:
+        """As the inner one."""
+        return self.inner(batch)
+
+
+@requirement(
+    "PIPE-527",
+    "So MUST a branch on the mode of a module inside of the model that alone is switched.",
+)
+@pytest.mark.parametrize("name", [FUSED, "TrainPipelineSparseDist"])
+def test_branches_on_modes_of_inner_modules(pipeline: Any, name: str) -> None:
+    _assert_modes(pipeline, name, lambda model: Holding(Branching(model, pipeline)), switched=lambda model: model.inner)
 
 
 def _flipped(ids: Any) -> Any:

@@ -27,6 +27,14 @@ both_modes_are_traced_whole = patched(
     kills="PIPE-513",
 )
 
+only_the_mode_of_the_model = patched(
+    "A forward is traced again where the mode of the model changed, whatever modes the modules in it have.",
+    mutated(
+        "twinproof.pipeline.stages:Traces._modes", "module.training for module in self._open", "[self._model.training]"
+    ),
+    kills="PIPE-527",
+)
+
 what_is_sent_stays = patched(
     "What was sent ahead in one mode is not sent anew in another.",
     mutated("twinproof.pipeline.driver:Pipeline.progress", "self.detach()", "pass"),
