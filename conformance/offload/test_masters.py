@@ -359,10 +359,12 @@ def test_written_behind_a_prefetch(offload: Any, write: Any) -> None:
 @requirement(
     "OPT-432",
     "A closure MUST be evaluated on the model as the masters are by then, and the gradients that it makes be theirs, "
-    "alone and offloaded, where it is evaluated once a step and where more often.",
+    "alone and offloaded, where it is evaluated once a step and where more often; it may clear them by the optimizer's "
+    "zero_grad() alone, which knows none of the model's.",
 )
+@pytest.mark.parametrize("clears", ["the model's", "the optimizer's"])
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
-def test_closures(offload: Any, kind: str) -> None:
+def test_closures(offload: Any, kind: str, clears: str) -> None:
     inputs = torch.tensor([[1.0, 2.0], [2.0, -1.0], [0.0, 1.0]], dtype=torch.bfloat16)
     steps = dict[str, list[float]]()
     for way in ("by hand", "attached", "offloaded"):
@@ -376,10 +378,14 @@ def test_closures(offload: Any, kind: str) -> None:
             offload.OptimizerStateOffloader(optimizer, engine=InlineEngine(), master_weights=masters)
         seen = steps[way] = []
 
-        def closure(way: str = way, weight: Any = weight, wide: Any = wide, seen: Any = seen) -> torch.Tensor:
+        def closure(
+            way: str = way, weight: Any = weight, wide: Any = wide, seen: Any = seen, optimizer: Any = optimizer
+        ) -> torch.Tensor:
             if way == "by hand":
                 weight.data.copy_(wide)
-            weight.grad = None
+            optimizer.zero_grad()
+            if way == "by hand" or clears == "the model's":
+                weight.grad = None
             loss: torch.Tensor = (inputs @ weight).float().square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
             if way == "by hand":

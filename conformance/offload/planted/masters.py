@@ -129,6 +129,12 @@ closures_see_the_model_of_before = patched(
     kills="OPT-432",
 )
 
+gradients_of_evaluations_add_up = patched(
+    "An evaluation of a closure behind the first begins with the gradients of the one before.",
+    mutated("twinproof.offload.states:MasterWeights._round_all", "param.grad = None", "pass"),
+    kills="OPT-432",
+)
+
 views_taken_for_strangers = patched(
     "A write to one of several views of a tensor is taken for one from outside to the others.",
     mutated("twinproof.offload.states:MasterWeights._note", "self._kin.get(master, [master])", "[master]"),
