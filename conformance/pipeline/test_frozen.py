@@ -129,6 +129,33 @@ def test_frozen_before(pipeline: Any, kvstore: Any) -> None:
 
 
 @requirement(
+    "PIPE-528",
+    "Tables that are frozen or thawed by what parameters() lists MUST stay so where the module is moved, loaded or "
+    "copied next, and train as they are set.",
+)
+@pytest.mark.parametrize("event", ["to", "load_state_dict", "copy"])
+def test_frozen_and_moved(pipeline: Any, event: str) -> None:
+    configs, weights, keys, limits = random_tables(pipeline, 3, multiple=4, dtypes=(torch.float32,))
+    whole = collection_of(pipeline, configs, weights)
+    plan = dict.fromkeys((config.name for config in configs), pipeline.table_wise(0))
+    module = sharded_of(pipeline, whole, plan, "adagrad", device="cpu")
+    ids = random_jagged(keys, limits, 3, 5).kjt(pipeline)
+    for trains in (False, True, False):
+        module.requires_grad_(trains)
+        if event == "to":
+            module.to("cpu")
+        elif event == "copy":
+            module = copy.deepcopy(module)
+        else:
+            module.load_state_dict(module.state_dict())
+        before = {name: shard[1].clone() for name, shard in module.local_shards().items()}
+        (module(ids).values().sum() + torch.zeros(1, requires_grad=True)).sum().backward()
+        moved = {name for name, shard in module.local_shards().items() if not torch.equal(shard[1], before[name])}
+        assert_equal(bool(moved), trains, where=f"{event}: whether tables are trained")
+        assert_equal({p.requires_grad for p in module.parameters()}, {trains}, where=f"{event}: what they say")
+
+
+@requirement(
     "PIPE-519",
     "Tables that are frozen or thawed between two steps of a schedule MUST be so in the next step, also where it was "
     "looked up ahead: its steps are the loop's.",

@@ -36,3 +36,9 @@ copies_thaw = patched(
     mutated(f"{_SHARDED}.__getstate__", "set(self._frozen_now())", "set(self._frozen)"),
     kills="PIPE-518",
 )
+
+frozen_tables_thaw_where_moved = patched(
+    "Who is moved forgets what was frozen since it was last looked at.",
+    mutated(f"{_SHARDED}._apply", "self._frozen_now()", "pass"),
+    kills="PIPE-528",
+)
