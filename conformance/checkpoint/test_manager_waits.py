@@ -237,6 +237,26 @@ def test_loaded_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: 
     assert_equal(sorted(look(folder)), ["step-3"], where="after the load")
 
 
+@requirement("CKPT-705", "What a load found that then failed MUST be deleted by later saves as any other checkpoint.")
+def test_let_go_by_a_load_that_failed(checkpoint: Any, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise ZeroDivisionError("a state that cannot be loaded")
+
+    trainer, state = Trainer(1), _AtItsLoad(fails)
+    options = {"states": {**trainer.states, "hook": state}, "interval": 1, "keep_latest_k": 1}
+    with trainer.manager(checkpoint, tmp_path / "run", **options) as manager:
+        trainer.step()
+        manager.save(1)
+        state.is_loading = True
+        with raises(BaseException, mentions=("cannot be loaded",), where="the load"):
+            load(manager, 1)
+        state.is_loading = False
+        for step in (2, 3):
+            trainer.step()
+            manager.save(step)
+    assert_equal(sorted(os.listdir(tmp_path / "run")), ["step-3"], where="what is kept")
+
+
 @requirement(
     "CKPT-629",
     "After any program of saves, failing and asynchronous ones among them, loads, waits and managers anew, each load "

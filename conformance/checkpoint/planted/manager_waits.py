@@ -55,6 +55,12 @@ kept_after_the_load = patched(
     kills="CKPT-644",
 )
 
+kept_after_a_load_that_failed = patched(
+    "What a load that then failed has kept from retention stays for ever.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager.load", "finally:", "except RecursionError:"),
+    kills="CKPT-705",
+)
+
 looked_at_twice = patched(
     "A checkpoint that goes between two looks at its format is one without a format, which is an error.",
     mutated(
