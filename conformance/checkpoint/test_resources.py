@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,6 +136,42 @@ def test_inputs_of_a_merge(checkpoint: Any, tmp_path: Path) -> None:
             checkpoint.consolidate_safetensors_files(tmp_path / "cut", tmp_path / "none", num_threads=threads)
         left = sorted((_descriptors(tmp_path) - before).elements())
         assert_equal(left, [], where=f"files left open by {threads} threads")
+
+
+@contextmanager
+def _files_up_to(size_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond this size, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@requirement(
+    "CKPT-706",
+    "A save, a single file and a consolidation that cannot write to their end MUST leave no file open, on any number "
+    "of threads.",
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_files_of_failed_writes(checkpoint: Any, tmp_path: Path, threads: int) -> None:
+    state = {f"w{i}": random_bits(torch.float32, (100, 50), i) for i in range(6)}
+    mapping = {name: 1 + i for i, name in enumerate(state)}
+    save(checkpoint, state, tmp_path / "parts", fqn_to_index_mapping=mapping, durable=False)
+    ways: dict[str, Callable[[Path], Any]] = {
+        "a merge": lambda out: checkpoint.consolidate_safetensors_files(tmp_path / "parts", out, num_threads=threads),
+        "a save": lambda out: save(checkpoint, state, out, thread_count=threads, durable=False),
+        "a file": lambda out: checkpoint.save_file(state, out),
+    }
+    for name, way in ways.items():
+        way(tmp_path / f"first {name}")
+        gc.collect()
+        before = _descriptors(tmp_path)
+        for attempt in range(2):
+            with _files_up_to(70_000), raises(BaseException, where=f"{name} to a full disk"):
+                way(tmp_path / f"{name} {attempt}")
+        assert_equal(sorted((_descriptors(tmp_path) - before).elements()), [], where=f"files left open by {name}")
 
 
 def _peak(action: Any) -> int:

@@ -111,3 +111,10 @@ forgotten_inputs_stay_open = patched(
     kills="CKPT-654",
     of="fastimpl",
 )
+
+inputs_stay_open_where_writing_fails = patched(
+    "A merge that cannot write to its end leaves its inputs open.",
+    mutated("fastimpl.checkpoint.consolidate:_drain", "finally:", "else:"),
+    kills="CKPT-706",
+    of="fastimpl",
+)
