@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from conformance.checkpoint.cases import DTYPES, INDEX, mesh_of, random_bits, save
 from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
-from conformance.harness import Rank, assert_equal, assert_same_tensor, assert_same_tensors, raises, requirement
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_same_tensor,
+    assert_same_tensors,
+    raises,
+    requirement,
+    succeeds,
+)
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, TwinproofError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
@@ -258,6 +266,17 @@ def test_what_is_loaded(checkpoint: Any, tmp_path: Path) -> None:
     both = raises(FormatError, mentions=["step-6", "both"], where="both formats")
     with Trainer(6).manager(checkpoint, tmp_path / "run") as manager, both:
         load(manager)
+
+
+@requirement("CKPT-707", "What a manager excludes from its loads it MUST save: one without the option restores it.")
+def test_what_is_excluded_is_saved(checkpoint: Any, tmp_path: Path) -> None:
+    trainer, later = Trainer(1), Trainer(2)
+    without = ["optimizer", "lr_scheduler", "dataloader"]
+    with trainer.manager(checkpoint, tmp_path, exclude_from_loading=without, last_save_model_only=False) as manager:
+        trainer.train(manager, until=2)
+    with later.manager(checkpoint, tmp_path) as manager, succeeds("a load", where="by another manager"):
+        load(manager)
+    assert_equal(later.loader.given_count, trainer.loader.given_count, where="batches that were given")
 
 
 @requirement(

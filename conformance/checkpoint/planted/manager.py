@@ -217,3 +217,9 @@ native_saves_keep_their_dtypes = patched(
     mutated(f"{_CLASS}._to_save", "return self._exported(state), self", "return state, self"),
     kills=("CKPT-443", "CKPT-631"),
 )
+
+what_is_excluded_is_not_saved = patched(
+    "What a manager excludes from its loads is left out of what it saves.",
+    mutated(f"{_CLASS}._to_save", "self._full_state(())", "self._full_state(self.policy.exclude_from_loading)"),
+    kills="CKPT-707",
+)
