@@ -92,6 +92,35 @@ def test_load_makes_room(kvstore: Any, tmp_path: Path, monkeypatch: Any, by: str
 
 
 @requirement(
+    "KV-363",
+    "A load MUST be one batch of a table with a capacity also where somebody who listens to another table's load has "
+    "written to it meanwhile, whether it was empty or not.",
+)
+@pytest.mark.parametrize("there", [[], [80]])
+def test_written_while_loaded(kvstore: Any, tmp_path: Path, there: list[int]) -> None:
+    two = dict.fromkeys(("t", "u"), kvstore.RowLayout(6, optimizer="adam"))
+    source = aged(kvstore, {7: 1, 8: 2, 9: 3, 2: 4}, layout=two)
+    source.set_rows("u", source.get_rows("t", source.ids("t")))
+    save(kvstore, source, tmp_path / "ck")
+    for chunk in (1, 2, 3, 9):
+        clock = Clock()
+        clock.now = 100
+        store = store_of(kvstore, two, clock=clock, capacity=5)
+        store.set("u", ids_of(there), torch.zeros(len(there), 6))
+
+        def listener(table: str, store: Any = store) -> None:
+            if table == "t" and not store.contains("u", ids_of([90])):
+                store.set("u", ids_of([90, 91]), torch.ones(2, 6))
+
+        store.add_listener(listener)
+        report = kvstore.load(store, tmp_path / "ck", chunk_rows=chunk)
+        assert_equal(report.row_counts, {"t": 4, "u": 4}, where=f"what is said to be loaded, in chunks of {chunk}")
+        kept = store.ids("u").tolist()
+        assert_equal(sorted(set(kept) - {80, 90, 91}), [2, 7, 8, 9], where=f"loaded rows, in chunks of {chunk}")
+        assert_equal(len(kept), 5, where=f"rows, in chunks of {chunk}")
+
+
+@requirement(
     "KV-114",
     "A delta MUST load into a full table where what it removes makes room for what it brings: nothing else goes.",
 )

@@ -555,9 +555,7 @@ class StoreFiles:
                 store.fingerprints.set_loaded(table, None)
             # What a delta removes goes first: it may be what makes room.
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
-            for table, ids in listed.items():
-                evict_for_load(store, table, ids)
-            counts = {table: job.write(table, waiting.get(table)) for table in names}
+            counts = {table: job.write(table, waiting.get(table), listed.get(table)) for table in names}
             saved.catalog.check_unchanged()
             note_load(store, saved.content, names, counts, mark, weights_only)
             for table in names if not weights_only else ():
@@ -688,20 +686,20 @@ class _Load:
             if filled is not None:
                 waiting[table] = opened.enter_context(closing(filled))
                 continue
-            limited = self.store.options.capacities[table] is not None
-            ids = [ids for ids, _ in self._chunks(table) if limited]
-            listed[table] = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])
+            listed[table] = self._ids(table)
         for table in listed:
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
             if self.store.size(table) == 0:
                 self.store.reserve(table, behind - first)
         return waiting, listed
 
-    def write(self, table: str, waiting: PendingRows | None) -> int:
-        """Write one table's rows; how many."""
+    def write(self, table: str, waiting: PendingRows | None, ids: torch.Tensor | None) -> int:
+        """Write one table's rows; how many. ``waiting`` or ``ids`` is what ``read`` found of it."""
         if waiting is not None and waiting.publish():
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
             return behind - first
+        # Somebody may have written to the table since it was read: who listens to another one's writes, or a thread.
+        evict_for_load(self.store, table, self._ids(table) if ids is None else ids)
         source, target = self.saved.saved_table(table).layout, self.store.layout(table)
         row_count = 0
         for ids, rows in self._chunks(table):
@@ -709,6 +707,12 @@ class _Load:
             self.store.set_rows(table, found.contiguous())
             row_count += ids.numel()
         return row_count
+
+    def _ids(self, table: str) -> torch.Tensor:
+        """Those that have to fit into a table with a capacity; of others none are looked at."""
+        limited = self.store.options.capacities[table] is not None
+        ids = [ids for ids, _ in self._chunks(table) if limited]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])
 
     def _chunks(self, table: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self.files.chunks(self.saved, table, self.begin, self.end, self.chunk_rows)
