@@ -327,3 +327,24 @@ def test_nested_of_different_sizes(pipeline: Any) -> None:
     pooled = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
     with raises(ConfigError, mentions=("inverse_indices",)):
         pipeline.EmbeddingBagCollection(pooled)(nested)
+
+
+@requirement(
+    "PIPE-529",
+    "The names and widths of a result MUST be its own: who changes them changes no other result, of a collection and "
+    "of one that is sharded. A batch without features MUST split into no parts.",
+)
+def test_names_of_results(pipeline: Any) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    whole = pipeline.EmbeddingBagCollection(configs)
+    sharded = sharded_of(pipeline, whole, dict.fromkeys(("t0", "t1"), pipeline.table_wise(0)), "sgd", device="cpu")
+    batch = Jagged(["f0", "f1"], [[[1]], [[2, 3]]]).kjt(pipeline)
+    for kind, module in (("whole", whole), ("sharded", sharded)):
+        for _ in range(2):
+            with succeeds("a lookup", where=kind):
+                found = module(batch)
+            assert_equal((found.keys(), found.length_per_key()), (["f0", "f1"], [4, 4]), where=f"{kind}: the result")
+            found.keys().append("other")
+            found.length_per_key().append(3)
+    with succeeds("a split", where="into no parts"):
+        assert_equal(pipeline.KeyedJaggedTensor.empty().split([]), [], where="parts of no features")

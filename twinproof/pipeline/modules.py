@@ -620,14 +620,14 @@ class EmbeddingBagCollection(BoundToLookup):
         names = [table.name for table in self._feature_tables]
         bags = check_bounds(bags, counts, names, self.bounds_check, self._engine)
         pooled = Pooled.apply(self._engine, self._configs, bags, bags.weights, *params)  # type: ignore[no-untyped-call]
-        return KeyedTensor(self._embedding_names, self._widths, pooled)
+        return KeyedTensor(list(self._embedding_names), list(self._widths), pooled)
 
     def _on_meta(self, features: KeyedJaggedTensor, weight: torch.Tensor) -> KeyedTensor:
         if not (features.values().is_meta and weight.is_meta):
             found = (features.device(), weight.device)
             raise ConfigError("a batch and tables of which one is on meta", got=found, where="EmbeddingBagCollection")
         pooled = torch.empty(features.stride(), sum(self._widths), dtype=torch.float32, device="meta")
-        return KeyedTensor(self._embedding_names, self._widths, pooled)
+        return KeyedTensor(list(self._embedding_names), list(self._widths), pooled)
 
     def _by_torch(self, features: KeyedJaggedTensor) -> KeyedTensor:
         parts = features.to_dict()
@@ -637,7 +637,7 @@ class EmbeddingBagCollection(BoundToLookup):
                 part = parts[name]
                 weights = part.weights().to(table.weight.dtype) if self._is_weighted else None  # type: ignore[arg-type]
                 pooled.append(table(part.values(), part.offsets(), weights).float())
-        return KeyedTensor(self._embedding_names, self._widths, torch.cat(pooled, dim=1))
+        return KeyedTensor(list(self._embedding_names), list(self._widths), torch.cat(pooled, dim=1))
 
 
 class _Rows(torch.autograd.Function):
@@ -1084,7 +1084,7 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
         if not is_traced and batch.variable_stride_per_key():
             ranks = [[part.lengths().numel()] for part in found]
             sizes = {"stride_per_key_per_rank": ranks, "inverse_indices": batch.inverse_indices_or_none()}
-        return KeyedJaggedTensor(self._feature_names, values, weights, lengths, **sizes)
+        return KeyedJaggedTensor(list(self._feature_names), values, weights, lengths, **sizes)
 
 
 def _picked(batch: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:

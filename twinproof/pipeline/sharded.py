@@ -609,7 +609,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         )
         widths = [layout.table_of(feature).embedding_dim for feature in range(len(layout.feature_tables))]
         if not layout.replicated:
-            return Ready(KeyedTensor(self._embedding_names, widths, exchanged))
+            return Ready(KeyedTensor(list(self._embedding_names), widths, exchanged))
         own = [f for f, table in enumerate(layout.feature_tables) if table in layout.replicated]
         sent = [f for f in range(len(widths)) if f not in own]
         columns = dict(zip(sent, torch.split(exchanged, [widths[f] for f in sent], dim=1), strict=True))
@@ -617,7 +617,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         parts = [columns[f] for f in sorted(columns)]
         # Where nothing is sent, too, every backward visits the exchange, which counts it as a step.
         values = torch.cat(parts if sent else [exchanged, *parts], dim=1)
-        return Ready(KeyedTensor(self._embedding_names, widths, values))
+        return Ready(KeyedTensor(list(self._embedding_names), widths, values))
 
     def compute_and_output_dist(self, ctx: ShardedContext, dist_input: list[Bags]) -> Awaitable[KeyedTensor]:
         """Both, as torchrec names it."""

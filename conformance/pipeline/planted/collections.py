@@ -77,3 +77,19 @@ indices_as_given = patched(
     ),
     kills="PIPE-499",
 )
+
+
+names_are_the_collections = patched(
+    "A result's names are the list that its collection makes all results with.",
+    mutated(
+        "twinproof.pipeline.modules:EmbeddingBagCollection._looked_up",
+        "list(self._embedding_names)",
+        "self._embedding_names",
+    ),
+    kills="PIPE-529",
+)
+no_parts_of_no_features = patched(
+    "A batch without features cannot be split.",
+    mutated("twinproof.pipeline.batches:KeyedCuts.split", "min([0, *segments])", "min(segments)"),
+    kills="PIPE-529",
+)
