@@ -190,6 +190,33 @@ def test_replicas_with_plan_caching(checkpoint: Any, rank_pool: Any, tmp_path: P
             assert_folder(Path(f"{path}-{step}"), {FILE: list(state)}, state)
 
 
+def _save_differing(rank: Rank, path: str, keep_lowest: bool) -> None:
+    with _caching() as planner_class:
+        for step, differs in enumerate((False, False, True, False)):
+            planner = planner_class(dedup_save_to_lowest_rank=keep_lowest, enable_plan_caching=True)
+            state = {"a": torch.full((4,), float(rank.rank * differs)), "b": torch.full((9,), 2.0)}
+            expected = (
+                raises(BaseException, mentions=("replicas differ",))
+                if differs
+                else succeeds("a save", where=f"save {step}")
+            )
+            with expected:
+                save_ranks(rank, state, Path(f"{path}-{step}"), planner=planner, check_replicas=True)
+
+
+@requirement(
+    "CKPT-708",
+    "check_replicas MUST find a replica that differs in any save, those of them whose plan comes from a cache, on "
+    "whatever rank the plan has it written.",
+)
+@pytest.mark.parametrize("keep_lowest", [False, True])
+def test_differing_replicas_with_plan_caching(rank_pool: Any, tmp_path: Path, keep_lowest: bool) -> None:
+    rank_pool.run(_save_differing, 2, str(tmp_path / "ck"), keep_lowest)
+    for step in (0, 1, 3):
+        state = {"a": torch.zeros(4), "b": torch.full((9,), 2.0)}
+        assert_folder(tmp_path / f"ck-{step}", {FILE: ["a", "b"]}, state)
+
+
 def _wrong_worlds(rank: Rank, path: str) -> None:
     checkpoint = rank.component("checkpoint")
     writer = checkpoint.HuggingFaceStorageWriter(path, save_distributed=False)

@@ -64,3 +64,13 @@ copies_of_one_rank_fail_alone = patched(
     ),
     kills="CKPT-700",
 )
+
+only_what_is_written_is_compared = patched(
+    "With a plan from a cache only those replicas are compared that this rank is to write.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._held",
+        "SavePlanner._cached_save_plan",
+        "SavePlanner._cached_final_save_plan",
+    ),
+    kills="CKPT-708",
+)
