@@ -31,6 +31,7 @@ from conformance.harness import (
     assert_le,
     raises,
     requirement,
+    succeeds,
 )
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.errors import CorruptionError, DistributedError, TwinproofError
@@ -181,6 +182,22 @@ def test_divergent_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> No
     with raises(DistributedError, mentions=("drift", "rank 3", "rank 1"), where="halves on ranks 1 and 3 differ"):
         rank_pool.run(_save_divergent_shards, 4, str(tmp_path / "ck"))
     assert_equal(list(tmp_path.iterdir()), [], where="folder after the refused save")
+
+
+def _save_like_names(rank: Rank, path: str) -> None:
+    state = {"w": sharded(torch.arange(20.0), mesh_of(rank), [Shard(0)]), "w1": torch.ones(10)}
+    with succeeds("a save", where="names that go on as another's place does"):
+        save_ranks(rank, state, Path(path))
+
+
+@requirement(
+    "CKPT-709",
+    "A tensor whose name goes on as the place of another's shard does, as w1 beside w at row 10, MUST NOT be taken for "
+    "a replica of it.",
+)
+def test_names_like_places(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_like_names, 2, str(tmp_path / "ck"))
+    assert_loads(checkpoint, tmp_path / "ck", {"w": torch.arange(20.0), "w1": torch.ones(10)})
 
 
 def _merge_where_one_fails(rank: Rank, source: str, target: str, failing: int) -> str:
