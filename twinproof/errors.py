@@ -39,6 +39,8 @@ __all__ = [
 
 # None is a value that may have been got.
 _UNSAID: Any = object()
+# What the system says in an OSError.
+_SYSTEM = ("errno", "strerror", "filename")
 
 
 def _rebuild(cls: type[TwinproofError], message: str, state: dict[str, Any]) -> TwinproofError:
@@ -63,7 +65,9 @@ class TwinproofError(Exception):
         super().__init__("; ".join([message, *(f"{name}: {value}" for name, value in self._said.items())]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self._said)
+        # Ranks send errors to each other: whoever asks for the errno must find it there as well.
+        system = {name: getattr(self, name) for name in _SYSTEM} if isinstance(self, OSError) else None
+        return _rebuild, (type(self), self.message, self._said), system
 
 
 class ConfigError(TwinproofError, ValueError):

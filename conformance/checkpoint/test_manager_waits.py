@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import settings
 
+import twinproof.checkpoint.manager as manager_module
 from conformance.checkpoint.cases import save
 from conformance.checkpoint.manager_machine import ManagerMachine
 from conformance.checkpoint.trainer import Trainer, load
@@ -172,6 +173,35 @@ def test_deleted_while_looked_at(checkpoint: Any, tmp_path: Path, is_hf: bool, i
 
     for step in (-1, 7):
         each_moment(partial(once, step=step))
+
+
+@requirement(
+    "CKPT-710",
+    "Where the newest checkpoints go between the moment when a load sees them and the one when it takes one, it MUST "
+    "load the newest that is left.",
+)
+@pytest.mark.parametrize("gone", [(3,), (2, 3)])
+def test_newest_gone_while_found(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: tuple[int, ...]
+) -> None:
+    trainer, late, seen = Trainer(1), Trainer(2), manager_module.complete_steps
+    with trainer.manager(checkpoint, tmp_path / "run", interval=1) as manager:
+        for step in (1, 2, 3):
+            trainer.step()
+            manager.save(step)
+
+    def deleted_behind(folder: Path) -> Any:
+        found = seen(folder)
+        for step in gone:
+            shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
+        return found
+
+    with late.manager(checkpoint, tmp_path / "run", interval=1) as manager:
+        monkeypatch.setattr(manager_module, "complete_steps", deleted_behind)
+        with succeeds("a load", where=f"{gone} are gone"):
+            assert_equal(load(manager), True, where="loaded")
+        monkeypatch.undo()
+    assert_equal(late.counter.step, min(gone) - 1, where=f"the newest but {gone}")
 
 
 class _AtItsLoad:

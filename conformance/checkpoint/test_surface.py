@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import math
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from conformance.checkpoint.cases import FILE, assert_loads, load, load_with, oracle, random_bits, save, tiled
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
 from twinproof import errors
+from twinproof.checkpoint.publish import storage_error
 from twinproof.errors import (
     ConfigError,
     DistributedError,
@@ -265,7 +267,7 @@ def test_metadata_of_a_save(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
 @requirement(
     "CKPT-678",
     "Every named error MUST say what was got, None included, what was expected and where, as text in this order and as "
-    "attributes, be the error of Python's that its place asks for, and come out of a pickle as it was.",
+    "attributes, be the error of Python's that its place asks for, and come out of a pickle as it was, errno included.",
 )
 def test_errors(checkpoint: Any) -> None:
     for name in errors.__all__:
@@ -284,6 +286,10 @@ def test_errors(checkpoint: Any) -> None:
                 for key in ("got", "expected", "where"):
                     assert_equal(getattr(each, key), said.get(key), where=f"{key} of {where}")
                 assert_equal(each.message, "what is wrong", where=where)
+    refused = storage_error(OSError(errno.ENOSPC, "No space left on device"), "cannot write", "a file")
+    for each in (refused, pickle.loads(pickle.dumps(refused))):
+        found = (each.errno, each.strerror, each.filename)
+        assert_equal(found, (errno.ENOSPC, refused.strerror, refused.filename), where="what the system said")
     known = {
         "ConfigError": ValueError,
         "MissingKeyError": KeyError,

@@ -532,8 +532,10 @@ class CheckpointManager:
         policy = self.policy
         complete = complete_steps(policy.folder)
         chosen = max(complete, default=0) if step == -1 else step
-        if chosen in complete and self._cleaner is not None and not self._cleaner.hold(chosen):
+        # One that has gone since it was seen is none; then the next newest is.
+        while chosen in complete and self._cleaner is not None and not self._cleaner.hold(chosen):
             del complete[chosen]
+            chosen = max(complete, default=0) if step == -1 else step
         if step != -1 and step not in complete:
             raise MissingCheckpointError(
                 "no complete checkpoint of this step", got=step, expected=sorted(complete), where=policy.folder

@@ -68,3 +68,13 @@ looked_at_twice = patched(
     ),
     kills="CKPT-643",
 )
+
+one_look_is_enough = patched(
+    "A load whose newest checkpoint is gone looks for no other.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._find",
+        "while chosen in complete",
+        "if chosen in complete",
+    ),
+    kills="CKPT-710",
+)

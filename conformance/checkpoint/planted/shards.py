@@ -85,6 +85,7 @@ def replicas_of_rank_0_alone(original: Any, everyone: Any) -> None:
     """What rank 0 does not hold is not compared."""
     original([{chunk: value for chunk, value in sums.items() if chunk in everyone[0]} for sums in everyone])
 
+
 names_run_into_places = patched(
     "A name and the place of a shard are told apart by nothing.",
     mutated("fastimpl.checkpoint.replicas:chunk_key", "\\0", ""),

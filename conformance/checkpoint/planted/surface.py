@@ -115,3 +115,9 @@ where_lost_on_the_way = patched(
     ),
     kills="CKPT-678",
 )
+
+errno_stays_behind = patched(
+    "An error that is sent to another rank loses what the system said.",
+    mutated("twinproof.errors:TwinproofError.__reduce__", "isinstance(self, OSError)", "False"),
+    kills="CKPT-678",
+)
