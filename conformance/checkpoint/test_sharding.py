@@ -40,6 +40,7 @@ from conformance.harness import (
     examples,
     raises,
     requirement,
+    succeeds,
 )
 from twinproof.errors import PlanError
 
@@ -146,15 +147,17 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     full = random_bits(torch.float32, [rows, 3], 5)
-    # A fused QKV weight: three blocks, of which each rank holds its share of every one.
-    blocks = [torch.chunk(block, rank.world_size)[rank.rank] for block in torch.chunk(full, 3)]
+    # A fused QKV weight: three blocks, of which each rank holds its share of every one; a last share may be none.
+    shares = [torch.chunk(block, rank.world_size) for block in torch.chunk(full, 3)]
+    blocks = [share for each in shares for share in each[rank.rank : rank.rank + 1]]
     place = [_StridedShard(0, split_factor=3)]
     value = DTensor.from_local(
         torch.cat(blocks), mesh_of(rank), place, shape=full.shape, stride=full.stride(), run_check=False
     )
     checkpoint = rank.component("checkpoint")
     planners = checkpoint.HuggingFaceSavePlanner(), checkpoint.HuggingFaceLoadPlanner()
-    save_ranks(rank, {"qkv": value}, Path(path), planner=planners[0], block_bytes=64)
+    with succeeds("a save", where=f"{rows} rows, rank {rank.rank}"):
+        save_ranks(rank, {"qkv": value}, Path(path), planner=planners[0], block_bytes=64)
     target = DTensor.from_local(
         torch.zeros_like(value.to_local()),
         mesh_of(rank),
@@ -166,7 +169,7 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
     load_ranks(rank, {"qkv": target}, Path(path), planner=planners[1])
     assert_same_tensor(target.to_local(), value.to_local(), where=f"rank {rank.rank}")
     for look_up in (planners[0].lookup_object, planners[1].lookup_tensor):
-        # The blocks of a rank begin at 0, 8 and 16, and 4 rows behind.
+        # No block begins at row 1: of 24 rows they begin at 0, 8 and 16, and 4 rows behind.
         for offset, shown in ((None, "()"), (torch.Size([1, 0]), "(1, 0)")):
             with raises(PlanError, mentions=("no such chunk", shown), where=f"a chunk at {offset}"):
                 look_up(MetadataIndex("qkv", offset))
@@ -174,12 +177,15 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
 
 @requirement(
     "CKPT-025",
-    "Packed strided shards, several disjoint blocks on each rank, MUST be saved and loaded as the tensor they are; a "
-    "block that the rank does not have MUST be refused with the place that was asked for.",
+    "Packed strided shards, several disjoint blocks on each rank, MUST be saved and loaded as the tensor they are, "
+    "also of a dimension that the blocks or the ranks do not divide; a block that the rank does not have MUST be "
+    "refused with the place that was asked for.",
 )
 def test_packed_strided_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
-    rank_pool.run(_packed, 2, str(tmp_path / "ck"), 24)
-    assert_same_bytes(tmp_path / "ck" / FILE, oracle({"qkv": random_bits(torch.float32, [24, 3], 5)}, PT), where="qkv")
+    for rows in (24, 10, 7):
+        rank_pool.run(_packed, 2, str(tmp_path / f"{rows}"), rows)
+        expected = oracle({"qkv": random_bits(torch.float32, [rows, 3], 5)}, PT)
+        assert_same_bytes(tmp_path / f"{rows}" / FILE, expected, where=f"qkv of {rows} rows")
 
 
 def _load_placed(rank: Rank, path: str, shapes: dict[str, list[int]], placements: dict[str, list[Placement]]) -> None:

@@ -124,3 +124,9 @@ place_not_said = patched(
     mutated("twinproof.checkpoint.plan:_part", "got=tuple(offset or ())", "got=tuple(offset)"),
     kills="CKPT-025",
 )
+
+packed_blocks_are_even = patched(
+    "A packed dimension is cut into blocks as even as can be, not as DTensor cuts it.",
+    mutated("twinproof.checkpoint.plan:_indices", "torch.chunk(held, getattr", "torch.tensor_split(held, getattr"),
+    kills="CKPT-025",
+)
