@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import Clock, assert_contents, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import CapacityError
 
@@ -167,6 +167,34 @@ def test_views_make_room(kvstore: Any, tmp_path: Path) -> None:
                 _load_views(kvstore, views, tmp_path / str(whole))
                 expected.set_rows("t", source.get_rows("t", keys))
             assert_contents(store, contents(expected), where=where)
+
+
+@requirement(
+    "KV-364",
+    "One load through views of several stores, whose tables have the same name, MUST be one batch of each table.",
+)
+def test_views_of_several_stores(kvstore: Any, tmp_path: Path) -> None:
+    stores = {
+        name: aged(kvstore, {first + i: i for i in range(3)}, capacity=4) for name, first in (("a", 1), ("b", 11))
+    }
+    held = {name: contents(store) for name, store in stores.items()}
+
+    def shown(*, snapshot: bool) -> dict[str, Any]:
+        return {
+            f"{name}.{key}": view
+            for name, store in stores.items()
+            for key, view in store.state_dict(snapshot=snapshot).items()
+        }
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(shown(snapshot=True), storage_writer=dcp.FileSystemWriter(tmp_path / "ck"), no_dist=True)
+    for store in stores.values():
+        store.set("t", store.ids("t"), torch.zeros(3, 6))
+    with succeeds("a load", where="into two stores of three rows, of which each may have four"):
+        _load_views(kvstore, shown(snapshot=False), tmp_path / "ck")
+    for name, store in stores.items():
+        assert_contents(store, held[name], where=name)
 
 
 def _load_views(kvstore: Any, views: dict[str, Any], path: Path) -> None:

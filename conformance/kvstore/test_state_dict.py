@@ -234,3 +234,14 @@ def test_unreadable_rows(kvstore: Any, tmp_path: Path, way: str) -> None:
     with raises((StoreClosedError, FileNotFoundError), where=f"{way}, of a module"):
         module.load_state_dict({name.removeprefix("t."): value for name, value in state.items()})
     assert_contents(store, before, where=f"after {way}, of a module")
+
+
+@requirement("KV-365", "A module over a table whose name has dots MUST load what its state dict gives.")
+@pytest.mark.parametrize("kind", ["KVEmbeddingBag", "KVEmbedding"])
+def test_names_with_dots(kvstore: Any, kind: str) -> None:
+    stores = [store_of(kvstore, {"user.id.0": kvstore.RowLayout(6, optimizer="adam")}) for _ in range(2)]
+    stores[0].set_rows("user.id.0", random_rows(stores[0], range(4), 1, "user.id.0"))
+    made = [torch.nn.ModuleDict({"part": getattr(kvstore, kind)(store)}) for store in stores]
+    with succeeds("a load", where=kind):
+        made[1].load_state_dict(made[0].state_dict())
+    assert_contents(stores[1], contents(stores[0]), where=kind)

@@ -332,6 +332,12 @@ def test_ids_are_their_own(kvstore: Any) -> None:
         view.full_tensor().fill_(3)
         assert_bits(view.narrow(0, 0, 3), expected, where=f"rows that were handed out, {dtype}")
         assert_bits(wrapper.narrow(0, 0, 3), expected, where=f"rows of a wrapper, {dtype}")
+    state = store.state_dict()
+    for name in ("t.weight_id", "t.bucket", "t.metadata", "t.weight"):
+        expected = state[name].full_tensor().clone()
+        for read in (lambda view: view.full_tensor(), lambda view: view.narrow(0, 0, 1)):
+            read(state[name]).add_(1)
+            assert_bits(state[name].full_tensor(), expected, where=f"{name} behind a write to what it handed out")
 
 
 @requirement(

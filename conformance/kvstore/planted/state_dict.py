@@ -75,3 +75,12 @@ metadata_found_later = patched(
     mutated(_CHECK, "[] if incoming.metadata is None else [incoming.metadata]", "[]"),
     kills="KV-362",
 )
+names_end_at_their_first_dot = patched(
+    "A table's name ends at its first dot.",
+    mutated(
+        "twinproof.kvstore.modules:_StoreRows._save_to_state_dict",
+        'name.removeprefix(self.table + ".")',
+        'name.split(".", 1)[1]',
+    ),
+    kills="KV-365",
+)
