@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
+from conformance.pipeline.batches import random_jagged
 from conformance.pipeline.cases import FUSED, TRAINING
 from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
 from conformance.pipeline.model import assert_bits
-from twinproof.errors import PipelineError
+from conformance.pipeline.sharding import sharded_of
+from twinproof.errors import ConfigError, PipelineError
 
 MODES = (True, True, False, False, True, False, True)
 
@@ -137,6 +139,45 @@ class Holding(torch.nn.Module):
 @pytest.mark.parametrize("name", [FUSED, "TrainPipelineSparseDist"])
 def test_branches_on_modes_of_inner_modules(pipeline: Any, name: str) -> None:
     _assert_modes(pipeline, name, lambda model: Holding(Branching(model, pipeline)), switched=lambda model: model.inner)
+
+
+class OneOfTwo(torch.nn.Module):
+    """Looks up in a cut table in training, in one that the optimizer updates in evaluation."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        config = pipeline.EmbeddingBagConfig(7, 4, "t", feature_names=["a"])
+        self.cut, self.updated = (
+            sharded_of(pipeline, pipeline.EmbeddingBagCollection([config]), {"t": way}, "sgd", device="cpu")
+            for way in (pipeline.table_wise(0), pipeline.data_parallel())
+        )
+        self.top = torch.nn.Linear(4, 1)
+
+    def forward(self, ids: Any) -> Any:
+        """The loss, and again without its gradient."""
+        found = self.cut(ids) if self.training else self.updated(ids)
+        loss = self.top(found.values()).sum()
+        return loss, loss.detach()
+
+
+@requirement(
+    "PIPE-531",
+    "Where strict refuses what a mode looks up ahead, it MUST do so at each step of that mode, and go on in the other.",
+)
+def test_refused_at_each_step(pipeline: Any) -> None:
+    model, ids = OneOfTwo(pipeline), random_jagged(["a"], [7], 3, 1).kjt(pipeline)
+    schedule = pipeline.TrainPipelineFusedSparseDist(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"), strict=True
+    )
+    loader = iter([ids] * 9)
+    schedule.progress(loader)
+    model.eval()
+    for step in range(3):
+        with raises(ConfigError, mentions=("strict", "updated"), where=f"step {step} of the other mode"):
+            schedule.progress(loader)
+    model.train()
+    with succeeds("a step", where="in the mode of before"):
+        schedule.progress(loader)
 
 
 def _flipped(ids: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, requirement
-from conformance.pipeline.batches import Jagged, random_jagged
+from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.cases import FUSED
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
 from conformance.pipeline.model import Naive, assert_bits, random_tables
@@ -153,6 +153,36 @@ def test_frozen_and_moved(pipeline: Any, event: str) -> None:
         moved = {name for name, shard in module.local_shards().items() if not torch.equal(shard[1], before[name])}
         assert_equal(bool(moved), trains, where=f"{event}: whether tables are trained")
         assert_equal({p.requires_grad for p in module.parameters()}, {trains}, where=f"{event}: what they say")
+
+
+@requirement(
+    "PIPE-530",
+    "A table that is trained beside a frozen one of the same lookup MUST take the step that it takes beside one that "
+    "is trained: of sums and of means, with weights and without.",
+)
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_beside_a_frozen_table(pipeline: Any, is_mean: bool, is_weighted: bool) -> None:
+    kinds = [pipeline.PoolingType.SUM, pipeline.PoolingType.MEAN]
+    configs = [
+        pipeline.EmbeddingBagConfig(7, 4, name, feature_names=[f"f{name}"], pooling=kinds[is_mean == (name == "b")])
+        for name in ("a", "b", "c")
+    ]
+    weights = [values_of((7, 4), seed) for seed in range(3)]
+    whole = collection_of(pipeline, configs, weights, is_weighted=is_weighted)
+    batch = random_jagged(["fa", "fb", "fc"], [7, 7, 7], 5, 3, weighted=is_weighted)
+    stepped: list[torch.Tensor] = []
+    for frozen in (set[str](), {"a"}, {"a", "c"}, {"c"}):
+        made = sharded_of(
+            pipeline, whole, dict.fromkeys("abc", pipeline.table_wise(0)), "rowwise_adagrad", device="cpu"
+        )
+        for name, param in made.named_parameters():
+            param.requires_grad_(name.split(".")[1] not in frozen)
+        values = made(batch.kjt(pipeline)).values()
+        (values * torch.arange(1.0, 1 + values.numel()).reshape(values.shape)).sum().backward()
+        stepped.append(made.local_shards()["b"][1].clone())
+        assert_bits(stepped[-1], stepped[0], f"the table beside {sorted(frozen)}, which are frozen")
+    assert_equal(torch.equal(stepped[0], weights[1]), False, where="whether the table stayed as it was")
 
 
 @requirement(

@@ -42,3 +42,9 @@ frozen_tables_thaw_where_moved = patched(
     mutated(f"{_SHARDED}._apply", "self._frozen_now()", "pass"),
     kills="PIPE-528",
 )
+
+means_beside_frozen_tables_are_sums = patched(
+    "A table of means is stepped as one of sums where its neighbour is frozen.",
+    mutated(f"{_TRAINED}._step_some", "lookup.tables[index].is_mean", "False"),
+    kills="PIPE-530",
+)
