@@ -120,6 +120,27 @@ def test_branches_on_modes(pipeline: Any, name: str, measures: bool) -> None:
     _assert_modes(pipeline, name, lambda model: Branching(model, pipeline, measures=measures))
 
 
+class Dividing(Branching):
+    """The same calls in both modes, of which one differs in a keyword argument."""
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model, whose first ids are divided in training."""
+        ids, model = batch.ids[0], self.model
+        values = torch.floor_divide(ids.values(), other=2 if self.training else 1)
+        pooled = [
+            model.collections[0](self.kind(ids.keys(), values, lengths=ids.lengths())).values(),
+            model.collections[1](batch.ids[1]).values(),
+        ]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement("PIPE-532", "So MUST one whose modes call the same with another value of a keyword argument.")
+@pytest.mark.parametrize("name", [FUSED, "TrainPipelineSparseDist"])
+def test_modes_that_differ_in_a_keyword(pipeline: Any, name: str) -> None:
+    _assert_modes(pipeline, name, lambda model: Dividing(model, pipeline))
+
+
 class Holding(torch.nn.Module):
     """A model that only calls another one."""
 

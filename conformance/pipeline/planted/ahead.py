@@ -107,3 +107,9 @@ refused_once = patched(
     mutated("twinproof.pipeline.stages:Traces.follow", "check(calls)", "self._found[modes] = calls; check(calls)"),
     kills="PIPE-531",
 )
+
+keywords_are_not_looked_at = patched(
+    "Two modes that differ in a keyword argument are taken for one.",
+    mutated("twinproof.pipeline.stages:_formula_of", "(each.args, each.kwargs)", "each.args"),
+    kills="PIPE-532",
+)
