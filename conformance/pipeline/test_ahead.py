@@ -245,6 +245,45 @@ def test_hooks_that_change(pipeline: Any, name: str, hooked: str) -> None:
         assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
 
 
+# What a hook gives a module instead of its batch, by the part that differs.
+PARTS: dict[str, Any] = {
+    "ids": lambda ids: type(ids)(ids.keys(), (ids.values() + 1) % 7, ids.weights(), lengths=ids.lengths()),
+    "weights": lambda ids: type(ids)(ids.keys(), ids.values(), ids.weights() * 0.5, lengths=ids.lengths()),
+    "lengths": lambda ids: type(ids)(ids.keys(), ids.values(), ids.weights(), lengths=ids.lengths().flip(0)),
+}
+
+
+class Weighted(torch.nn.Module):
+    """Looks up by weights in one cut table."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        config = pipeline.EmbeddingBagConfig(7, 4, "t", feature_names=["a"])
+        whole = pipeline.EmbeddingBagCollection([config], is_weighted=True)
+        self.cut = sharded_of(pipeline, whole, {"t": pipeline.table_wise(0)}, "sgd", device="cpu")
+        self.top = torch.nn.Linear(4, 1)
+
+    def forward(self, ids: Any) -> Any:
+        """The loss, and again without its gradient."""
+        loss = self.top(self.cut(ids).values()).sum()
+        return loss, loss.detach()
+
+
+@requirement(
+    "PIPE-533", "A hook MUST be refused whatever it changes of a batch: ids, weights or lengths; or nothing, and go on."
+)
+@pytest.mark.parametrize("part", [*PARTS, "nothing"])
+def test_parts_that_hooks_change(pipeline: Any, part: str) -> None:
+    model = Weighted(pipeline)
+    ids = pipeline.KeyedJaggedTensor(["a"], torch.tensor([1, 2, 4]), torch.ones(3), lengths=torch.tensor([1, 2]))
+    change = PARTS.get(part, lambda ids: ids)
+    model.cut.register_forward_pre_hook(lambda _, given: (change(*given),))
+    schedule = pipeline.TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+    refused = raises(PipelineError, mentions=("hook", "cut"), where=part) if part in PARTS else None
+    with refused or succeeds("a step", where="beside a hook that changes nothing"):
+        schedule.progress(iter([ids] * 3))
+
+
 @requirement(
     "PIPE-515",
     "Hooks that only look, and those that change what a sharded module returns, MUST be called once a step, and the "

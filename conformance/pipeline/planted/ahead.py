@@ -113,3 +113,14 @@ keywords_are_not_looked_at = patched(
     mutated("twinproof.pipeline.stages:_formula_of", "(each.args, each.kwargs)", "each.args"),
     kills="PIPE-532",
 )
+
+weights_are_not_compared = patched(
+    "Of what a module is called with the weights are not compared with what was looked up ahead.",
+    mutated("twinproof.pipeline.stages:_same", '"values", "weights_or_none", "lengths"', '"values", "lengths"'),
+    kills="PIPE-533",
+)
+lengths_are_not_compared = patched(
+    "Of what a module is called with the lengths are not compared with what was looked up ahead.",
+    mutated("twinproof.pipeline.stages:_same", '"values", "weights_or_none", "lengths"', '"values", "weights_or_none"'),
+    kills="PIPE-533",
+)
