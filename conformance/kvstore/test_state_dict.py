@@ -245,3 +245,24 @@ def test_names_with_dots(kvstore: Any, kind: str) -> None:
     with succeeds("a load", where=kind):
         made[1].load_state_dict(made[0].state_dict())
     assert_contents(stores[1], contents(stores[0]), where=kind)
+
+
+@requirement(
+    "KV-366",
+    "A state dict of which any part is a view of a store that was closed MUST be refused before a row is removed or "
+    "written: weights, states, metadata and whole rows alike.",
+)
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize("field", [*NAMES, "whole"])
+def test_parts_of_closed_stores(kvstore: Any, field: str, clear: bool) -> None:
+    source, store = (store_of(kvstore, return_whole_row=field == "whole") for _ in range(2))
+    source.set_rows("t", random_rows(source, range(5), 1))
+    store.set_rows("t", random_rows(store, range(3, 9), 2))
+    state = source.state_dict(snapshot=False)
+    kept = "weight" if field == "whole" else field
+    plain = {name: value if name == f"t.{kept}" else value.full_tensor() for name, value in state.items()}
+    source.close()
+    before = contents(store)
+    with raises(StoreClosedError, where=field):
+        store.load_state_dict(plain, clear=clear)
+    assert_contents(store, before, where=field)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -474,3 +476,39 @@ def test_no_values_of_masters(offload: Any, what: str, offloaded: bool) -> None:
     for number, (param, master) in enumerate(zip(params, masters.parameters(), strict=True)):
         assert_same_tensor(param.detach(), values((3, 2), number, torch.bfloat16), where=f"parameter {number}")
         assert_same_tensor(master.detach(), param.detach().float(), where=f"master {number}")
+
+
+@requirement(
+    "OPT-452",
+    "When a step with masters is over, nothing MUST hold the gradients that it took: neither those of the model nor "
+    "the masters', alone and offloaded, with a closure and without.",
+)
+@pytest.mark.parametrize("has_closure", [False, True])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_gradients_end_with_the_step(offload: Any, is_offloaded: bool, has_closure: bool) -> None:
+    param = torch.nn.Parameter(values((40,), 3, torch.bfloat16))
+    masters = offload.MasterWeights([param])
+    master = next(masters.parameters())
+    optimizer = torch.optim.AdamW([master], lr=0.1)
+    if is_offloaded:
+        offload.OptimizerStateOffloader(optimizer, engine=InlineEngine(), master_weights=masters)
+    else:
+        masters.attach(optimizer)
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def backward() -> torch.Tensor:
+        loss = (param * 2).sum()
+        torch.autograd.backward(loss)
+        assert param.grad is not None
+        seen.append(weakref.ref(param.grad))
+        return loss.detach()
+
+    for _ in range(2):
+        if has_closure:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+        gc.collect()
+        assert_equal((param.grad, master.grad), (None, None), where="gradients behind a step")
+        assert_equal([each() for each in seen], [None] * len(seen), where="whether somebody holds a gradient")

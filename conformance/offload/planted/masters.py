@@ -163,3 +163,9 @@ complex_masters = patched(
     mutated("twinproof.offload.states:_check_values", "not plain or value.is_complex()", "not plain"),
     kills="OPT-449",
 )
+
+gradients_outlive_the_step = patched(
+    "Masters hold the gradients that they took until the next ones come.",
+    mutated("twinproof.offload.states:MasterWeights.took", "self._given.pop(master, None)", "pass"),
+    kills="OPT-452",
+)
