@@ -141,7 +141,11 @@ def test_foreign_tensors(checkpoint: Any, tmp_path: Path, dtype: str, shape: str
         checkpoint.load_file(tmp_path / FILE)
 
 
-@requirement("CKPT-411", "A reader MUST accept links inside the folder and the blob links of the hub's cache.")
+@requirement(
+    "CKPT-411",
+    "A reader MUST accept links inside the folder and the blob links of the hub's cache, also where the cache itself "
+    "is reached through a link.",
+)
 def test_links_that_stay(checkpoint: Any, tmp_path: Path) -> None:
     cache = tmp_path / "models--x"
     (cache / "blobs").mkdir(parents=True)
@@ -156,11 +160,13 @@ def test_links_that_stay(checkpoint: Any, tmp_path: Path) -> None:
     (plain / "real.safetensors").write_bytes(pack("{" + entry() + "}", b"xy"))
     (plain / FILE).symlink_to("real.safetensors")
     (plain / INDEX).write_text(json.dumps({"weight_map": {"a": FILE}}))
-    for folder in (snapshot, plain):
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    behind_link = [tmp_path / "elsewhere" / folder.relative_to(tmp_path) for folder in (snapshot, plain)]
+    for folder in (snapshot, plain, *behind_link):
         targets = {"a": torch.zeros(2, dtype=torch.uint8)}
-        with succeeds("following the link", folder.name):
+        with succeeds("following the link", str(folder.relative_to(tmp_path))):
             load(checkpoint, targets, folder)
-        assert_equal(bytes(targets["a"].tolist()), b"xy", where=folder.name)
+        assert_equal(bytes(targets["a"].tolist()), b"xy", where=str(folder.relative_to(tmp_path)))
 
 
 @requirement("CKPT-412", "Files that the index does not list MUST NOT be opened, however broken they are.")

@@ -137,3 +137,9 @@ below_the_blobs = patched(
     ),
     kills="CKPT-636",
 )
+
+home_is_not_followed = patched(
+    "Links are followed to their end, and the folder that they lie in is not.",
+    mutated("twinproof.checkpoint.catalog:_link_stays_near", "home = folder.resolve()", "home = folder.absolute()"),
+    kills="CKPT-411",
+)
