@@ -205,6 +205,8 @@ def test_options(checkpoint: Any, tmp_path: Path) -> None:
         load(checkpoint, targets, tmp_path / "ck", planner=loading)
         assert_same_tensors(targets, {"x": torch.ones(2), "missing": torch.full((2,), 7.0)}, where=str(partial))
         assert_equal(loading.missing_keys, ["missing"], where=str(partial))
+        load(checkpoint, {"x": torch.zeros(2)}, tmp_path / "ck", planner=loading)
+        assert_equal(loading.missing_keys, [], where=f"{partial}: a load of what is there, by the same planner")
     for strict in ({}, {"strict": True}, {"allow_partial_load": False}):
         with raises(MissingKeyError, where=str(strict)):
             load(checkpoint, {"q": torch.ones(1)}, tmp_path / "ck", planner=checkpoint.HuggingFaceLoadPlanner(**strict))

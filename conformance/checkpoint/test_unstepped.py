@@ -137,6 +137,33 @@ def test_managers_before_the_first_step(checkpoint: Any, tmp_path: Path) -> None
 
 
 @requirement(
+    "CKPT-711",
+    "A save of a model of two optimizers MUST leave each as it is, whichever of them has stepped; so MUST a load.",
+)
+@pytest.mark.parametrize("stepped", [(), (0,), (1,)])
+def test_several_optimizers(checkpoint: Any, tmp_path: Path, stepped: tuple[int, ...]) -> None:
+    def optimizers(model: _Model) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(part.parameters(), lr=0.1) for part in (model.first, model.second)]
+
+    def counts(several: list[torch.optim.Optimizer]) -> list[list[int]]:
+        return [[int(state["step"]) for state in each.state.values() if state] for each in several]
+
+    model, other = _Model(), _Model()
+    mine, loaded = optimizers(model), optimizers(other)
+    torch.autograd.backward(model(torch.ones(2, 4)).sum())
+    for number in stepped:
+        mine[number].step()
+    for each in mine:
+        each.zero_grad()
+    expected = [[1, 1] if number in stepped else [] for number in range(2)]
+    with alone():
+        checkpoint.save_training(tmp_path / "ck", model, mine, 0, durable=False)
+        assert_equal(counts(mine), expected, where="steps behind a save")
+        checkpoint.load_training(tmp_path / "ck", other, loaded)
+    assert_equal(counts(loaded), expected, where="steps behind a load")
+
+
+@requirement(
     "CKPT-693",
     "A load MUST give states to the parameters that had some when they were saved, and to no others, whatever states "
     "the optimizer has.",

@@ -154,7 +154,9 @@ def _leftovers(root: Path) -> dict[str, Path]:
     "enough, by what changed in it last, and never what another made, a link, or the only copy of a checkpoint.",
     needs=NEEDS,
 )
-def test_clean(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean(
+    impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(checkpoint, {"w": torch.randn(3)}, tmp_path / "ck")
     made = _leftovers(tmp_path)
     ours = {"saving", "young", "at work", "previous", "needed", "deleting", "file"}
@@ -164,6 +166,10 @@ def test_clean(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.Captur
     code, facts = _run(impl, capsys, "clean", tmp_path / "ck")
     beside = sorted(str(made[name]) for name in ("saving", "young", "at work", "previous"))
     assert_equal(sorted(facts["leftovers"]), beside, where="of one checkpoint")
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path / "ck")
+        code, facts = _run(impl, capsys, "clean", ".")
+    assert_equal(sorted(facts["leftovers"]), beside, where="of the checkpoint that is the current folder")
     code, facts = _run(impl, capsys, "clean", tmp_path, "--delete")
     gone = sorted(name for name, path in made.items() if not os.path.lexists(path))
     assert_equal((code, gone), (0, ["deleting", "file", "previous", "saving"]), where="deleted")

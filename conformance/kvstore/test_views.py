@@ -335,8 +335,8 @@ def test_ids_are_their_own(kvstore: Any) -> None:
     state = store.state_dict()
     for name in ("t.weight_id", "t.bucket", "t.metadata", "t.weight"):
         expected = state[name].full_tensor().clone()
-        for read in (lambda view: view.full_tensor(), lambda view: view.narrow(0, 0, 1)):
-            read(state[name]).add_(1)
+        for handed_out in (state[name].full_tensor(), state[name].narrow(0, 0, 1)):
+            handed_out.add_(1)
             assert_bits(state[name].full_tensor(), expected, where=f"{name} behind a write to what it handed out")
 
 

@@ -82,3 +82,13 @@ folders_by_their_names = patched(
     ),
     kills="CKPT-653",
 )
+
+final_by_its_spelling = patched(
+    "Whether a folder is to become itself goes by how its paths are written.",
+    mutated(
+        "twinproof.checkpoint.shards:is_final",
+        "os.path.realpath(input_dir) == os.path.realpath(output_dir)",
+        "input_dir == output_dir",
+    ),
+    kills="CKPT-092",
+)

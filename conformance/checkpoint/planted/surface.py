@@ -121,3 +121,13 @@ errno_stays_behind = patched(
     mutated("twinproof.errors:TwinproofError.__reduce__", "isinstance(self, OSError)", "False"),
     kills="CKPT-678",
 )
+
+missing_names_stay = patched(
+    "A planner tells names that an earlier load of it lacked.",
+    mutated(
+        "twinproof.checkpoint.plan:HuggingFaceLoadPlanner.create_local_plan",
+        "self.missing_keys = sorted(self.state_dict.keys() - saved.keys())",
+        "self.missing_keys = sorted(self.state_dict.keys() - saved.keys()) or self.missing_keys",
+    ),
+    kills="CKPT-429",
+)

@@ -72,3 +72,8 @@ states_of_earlier_loads_taken = patched(
     mutated(f"{_STATES}.targets", "self._filled = []", "pass"),
     kills="CKPT-704",
 )
+one_optimizer_is_held_back = patched(
+    "Of several optimizers without states one alone is kept from stepping.",
+    mutated(f"{_NATIVE}:_unstepped", "for optimizer in optimizers:", "for optimizer in optimizers[:1]:"),
+    kills="CKPT-711",
+)

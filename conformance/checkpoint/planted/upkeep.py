@@ -86,3 +86,10 @@ hours_of_a_minute = patched(
     mutated("fastimpl.checkpoint.__main__:_clean", "3600 * options.older_than", "60 * options.older_than"),
     kills="CKPT-657",
 )
+
+typed_path_is_cleaned = patched(
+    "What is to be cleaned goes by the path as it was typed.",
+    mutated("fastimpl.checkpoint.__main__:_clean", "options.path.resolve()", "options.path"),
+    kills="CKPT-536",
+    of="fastimpl",
+)
