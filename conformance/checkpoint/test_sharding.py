@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from conformance.checkpoint.cases import (
@@ -186,6 +187,27 @@ def test_packed_strided_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) 
         rank_pool.run(_packed, 2, str(tmp_path / f"{rows}"), rows)
         expected = oracle({"qkv": random_bits(torch.float32, [rows, 3], 5)}, PT)
         assert_same_bytes(tmp_path / f"{rows}" / FILE, expected, where=f"qkv of {rows} rows")
+
+
+def _packed_on_one_rank(rank: Rank, path: str) -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    full, planner = torch.arange(8.0).view(4, 2), rank.component("checkpoint").HuggingFaceSavePlanner()
+    local = full.clone() if rank.rank == 0 else torch.empty(0)
+    place = [_StridedShard(0, split_factor=2)]
+    mesh = DeviceMesh("cpu", [0])
+    value = DTensor.from_local(local, mesh, place, shape=full.shape, stride=full.stride(), run_check=False)
+    with succeeds("a save", where=f"rank {rank.rank} of two, of which one is in the mesh"):
+        save_ranks(rank, {"w": value, "b": torch.ones(2)}, Path(path), planner=planner)
+
+
+@requirement(
+    "CKPT-712", "A packed strided shard whose mesh has some of the ranks alone MUST be saved with the others' help."
+)
+def test_packed_on_some_ranks(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_packed_on_one_rank, 2, str(tmp_path / "ck"))
+    expected = oracle({"w": torch.arange(8.0).view(4, 2), "b": torch.ones(2)}, PT)
+    assert_same_bytes(tmp_path / "ck" / FILE, expected, where="w and b")
 
 
 def _load_placed(rank: Rank, path: str, shapes: dict[str, list[int]], placements: dict[str, list[Placement]]) -> None:

@@ -130,3 +130,9 @@ packed_blocks_are_even = patched(
     mutated("twinproof.checkpoint.plan:_indices", "torch.chunk(held, getattr", "torch.tensor_split(held, getattr"),
     kills="CKPT-025",
 )
+
+packed_beside_its_mesh = patched(
+    "Ranks outside of a tensor's mesh look for its blocks in what they have.",
+    mutated("twinproof.checkpoint.plan:_is_packed", "value.device_mesh.get_coordinate() is not None", "True"),
+    kills="CKPT-712",
+)
