@@ -502,3 +502,17 @@ def test_positions_in_narrow_weights(pipeline: Any) -> None:
                 processors.pre_process_input(batch)
             expected = torch.cat([torch.arange(count), torch.zeros(1, dtype=torch.int64)])
             assert_bits(weights.to(torch.int64), expected, f"{dtype}, {count}")
+
+
+@requirement(
+    "PIPE-535", "A batch whose lengths were changed in place MUST be the batch of the new ones after unsync()."
+)
+def test_lengths_changed_in_place(pipeline: Any) -> None:
+    lengths = torch.tensor([1, 1, 2, 2])
+    kjt = pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=lengths)
+    assert_equal(kjt["b"].values().tolist(), [2, 3, 4, 5], where="before")
+    lengths.copy_(torch.tensor([2, 2, 1, 1]))
+    with succeeds("unsync", where="a batch whose lengths were changed"):
+        kjt.unsync()
+        found = (kjt["b"].values().tolist(), kjt.length_per_key(), kjt.offset_per_key(), kjt.split([1, 1])[1].values())
+    assert_equal((*found[:3], found[3].tolist()), ([4, 5], [4, 2], [0, 4, 6], [4, 5]), where="behind unsync()")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import values_of
 from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING, LoaderError
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
@@ -119,6 +119,31 @@ def _trains(rank: Rank, name: str) -> None:
     job = Job(pipeline, 3, rank, kinds=TABLES, reduces=False, device="cpu")
     steps.append(("told", job, job.schedule(name, reduce_dense_gradients=False)))
     assert_equal(_refusals(steps), [], where=f"{name} refusals")
+
+
+def _unwrapped(rank: Rank, name: str) -> None:
+    job = Job(rank.component("pipeline"), 3, rank, kinds=TABLES, reduces=False, device="cpu")
+    whole: Any = job.model
+    wrapped: Any = DistributedDataParallel(whole, process_group=rank.group)
+    job.model = wrapped
+    schedule, loader = job.schedule(name), iter(job.batches(4))
+    for step in range(2):
+        schedule.attach(wrapped)
+        with succeeds("a step", where=f"{name}, wrapped, step {step}"):
+            schedule.progress(loader)
+        schedule.attach(whole)
+        with raises(ConfigError, mentions=("top.weight", "reduce_dense_gradients"), where=f"{name}, unwrapped"):
+            schedule.progress(loader)
+
+
+@requirement(
+    "PIPE-534",
+    "It MUST do so of each model that is attached: of one taken out of the DistributedDataParallel that it was driven "
+    "in as well, and go on with that.",
+)
+def test_refused_when_attached(rank_pool: Any) -> None:
+    for name in TRAINING[:3]:
+        rank_pool.run(_unwrapped, 2, name)
 
 
 def _evaluates(rank: Rank, name: str) -> None:

@@ -189,3 +189,8 @@ last_position_refused = patched(
     mutated("twinproof.pipeline.jagged:check_positions", "longest > most", "longest >= most"),
     kills="PIPE-523",
 )
+offsets_stay_where_sizes_go = patched(
+    "unsync() forgets the features' sizes and keeps their places.",
+    mutated("twinproof.pipeline.batches:KeyedSizes.unsync", "self._offset_per_key = None", "pass"),
+    kills="PIPE-535",
+)

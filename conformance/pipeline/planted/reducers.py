@@ -107,3 +107,9 @@ gradients_of_masters_alone_cleared = patched(
     mutated("twinproof.optimizers:clear_gradients", "_trained(param).grad = None", "pass"),
     kills="PIPE-511",
 )
+
+one_model_is_looked_at = patched(
+    "Who reduces the gradients is asked of the first model alone.",
+    mutated("twinproof.pipeline.driver:Pipeline.detach", "self._dense = None", "pass"),
+    kills="PIPE-534",
+)
