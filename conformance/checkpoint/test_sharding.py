@@ -167,7 +167,8 @@ def _packed(rank: Rank, path: str, rows: int) -> None:
         stride=full.stride(),
         run_check=False,
     )
-    load_ranks(rank, {"qkv": target}, Path(path), planner=planners[1])
+    with succeeds("a load", where=f"{rows} rows, rank {rank.rank}"):
+        load_ranks(rank, {"qkv": target}, Path(path), planner=planners[1])
     assert_same_tensor(target.to_local(), value.to_local(), where=f"rank {rank.rank}")
     for look_up in (planners[0].lookup_object, planners[1].lookup_tensor):
         # No block begins at row 1: of 24 rows they begin at 0, 8 and 16, and 4 rows behind.
