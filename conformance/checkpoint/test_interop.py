@@ -160,20 +160,31 @@ def test_consolidate(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
 
 
 @requirement(
-    "CKPT-092",
-    "Consolidating a folder that is already final into itself, however the two paths are written, MUST verify it and "
-    "change nothing.",
+    "CKPT-713",
+    "A folder that is already final MUST stay as it is where it is consolidated into itself by another spelling of its "
+    "path: relative, through a link, or by way of its parent.",
 )
-def test_consolidate_final(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consolidate_final_by_any_path(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = {"a": 1, "b": 2}
+    save(checkpoint, {"a": torch.randn(4), "b": torch.randn(2, 2)}, tmp_path / "ck", fqn_to_index_mapping=mapping)
+    (tmp_path / "link").symlink_to("ck")
+    monkeypatch.chdir(tmp_path)
+    before = {p.name: (p.read_bytes(), p.stat().st_ino) for p in (tmp_path / "ck").iterdir()}
+    # Another mapping, which a merge would go by.
+    for source, target in (("ck", tmp_path / "ck"), (tmp_path / "link", "ck"), ("ck/../ck", "ck")):
+        checkpoint.consolidate_safetensors_files(source, target, {"a": 1, "b": 1})
+        after = {p.name: (p.read_bytes(), p.stat().st_ino) for p in (tmp_path / "ck").iterdir()}
+        assert_equal(after == before, True, where=f"folder unchanged, {source} into {target}")
+
+
+@requirement("CKPT-092", "Consolidating a folder that is already final into itself MUST verify it and change nothing.")
+def test_consolidate_final(checkpoint: Any, tmp_path: Path) -> None:
     state = {"a": torch.randn(4), "b": torch.randn(2, 2)}
     save(checkpoint, state, tmp_path / "ck", fqn_to_index_mapping={"a": 1, "b": 2})
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "ck").iterdir()}
-    (tmp_path / "link").symlink_to("ck")
-    monkeypatch.chdir(tmp_path)
-    for source, target in (("ck", "ck"), ("ck", tmp_path / "ck"), (tmp_path / "link", "ck"), ("ck/../ck", "ck")):
-        checkpoint.consolidate_safetensors_files(source, target, {"a": 1, "b": 2})
-        after = {p.name: (p.read_bytes(), p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "ck").iterdir()}
-        assert_equal(after == before, True, where=f"folder unchanged, {source} into {target}")
+    checkpoint.consolidate_safetensors_files(tmp_path / "ck", tmp_path / "ck", {"a": 1, "b": 2})
+    after = {p.name: (p.read_bytes(), p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "ck").iterdir()}
+    assert_equal(after == before, True, where="folder unchanged")
     (tmp_path / "ck" / "model-00002-of-00002.safetensors").unlink()
     with raises(TwinproofError, mentions=("model-00002-of-00002.safetensors",)):
         checkpoint.consolidate_safetensors_files(tmp_path / "ck", tmp_path / "ck", {"a": 1, "b": 2})

@@ -332,7 +332,11 @@ def test_ids_are_their_own(kvstore: Any) -> None:
         view.full_tensor().fill_(3)
         assert_bits(view.narrow(0, 0, 3), expected, where=f"rows that were handed out, {dtype}")
         assert_bits(wrapper.narrow(0, 0, 3), expected, where=f"rows of a wrapper, {dtype}")
-    state = store.state_dict()
+
+
+@requirement("KV-367", "What a part of a state dict hands out MUST be a copy: a write to it changes no later read.")
+def test_parts_hand_out_copies(kvstore: Any) -> None:
+    state = filled(kvstore).state_dict()
     for name in ("t.weight_id", "t.bucket", "t.metadata", "t.weight"):
         expected = state[name].full_tensor().clone()
         for handed_out in (state[name].full_tensor(), state[name].narrow(0, 0, 1)):

@@ -531,11 +531,12 @@ class CheckpointManager:
         """(path, format, model only) of what is to be loaded; None where there is nothing."""
         policy = self.policy
         complete = complete_steps(policy.folder)
-        chosen = max(complete, default=0) if step == -1 else step
-        # One that has gone since it was seen is none; then the next newest is.
-        while chosen in complete and self._cleaner is not None and not self._cleaner.hold(chosen):
-            del complete[chosen]
+        while True:
             chosen = max(complete, default=0) if step == -1 else step
+            if chosen not in complete or self._cleaner is None or self._cleaner.hold(chosen):
+                break
+            # It has gone since it was seen.
+            del complete[chosen]
         if step != -1 and step not in complete:
             raise MissingCheckpointError(
                 "no complete checkpoint of this step", got=step, expected=sorted(complete), where=policy.folder

@@ -265,7 +265,7 @@ class KeyedCuts(KeyedSizes):
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
         """Consecutive features, ``segments[i]`` in part i, views. Raises ConfigError when they are not all features."""
-        if not torch.jit.is_scripting() and (total(segments) != len(self._keys) or min([0, *segments]) < 0):
+        if not torch.jit.is_scripting() and (total(segments) != len(self._keys) or min(segments or [0]) < 0):
             refuse("config", "segments are not the features", segments, len(self._keys), "split")
         starts, ends, bags = running_sums(segments), self.offset_per_key(), self.lengths_offset_per_key()
         weights, ranks = self._weights, self._stride_per_key_per_rank

@@ -90,5 +90,5 @@ final_by_its_spelling = patched(
         "os.path.realpath(input_dir) == os.path.realpath(output_dir)",
         "input_dir == output_dir",
     ),
-    kills="CKPT-092",
+    kills="CKPT-713",
 )

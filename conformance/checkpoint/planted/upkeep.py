@@ -90,6 +90,6 @@ hours_of_a_minute = patched(
 typed_path_is_cleaned = patched(
     "What is to be cleaned goes by the path as it was typed.",
     mutated("fastimpl.checkpoint.__main__:_clean", "options.path.resolve()", "options.path"),
-    kills="CKPT-536",
+    kills="CKPT-714",
     of="fastimpl",
 )

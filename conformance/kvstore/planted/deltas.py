@@ -56,10 +56,10 @@ removals_of_every_part = patched(
 
 
 @fault(kills="KV-244", at="twinproof.kvstore.disk:_Load.write")
-def rows_of_every_part(original: Any, job: Any, table: str, waiting: Any) -> int:
+def rows_of_every_part(original: Any, job: Any, table: str, waiting: Any, ids: Any) -> int:
     """A load of a part into an empty table reports the rows of all parts."""
     was_empty = job.store.size(table) == 0
-    count = int(original(job, table, waiting))
+    count = int(original(job, table, waiting, ids))
     return int(job.saved.size(table)) if was_empty else count
 
 
