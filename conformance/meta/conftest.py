@@ -7,6 +7,7 @@ from multiprocessing import forkserver, resource_tracker
 from textwrap import dedent
 
 import pytest
+import torch._dynamo
 import torch.distributed.checkpoint
 
 from conformance import harness
@@ -16,6 +17,8 @@ from conformance.provers import pretend_device
 # server that ranks are forked from: each run would start its own, which imports torch again.
 _IMPORTED_FIRST = (
     torch,
+    # Its operators can be registered once.
+    torch._dynamo,
     forkserver,
     resource_tracker,
     pretend_device,
