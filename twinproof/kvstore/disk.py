@@ -698,8 +698,9 @@ class _Load:
         if waiting is not None and waiting.publish():
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
             return behind - first
-        # Somebody may have written to the table since it was read: who listens to another one's writes, or a thread.
-        evict_for_load(self.store, table, self._ids(table) if ids is None else ids)
+        # Room is made now: who listens to the writes of another table may have written to this one since it was read.
+        if self.store.options.capacities[table] is not None:
+            evict_for_load(self.store, table, self._ids(table) if ids is None else ids)
         source, target = self.saved.saved_table(table).layout, self.store.layout(table)
         row_count = 0
         for ids, rows in self._chunks(table):
@@ -709,7 +710,7 @@ class _Load:
         return row_count
 
     def _ids(self, table: str) -> torch.Tensor:
-        """Those that have to fit into a table with a capacity; of others none are looked at."""
+        """Reads and checks every row. The ids where a capacity limits the table, else none: they would fill memory."""
         limited = self.store.options.capacities[table] is not None
         ids = [ids for ids, _ in self._chunks(table) if limited]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])

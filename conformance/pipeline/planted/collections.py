@@ -88,6 +88,15 @@ names_are_the_collections = patched(
     ),
     kills="PIPE-529",
 )
+names_are_the_sharded_collections = patched(
+    "A result's names are the list that its sharded collection makes all results with.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection.output_dist",
+        "list(self._embedding_names), widths, exchanged",
+        "self._embedding_names, widths, exchanged",
+    ),
+    kills="PIPE-529",
+)
 no_parts_of_no_features = patched(
     "A batch without features cannot be split.",
     mutated("twinproof.pipeline.batches:KeyedCuts.split", "segments or [0]", "segments"),
