@@ -8,6 +8,7 @@ module does, it does to tests that carry a requirement or ask for one of its fix
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import random
 import shlex
@@ -85,6 +86,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         requirement = requirement_of_item(item)
         if requirement is not None:
             suite.recorder.case(item.nodeid, requirement, bug_of(item))
+    if suite.recorder.cases:
+        # Modules and tests live to the end; to look at them is what most of a collection costs.
+        gc.freeze()
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -236,6 +236,36 @@ def test_no_move(offload: Any) -> None:
     shared.step()
 
 
+class _CopiesEnd(_NoCopies):
+    """A device that fails in the middle, and ever after."""
+
+    fails = False
+    copies_left = 3
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One copy less."""
+        self.copies_left -= 1
+        if self.copies_left < 0:
+            raise _OutOfMemory(f"{-self.copies_left} too many")
+        super().copy(target, source)
+
+
+@requirement(
+    "OPT-453",
+    "Attachment that fails while states leave MUST raise what failed first, also where bringing them back fails, too.",
+)
+def test_no_way_back(offload: Any) -> None:
+    params = [torch.nn.Parameter(values((4, 3), number)) for number in range(4)]
+    optimizer = torch.optim.AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    engine = _CopiesEnd("cpu")
+    with raises(_OutOfMemory, mentions=("1 too many",)):
+        offload.OptimizerStateOffloader(optimizer, engine=engine, chunk_bytes=256)
+    assert_equal(engine.copies_left < -1, True, where="the way back was tried")
+
+
 def _with_masters(offload: Any, params: list[torch.Tensor]) -> tuple[Any, Any]:
     masters = offload.MasterWeights(params)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=0.1)

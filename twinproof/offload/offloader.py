@@ -161,9 +161,13 @@ class OptimizerStateOffloader:
         optimizer.__getstate__ = self._state_of_a_copy  # type: ignore[method-assign]
         try:
             self.offload()
-        except BaseException:
+        except BaseException as error:
             self._detach()
-            self._come_back()
+            try:
+                self._come_back()
+            except BaseException:
+                # What failed first is why; the way back fails of the same more often than not.
+                raise error  # noqa: B904
             raise
         if master_weights is not None:
             # Of an offloader that was closed before, or of the user: all gradients at once in float32.

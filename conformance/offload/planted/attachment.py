@@ -52,6 +52,12 @@ half_attached = patched(
     kills="OPT-443",
 )
 
+last_failure_told = patched(
+    "Attachment whose way back fails, too, raises that in place of why it failed.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader.__init__", "raise error", "raise"),
+    kills="OPT-453",
+)
+
 masters_let_go_first = patched(
     "Masters run with their plain optimizer no more when the first move fails.",
     mutated(

@@ -22,6 +22,7 @@ import pytest
 
 from conformance.harness.compare import Mismatch
 from conformance.harness.planted import active_bug
+from conformance.harness.requirements import STEMS
 from conformance.provers.ranks import worker as rank_process
 from conformance.provers.ranks.errors import RankDied, RankError, RankTimeout, error_of, prefixed
 from conformance.provers.ranks.worker import TIMEOUT_MARK, Job, Rank, Report
@@ -30,7 +31,9 @@ __all__ = ["Rank", "RankDied", "RankError", "RankPool", "RankTimeout"]
 
 _WORLD_SIZE_MAX = 4
 # An optimizer imports the compiler at its first step. Nothing here starts a thread or looks for a device.
-_PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo")
+_PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "hypothesis")
+# Of our own packages that is known, too; a crew that follows a failure does not import them again.
+_OURS = ("refimpl", "fastimpl")
 # After a first failure the others get this long: a failing worker leaves the group, which ends its peers' collectives.
 _FAILURE_GRACE_S = 2.0
 # Importing torch on a loaded machine is slow; it must not eat the timeout of the first call.
@@ -45,7 +48,7 @@ class _Worker:
     def __init__(self, rank: int, world_size: int, folder: Path, implementation: str, device: str) -> None:
         context = get_context("forkserver")
         # Without effect once a server runs; workers import what it lacks.
-        context.set_forkserver_preload([*_PRELOADED, rank_process.__name__])
+        context.set_forkserver_preload([*_PRELOADED, rank_process.__name__, *_components(implementation)])
         self.rank = rank
         self.log_path = folder / f"rank{rank}.log"
         self.log_path.touch()
@@ -90,6 +93,10 @@ class _Worker:
             self.process.kill()
         self.process.join()
         self._log.close()
+
+
+def _components(implementation: str) -> list[str]:
+    return [f"{implementation}.{stem}" for stem in STEMS] if implementation in _OURS else []
 
 
 class _Crew:

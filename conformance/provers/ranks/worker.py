@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -129,6 +130,8 @@ def main(
 ) -> None:
     """Report the start, then serve jobs until the pool closes the pipe, or until one fails."""
     _redirect_output(log_path)
+    # What the server imported stays; a collection need not look at it.
+    gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         try:
             me = _join_group(rank, world_size, store_path, implementation, device)
