@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -314,6 +315,52 @@ def test_numbers_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
             load(checkpoint, {"w": target}, tmp_path / "ck", planner=_Hinting(number, 1))
 
 
+class _Reaching(DefaultLoadPlanner):
+    """Asks for a range of the chunk at an offset, where the plan asks for it in place of its own."""
+
+    def __init__(self, offset: int, begin: int, count: int) -> None:
+        super().__init__()
+        self.asked = offset, begin, count
+
+    def create_local_plan(self) -> LoadPlan:
+        item = super().create_local_plan().items[0]
+        offset, begin, count = self.asked
+        index = MetadataIndex(item.storage_index.fqn, torch.Size([offset]))
+        ranges = {"storage_offsets": torch.Size([begin]), "lengths": torch.Size([count])}
+        return LoadPlan([replace(item, storage_index=index, dest_offsets=torch.Size([0]), **ranges)])
+
+
+@requirement(
+    "CKPT-715",
+    "A range MUST be read from the chunk at its offset that has it, also where one without values lies at the same "
+    "offset, whichever file comes first; a range that no chunk at that offset has MUST be refused.",
+)
+def test_ranges_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
+    whole, other = random_bits(torch.float32, (6,), 1), random_bits(torch.float32, (9,), 2)
+    for empty in (0, 1, 2):
+        folder = tmp_path / f"empty {empty}"
+        folder.mkdir()
+        parts = [(0, whole[:4]), (4, whole[4:])]
+        parts.insert(empty, (0 if empty == 0 else 4, whole[:0]))
+        for rank, (begin, part) in enumerate(parts, start=1):
+            info = {"w": {"saved_offsets": [begin]}, f"other {rank}": {"saved_offsets": [0]}}
+            state = {"w": part.clone(), f"other {rank}": other}
+            metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(info)}
+            save_file(state, folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors", metadata)
+        target, where = torch.zeros(6), f"{empty} before the empty one"
+        with succeeds("a load", where=where):
+            load(checkpoint, {"w": target}, folder)
+        assert_same_tensor(target, whole, where=where)
+        for offset, begin, count in ((0, 0, 4), (0, 1, 2), (4, 0, 2), (4, 1, 1), (0, 4, 0)):
+            target = torch.zeros(6)
+            with succeeds("a load", where=f"{where}: {count} from {begin} of the chunk at {offset}"):
+                load(checkpoint, {"w": target}, folder, planner=_Reaching(offset, begin, count))
+            assert_same_tensor(target[:count], whole[offset + begin :][:count], where=where)
+        for offset, begin, count in ((0, 0, 5), (0, 3, 2), (4, 0, 3), (4, 2, 1), (0, 5, 0), (4, -1, 2)):
+            with raises(PlanError, mentions=("beyond the chunk", "w"), where=where):
+                load(checkpoint, {"w": torch.zeros(6)}, folder, planner=_Reaching(offset, begin, count))
+
+
 @requirement(
     "CKPT-611",
     "After a load that failed, by one thread or by several, no file of the checkpoint MUST be open.",
@@ -375,6 +422,25 @@ def test_shared_places(checkpoint: Any, tmp_path: Path) -> None:
     with raises(UnsupportedError, mentions=["where: w.weight", "several values"], where="quantized"):
         reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "fp8")
         load_with(reader, {"w.weight": torch.zeros(2).expand(2, 2)})
+
+
+@requirement(
+    "CKPT-716",
+    "A target MUST be refused where two of its values have one place, and filled otherwise, for any two small strides.",
+)
+def test_strides(checkpoint: Any, tmp_path: Path) -> None:
+    saved = torch.arange(1.0, 7.0).reshape(2, 3)
+    save(checkpoint, {"w": saved}, tmp_path / "ck")
+    for strides in itertools.product(range(6), range(6)):
+        target = torch.zeros(1 + strides[0] + 2 * strides[1]).as_strided((2, 3), strides)
+        places = {row * strides[0] + column * strides[1] for row in range(2) for column in range(3)}
+        if len(places) == saved.numel():
+            with succeeds("a load", where=f"strides {strides}"):
+                load(checkpoint, {"w": target}, tmp_path / "ck")
+            assert_same_tensor(target.contiguous(), saved, where=f"strides {strides}")
+        else:
+            with raises(UnsupportedError, mentions=["several values"], where=f"strides {strides}"):
+                load(checkpoint, {"w": target}, tmp_path / "ck")
 
 
 @requirement(

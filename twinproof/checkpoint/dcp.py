@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -710,22 +709,17 @@ class HuggingFaceStorageReader(StorageReader):
         name = item.storage_index.fqn
         dtype = torch_dtype(self.catalog.tensors[name].dtype)
         assert dtype is not None  # Checked with the targets.
-        chunk = self._chunk_of(item.storage_index)
+        chunk = self._chunk_of(item)
         return StoredRange(name, chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), target)
 
-    def _chunk_of(self, index: MetadataIndex) -> Chunk:
-        # The stored chunk that a read item names.
+    def _chunk_of(self, item: ReadItem) -> Chunk:
+        index = item.storage_index
         record = self.catalog.tensors.get(index.fqn)
         if record is None:
             raise MissingKeyError("not in the checkpoint", got=index.fqn, where=str(self.path))
-        offset = tuple(index.offset or (0,) * len(record.shape))
         # Where the index says it is, or else anywhere: of many chunks not all are looked at.
         said = index.index or 0
-        near = chain(record.chunks[said : said + 1], record.chunks)
-        found = next((chunk for chunk in near if chunk.offsets == offset), None)
-        if found is None:
-            raise PlanError("the checkpoint has no chunk at this offset", got=offset, where=index.fqn)
-        return found
+        return _holding(item, chain(record.chunks[said : said + 1], record.chunks))
 
     def targets(self, plan: LoadPlan, planner: LoadPlanner) -> list[tuple[ReadItem, torch.Tensor]]:
         """Every item with its target, all checked before any is written.
@@ -760,6 +754,20 @@ class HuggingFaceStorageReader(StorageReader):
         if wrong:
             raise PlanError("dtypes differ, as (target, saved); cast=True converts", got=wrong, where=str(self.path))
         return result
+
+
+def _holding(item: ReadItem, chunks: Iterable[Chunk]) -> Chunk:
+    """The chunk at the item's offset that has its range. Chunks without values share their offset with others."""
+    index, begin, lengths = item.storage_index, item.storage_offsets, item.lengths
+    at = tuple(index.offset or (0,) * len(lengths))
+    refused: PlanError = PlanError("the checkpoint has no chunk at this offset", got=at, where=index.fqn)
+    for chunk in chunks:
+        if chunk.offsets == at:
+            if all(0 <= b <= b + length <= size for b, length, size in zip(begin, lengths, chunk.sizes, strict=True)):
+                return chunk
+            got = f"offsets {tuple(begin)}, lengths {tuple(lengths)}"
+            refused = PlanError("beyond the chunk at this offset", got=got, expected=chunk.sizes, where=index.fqn)
+    raise refused
 
 
 def _check_places(target: torch.Tensor, name: str) -> None:
@@ -968,7 +976,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def _pieces(self, item: ReadItem, target: torch.Tensor) -> Iterator[_Part]:
         name = item.storage_index.fqn
-        chunk = self._seen_chunk(item.storage_index)
+        chunk = self._seen_chunk(item)
         offsets = tuple(a + b for a, b in zip(chunk.offsets, item.storage_offsets, strict=True))
         value_bytes = 1.0 if self.quantized[name].kind == FP8 else 0.5
         for begin, sizes in cut_rectangle(tuple(item.lengths), max(1, int(PIECE_BYTES / value_bytes))):
@@ -979,11 +987,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def _stored_whole(self, items: Sequence[ReadItem]) -> Iterator[StoredRange]:
         # What a checksum can be compared with: chunks that were read whole, and scales, which belong to all of them.
         nowhere = torch.empty(0, device="meta")
-        parts = {
-            item.storage_index.fqn
-            for item in items
-            if self._seen_chunk(item.storage_index).sizes != tuple(item.lengths)
-        }
+        parts = {item.storage_index.fqn for item in items if self._seen_chunk(item).sizes != tuple(item.lengths)}
         for name in dict.fromkeys(item.storage_index.fqn for item in items):
             for stored in (name, self.quantized[name].scales):
                 record = self.catalog.tensors[stored]
@@ -993,13 +997,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                     sizes = () if name in parts else chunk.sizes
                     yield StoredRange(stored, chunk, dtype, (0,) * len(sizes), sizes, nowhere)
 
-    def _seen_chunk(self, index: MetadataIndex) -> Chunk:
-        form, record = self.quantized[index.fqn], self.catalog.tensors[index.fqn]
-        wanted = tuple(index.offset or (0,) * len(form.shape))
-        for chunk in map(form.seen, record.chunks):
-            if chunk.offsets == wanted:
-                return chunk
-        raise PlanError("the checkpoint has no chunk at this offset", got=wanted, where=index.fqn)
+    def _seen_chunk(self, item: ReadItem) -> Chunk:
+        name = item.storage_index.fqn
+        return _holding(item, map(self.quantized[name].seen, self.catalog.tensors[name].chunks))
 
     def _load(self, streams: Mapping[torch.device, tuple[Engine, Any]], part: _Part) -> None:
         form = self.quantized[part.name]

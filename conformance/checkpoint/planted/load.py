@@ -159,11 +159,22 @@ def reference_leaves_the_last(original: Any, engine: Any, job: Any) -> None:
 chunks_by_number_alone = patched(
     "A chunk is the one that its number says, wherever it lies.",
     mutated(
-        "twinproof.checkpoint.dcp:HuggingFaceStorageReader._chunk_of",
-        "if chunk.offsets == offset",
-        "if index.index is not None or chunk.offsets == offset",
+        "twinproof.checkpoint.dcp:_holding",
+        "if chunk.offsets == at",
+        "if index.index is not None or chunk.offsets == at",
     ),
     kills="CKPT-545",
+)
+
+empty_chunks_read = patched(
+    "An item is read from the first chunk at its offset, which may have no values.",
+    mutated("twinproof.checkpoint.dcp:_holding", "size for b, length, size in", "0 or True for b, length, size in"),
+    kills="CKPT-715",
+)
+chunks_read_past_their_end = patched(
+    "A range is checked where it begins and not where it ends.",
+    mutated("twinproof.checkpoint.dcp:_holding", "<= b + length <= size", "<= size"),
+    kills="CKPT-715",
 )
 
 negated_target_not_filled = patched(
@@ -213,6 +224,14 @@ rows_between_rows_refused = patched(
         "return True",
     ),
     kills="CKPT-689",
+)
+
+touching_rows_filled = patched(
+    "Rows whose last value is the next one's first are taken for places of their own.",
+    mutated(
+        "twinproof.checkpoint.format:overlaps_itself", "is_nested &= stride > reach", "is_nested &= stride >= reach"
+    ),
+    kills="CKPT-684",
 )
 
 shared_places_filled_with_quantized_values = patched(
