@@ -326,8 +326,8 @@ class _Reaching(DefaultLoadPlanner):
         item = super().create_local_plan().items[0]
         offset, begin, count = self.asked
         index = MetadataIndex(item.storage_index.fqn, torch.Size([offset]))
-        ranges = {"storage_offsets": torch.Size([begin]), "lengths": torch.Size([count])}
-        return LoadPlan([replace(item, storage_index=index, dest_offsets=torch.Size([0]), **ranges)])
+        asked = replace(item, storage_index=index, storage_offsets=torch.Size([begin]), lengths=torch.Size([count]))
+        return LoadPlan([replace(asked, dest_offsets=torch.Size([0]))])
 
 
 @requirement(
