@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -252,6 +253,31 @@ def test_groups_of_writers(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> N
         for counts in rank_pool.run(_count_groups, rank_count, str(tmp_path / "ck")):
             own = 1 if rank_count > 1 else 0
             assert_equal([count - counts[0] for count in counts], [0, own, 0, 0, 0, 0, 0], where=f"{rank_count} ranks")
+
+
+def _left_by_errors(rank: Rank, path: str) -> list[dict[str, int]]:
+    checkpoint, held = rank.component("checkpoint"), [_held()]
+    makers = (
+        lambda: checkpoint.HuggingFaceStorageWriter(f"{path}/ck"),
+        lambda: checkpoint.CheckpointManager(f"{path}/run", model=torch.nn.Linear(2, 2), interval=1),
+    )
+    for make in makers:
+        with contextlib.suppress(ZeroDivisionError), make():
+            raise ZeroDivisionError
+        held.append(_held())
+    return held
+
+
+@requirement(
+    "CKPT-718",
+    "A block of a writer or a manager that is left by an error MUST give back its process group, threads and "
+    "descriptors.",
+)
+def test_blocks_left_by_errors(rank_pool: Any, tmp_path: Path) -> None:
+    for held in rank_pool.run(_left_by_errors, 2, str(tmp_path)):
+        for who, after in zip(("writer", "manager"), held[1:], strict=True):
+            for what, count in after.items():
+                assert_le(count, held[0][what], where=f"{what} behind the block of a {who}")
 
 
 @requirement(

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.cases import FILE, save
 from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
-from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.harness import assert_equal, assert_same_bytes, raises, requirement, succeeds
 from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError
 
 # One process saves here, and torch's threads warn of it when they like.
@@ -158,3 +158,63 @@ def test_readers_of_adapters(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal(loaded("not compared", own), True, where="a flipped bit, not compared")
     with raises(CorruptionError, mentions=["checksums"], where="a flipped bit"):
         loaded("wrong", own, verify_checksums=True)
+
+
+@requirement(
+    "CKPT-721",
+    "A load MUST delete no checkpoint, neither by a manager that only loads nor by one that keeps fewer than there "
+    "are; the first save is what does.",
+)
+@pytest.mark.parametrize("load_only", [True, False])
+def test_loads_delete_nothing(checkpoint: Any, tmp_path: Path, load_only: bool) -> None:
+    folder, every = tmp_path / "run", [f"step-{step}" for step in range(1, 5)]
+    with alone(), Trainer(1).manager(checkpoint, folder, interval=1, keep_latest_k=0) as manager:
+        for step in range(1, 5):
+            manager.save(step)
+    options: dict[str, Any] = {"load_only": True} if load_only else {"interval": 1, "keep_latest_k": 2}
+    for step in (1, -1, 2):
+        with alone(), Trainer(2).manager(checkpoint, folder, **options) as manager:
+            manager.load(step)
+        assert_equal(sorted(os.listdir(folder)), every, where=f"behind a load of {step}")
+    if not load_only:
+        with alone(), Trainer(2).manager(checkpoint, folder, **options) as manager:
+            manager.load(1)
+            manager.save(5)
+        assert_equal(sorted(os.listdir(folder)), ["step-4", "step-5"], where="behind a save")
+
+
+@requirement(
+    "CKPT-722",
+    "Options that are collections MUST be taken as they are when they are given: what the caller changes in them later "
+    "changes no file, of a writer or of a manager.",
+)
+@pytest.mark.parametrize("who", ["writer", "manager"])
+def test_options_changed_later(checkpoint: Any, tmp_path: Path, who: str) -> None:
+    trainer = Trainer(1)
+    state, found = trainer.weights(), []
+    for changed in (False, True):
+        mapping = {name: 1 + number % 2 for number, name in enumerate(sorted(state))}
+        kept, metadata = [sorted(state)[0]], {"run": "7"}
+        options = {"fqn_to_index_mapping": mapping, "export_keep": kept, "metadata": metadata}
+        folder = tmp_path / f"{who} {changed}"
+        if who == "writer":
+            maker = checkpoint.HuggingFaceStorageWriter(folder, export_dtype="bfloat16", durable=False, **options)
+        else:
+            given = {"last_save_in_hf": True, "export_dtype": "bfloat16", "export_keep": kept}
+            of_files: dict[str, Any] = {"fqn_to_index_mapping": mapping, "metadata": metadata}
+            maker = trainer.manager(checkpoint, folder, hf_options=of_files, **given)
+        if changed:
+            mapping.update(dict.fromkeys(mapping, 1))
+            kept.append(sorted(state)[1])
+            metadata["run"] = "8"
+            if who == "manager":
+                of_files["single_file"] = of_files.pop("fqn_to_index_mapping") is not None
+        with alone(), maker:
+            if who == "writer":
+                dcp.save(dict(state), storage_writer=maker)
+            else:
+                maker.save(1, last_step=True)
+        found.append(_files(folder if who == "writer" else folder / "step-1"))
+    assert_equal(sorted(found[1]), sorted(found[0]), where="names of files")
+    for name, data in found[0].items():
+        assert_same_bytes(found[1][name], data, where=name)

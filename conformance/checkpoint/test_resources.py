@@ -113,6 +113,27 @@ def test_concurrency(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @requirement(
+    "CKPT-719", "Threads that begin to write a file at one moment MUST open it once: a save leaves no descriptor."
+)
+def test_files_opened_together(checkpoint: Any, tmp_path: Path) -> None:
+    state = {f"w{i}": random_bits(torch.float32, (40, 50), i) for i in range(8)}
+    real, meeting = os.open, threading.Barrier(2)
+
+    def open_together(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_WRONLY and str(path).endswith(".safetensors"):
+            # Where one thread opens for all, nobody else comes, and nobody waits again.
+            with suppress(threading.BrokenBarrierError):
+                meeting.wait(1.0)
+        return real(path, flags, *rest, **options)
+
+    before = _descriptors(tmp_path)
+    with mock.patch("os.open", open_together):
+        save(checkpoint, state, tmp_path / "ck", thread_count=4, block_bytes=64, durable=False)
+    assert_equal(sorted((_descriptors(tmp_path) - before).elements()), [], where="descriptors left open")
+    assert_loads(checkpoint, tmp_path / "ck", state)
+
+
+@requirement(
     "CKPT-654",
     "Consolidation of more files than a thread keeps open MUST leave none of them open, with any number of threads, "
     "also where an input is spoilt.",

@@ -33,7 +33,7 @@ from conformance.checkpoint.cases import (
     zeros_like,
 )
 from conformance.checkpoint.crash_driver import Crashes
-from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement, succeeds
 from conformance.provers.faults import WRITE_CALLS, FaultServer
 from twinproof.errors import TwinproofError
 
@@ -267,6 +267,33 @@ def test_windows_and_tasks(checkpoint: Any, tmp_path: Path) -> None:
                 )
                 where = f"{name} at {offsets}, {sizes}, {thread_count} threads, turned {turned}"
                 assert_same_bytes(target.contiguous().numpy().tobytes(), expected.numpy().tobytes(), where=where)
+
+
+@requirement(
+    "CKPT-717",
+    "A load MUST be cut between elements, however many bytes there are in all: into targets of other strides or "
+    "dtypes, by one thread or by several.",
+)
+def test_cuts_between_elements(checkpoint: Any, tmp_path: Path) -> None:
+    for dtype in (torch.int16, torch.float64):
+        size = torch.empty(0, dtype=dtype).element_size()
+        # Shares of one thread and of two are windows or more, and no whole number of elements in most cases.
+        whole = random_bits(torch.int32, (10 << 18,), 1).view(dtype)[: (10 << 20) // size - 3]
+        for extra in (1, 10, 23):
+            state = {"w": whole, "few": random_bits(torch.uint8, (extra,), 2)}
+            folder = tmp_path / f"{dtype} {extra}"
+            save(checkpoint, state, folder)
+            for thread_count in (1, 2):
+                where = f"{dtype}, {extra} bytes more, {thread_count} threads"
+                spread = torch.zeros(2 * whole.numel(), dtype=dtype)[::2]
+                with succeeds("a load", where=where):
+                    load(
+                        checkpoint,
+                        {"w": spread, "few": torch.zeros_like(state["few"])},
+                        folder,
+                        thread_count=thread_count,
+                    )
+                assert_same_tensor(spread.contiguous(), whole, where=where)
 
 
 @requirement(

@@ -12,7 +12,15 @@ from torch.distributed.fsdp import fully_shard
 
 from conformance.checkpoint.cases import mesh_of
 from conformance.checkpoint.trainer import alone
-from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_same_tensor,
+    assert_same_tensors,
+    raises,
+    requirement,
+    succeeds,
+)
 from twinproof.errors import PlanError
 
 # A step that is not one of the training shows in each: in a count, in a size, in how a momentum begins.
@@ -236,12 +244,14 @@ def test_states_without_a_place(checkpoint: Any, tmp_path: Path) -> None:
     "CKPT-695",
     "A load that fails MUST leave an optimizer that had no states without any, with its gradients and its rate.",
 )
-def test_failed_loads(checkpoint: Any, tmp_path: Path) -> None:
-    saved, fresh = _Run(), _Run()
+@pytest.mark.parametrize(("kind", "kept_bytes"), [("Adam", -700), ("a rate in a tensor", 1)])
+def test_failed_loads(checkpoint: Any, tmp_path: Path, kind: str, kept_bytes: int) -> None:
+    saved, fresh = _Run(kind), _Run(kind)
+    rate = fresh.optimizer.param_groups[0]["lr"]
     saved.step(1)
     saved.save(checkpoint, tmp_path / "ck")
     for path in (tmp_path / "ck").glob("*.distcp"):
-        path.write_bytes(path.read_bytes()[:-700])
+        path.write_bytes(path.read_bytes()[:kept_bytes])
     fresh.backward(2)
     gradients = [param.grad for param in fresh.model.parameters()]
     with raises(BaseException, where="a checkpoint that is cut"):
@@ -249,7 +259,8 @@ def test_failed_loads(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal(fresh.with_states(), [], where="who has states")
     for param, gradient in zip(fresh.model.parameters(), gradients, strict=True):
         assert_equal(param.grad is gradient, True, where="gradients behind the load")
-    assert_equal(fresh.optimizer.param_groups[0]["lr"], 0.1, where="the learning rate")
+    assert_equal(fresh.optimizer.param_groups[0]["lr"] is rate, True, where="the learning rate is what it was")
+    assert_same_tensor(torch.as_tensor(rate), torch.tensor(0.1), where="the learning rate")
 
 
 @requirement(
@@ -280,3 +291,21 @@ def test_a_load_that_fails_behind_another(checkpoint: Any, tmp_path: Path) -> No
         with raises(BaseException, where="a checkpoint without its files"):
             manager.load(1)
         assert_same_tensors(resumed.values(), before, where="a run behind a load that failed")
+
+
+@requirement(
+    "CKPT-720",
+    "A save and a load before the first step MUST leave each gradient that there is, where others have none.",
+)
+def test_gradients_of_some(checkpoint: Any, tmp_path: Path) -> None:
+    stepped, run = _Run(), _Run()
+    stepped.step(1, all_of_it=False)
+    stepped.save(checkpoint, tmp_path / "stepped")
+    run.backward(2, all_of_it=False)
+    params = list(run.model.parameters())
+    gradients = [param.grad for param in params]
+    assert_equal([gradient is None for gradient in gradients], [False, False, True, True], where="gradients before")
+    run.save(checkpoint, tmp_path / "unstepped")
+    assert_equal([param.grad is old for param, old in zip(params, gradients, strict=True)], [True] * 4, where="save")
+    run.load(checkpoint, tmp_path / "stepped")
+    assert_equal([param.grad is old for param, old in zip(params, gradients, strict=True)], [True] * 4, where="load")

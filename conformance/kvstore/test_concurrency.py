@@ -314,3 +314,21 @@ def test_steps_of_threads(kvstore: Any) -> None:
     one_by_one.apply_gradients("t", ids, torch.ones(2, 4), 0.1, 3)
     assert_equal(store.step_count("t"), 3, where="the step after the last")
     assert_contents(store, contents(one_by_one), where="the step after the last")
+
+
+@requirement(
+    "KV-368",
+    "A round that several threads step MUST look at each of its rows once, and tell exactly what it did.",
+)
+def test_rounds_in_threads(kvstore: Any) -> None:
+    store, count = store_of(kvstore), 3000
+    store.set("t", ids_of(range(count)), torch.zeros(count, store.layout("t").embedding_dim))
+    round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(5), slice_rows=7)
+
+    def step() -> None:
+        while round_.step():
+            pass
+
+    together(step, step, step, round_.run)
+    assert_equal((round_.stats.processed_count, round_.stats.evicted_count), (count, count), where="rows looked at")
+    assert_equal((round_.done, store.size("t")), (True, 0), where="at the end")

@@ -6,6 +6,7 @@ the model alone. Source: torchtitan's CheckpointManager, https://github.com/pyto
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
@@ -258,7 +259,11 @@ class CheckpointManager:
         self._cleaner: _Cleaner | None = None
         in_hf = _either(last_save_in_hf, False, last_save_in_safetensors_format, "last_save_in_safetensors_format")
         model_only = _either(last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only")
-        self._hf_options = dict(hf_options or {})
+        # What the caller changes later is for others.
+        self._hf_options = {
+            name: copy.copy(value) if isinstance(value, dict | list | set) else value
+            for name, value in (hf_options or {}).items()
+        }
         if self._hf_options and not in_hf:
             raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
         self.policy = CheckpointPolicy(

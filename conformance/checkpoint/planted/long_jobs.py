@@ -41,6 +41,21 @@ group_for_one_rank = patched(
     kills="CKPT-516",
 )
 
+failed_blocks_keep_their_groups = patched(
+    "A writer whose block ends by an error is not closed.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.__exit__", "self.close()", "kind is not None or self.close()"
+    ),
+    kills="CKPT-718",
+)
+failed_blocks_keep_their_managers = patched(
+    "A manager whose block ends by an error is not closed.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.__exit__", "self.close()", "kind is not None or self.close()"
+    ),
+    kills="CKPT-718",
+)
+
 file_of_then_and_now = patched(
     "load_file does not look whether its file is still the one whose header it read.",
     mutated("twinproof.checkpoint.shards:load_file", "check_unchanged(path, header)", "pass"),

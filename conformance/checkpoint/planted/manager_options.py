@@ -66,3 +66,25 @@ any_reader_verifies = patched(
     ),
     kills="CKPT-683",
 )
+
+loads_delete = patched(
+    "What a load kept from deletion is deleted behind it, also where nothing was saved.",
+    mutated("twinproof.checkpoint.manager:_Cleaner._ask_again", "self._saved_step is not None", "True"),
+    kills="CKPT-721",
+)
+
+mapping_of_the_caller = patched(
+    "A writer goes by the mapping of the caller, as it is when the save comes.",
+    mutated("twinproof.checkpoint.plan:check_mapping", "return dict(mapping)", "return mapping"),
+    kills="CKPT-722",
+)
+
+nested_options_of_the_caller = patched(
+    "A manager holds its own options, but the collections in them are the caller's.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.__init__",
+        "copy.copy(value) if isinstance(value, dict | list | set) else value",
+        "value",
+    ),
+    kills="CKPT-722",
+)

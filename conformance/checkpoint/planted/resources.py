@@ -33,6 +33,14 @@ def descriptor_left_open(original: Any, files: Any, *, durable: bool) -> None:
     original(files, durable=durable)
 
 
+files_opened_without_the_lock = patched(
+    "Threads look whether a file is open, and open it, each for itself.",
+    mutated("fastimpl.checkpoint.run:FileSet._descriptor", "with self._lock:", "if True:"),
+    kills="CKPT-719",
+    of="fastimpl",
+)
+
+
 @fault(kills="CKPT-080", at="fastimpl.checkpoint.source:Source.__init__")
 def whole_copies_kept(original: Any, source: Any, value: torch.Tensor, dtype: torch.dtype) -> None:
     """A save keeps a second copy of every tensor."""

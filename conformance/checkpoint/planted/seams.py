@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.checkpoint.planted.planting import nothing
-from conformance.harness import fault, patched, swap, wrap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from twinproof.checkpoint.format import torch_dtype
 from twinproof.checkpoint.publish import StagedFolder
 from twinproof.errors import CorruptionError
@@ -107,4 +107,12 @@ end_of_file_is_success = patched(
     "A file that ends is taken for one that was read.",
     wrap("fastimpl.ops:read_rectangle", _end_is_success),
     kills="CKPT-489",
+)
+
+
+shares_cut_elements = patched(
+    "A thread's share of a load ends wherever its bytes end, also inside an element.",
+    mutated("fastimpl.checkpoint.readio:_files", "share - share % GAP_BYTES", "share"),
+    kills="CKPT-717",
+    of="fastimpl",
 )

@@ -67,6 +67,20 @@ rate_stays_0 = patched(
     mutated(f"{_NATIVE}:_fill", 'group["lr"] = rate', "pass"),
     kills="CKPT-695",
 )
+rate_in_a_tensor_is_lost = patched(
+    "Where the rate is a tensor, it is set to 0 in place.",
+    mutated(
+        f"{_NATIVE}:_fill",
+        "torch.tensor(0.0) if isinstance(rate, torch.Tensor)",
+        "rate.zero_() if torch.is_tensor(rate)",
+    ),
+    kills="CKPT-695",
+)
+gradients_of_some_taken = patched(
+    "An optimizer is kept from stepping where any of its parameters has no gradient.",
+    mutated(f"{_NATIVE}:_unstepped", "and all(param.grad is None", "and any(param.grad is None"),
+    kills="CKPT-720",
+)
 states_of_earlier_loads_taken = patched(
     "A load that fails takes the states from all whom a load of the manager has ever given some.",
     mutated(f"{_STATES}.targets", "self._filled = []", "pass"),
