@@ -257,7 +257,7 @@ def test_groups_of_writers(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> N
 
 def _left_by_errors(rank: Rank, path: str) -> list[dict[str, int]]:
     checkpoint, held = rank.component("checkpoint"), [_held()]
-    makers = (
+    makers: tuple[Any, ...] = (
         lambda: checkpoint.HuggingFaceStorageWriter(f"{path}/ck"),
         lambda: checkpoint.CheckpointManager(f"{path}/run", model=torch.nn.Linear(2, 2), interval=1),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -373,6 +375,33 @@ def test_inputs_changed_in_place(pipeline: Any, how: str, caplog: Any) -> None:
                 model.train(step != 2)
             assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
             assert_same_state(job, loop, f"{name} step {step}")
+
+
+class Operated(torch.nn.Module):
+    """The job's model, behind an operator that changes its first ids in place."""
+
+    def __init__(self, model: Any, change: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.change = model, change
+
+    def forward(self, batch: Any) -> Any:
+        """The sum of what was looked up."""
+        self.change(batch.ids[0].values(), 1)
+        first, second = self.model.collections
+        return first(batch.ids[0]).values().sum() + second(batch.ids[1]).values().sum()
+
+
+@requirement("PIPE-536", "Every operator that changes ids in place MUST be seen: what reads them is left to the model.")
+@pytest.mark.parametrize(
+    "name", ["add", "sub", "mul", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+)
+def test_operators_in_place(pipeline: Any, name: str) -> None:
+    ids, change = torch.arange(1, 9), getattr(operator, f"i{name}")
+    assert_equal(change(ids, 1) is ids, True, where="the operator changes its operand")
+    job = Job(pipeline, 4, kinds=("table_wise", "row_wise"))
+    job.model = Operated(job.model, change)  # type: ignore[assignment]
+    schedule = job.schedule(FUSED, **_options(FUSED))
+    assert_equal([call.name for call in schedule.calls], ["model.collections.1"], where="modules that are driven")
 
 
 def _assert_replaced(pipeline: Any, name: str, rank: Rank | None = None) -> None:

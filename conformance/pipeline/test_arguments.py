@@ -236,6 +236,35 @@ def test_stale_parameters(pipeline: Any, caplog: Any) -> None:
                     job.schedule(name, strict=True)
 
 
+class _HalfTables(torch.nn.Module):
+    """A data-parallel table of 16 bits, and a layer."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"feature_names": ["f"], "data_type": pipeline.DataType.BF16}
+        tables = pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(10, 4, "t", **given)])
+        self.tables = pipeline.ShardedEmbeddingBagCollection(tables, {"t": pipeline.data_parallel()})
+        self.top = torch.nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> Any:
+        """The loss, twice."""
+        loss = self.top(self.tables(batch).values()).square().mean()
+        return loss, loss.detach()
+
+
+@requirement(
+    "PIPE-541",
+    "Where an optimizer steps masters of what a lookup reads, strict MUST refuse it as one that steps that itself.",
+)
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_strict_with_masters(pipeline: Any, offload: Any, has_masters: bool) -> None:
+    model = _HalfTables(pipeline)
+    stepped = offload.MasterWeights(model.parameters()).parameters() if has_masters else model.parameters()
+    optimizer = torch.optim.SGD(list(stepped), lr=0.1)
+    with raises(ConfigError, mentions=("strict", "tables"), where=f"masters: {has_masters}"):
+        pipeline.TrainPipelineSemiSync(model, optimizer, torch.device("cpu"), strict=True)
+
+
 @requirement(
     "PIPE-520",
     "A sharding MUST have what its kind needs and nothing that it does not use, ranks, buckets or a store: anything "

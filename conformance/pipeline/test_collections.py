@@ -234,6 +234,25 @@ def test_traced(pipeline: Any, kind: str, tolerance_factor: float) -> None:
 
 
 @requirement(
+    "PIPE-538",
+    "A collection of 16-bit tables that was traced or scripted MUST give float32 as the untouched one does, rows by "
+    "their bits.",
+)
+@pytest.mark.filterwarnings("ignore")  # TorchScript warns of its own age, and of torch.fx.
+@pytest.mark.parametrize("kind", ["fx", "script"])
+@pytest.mark.parametrize("dtype", ["FP16", "BF16"])
+def test_traced_halves(pipeline: Any, kind: str, dtype: str) -> None:
+    given: dict[str, Any] = {"feature_names": ["f"], "data_type": getattr(pipeline.DataType, dtype)}
+    kjt = random_jagged(["f"], [6], 5, 3).kjt(pipeline)
+    rows = pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", **given)])
+    bags = pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(6, 4, "t", **given)])
+    made: Any = torch.fx.symbolic_trace if kind == "fx" else torch.jit.script
+    assert_bits(made(rows)(kjt)["f"].values(), rows(kjt)["f"].values(), "rows")
+    for module in (bags, made(bags)):
+        assert_equal(module(kjt).values().dtype, torch.float32, where="dtype of what is pooled")
+
+
+@requirement(
     "PIPE-228",
     "A collection on meta MUST give a batch on meta the shapes of its result, and a module its device; one of both on "
     "meta alone MUST be refused by name.",

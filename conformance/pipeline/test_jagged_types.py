@@ -516,3 +516,29 @@ def test_lengths_changed_in_place(pipeline: Any) -> None:
         kjt.unsync()
         found = (kjt["b"].values().tolist(), kjt.length_per_key(), kjt.offset_per_key(), kjt.split([1, 1])[1].values())
     assert_equal((*found[:3], found[3].tolist()), ([4, 5], [4, 2], [0, 4, 6], [4, 5]), where="behind unsync()")
+
+
+@requirement(
+    "PIPE-537",
+    "Batches of other dtypes MUST be compared by value, in either order: numbers that are equal only in the narrower "
+    "dtype are not, those that both hold are.",
+)
+def test_equal_across_dtypes(pipeline: Any) -> None:
+    def bags(dtype: torch.dtype, *values: float) -> Any:
+        return pipeline.JaggedTensor(torch.tensor(values, dtype=dtype), lengths=torch.tensor([1, len(values) - 1]))
+
+    far, third = float(2**32), 1 / 3
+    cases = [
+        (bags(torch.int32, 1, 2), bags(torch.int64, 1, 2), True),
+        (bags(torch.int32, 1, 2), bags(torch.int64, 1 + far, 2), False),
+        (bags(torch.int32, 1, 2), bags(torch.int64, 1, 2 - far), False),
+        (bags(torch.int64, 1, 2), bags(torch.float64, 1, 2), True),
+        (bags(torch.int64, 1, 2), bags(torch.float64, 1, 2 + third), False),
+        (bags(torch.bfloat16, third, 2), bags(torch.float64, third, 2), False),
+        (bags(torch.float16, 0.5, 2), bags(torch.float32, 0.5, 2), True),
+    ]
+    for number, (one, other, same) in enumerate(cases):
+        for left, right in ((one, other), (other, one)):
+            assert_equal(pipeline.jt_is_equal(left, right), same, where=f"bags {number}")
+            keyed = [pipeline.KeyedJaggedTensor(["a"], each.values(), None, each.lengths()) for each in (left, right)]
+            assert_equal(pipeline.kjt_is_equal(*keyed), same, where=f"batches {number}")

@@ -241,6 +241,52 @@ def test_reduced(rank_pool: Any) -> None:
         rank_pool.run(_used_here_and_there, 2, name)
 
 
+class _Flat(torch.optim.SGD):
+    """Steps by one buffer, of which all gradients are views."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        mine = self.param_groups[0]["params"]
+        self.flat = torch.zeros(sum(param.numel() for param in mine), device=mine[0].device)
+        for param, part in zip(mine, torch.split(self.flat, [param.numel() for param in mine]), strict=True):
+            param.grad = part.view(param.shape)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The views stay."""
+        self.flat.zero_()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """SGD's formula."""
+        group = self.param_groups[0]
+        for param, part in zip(
+            group["params"], torch.split(self.flat, [param.numel() for param in group["params"]]), strict=True
+        ):
+            param.detach().add_(part.view(param.shape), alpha=-group["lr"])
+
+
+def _flat_gradients(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    loop, job = (Job(pipeline, 4, rank, reduces=each) for each in (True, False))
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
+    job.optimizer = _Flat(job.model.parameters(), lr=0.05)
+    options: dict[str, Any] = {"start_batch": 10**6} if "Semi" in name else {}
+    schedule, loader = job.schedule(name, reduce_dense_gradients=True, **options), iter(job.batches(3))
+    for step, batch in enumerate(loop.batches(3)):
+        assert_bits(schedule.progress(loader), loop.step(batch), f"{name} step {step}")
+        for (named, mine), param in zip(job.model.named_parameters(), loop.model.parameters(), strict=True):
+            assert_bits(mine.detach(), param.detach(), f"{name} step {step}, {named}")
+
+
+@requirement(
+    "PIPE-540",
+    "Means MUST be put into the gradients that are there: an optimizer that keeps them as views of one buffer steps "
+    "with the means.",
+)
+def test_flat_gradients(rank_pool: Any) -> None:
+    for name in TRAINING[:3]:
+        rank_pool.run(_flat_gradients, 2, name)
+
+
 def _not_of_the_model(rank: Rank, name: str) -> None:
     """A parameter that only the forward of the caller's has, used on one rank."""
     job = Job(rank.component("pipeline"), 4, rank, reduces=False)

@@ -254,6 +254,30 @@ def test_key_value(rank_pool: Any) -> None:
         rank_pool.run(_key_value, world_size, optimizer)
 
 
+@requirement(
+    "PIPE-539",
+    "A collection's key_value_state_dict() MUST hold the rows of the moment, with snapshot=False those of the store as "
+    "it is when they are read, in chunks of chunk_rows either way.",
+)
+def test_moments_of_key_values(pipeline: Any, kvstore: Any) -> None:
+    rows, ids = torch.ones(5, 12), torch.arange(5)
+    for snapshot in (None, True, False):
+        store = kvstore.KVStore({"kv": kvstore.RowLayout(12, optimizer="sgd")}, optimizer_in_row=True)
+        store.set("kv", ids, rows)
+        sharded = sharded_of(
+            pipeline,
+            pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(5, 12, "kv", feature_names=["a"])]),
+            {"kv": pipeline.key_value(store, kvstore.Buckets(4))},
+            "sgd",
+        )
+        options = {} if snapshot is None else {"snapshot": snapshot}
+        view = sharded.key_value_state_dict(chunk_rows=2, **options)["embedding_bags.kv.weight"]
+        store.set("kv", ids, 2 * rows)
+        where = f"snapshot: {snapshot}"
+        assert_bits(view.full_tensor(), rows * (2 if snapshot is False else 1), where)
+        assert_equal([len(part) for _, part in view.chunks()], [2, 2, 1], where=f"{where}: chunks")
+
+
 def _counted(rank: Rank, module_count: int) -> None:
     import torch.distributed as dist
 

@@ -231,7 +231,7 @@ touching_rows_filled = patched(
     mutated(
         "twinproof.checkpoint.format:overlaps_itself", "is_nested &= stride > reach", "is_nested &= stride >= reach"
     ),
-    kills="CKPT-684",
+    kills="CKPT-716",
 )
 
 shared_places_filled_with_quantized_values = patched(

@@ -66,3 +66,13 @@ weights_too_many = patched(
     mutated("twinproof.pipeline.config:check_given", "len(weights) != len(tables)", "len(weights) < len(tables)"),
     kills="PIPE-521",
 )
+
+masters_are_no_tables = patched(
+    "Of an optimizer with masters, the masters are taken for all that it trains.",
+    mutated(
+        "twinproof.pipeline.stages:Call.is_late",
+        "for param in trained_params(optimizer)",
+        'for group in optimizer.param_groups for param in group["params"]',
+    ),
+    kills="PIPE-541",
+)

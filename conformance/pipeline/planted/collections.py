@@ -102,3 +102,13 @@ no_parts_of_no_features = patched(
     mutated("twinproof.pipeline.batches:KeyedCuts.split", "segments or [0]", "segments"),
     kills="PIPE-529",
 )
+
+halves_of_scripted_rows = patched(
+    "A traced collection of rows gives them in the dtype of the table.",
+    mutated(
+        "twinproof.pipeline.modules:EmbeddingCollection._by_torch",
+        "table(part.values()).float()",
+        "table(part.values())",
+    ),
+    kills="PIPE-538",
+)

@@ -194,3 +194,9 @@ offsets_stay_where_sizes_go = patched(
     mutated("twinproof.pipeline.batches:KeyedSizes.unsync", "self._offset_per_key = None", "pass"),
     kills="PIPE-535",
 )
+
+compared_in_the_dtype_of_the_first = patched(
+    "Batches are compared in the dtype of the first one.",
+    mutated("twinproof.pipeline.batches:_close", "torch.promote_types(one.dtype, other.dtype)", "one.dtype"),
+    kills="PIPE-537",
+)

@@ -76,6 +76,17 @@ summed_before_divided = patched(
 )
 
 
+means_in_new_tensors = patched(
+    "Means come in tensors of their own, and what held the gradients keeps the rank's.",
+    mutated(
+        "twinproof.pipeline.stages:DenseGradients.reduce",
+        "param.grad = grad.copy_(part.view(grad.shape))",
+        "param.grad = part.view(grad.shape)",
+    ),
+    kills="PIPE-540",
+)
+
+
 @fault(kills="PIPE-448", at="twinproof.pipeline.stages:DenseGradients.reduce")
 def sparse_made_dense(original: Any, dense: Any, group: Any, world_size: int) -> None:
     """Sparse gradients are made dense without a word, and averaged."""

@@ -120,3 +120,9 @@ values_not_at_hand_are_tried = patched(
     mutated("twinproof.pipeline.sharded:check_part", "if held is not None and (", "if False and ("),
     kills="PIPE-505",
 )
+
+always_a_snapshot = patched(
+    "Rows of key-value tables are those of the moment, whatever was asked for.",
+    mutated("twinproof.pipeline.sharded:TableParts.key_value_state_dict", "snapshot=snapshot,", ""),
+    kills="PIPE-539",
+)
