@@ -34,7 +34,7 @@ from conformance.provers.faults import CRASH_CALLS, Fault, FaultServer
     "CKPT-300",
     "Killed at any call of a save over a checkpoint, the folder MUST hold the old one or the new one, whole.",
 )
-@pytest.mark.parametrize("via", ["shim", "tracer"])
+@pytest.mark.parametrize("via", ["shim", pytest.param("tracer", marks=pytest.mark.night)])
 def test_killed_overwriting(checkpoint: Any, impl: ModuleType, server: FaultServer, tmp_path: Path, via: str) -> None:
     crashes = Crashes(
         server,
