@@ -18,7 +18,7 @@ def prefetched_before_the_load(original: Any, offloader: Any, state_dict: Any) -
     finally:
         del offloader.transfers._drop_fetched
     for chunk in offloader.transfers._chunks:
-        chunk.version = chunk.memory._version
+        chunk.version = offloader.transfers._version_of(chunk)
 
 
 @fault(kills="OPT-030", at="twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict", of="fastimpl")
