@@ -236,7 +236,7 @@ def test_cause(checkpoint: Any, tmp_path: Path) -> None:
     "any strides.",
 )
 @pytest.mark.parametrize(
-    "count", [1, 255, 256, 257, *(pytest.param(count, marks=pytest.mark.night) for count in (5, 512, 600))]
+    "count", [1, 5, 255, 256, 257, *(pytest.param(count, marks=pytest.mark.night) for count in (512, 600))]
 )
 def test_small_neighbours(checkpoint: Any, tmp_path: Path, count: int) -> None:
     state = {f"t{n:03}": random_bits(torch.int16, (n % 5, 3) if n % 11 else (7,), n + 1) for n in range(count + 3)}
@@ -320,16 +320,16 @@ def test_numbers_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
 class _Reaching(DefaultLoadPlanner):
     """Asks for a range of the chunk at an offset, where the plan asks for it in place of its own."""
 
-    def __init__(self, offset: int, begin: int, count: int) -> None:
+    def __init__(self, *asked: tuple[int, ...]) -> None:
         super().__init__()
-        self.asked = offset, begin, count
+        self.asked = [torch.Size(each) for each in asked]
 
     def create_local_plan(self) -> LoadPlan:
         item = super().create_local_plan().items[0]
-        offset, begin, count = self.asked
-        index = MetadataIndex(item.storage_index.fqn, torch.Size([offset]))
-        asked = replace(item, storage_index=index, storage_offsets=torch.Size([begin]), lengths=torch.Size([count]))
-        return LoadPlan([replace(asked, dest_offsets=torch.Size([0]))])
+        offset, begin, lengths = self.asked
+        index = MetadataIndex(item.storage_index.fqn, offset)
+        asked = replace(item, storage_index=index, storage_offsets=begin, lengths=lengths)
+        return LoadPlan([replace(asked, dest_offsets=torch.Size([0] * len(lengths)))])
 
 
 @requirement(
@@ -356,11 +356,20 @@ def test_ranges_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
         for offset, begin, count in ((0, 0, 4), (0, 1, 2), (4, 0, 2), (4, 1, 1), (0, 4, 0)):
             target = torch.zeros(6)
             with succeeds("a load", where=f"{where}: {count} from {begin} of the chunk at {offset}"):
-                load(checkpoint, {"w": target}, folder, planner=_Reaching(offset, begin, count))
+                load(checkpoint, {"w": target}, folder, planner=_Reaching((offset,), (begin,), (count,)))
             assert_same_tensor(target[:count], whole[offset + begin :][:count], where=where)
         for offset, begin, count in ((0, 0, 5), (0, 3, 2), (4, 0, 3), (4, 2, 1), (0, 5, 0), (4, -1, 2)):
             with raises(PlanError, mentions=("beyond the chunk", "w"), where=where):
-                load(checkpoint, {"w": torch.zeros(6)}, folder, planner=_Reaching(offset, begin, count))
+                load(checkpoint, {"w": torch.zeros(6)}, folder, planner=_Reaching((offset,), (begin,), (count,)))
+    # Of a tensor that was quantized, as of any other.
+    quantized = {"w.weight": torch.ones(4, 2).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
+    save(checkpoint, quantized, tmp_path / "fp8")
+    reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "fp8")
+    target = torch.zeros(4, 2)
+    load_with(reader, {"w.weight": target}, planner=_Reaching((0, 0), (1, 0), (3, 2)))
+    assert_same_tensor(target[:3], torch.ones(3, 2), where="three rows of four")
+    with raises(PlanError, mentions=("beyond the chunk", "w.weight"), where="four rows from the second"):
+        load_with(reader, {"w.weight": target}, planner=_Reaching((0, 0), (1, 0), (4, 2)))
 
 
 @requirement(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
 from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, proven_on, values
 from twinproof.errors import UnsupportedError
 
@@ -80,7 +80,6 @@ def test_groups(offload: Any, device: str) -> None:
 
 
 @requirement("OPT-007", "A parameter without a gradient MUST keep its bits, its state and its step count.")
-@examples(40)
 @given(skips=st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=4))
 def test_missing_gradients(offload: Any, device: str, skips: list[set[int]]) -> None:
     with proven_on(device) as place:
@@ -183,7 +182,6 @@ def test_strides(offload: Any, device: str) -> None:
 
 
 @requirement("OPT-020", "Chunk size, slots and fraction MUST NOT change a bit.")
-@examples(40)
 @given(
     chunk_bytes=st.sampled_from([0, 1, 256, 512, 1024, 1 << 20]),
     slots=st.integers(1, 4),

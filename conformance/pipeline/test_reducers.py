@@ -246,10 +246,13 @@ class _Flat(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
-        mine = self.param_groups[0]["params"]
-        self.flat = torch.zeros(sum(param.numel() for param in mine), device=mine[0].device)
-        for param, part in zip(mine, torch.split(self.flat, [param.numel() for param in mine]), strict=True):
-            param.grad = part.view(param.shape)
+        self.mine = self.param_groups[0]["params"]
+        sizes = [param.numel() for param in self.mine]
+        self.flat = torch.zeros(sum(sizes), device=self.mine[0].device)
+        parts = torch.split(self.flat, sizes)
+        self.parts = [part.view(param.shape) for param, part in zip(self.mine, parts, strict=True)]
+        for param, part in zip(self.mine, self.parts, strict=True):
+            param.grad = part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The views stay."""
@@ -257,11 +260,8 @@ class _Flat(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """SGD's formula."""
-        group = self.param_groups[0]
-        for param, part in zip(
-            group["params"], torch.split(self.flat, [param.numel() for param in group["params"]]), strict=True
-        ):
-            param.detach().add_(part.view(param.shape), alpha=-group["lr"])
+        for param, part in zip(self.mine, self.parts, strict=True):
+            param.detach().add_(part, alpha=-self.param_groups[0]["lr"])
 
 
 def _flat_gradients(rank: Rank, name: str) -> None:

@@ -759,15 +759,19 @@ class HuggingFaceStorageReader(StorageReader):
 def _holding(item: ReadItem, chunks: Iterable[Chunk]) -> Chunk:
     """The chunk at the item's offset that has its range. Chunks without values share their offset with others."""
     index, begin, lengths = item.storage_index, item.storage_offsets, item.lengths
-    at = tuple(index.offset or (0,) * len(lengths))
-    refused: PlanError = PlanError("the checkpoint has no chunk at this offset", got=at, where=index.fqn)
+    at, too_small = tuple(index.offset or (0,) * len(lengths)), None
     for chunk in chunks:
         if chunk.offsets == at:
-            if all(0 <= b <= b + length <= size for b, length, size in zip(begin, lengths, chunk.sizes, strict=True)):
+            bounds = zip(begin, lengths, chunk.sizes, strict=False)
+            if len(begin) == len(lengths) == len(at) and all(
+                0 <= b <= b + length <= size for b, length, size in bounds
+            ):
                 return chunk
-            got = f"offsets {tuple(begin)}, lengths {tuple(lengths)}"
-            refused = PlanError("beyond the chunk at this offset", got=got, expected=chunk.sizes, where=index.fqn)
-    raise refused
+            too_small = chunk
+    if too_small is None:
+        raise PlanError("the checkpoint has no chunk at this offset", got=at, where=index.fqn)
+    got = f"offsets {tuple(begin)}, lengths {tuple(lengths)}"
+    raise PlanError("beyond the chunk at this offset", got=got, expected=too_small.sizes, where=index.fqn)
 
 
 def _check_places(target: torch.Tensor, name: str) -> None:

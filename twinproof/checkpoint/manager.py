@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -261,7 +261,7 @@ class CheckpointManager:
         model_only = _either(last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only")
         # What the caller changes later is for others.
         self._hf_options = {
-            name: copy.copy(value) if isinstance(value, dict | list | set) else value
+            name: copy.copy(value) if isinstance(value, Collection) else value
             for name, value in (hf_options or {}).items()
         }
         if self._hf_options and not in_hf:

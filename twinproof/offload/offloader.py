@@ -165,7 +165,7 @@ class OptimizerStateOffloader:
             self._detach()
             try:
                 self._come_back()
-            except BaseException:
+            except Exception:
                 # What failed first is why; the way back fails of the same more often than not.
                 raise error  # noqa: B904
             raise

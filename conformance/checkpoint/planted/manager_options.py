@@ -83,7 +83,7 @@ nested_options_of_the_caller = patched(
     "A manager holds its own options, but the collections in them are the caller's.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager.__init__",
-        "copy.copy(value) if isinstance(value, dict | list | set) else value",
+        "copy.copy(value) if isinstance(value, Collection) else value",
         "value",
     ),
     kills="CKPT-722",
