@@ -235,9 +235,7 @@ def test_cause(checkpoint: Any, tmp_path: Path) -> None:
     "Any subset of many small tensors of several files MUST load right, with any number of threads, into targets of "
     "any strides.",
 )
-@pytest.mark.parametrize(
-    "count", [1, 5, 255, 256, 257, *(pytest.param(count, marks=pytest.mark.night) for count in (512, 600))]
-)
+@pytest.mark.parametrize("count", [1, 5, 255, 256, 257, 512, pytest.param(600, marks=pytest.mark.night)])
 def test_small_neighbours(checkpoint: Any, tmp_path: Path, count: int) -> None:
     state = {f"t{n:03}": random_bits(torch.int16, (n % 5, 3) if n % 11 else (7,), n + 1) for n in range(count + 3)}
     if count == 5:
