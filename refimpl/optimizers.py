@@ -1,8 +1,8 @@
 """The formulas of the fused optimizers, once, for the rows of a store and for sharded tables.
 
 Prevents two versions that round differently: every operation is a single float32 operation in the order written, with
-no fused multiply-add; hyperparameters are computed in float64 and rounded to float32 once. FBGEMM's formulas,
-with the bias corrections of ``torch.optim.Adam``.
+no fused multiply-add or reciprocal, so that divisors lie where values do; hyperparameters are computed in float64 and
+rounded to float32 once. FBGEMM's formulas, with the bias corrections of ``torch.optim.Adam``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rowwise_adagrad(
     weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
 ) -> tuple[torch.Tensor, States]:
     """Adagrad with one ``m1`` a row, fed with its mean of ``g * g``; ``w -= (lr / (sqrt(m1) + eps)) * g``."""
-    momentum1 = states["momentum1"] + row_sum(grad * grad) / _float32(grad.shape[1])
+    momentum1 = states["momentum1"] + row_sum(grad * grad) / grad.new_tensor(grad.shape[1])
     factor = _float32(hyper.lr) / (_root(momentum1) + _float32(hyper.eps))
     return weight - factor * grad, {"momentum1": momentum1}
 
@@ -80,7 +80,7 @@ def rowwise_adagrad(
 def _adam_step(grad: torch.Tensor, square: torch.Tensor, states: States, hyper: Hyper) -> tuple[torch.Tensor, States]:
     momentum1 = _float32(hyper.beta1) * states["momentum1"] + _float32(1 - hyper.beta1) * grad
     momentum2 = _float32(hyper.beta2) * states["momentum2"] + _float32(1 - hyper.beta2) * square
-    denominator = _root(momentum2) / _float32(hyper.root_correction) + _float32(hyper.eps)
+    denominator = _root(momentum2) / grad.new_tensor(hyper.root_correction) + _float32(hyper.eps)
     step = (_float32(hyper.step_size) * momentum1) / denominator
     return step, {"momentum1": momentum1, "momentum2": momentum2}
 
@@ -98,7 +98,7 @@ def partial_rowwise_adam(
     weight: torch.Tensor, grad: torch.Tensor, states: States, hyper: Hyper
 ) -> tuple[torch.Tensor, States]:
     """Adam with one ``m2`` a row, fed with the mean of ``g * g`` over the row."""
-    step, advanced = _adam_step(grad, row_sum(grad * grad) / _float32(grad.shape[1]), states, hyper)
+    step, advanced = _adam_step(grad, row_sum(grad * grad) / grad.new_tensor(grad.shape[1]), states, hyper)
     return weight - step, advanced
 
 

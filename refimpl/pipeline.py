@@ -36,7 +36,7 @@ from twinproof.pipeline.config import (
     apply_optimizer_in_backward,
 )
 from twinproof.pipeline.driver import In, LookupPipeline, Out, Pipeline
-from twinproof.pipeline.jagged import Bags, joined, offsets_of
+from twinproof.pipeline.jagged import Bags, divisor_on, joined, offsets_of
 from twinproof.pipeline.modules import (
     FeatureProcessedEmbeddingBagCollection,
     FeatureProcessor,
@@ -305,7 +305,7 @@ class ToldEverything:
         for rank in range(layout.world_size):
             columns = [grad.new_zeros(grad.shape[0], 0)]
             for slot, there, _ in self._slots(rank):
-                part = grad[:, there] / layout.world_size
+                part = grad[:, there] / divisor_on(grad, layout.world_size)
                 columns.append(part / bags.lengths_of(slot.feature, count) if slot.feature in means else part)
             blocks.append(torch.cat(columns, dim=1))
         return blocks

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from conformance.harness.devices import fixtures_on, stems_on
+from conformance.harness.devices import fixtures_on, is_kept_from, stems_on
 from conformance.harness.ledger import Deviation
 from conformance.harness.planted_run import bug_of
 from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
@@ -54,9 +54,15 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if id(item) not in gone]
 
 
+def _nothing() -> None:
+    """What an item without a function does."""
+
+
 def _runs_on(suite: Suite, item: pytest.Item) -> bool:
     if suite.device == "cpu":
         return True
+    if is_kept_from(suite.device, getattr(item, "function", _nothing)):
+        return False
     requirement = requirement_of_item(item)
     if requirement is not None and requirement.stem in stems_on(suite.device):
         return True

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
-__all__ = ["DEVICES", "absent_capabilities", "fixtures_on", "kernel_sources", "place_of", "prepare_device", "stems_on"]
+__all__ = [
+    "DEVICES",
+    "absent_capabilities",
+    "fixtures_on",
+    "is_kept_from",
+    "kernel_sources",
+    "place_of",
+    "prepare_device",
+    "stems_on",
+]
 
 DEVICES = ("cpu", "pretend", "simt", "simt-host", "cuda", "cuda-host")
 _OF_OBJECTS = ("pretend", "cuda")
 _PLACED = ("pipeline", "checkpoint")
 _OF_STORES = ("pretend", "simt", "simt-host", "cuda", "cuda-host")
+_REAL = ("cuda", "cuda-host")
+_MAKE_A_PRETEND_DEVICE = {"on_pretend", "PretendDevice", "PretendEngine"}
 
 
 def kernel_sources() -> Path | None:
@@ -31,6 +46,36 @@ def fixtures_on(name: str, implementation: str) -> frozenset[str]:
 def stems_on(name: str) -> frozenset[str]:
     """The components whose tests all run on a device: what they make is put there, see ``place_of``."""
     return frozenset(_PLACED if name == "pretend" else ())
+
+
+def is_kept_from(name: str, test: Callable[..., Any]) -> bool:
+    """Whether a test cannot run in a process that works on a device: it makes the pretend device, by itself.
+
+    Torch knows one accelerator in a process, and takes a Python backend before CUDA: no backward of CUDA tensors ends
+    any more from then on (pytorch/pytorch#161129).
+    """
+    if name not in _REAL:
+        return False
+    inner = getattr(getattr(test, "hypothesis", None), "inner_test", test)
+    waiting, seen = [inspect.unwrap(inner)], set[Any]()
+    while waiting:
+        function = waiting.pop()
+        seen.add(function)
+        for word in _words_of(function.__code__):
+            if word in _MAKE_A_PRETEND_DEVICE:
+                return True
+            found = function.__globals__.get(word)
+            if inspect.isfunction(found) and found.__module__ == function.__module__ and found not in seen:
+                waiting.append(found)
+    return False
+
+
+def _words_of(code: CodeType) -> Iterator[str]:
+    """All names that a function uses of its module, those of functions inside of it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words_of(constant)
 
 
 def place_of(name: str, stem: str) -> str:

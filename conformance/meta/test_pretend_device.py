@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from conformance.harness import Mismatch
+from conformance.harness.devices import is_kept_from
 from conformance.provers.pretend_device import (
     Counts,
     HostReadError,
@@ -42,7 +44,8 @@ def test_values_and_gradients_are_those_of_the_host() -> None:
     with PretendDevice() as device:
         model.to(device.device)
         for module, given in ((model, data.to(device.device)), (twin, data)):
-            optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+            # Adam divides by numbers, which a GPU does in another way.
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             for _ in range(3):
                 optimizer.zero_grad()
                 module(given).pow(2).sum().backward()
@@ -54,6 +57,29 @@ def test_values_and_gradients_are_those_of_the_host() -> None:
     # Five tensors went there, each in a copy that the host waits for; nothing came back.
     assert device.counts().to_host == Traffic()
     assert device.counts().host_waits == device.counts().to_device.count == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_number_divides_as_its_reciprocal_multiplies(dtype: torch.dtype) -> None:
+    given = torch.arange(1, 200).to(dtype)
+    computed = torch.float64 if dtype is torch.float64 else torch.float32
+    wanted = (given.to(computed) * (torch.ones((), dtype=computed) / 3)).to(dtype if dtype.is_floating_point else None)
+    with PretendDevice() as device:
+        mine = given.to(device.device)
+        out = torch.empty_like(wanted, device=device.device)
+        torch.div(mine, 3, out=out)
+        found = [mine / 3, mine / torch.tensor(3), out]
+        if dtype.is_floating_point:
+            found.append(mine.clone().div_(3))
+        by_itself = mine / torch.full_like(mine, 3)
+        whole = torch.div(mine, 3, rounding_mode="floor")
+    for value in found:
+        assert value.dtype == wanted.dtype
+        assert torch.equal(on_host(value), wanted)
+    assert torch.equal(on_host(by_itself), given / torch.full_like(given, 3))
+    assert torch.equal(on_host(whole), torch.div(given, 3, rounding_mode="floor"))
+    # Else nobody could tell the two apart. Halves of a number have room for the difference.
+    assert dtype is torch.bfloat16 or not torch.equal(wanted, given / 3)
 
 
 @pytest.mark.parametrize(
@@ -358,3 +384,18 @@ def test_under_inference_tensors_move_as_they_do_elsewhere() -> None:
         assert device.counts(begin).to_host.count == 3
         assert value.reshape(2, 2).device == device.device
         assert torch.ones(2).to(device.device).device == device.device
+
+
+def test_a_process_that_works_on_a_gpu_makes_none() -> None:
+    test_turned, test_values, test_places, test_sharded = (
+        importlib.import_module(f"conformance.{name}")
+        for name in ("offload.test_turned", "offload.test_values", "pipeline.test_places", "pipeline.test_sharded")
+    )
+    for device in ("cuda", "cuda-host"):
+        # By a function of its module, in a function inside of it, and in a test that Hypothesis drives.
+        assert is_kept_from(device, test_places.test_steps)
+        assert is_kept_from(device, test_turned.test_no_elements)
+        # One that has its device from the suite.
+        assert not is_kept_from(device, test_values.test_any_partition)
+        assert not is_kept_from(device, test_sharded.test_rows)
+    assert not is_kept_from("pretend", test_places.test_steps)

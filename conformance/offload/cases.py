@@ -21,6 +21,7 @@ from conformance.harness.places import on_pretend
 from conformance.provers.pretend_device import PretendEngine, on_host
 from conformance.provers.virtual_device import VirtualDevice
 from refimpl.optimizers import adam_step
+from twinproof.engine import CudaEngine
 from twinproof.optimizers import AdamHyper
 
 # What an implementation must declare to be asked for updates by one kernel.
@@ -84,7 +85,7 @@ def assert_same_numbers(got: torch.Tensor, expected: torch.Tensor, where: str) -
 
 @dataclass(frozen=True)
 class Place:
-    """A device with memory of its own, and the engine that moves states there; None: the device's own."""
+    """A device with memory of its own, and the engine that moves states there."""
 
     device: torch.device
     engine: Any
@@ -321,4 +322,4 @@ def proven_on(name: str, **options: Any) -> Iterator[VirtualDevice | Place]:
     with ExitStack() as stack:
         device = stack.enter_context(on_pretend()).device if name == "pretend" else torch.device(name)
         stack.callback(_PLACE.reset, _PLACE.set(device))
-        yield Place(device, PretendEngine() if name == "pretend" else None)
+        yield Place(device, PretendEngine() if name == "pretend" else CudaEngine())

@@ -58,6 +58,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "default": {},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
+    "not fused": {"fused": False},
 }
 ADAMS = ("adamw", "amsgrad", "decoupled")
 # What one kernel can update.
@@ -159,6 +160,17 @@ class LateEngine(InlineEngine):
         """Everything that was put on any stream is over."""
         for stream in self._streams:
             stream.reach(stream.put_count)
+
+
+@contextmanager
+def _on_cpu(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The tensors on the CPU, where formulas have their bits; what is written to them goes back."""
+    places = [on_host(tensor) for tensor in tensors]
+    copies = [place.cpu() for place in places]
+    yield copies
+    for place, copied in zip(places, copies, strict=True):
+        if copied is not place:
+            place.copy_(copied)
 
 
 @contextmanager
@@ -311,7 +323,7 @@ class Arms:
         for param, (group, grad) in grads.items():
             param.grad = grad
             with _disable_current_modes():
-                (self._step_on_cpu if self.by == "cpu" else self._step_in_slot)(group, param, on_host(grad))
+                (self._step_on_cpu if self.by == "cpu" else self._step_in_slot)(group, param, on_host(grad).cpu())
 
     def _has_formula(self, group: dict[str, Any], param: Any) -> bool:
         """A kernel updates what has states; torch makes them."""
@@ -325,13 +337,15 @@ class Arms:
         numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
         decoupled = group["decoupled_weight_decay"]
         hyper = AdamHyper.of(step=float(state["step"]), decoupled=decoupled, **numbers)
-        adam_step(hyper, grad, on_host(param.detach()), *(on_host(state[name]) for name in names))
+        with _on_cpu(param.detach(), *(state[name] for name in names)) as written:
+            adam_step(hyper, grad, *written)
 
     def _step_in_slot(self, group: dict[str, Any], param: Any, grad: Any) -> None:
-        state = {name: on_host(value) for name, value in self.plain.state.get(param, {}).items()}
+        state = self.plain.state.get(param, {})
         count = state.get("step")
         numbers = {} if count is None else {"step": float(count)}
-        foreach_step(self.kind, group, on_host(param.detach()), grad, {**state, **numbers})
+        with _on_cpu(param.detach(), *state.values()) as written:
+            foreach_step(self.kind, group, written[0], grad, {**dict(zip(state, written[1:], strict=True)), **numbers})
         if count is not None:
             count += 1
 

@@ -25,11 +25,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "RMSprop": {"centered": True, "momentum": 0.5},
     "NAdam": {},
     "Rprop": {},
+    "ASGD": {},
 }
 
 
 class Arms:
-    """An optimizer on the device with an offloader, and the plain one of the host."""
+    """An optimizer on the device with an offloader, and a plain one there: a device has its own roundings."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Arms:
     ) -> None:
         self.device, given = device, [values(shape, i, dtype) for i, shape in enumerate(shapes)]
         self.mine = [torch.nn.Parameter(value.to(device.device)) for value in given]
-        self.theirs = [torch.nn.Parameter(value.clone()) for value in given]
+        self.theirs = [torch.nn.Parameter(value.to(device.device)) for value in given]
         self.masters = [offload.MasterWeights(params) for params in (self.mine, self.theirs)]
         stepped = [list(masters.parameters()) for masters in self.masters]
         self.optimizer, self.plain = (getattr(torch.optim, kind)(params, **KINDS[kind]) for params in stepped)
@@ -60,8 +61,8 @@ class Arms:
         """The same gradients in both."""
         self.number += 1
         for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
-            theirs.grad = values(theirs.shape, 100 * self.number + index, theirs.dtype)
-            mine.grad = theirs.grad.to(self.device.device)
+            grad = values(theirs.shape, 100 * self.number + index, theirs.dtype)
+            theirs.grad, mine.grad = (grad.to(self.device.device) for _ in range(2))
         self.plain.step()
         self.optimizer.step()
 
@@ -74,19 +75,19 @@ class Arms:
         """Parameters and states, bit for bit."""
         for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
             assert_equal(mine.device, self.device.device, where=f"place of parameter {index}")
-            assert_same_tensor(on_host(mine.detach()), theirs.detach(), where=f"parameter {index}")
+            assert_same_tensor(on_host(mine.detach()), on_host(theirs.detach()), where=f"parameter {index}")
         got, expected = self.offloader.snapshot()["state"], self.plain.state_dict()["state"]
         for number, state in expected.items():
             for name, value in state.items():
                 found = got[number][name]
                 if isinstance(value, torch.Tensor):
-                    assert_same_tensor(on_host(found), value, where=f"state {name} of parameter {number}")
+                    assert_same_tensor(on_host(found), on_host(value), where=f"state {name} of parameter {number}")
 
 
 @requirement(
     "OPT-270",
-    "Steps of an offloaded optimizer on a device MUST give the host's bits and mix no host and device memory, masters, "
-    "prefetched states and a loaded state dict among them.",
+    "Steps of an offloaded optimizer on a device MUST give the plain one's bits and mix no host and device memory, "
+    "masters, prefetched states and a loaded state dict among them.",
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,7 +152,7 @@ def test_copies_of_the_optimizer(offload: Any, kind: str, dtype: torch.dtype, wa
             optimizer.step()
         for number, (one, other) in enumerate(zip(_params(mine), _params(theirs), strict=True)):
             assert_equal(one.device, device.device, where=f"place of parameter {number}")
-            assert_same_tensor(on_host(one.detach()), other.detach(), where=f"parameter {number}")
+            assert_same_tensor(on_host(one.detach()), on_host(other.detach()), where=f"parameter {number}")
 
 
 @requirement(
@@ -173,6 +174,34 @@ def test_places_of_what_is_loaded(offload: Any, kind: str, saved_on: str, fracti
                 state[name] = value.to(device.device) if saved_on == "device" else on_host(value)
         arms.offloader.load_state_dict(saved)
         assert_equal(arms.places(), expected, where="places of states after a load")
+        arms.step()
+        arms.check()
+        arms.offloader.close()
+
+
+@requirement(
+    "OPT-454",
+    "Torch's own load, while master weights lie on the host, MUST leave the scalars that kernels read, counters among "
+    "them, on the device, and the next step be the plain one's.",
+)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("AdamW", {}), ("AdamW", {"fused": False, "capturable": True}), ("ASGD", {})]
+)
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_scalars_of_masters(offload: Any, kind: str, options: dict[str, Any], fraction: float) -> None:
+    with on_pretend() as device:
+        arms = Arms(offload, device, kind, dtype=torch.bfloat16, fraction=fraction)
+        for optimizer in (arms.optimizer, arms.plain):
+            for group in optimizer.param_groups:
+                group.update(options)
+        arms.step()
+        saved = arms.optimizer.state_dict()
+        arms.step()
+        for optimizer in (arms.optimizer, arms.plain):
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        found = {name: state[name].device.type for state in arms.optimizer.state.values() for name in state}
+        scalars = {name: found[name] for name in ("step", "eta", "mu") if name in found}
+        assert_equal(scalars, dict.fromkeys(scalars, device.device.type), where="where scalars are")
         arms.step()
         arms.check()
         arms.offloader.close()

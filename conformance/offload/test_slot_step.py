@@ -299,6 +299,8 @@ _LEFT: dict[str, tuple[str, dict[str, Any], str]] = {
     "another class": ("RMSprop", {}, "RMSprop"),
     "foreach": ("AdamW", {"foreach": False}, "foreach=False"),
     "fused": ("AdamW", {"fused": True}, "fused=True"),
+    "not fused": ("AdamW", {"fused": False}, "fused=False"),
+    "not fused SGD": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": False}, "fused=False"),
     "tensor-lr": ("AdamW", {"lr": torch.tensor(0.01)}, "lr is a tensor"),
     "nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "nesterov"),
 }

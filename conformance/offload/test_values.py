@@ -115,13 +115,15 @@ def test_grad_scaler(offload: Any, device: str, fused: bool) -> None:
     # A scaler asks the device whether to step, unless the optimizer's own kernel does.
     with proven_on(device, this_branch_only=not fused) as place:
         twins = Twins(offload, place, options={"lr": 0.01, "fused": fused})
-        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        # One of the CPU asks a GPU for what it found, and does not wait for the answer.
+        of = "cuda" if device == "cuda" else "cpu"
+        scalers = [torch.amp.GradScaler(of, init_scale=4.0) for _ in range(2)]
         for number in range(4):
             twins.set_gradients()
             for scaler, optimizer, params in zip(
                 scalers, (twins.plain, twins.optimizer), (twins.plain_params, twins.params), strict=True
             ):
-                scaler.scale(torch.ones(1))
+                scaler.scale(torch.ones(1, device=of))
                 if number == 1:
                     assert params[0].grad is not None
                     params[0].grad[0] = float("inf")

@@ -46,11 +46,11 @@ def gradient_of(batches: list[Jagged], width: int, seed: int, rank: int) -> torc
     return values_of((batches[rank].stride, width), 1000 * seed + rank)
 
 
-def train(rank: Rank, sharded: Any, batches: list[Jagged], seed: int, pipeline: Any) -> torch.Tensor:
-    """One step of this rank; its pooled columns."""
-    batch = batches[rank.rank].kjt(pipeline).to(rank.device)
-    pooled = sharded(batch).values()
-    pooled.backward(gradient_of(batches, pooled.shape[1], seed, rank.rank).to(rank.device))
+def train(rank: Rank, sharded: Any, batches: list[Jagged], seed: int, pipeline: Any, place: Any = None) -> torch.Tensor:
+    """One step of this rank, where the suite's objects are unless a place is named; its pooled columns."""
+    place = place or rank.device
+    pooled = sharded(batches[rank.rank].kjt(pipeline).to(place)).values()
+    pooled.backward(gradient_of(batches, pooled.shape[1], seed, rank.rank).to(place))
     result: torch.Tensor = pooled.detach()
     return result
 

@@ -445,7 +445,7 @@ class Drawing(torch.nn.Module):
     def forward(self, batch: Batch) -> Any:
         """As the model."""
         losses, scores = self.model(batch)
-        return losses * torch.rand(1), scores
+        return losses * torch.rand(1).to(losses.device), scores
 
 
 @requirement(

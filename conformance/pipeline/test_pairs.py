@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,15 @@ from conformance.pipeline.paired_tables import (
 )
 from conformance.pipeline.stale import StaleLoop
 from twinproof.errors import ConfigError, DistributedError, IdRangeError
+
+
+class Told(Batch):
+    """A batch that takes the stream to copy on, as enable_inplace_copy_batch asks of one with a ``to`` of its own."""
+
+    def to(self, device: Any, non_blocking: bool = False, data_copy_stream: Any = None) -> Batch:
+        """Copies there, on the stream that it is told."""
+        with nullcontext() if data_copy_stream is None else torch.cuda.stream(data_copy_stream):
+            return super().to(device)
 
 
 def _tables_of(components: tuple[Any, Any], places: Sequence[str], rank: Rank | None) -> None:
@@ -296,7 +306,7 @@ class Work(Job):
         ids = [each.kjt(wanting=wanting) for each in given]
         self.wanted[number] = [each.weights if wanting else None for each in given]
         size, seed = ids[0].stride(), 1000 * self.seed + 10 * number + self.rank
-        return Batch(values_of((size, 6), seed), ids, values_of((size,), seed + 1))
+        return Told(values_of((size, 6), seed), ids, values_of((size,), seed + 1))
 
     def edit(self) -> None:
         """Parameters, tables and stores are written."""

@@ -87,6 +87,9 @@ def _steps(rank: Rank, kind: str, seed: int, *, weighted: bool) -> None:
             expected.backward(grad)
             for weights in wanted[:1]:
                 assert_bits(weights.grad, wanted[1].grad, f"{where} gradient of weights")
+            for (name, param), (_, other) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+                if other.grad is not None:
+                    assert_bits(param.grad, other.grad, f"{where} gradient of {name}")
             assert device.counts(begin).launches > 0
         for name, value in sharded_tensors(mine).items():
             assert_bits(value.detach(), sharded_tensors(theirs)[name].detach(), f"{kind} seed {seed} {name}")
@@ -100,6 +103,20 @@ def _steps(rank: Rank, kind: str, seed: int, *, weighted: bool) -> None:
 def test_steps(rank_pool: Any) -> None:
     for world_size in (1, 2, 3):
         rank_pool.run(_all_steps, world_size)
+
+
+def _thirds(rank: Rank) -> None:
+    for kind in KINDS:
+        _steps(rank, kind, 4, weighted=False)
+
+
+@requirement(
+    "PIPE-542",
+    "On a device, too, each rank's part of a gradient MUST be divided by the number of ranks with one rounding where "
+    "that is no power of two, for every kind of sharding: CUDA multiplies by the reciprocal of a number of the host.",
+)
+def test_divided_by_ranks(rank_pool: Any) -> None:
+    rank_pool.run(_thirds, 3)
 
 
 def _bad_ids(rank: Rank) -> None:

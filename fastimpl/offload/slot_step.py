@@ -73,6 +73,9 @@ def _why_not_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> s
             return f"{option}=True"
     if group.get("foreach") is False:
         return "foreach=False"
+    # Torch chooses that path by itself only where neither of the two was given.
+    if group.get("foreach") is None and group.get("fused") is False:
+        return "fused=False"
     for name in _NUMBERS:
         if isinstance(group.get(name), torch.Tensor):
             return f"{name} is a tensor"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from twinproof.pipeline.jagged import Bags
+from twinproof.pipeline.jagged import Bags, divisor_on
 from twinproof.pipeline.sharding import Layout, Slot
 
 __all__ = ["Columns"]
@@ -74,9 +74,10 @@ class Columns:
         words = grad.new_empty(stride * sum(self.widths))
         parts = torch.split(words, [stride * width for width in self.widths])
         blocks = [part.view(stride, width) for part, width in zip(parts, self.widths, strict=True)]
+        over = divisor_on(grad, divisor)
         for block, places in zip(blocks, self.places, strict=True):
             for _, there, here in places:
-                torch.div(grad[:, there], divisor, out=block[:, here])
+                torch.div(grad[:, there], over, out=block[:, here])
         for feature in self._means():
             lengths = bags.lengths_of(feature, self._count)
             for rank, slots in enumerate(self.slots):

@@ -3,7 +3,8 @@
     python -m perf.gpu.bandwidth pipeline_pool --device cuda --json rate.json
 
 The share is the median over rounds of copy seconds by operator seconds: 1 means that the operator moves what its task
-demands at the rate of a copy. It includes what the operator does beside its kernels: uploads, and waits for the host.
+demands at the rate of a copy. A sample is several calls, one behind the other, so that the host's own work is hidden
+behind the device's; uploads and waits for the host are not.
 With ``--device cpu`` this is a rehearsal, whose figures mean nothing.
 """
 
@@ -30,12 +31,13 @@ __all__ = ["Rate", "main", "measure", "timed"]
 
 _COUNTS = (1_000_000, 8_000_000)
 _ROUNDS = 9
+_CALLS = 8
 _SECONDS = 40.0
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one call: every round's seconds, the copy's of the same rounds, and the share."""
+    """Of one call: every round's seconds a call, the copy's of the same rounds, and the share."""
 
     operator: str
     label: str
@@ -61,18 +63,24 @@ def timed(job: Callable[[], object], device: torch.device) -> Sample:
     return {"seconds": first.elapsed_time(last) / 1e3}
 
 
+def _repeated(call: Callable[[], object]) -> None:
+    for _ in range(_CALLS):
+        call()
+
+
 def measure(operator: str, call: OperatorCall, *, count: int, device: torch.device, round_count: int) -> Rate:
     """Operator and copy, interleaved. A copy of n bytes reads and writes n, so that it is given half of them."""
     arguments = on_device(call.arguments, device)
     source = torch.ones(max(1, call.moved_bytes // 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    jobs: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "operator": lambda: outputs(operator, arguments),
         "copy": lambda: target.copy_(source),
     }
+    jobs = {name: partial(_repeated, call) for name, call in calls.items()}
     contenders = {name: partial(timed, job, device) for name, job in jobs.items()}
     rounds = interleave(contenders, round_count=round_count, seed=0)
-    ours, copies = ([each[name]["seconds"] for each in rounds] for name in ("operator", "copy"))
+    ours, copies = ([each[name]["seconds"] / _CALLS for each in rounds] for name in ("operator", "copy"))
     share = statistics.median(copy / own for own, copy in zip(ours, copies, strict=True))
     return Rate(operator, call.label, count, call.moved_bytes, ours, copies, share)
 

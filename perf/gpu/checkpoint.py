@@ -8,6 +8,13 @@ _MODULE = "conformance.checkpoint.test_staging"
 
 STEPS = (
     suite("staging", _MODULE, "CKPT-110", limit_s=90),
-    suite("staging-sanitizer", _MODULE, "CKPT-110", limit_s=90, environment=[("TORCH_CUDA_SANITIZER", "1")]),
+    # Of the module only what is on CUDA: ranks are forked, and the sanitizer starts CUDA in what they are forked from.
+    suite(
+        "staging-sanitizer",
+        f"{_MODULE}::test_cuda",
+        "CKPT-110",
+        limit_s=90,
+        environment=[("TORCH_CUDA_SANITIZER", "1")],
+    ),
     suite("checkpoint-values", "conformance.checkpoint.test_values", "CKPT-001", "CKPT-010", limit_s=90, device="cuda"),
 )

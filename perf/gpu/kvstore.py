@@ -22,7 +22,8 @@ _ON_HOST = ("values", "machine", "steps", "snapshot")
 
 
 def _step(prefix: str, name: str, device: str) -> Step:
-    return suite(f"{prefix}-{name}", f"conformance.kvstore.test_{name}", _MODULES[name], limit_s=90, device=device)
+    module = f"conformance.kvstore.test_{name}"
+    return suite(f"{prefix}-{name}", module, _MODULES[name], limit_s=90, device=device, keeps_operators=True)
 
 
 STEPS = (

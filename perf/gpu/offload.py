@@ -15,7 +15,7 @@ STEPS = (
         "OPT-110",
         "OPT-111",
         "OPT-283",
-        limit_s=90,
+        limit_s=150,
         environment=[("TORCH_CUDA_SANITIZER", "1")],
     ),
     suite("offload-values", f"{_SUITE}.test_values", "OPT-001", "OPT-007", "OPT-020", limit_s=120, device="cuda"),

@@ -208,7 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json is not None:
         # ``ci/checks.py`` looks for an operator's name here before it is called proven.
         ran = [given.operator] if given.device == "cuda" and compared and not wrong else []
-        found = {"environment": environment(), "cuda_operators_run": ran, "compared": compared, "differences": wrong}
+        found = {
+            "environment": environment(),
+            "library_sources": ops.build_facts()["sources"],
+            "cuda_operators_run": ran,
+            "compared": compared,
+            "differences": wrong,
+        }
         given.json.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
     rehearsed = "" if given.device == "cuda" else f" (a rehearsal on {given.device})"
     summary = f"{given.operator}: {compared} runs compared, {len(wrong)} differences{rehearsed}"

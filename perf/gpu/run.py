@@ -79,7 +79,7 @@ def _chosen(steps: Iterable[Step], phases: Sequence[int], only: Sequence[str] | 
     wanted = set(only)
     for step in reversed(found):
         if step.name in wanted:
-            wanted |= set(step.needs)
+            wanted |= {*step.needs, *(step.each.needs if step.each is not None else ())}
     return [step for step in found if step.name in wanted]
 
 

@@ -35,13 +35,16 @@ def suite(
     limit_s: float,
     environment: Sequence[tuple[str, str]] = (),
     device: str | None = None,
+    keeps_operators: bool = False,
 ) -> Step:
     """A step of phase 1: a module of the suite on fastimpl, whose requirements ``must`` may not be skipped.
 
-    ``device``: where the module's objects lie, if the tests themselves do not say so.
+    ``device``: where the module's objects lie, if the tests themselves do not say so. ``keeps_operators``: the
+    evidence names the operators that it called with tensors of the GPU.
     """
     placed = ("--device", device) if device is not None else ()
-    command = python("perf.gpu.tests", module, *placed, "--must", *must)
+    kept = ("--operators", f"{{out}}/operators-{name}.json") if keeps_operators else ()
+    command = python("perf.gpu.tests", module, *placed, *kept, "--must", *must)
     return Step(f"tests:{name}", command, limit_s, needs=_LIBRARY, environment=tuple(environment))
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fastimpl import ops
 from perf.gpu import run, table
 from perf.gpu.capture import CAPTURED
 from perf.gpu.sanitizer import TOOLS
-from perf.gpu.tests import not_run
+from perf.gpu.tests import OperatorsSeen, not_run
 from perf.harness import steps as runner_module
 from perf.harness.steps import PASSED, Outcome, Step, StepRunner, read_outcomes
 
@@ -278,6 +280,8 @@ def test_the_table_of_steps() -> None:
 def test_only_takes_along_what_a_step_needs() -> None:
     chosen = run._chosen(table.all_steps(), [1], ["tests:offload"])
     assert [step.name for step in chosen] == ["library", "tests:offload"]
+    named = run._chosen(table.all_steps(), [1], ["operators"])
+    assert [step.name for step in named] == ["library", "launch", "operators"]
     both = run._chosen(table.all_steps(), [1, 2], None)
     assert [step.name for step in both].count("library") == 1
 
@@ -288,6 +292,33 @@ def test_a_skip_of_what_must_run_is_a_failure() -> None:
         "OPT-110: skipped, expected passed",
         "OPT-112: not collected, expected passed",
     ]
+
+
+def test_operators_are_seen_by_the_device_of_their_tensors() -> None:
+    rows, out = torch.arange(6.0).reshape(2, 3), torch.zeros(24, dtype=torch.uint8)
+    with OperatorsSeen("cpu") as here, OperatorsSeen("cuda") as there:
+        ops.strided_gather(rows.t(), 0, out)
+        rows.add_(1)
+    assert here.names == {"checkpoint_gather"}
+    assert there.names == set()
+
+
+def test_a_failure_is_said_when_it_comes(tmp_path: Path) -> None:
+    # The second test ends the process, as a limit does: what the first found has been printed by then.
+    program = "import os\ndef test_first(): assert 1 == 2\ndef test_second(): os._exit(3)\n"
+    (tmp_path / "of_a_gpu.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "perf.gpu.tests", "of_a_gpu"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert "test_first, call" in done.stdout
+    assert "assert 1 == 2" in done.stdout
 
 
 def test_the_summary_is_markdown(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ __all__ = [
     "known_kind",
     "load_states",
     "narrowed",
+    "place_scalars",
     "prepare_states",
     "unwrapped",
     "updates_of",
@@ -988,6 +989,20 @@ def _take_over(plan: MovePlan, state_dict: dict[str, Any], states: dict[Any, dic
 def make_counters(optimizer: Any) -> None:
     """As torch's load ends: counters that are numbers, in old checkpoints for instance, become what it counts with."""
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def place_scalars(plan: MovePlan) -> None:
+    """Scalars that kernels read, counters among them, on the device: torch's load puts them beside their parameters.
+
+    Those may be master weights, which are in host memory then.
+    """
+    optimizer = plan.optimizer
+    for group in optimizer.param_groups:
+        for state in (optimizer.state.get(param, {}) for param in group["params"]):
+            for name, value in state.items():
+                is_scalar = isinstance(value, torch.Tensor) and not is_movable(value)
+                if is_scalar and value.device != plan.engine.device and lies_on_device(optimizer, group, name):
+                    state[name] = _settled(plan, group, name, value, moves=False)
 
 
 def _settled(plan: MovePlan, group: dict[str, Any], name: str, value: Any, *, moves: bool) -> Any:

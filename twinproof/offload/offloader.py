@@ -33,6 +33,7 @@ from twinproof.offload.driver import (
     check_saved,
     has_step_of_others,
     load_states,
+    place_scalars,
     unwrapped,
 )
 from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, holder_of, local_of, version_of
@@ -410,6 +411,8 @@ class OptimizerStateOffloader:
 
     def _take_home(self) -> None:
         """After a load, waited for: hooks of the user's that come behind may look at states."""
+        if self.masters is not None:
+            place_scalars(self.plan)
         self.offload()
         self.settle()
 

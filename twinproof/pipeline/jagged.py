@@ -35,6 +35,7 @@ __all__ = [
     "check_integers",
     "check_positions",
     "cut_sizes",
+    "divisor_on",
     "jagged_text",
     "joined",
     "offsets_like",
@@ -176,7 +177,7 @@ class Bags:
         if self.sizes is not None:
             begins = running_sums(self.sizes)
         elif stride:
-            begins = self.offsets[::stride].tolist()
+            begins = self.offsets[::stride].cpu().tolist()
         found = []
         for index in range(feature_count):
             ids, ends = slice(begins[index], begins[index + 1]), self.offsets[index * stride : (index + 1) * stride + 1]
@@ -228,6 +229,17 @@ def joined(parts: Sequence[Bags]) -> "Bags":
         offsets_of(torch.cat([part.offsets.diff() for part in parts])),
         torch.cat(weights) if weights else None,
     )
+
+
+def divisor_on(values: torch.Tensor, number: int) -> "int | torch.Tensor":
+    """``number``, in a form by which ``values`` are divided with one rounding wherever they lie.
+
+    CUDA divides by a number of the host as it multiplies by its reciprocal, which can lose one bit. It divides by what
+    lies on the device. Reciprocals of powers of two are exact.
+    """
+    if values.device.type == "cpu" or number & (number - 1) == 0:
+        return number
+    return torch.full((1,), number, dtype=values.dtype, device=values.device)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

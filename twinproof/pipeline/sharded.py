@@ -21,7 +21,7 @@ from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
-from twinproof.pipeline.jagged import Bags, joined
+from twinproof.pipeline.jagged import Bags, divisor_on, joined
 from twinproof.pipeline.modules import (
     EmbeddingBagCollection,
     FeatureProcessedEmbeddingBagCollection,
@@ -333,7 +333,8 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        flat = torch.cat([grad.reshape(-1).to(torch.float32) for grad in grads]) / ctx.divisor
+        flat = torch.cat([grad.reshape(-1).to(torch.float32) for grad in grads])
+        flat = flat / divisor_on(flat, ctx.divisor)
         parts = ctx.exchange.sum_over_ranks(flat).split([grad.numel() for grad in grads])
         return None, None, *(part.reshape(g.shape).to(g.dtype) for part, g in zip(parts, grads, strict=True))
 

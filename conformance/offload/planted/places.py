@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.offload.states import MASTER
 
 
@@ -45,4 +45,16 @@ counters_stay_on_the_device = patched(
     "A loaded counter stays on the device where it was saved, and each step waits for it.",
     mutated("twinproof.offload.driver:_settled", "return found.cpu()", "return found"),
     kills="OPT-349",
+)
+
+counters_beside_masters = patched(
+    "Counters that torch's load put beside masters on the host stay there.",
+    swap("twinproof.offload.offloader:place_scalars", lambda plan: None),
+    kills="OPT-454",
+)
+
+counters_of_fused_alone = patched(
+    "Counters of a capturable optimizer do.",
+    mutated("twinproof.offload.driver:lies_on_device", 'or group.get("capturable")', ""),
+    kills="OPT-454",
 )

@@ -73,6 +73,13 @@ def slot_options_not_looked_at(original: Any, optimizer: Any, group: Any) -> str
     return "" if type(optimizer) in (torch.optim.SGD, torch.optim.AdamW) else str(original(optimizer, group))
 
 
+@fault(kills="OPT-277", at="fastimpl.offload.slot_step:_why_not_group")
+def slot_single_steps_taken(original: Any, optimizer: Any, group: Any) -> str:
+    """With fused=False, where torch steps each tensor by itself, the kernel takes over."""
+    reason: str = original(optimizer, group)
+    return "" if reason == "fused=False" else reason
+
+
 @fault(kills="OPT-278", at="fastimpl.offload.slot_step:_why_not_param")
 def slot_forms_not_looked_at(original: Any, *arguments: Any, **options: Any) -> str:
     """Strides, dtypes and ranks of parameters are taken as they come, one by one."""

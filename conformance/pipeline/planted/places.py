@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, patched, swap
 from conformance.pipeline.planted.planting import lookups
 from twinproof.pipeline.jagged import Bags
 
@@ -24,6 +24,24 @@ def tables_stay_behind(original: Any, module: Any, fn: Any, recurse: bool = True
 def tables_take_the_dtype(original: Any, lookups: Any, fn: Any, recurse: bool = True) -> Any:
     """Tables and states change their dtype with the parameters."""
     return torch.nn.Module._apply(lookups, fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _number(values: torch.Tensor, number: int) -> int:
+    return number
+
+
+divided_by_a_number = patched(
+    "Gradients are divided by a number of the host, of which CUDA takes the reciprocal.",
+    swap("refimpl.pipeline:divisor_on", _number),
+    swap("fastimpl.pipeline.columns:divisor_on", _number),
+    kills="PIPE-542",
+)
+
+copies_divided_by_a_number = patched(
+    "The gradients of tables that every rank has are.",
+    swap("twinproof.pipeline.sharded:divisor_on", _number),
+    kills="PIPE-542",
+)
 
 
 @fault(kills="PIPE-321", at=f"{_SHARDED}.input_dist")

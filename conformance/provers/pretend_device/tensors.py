@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ _ALLOCATIONS = {
     "aten::_local_scalar_dense", "aten::record_stream", "aten::_has_compatible_shallow_copy_type",
     "aten::unsafe_split", "aten::unsafe_split_with_sizes",
 }  # fmt: skip
+_DIVISIONS = {"aten::div", "aten::div_"}
 # Of torch's own libraries the kernels of a GPU are known to be there.
 _TORCH_LIBRARIES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional")
 
@@ -254,10 +255,34 @@ def carry_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     memory = options.pop("pin_memory", None)
     if memory and is_ours:
         _refuse_pinning(PretendTensor(torch.empty(0)))
-    result = func(*_hosts(args), **_hosts(options))
+    result = _as_on_a_gpu(func, name, args, options)(*_hosts(args), **_hosts(options))
     is_work = not (name in _ALLOCATIONS or _is_view(func))
     _tell_work(func, name, waits, is_work=is_work)
     return _back(result, leaves, is_ours)
+
+
+def _as_on_a_gpu(func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """What computes an operator's values: the CPU's kernel, unless CUDA's is known to round in another way.
+
+    CUDA divides by a number, or by a scalar of the host, as it multiplies by the reciprocal, which can lose one bit
+    (``BinaryDivTrueKernel.cu``). By what lies on the device it divides.
+    """
+    if name not in _DIVISIONS or options.get("rounding_mode") is not None:
+        return func  # type: ignore[no-any-return]
+    is_number = not isinstance(args[1], torch.Tensor) or (args[1].dim() == 0 and not is_there(args[1]))
+    kind = torch.result_type(memory_of(args[0]), args[1]) if is_number else torch.complex64
+    if kind.is_complex:
+        return func  # type: ignore[no-any-return]
+    kind = kind if kind.is_floating_point else torch.get_default_dtype()
+    return partial(_divided, kind, in_place=name.endswith("_"))
+
+
+def _divided(kind: torch.dtype, value: torch.Tensor, divisor: Any, *, in_place: bool, **options: Any) -> torch.Tensor:
+    """The reciprocal is rounded to the dtype that CUDA computes in, and so is the product, once more to ``kind``."""
+    number = divisor.item() if isinstance(divisor, torch.Tensor) else divisor
+    one = torch.ones((), dtype=torch.promote_types(kind, torch.float32))
+    out = value if in_place else options.get("out")
+    return torch.mul(value.to(kind), (one / number).item(), out=out)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
