@@ -3,7 +3,7 @@
 Phase 1: facts, the library, one launch, every operator against the CPU's bytes, the suite's GPU tests, torch's stream
 sanitizer, and each kernel's bandwidth beside a copy. Phase 2: the gates, once without repetition and then in full.
 Phase 3: what schedules hide, and the tables of torchrec PR 2916, which take 82 GB. Phase 4: captures of ncu, and
-compute-sanitizer around all operators, which is slow.
+compute-sanitizer around all operators, which is slow. Phase 5: each suite whole, with its objects on the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from perf.harness.steps import Step
 
 __all__ = ["PHASES", "STEMS", "all_steps", "python", "suite"]
 
-PHASES = (1, 2, 3, 4)
+PHASES = (1, 2, 3, 4, 5)
+# A requirement of each suite that may not be skipped on a GPU.
+_OF_SUITES = {"checkpoint": "CKPT-001", "kvstore": "KV-008", "offload": "OPT-001", "pipeline": "PIPE-086"}
 STEMS = ("checkpoint", "kvstore", "offload", "pipeline")
 _LIBRARY = ("library",)
 
@@ -36,8 +38,9 @@ def suite(
     environment: Sequence[tuple[str, str]] = (),
     device: str | None = None,
     keeps_operators: bool = False,
+    phase: int = 1,
 ) -> Step:
-    """A step of phase 1: a module of the suite on fastimpl, whose requirements ``must`` may not be skipped.
+    """A module of the suite on fastimpl, whose requirements ``must`` may not be skipped; a step of phase 1 by default.
 
     ``device``: where the module's objects lie, if the tests themselves do not say so. ``keeps_operators``: the
     evidence names the operators that it called with tensors of the GPU.
@@ -45,7 +48,7 @@ def suite(
     placed = ("--device", device) if device is not None else ()
     kept = ("--operators", f"{{out}}/operators-{name}.json") if keeps_operators else ()
     command = python("perf.gpu.tests", module, *placed, *kept, "--must", *must)
-    return Step(f"tests:{name}", command, limit_s, needs=_LIBRARY, environment=tuple(environment))
+    return Step(f"tests:{name}", command, limit_s, phase, needs=_LIBRARY, environment=tuple(environment))
 
 
 def _operators(device: str) -> list[Step]:
@@ -103,4 +106,11 @@ def all_steps(*, device: str = "cuda") -> list[Step]:
         for name in CAPTURED
     ]
     second = [*_gates(), *(step for step in of_stems if step.phase == 2)]
-    return [*first, *middle, needed[1], *second, needed[2], *last, needed[3], *captured, *checked]
+    whole = [
+        suite(f"all-{stem}", f"conformance.{stem}", _OF_SUITES[stem], limit_s=420, device="cuda", phase=5)
+        for stem in STEMS
+    ]
+    return [
+        *(*first, *middle, needed[1], *second, needed[2], *last),
+        *(needed[3], *captured, *checked, needed[4], *whole),
+    ]

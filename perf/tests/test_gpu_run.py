@@ -266,6 +266,10 @@ def test_the_table_of_steps() -> None:
     assert [step.name for step in steps if step.phase == 3][-1] == "table"
     last = [*(f"capture:{name}" for name in CAPTURED), *(f"sanitizer:{name}" for name in TOOLS)]
     assert [step.name for step in steps if step.phase == 4] == ["library", *last]
+    assert [step.name for step in steps if step.phase == 5] == [
+        "library",
+        *(f"tests:all-{stem}" for stem in table.STEMS),
+    ]
     assert {step.phase for step in steps} == set(table.PHASES)
     for step in steps:
         known = {other.name for other in steps if other.phase == step.phase}
