@@ -22,6 +22,7 @@ _SOURCES = Path(__file__).parent / "simt"
 _PROOFS = {
     "cache",
     "growth",
+    "guess",
     "index",
     "left lines",
     "lines",
@@ -60,6 +61,7 @@ _KERNELS = {
     "PickAt",
     "PickMarked",
     "RankRows",
+    "ReadInitial",
     "ReadRows",
     "SetMarks",
     "SortableKeys",

@@ -49,7 +49,7 @@ def rounds_of(device: torch.device, name: str, workload: Workload, round_count: 
         for some in torch.split(ids, batch):
             weights = torch.rand(some.numel(), layout.embedding_dim, generator=generator)
             store.set(TABLE, some.to(device), weights.to(device))
-        call, clean, moved_bytes = _call(store, name, ids, batch, device)
+        call, clean, moved_bytes = _call(store, name, ids, batch, room, device)
         return beside_a_copy(
             call,
             moved_bytes,
@@ -64,7 +64,7 @@ def rounds_of(device: torch.device, name: str, workload: Workload, round_count: 
 
 
 def _call(
-    store: Any, name: str, ids: torch.Tensor, batch: int, device: torch.device
+    store: Any, name: str, ids: torch.Tensor, batch: int, room: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object], int]:
     """One call, what ends a sample, and the least bytes that a call reads and writes."""
     layout = store.layout(TABLE)
@@ -78,6 +78,8 @@ def _call(
 
         def remove() -> None:
             store.delete(TABLE, torch.arange(ids.numel(), made[0], device=device))
+            # Rows that go give room back; the next sample, too, writes into room that was reserved.
+            store.reserve(TABLE, room)
             made[0] = ids.numel()
 
         return insert, remove, batch * (_ID_BYTES + _FLOAT_BYTES * layout.embedding_dim + layout.row_bytes)

@@ -7,6 +7,7 @@ using namespace kvstore_proofs;
 
 SIMT_PROOF("index") { prove_index(trial); }
 SIMT_PROOF("rest") { prove_rest(trial); }
+SIMT_PROOF("guess") { prove_guess(trial); }
 SIMT_PROOF("rows") { prove_rows(trial); }
 SIMT_PROOF("removals") { prove_removals(trial); }
 SIMT_PROOF("growth") { prove_growth(trial); }

@@ -362,6 +362,8 @@ class Twins {
     trial_.expect(row_count == static_cast<int64_t>(expected.size()), "the count");
     std::vector<int64_t> ids(expected.begin(), expected.end());
     for (int64_t i = 0; i < 3; ++i) ids.push_back(id_of(trial_.random.below(2000)));
+    // Some that are not there, perhaps, where another of their digest is.
+    for (int64_t i = 0; i < 3; ++i) ids.push_back(id_of(2 + trial_.random.below(static_cast<int64_t>(alike().size()))));
     const StateSlot weight{kHeaderBytes, format_.dim, format_.weight_type};
     compare_range(ids, {0, format_.row_bytes}, then, moment);
     compare_range(ids, {weight.offset_bytes, format_.weight_end()}, then, moment);
@@ -428,10 +430,38 @@ inline void prove_rest(Trial& trial) {
   const auto wanted = proven.array<int64_t>({id}), its_slot = proven.array<int64_t>({7});
   proven.launch(device::InsertRest{index, wanted, its_slot}, 1);
   const auto entry = proven.make<int64_t>(1), slot = proven.make<int64_t>(1);
-  proven.launch(device::FindIds{index, wanted, entry, slot}, device::kWays);
+  proven.launch(device::FindIds{index, wanted, entry, slot}, 1);
   int64_t found = 0;
   proven.download(slot, &found);
   trial.expect(found == 7, "what was placed last is found");
+}
+
+// An id in its second bucket. In the first, which turned it away, one other id has its digest: that is no guess.
+inline void prove_guess(Trial& trial) {
+  ProvenDevice proven(trial);
+  const int64_t other = Twins::alike()[0], id = Twins::alike()[1];
+  // As device::Index::bucket_of has it.
+  const uint64_t hash = hash_key(id), first = hash >> 62, second = (first + (hash >> 16 | 1)) & 3;
+  std::vector<uint16_t> digests(64);
+  std::vector<int64_t> ids(64);
+  std::vector<uint32_t> slots(64), states(4);
+  const auto put = [&](uint64_t bucket, int64_t key, uint32_t slot) {
+    const auto way = static_cast<uint64_t>(trial.random.below(device::kWays));
+    const auto entry = static_cast<size_t>(bucket * device::kWays + way);
+    digests[entry] = device::Index::digest_of(hash);
+    ids[entry] = key;
+    slots[entry] = slot;
+    states[static_cast<size_t>(bucket)] |= 1U << way;
+  };
+  put(first, other, 3);
+  states[static_cast<size_t>(first)] |= device::kTurnedAway;
+  put(second, id, 7);
+  const device::Index index{proven.array(digests), proven.array(ids), proven.array(slots), proven.array(states), 2};
+  const auto wanted = proven.array<int64_t>({id}), slot = proven.make<int64_t>(1);
+  proven.launch(device::FindIds{index, wanted, {}, slot, {}, true}, 1);
+  int64_t found = 0;
+  proven.download(slot, &found);
+  trial.expect(found == 7, "what is in its second bucket is found");
 }
 
 inline void prove_rows(Trial& trial) {

@@ -24,6 +24,7 @@ void add(const std::string& name, void (*body)(simt::prover::Trial&)) {
 int main(int count, char** arguments) {
   add("index", prove_index);
   add("rest", prove_rest);
+  add("guess", prove_guess);
   add("rows", prove_rows);
   add("removals", prove_removals);
   add("growth", prove_growth);

@@ -1,4 +1,5 @@
-// From an id to the slot of its row, on a grid: buckets of 16 entries, half a warp to each. Written with simt.h.
+// From an id to the slot of its row, on a grid: buckets of 16 entries. One thread looks for an id, so that very many
+// searches are under way at once; half a warp adds to a bucket. Written with simt.h.
 //
 // Nobody waits for anybody: a batch is sorted so that each bucket that entries are added to has one owner, half a warp,
 // and a launch ends before the next begins. So there are no locks and no compare-and-swap, and the entries and slots
@@ -65,19 +66,35 @@ struct Index {
     return static_cast<int64_t>((first + (hash >> 16 | 1) + static_cast<uint64_t>(turn - 1)) & last);
   }
 
-  // The number of an id's entry, or kNowhere. All lanes of a half-warp call this with one id.
-  SIMT int64_t find(const HalfWarp& group, int64_t id) const {
+  // A bit for each entry of a bucket that has this digest, whether it is there or not. They fill one sector.
+  SIMT unsigned alike(int64_t bucket, uint16_t digest) const {
+    constexpr int kSome = 8;
+    unsigned found = 0;
+    SIMT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const auto some = digests.template load_vector<kSome>(bucket * kWays + half * kSome);
+      SIMT_UNROLL
+      for (int i = 0; i < kSome; ++i) found |= (some.values[i] == digest ? 1U : 0U) << (half * kSome + i);
+    }
+    return found;
+  }
+
+  // The number of an id's entry, or kNowhere. With `guesses` it may be an entry that has the id's digest and is the
+  // only one where the id can be: who reads its row compares the key there, so that nothing is read of `ids`. One
+  // thread.
+  SIMT int64_t find(int64_t id, bool guesses = false) const {
     const uint64_t hash = hash_key(id);
     for (int64_t turn = 0; turn <= states.size(); ++turn) {
-      const int64_t bucket = bucket_of(hash, turn), entry = bucket * kWays + group.rank;
+      const int64_t bucket = bucket_of(hash, turn);
+      // Neither waits for the other.
       const uint32_t state = states.load(bucket);
-      const bool is_used = (state >> group.rank & 1) != 0;
-      const bool is_like = is_used && digests.load(entry) == digest_of(hash);
-      if (group.ballot(is_like) != 0) {
-        const unsigned found = group.ballot(is_like && ids.load(entry) == id);
-        if (found != 0) return bucket * kWays + simt::first_lane(found);
+      unsigned like = alike(bucket, digest_of(hash)) & state & kAllWays;
+      const bool is_last = (state & kTurnedAway) == 0, is_sure = guesses && is_last && simt::count_lanes(like) == 1;
+      for (; like != 0; like &= like - 1) {
+        const int64_t entry = bucket * kWays + simt::first_lane(like);
+        if (is_sure || ids.load(entry) == id) return entry;
       }
-      if ((state & kTurnedAway) == 0) return kNowhere;
+      if (is_last) return kNowhere;
     }
     return kNowhere;
   }
@@ -89,34 +106,35 @@ struct Index {
   }
 };
 
-// The entry and the slot of each id, kNowhere where there is none. Half a warp an id.
+// The entry, where it is asked for, and the slot of each id, kNowhere where there is none; or a guess at it, see
+// Index::find. One thread an id.
 struct FindIds {
   static constexpr int kThreads = 256;
   Index index;
   Global<const int64_t> wanted;
   Global<int64_t> entries, slots;
   Count count = {};
+  bool guesses = false;
 
   SIMT void operator()() const {
-    const HalfWarp group;
     const int64_t end = count.of(wanted.size());
-    for (int64_t at = group.number(); at < end; at += group.count()) {
-      const int64_t entry = index.find(group, wanted.load(at));
-      if (group.rank != 0) continue;
-      entries.store(at, entry);
+    for (int64_t at = first_item(); at < end; at += item_step()) {
+      const int64_t entry = index.find(wanted.load(at), guesses);
+      if (entries.size() != 0) entries.store(at, entry);
       slots.store(at, entry == kNowhere ? kNowhere : static_cast<int64_t>(index.slots.load(entry)));
     }
   }
 };
 
-// The bucket that each id looks at in a turn, and its own number; where there is no id, the bucket behind the last.
+// The bucket that each id looks at in a turn, and its own number; where there is no id, the bucket behind the last, and
+// nothing is left.
 struct ListBuckets {
   static constexpr int kThreads = 256;
   Index index;
   int64_t turn;
   Global<const int64_t> wanted;
   Global<uint64_t> buckets;
-  Global<int64_t> order;
+  Global<int64_t> order, is_left;
   Count count = {};
 
   SIMT void operator()() const {
@@ -125,13 +143,14 @@ struct ListBuckets {
       const int64_t bucket = at < end ? index.bucket_of(hash_key(wanted.load(at)), turn) : index.states.size();
       buckets.store(at, static_cast<uint64_t>(bucket));
       order.store(at, at);
+      if (at >= end) is_left.store(at, 0);
     }
   }
 };
 
 // Adds entries for ids that have none, each where `buckets` says, sorted; `order` are the numbers of the ids, which
-// take free places in that order. `is_left`: 1 for each id that found no room; numbers in the bucket behind the last
-// are of no id. Half a warp a bucket.
+// take free places in that order. `is_left`: 1 for each id that found no room; numbers behind the count are of no id,
+// and passed over. Half a warp a bucket.
 struct InsertRuns {
   static constexpr int kThreads = 256;
   Index index;
@@ -139,15 +158,14 @@ struct InsertRuns {
   Global<const int64_t> order;
   Global<const int64_t> wanted, slots;
   Global<int64_t> is_left;
+  Count count = {};
 
   SIMT void operator()() const {
     const HalfWarp group;
-    for (int64_t at = group.number(); at < buckets.size(); at += group.count()) {
-      if (static_cast<int64_t>(buckets.load(at)) == index.states.size()) {
-        if (group.rank == 0) is_left.store(order.load(at), 0);
-      } else if (at == 0 || buckets.load(at - 1) != buckets.load(at)) {
-        insert(group, at);
-      }
+    // Those of no id come last.
+    const int64_t end = count.of(buckets.size());
+    for (int64_t at = group.number(); at < end; at += group.count()) {
+      if (at == 0 || buckets.load(at - 1) != buckets.load(at)) insert(group, at);
     }
   }
 

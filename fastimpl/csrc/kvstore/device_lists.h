@@ -116,15 +116,19 @@ struct AddRows {
   }
 };
 
-// The marked values, in order.
+// The marked values, in order; and, where there are such, others beside them.
 struct PickMarked {
   static constexpr int kThreads = 256;
   Global<const int64_t> sums, values;
   Global<int64_t> picked;
+  Global<const int64_t> others = {};
+  Global<int64_t> picked_others = {};
 
   SIMT void operator()() const {
     for (int64_t at = first_item(); at < sums.size(); at += item_step()) {
-      if (is_marked(sums, at)) picked.store(sums.load(at) - 1, values.load(at));
+      if (!is_marked(sums, at)) continue;
+      picked.store(sums.load(at) - 1, values.load(at));
+      if (others.size() != 0) picked_others.store(sums.load(at) - 1, others.load(at));
     }
   }
 };

@@ -86,11 +86,13 @@ struct InitialRow {
     return type == Float::kFloat16 ? to_float16(value) : to_bfloat16(value);
   }
 
-  // Key, weight and zeros, up to the stride; the metadata and the version are the caller's. Some lanes call this.
-  SIMT void open(unsigned rank, unsigned lanes, const Global<uint8_t>& row, int64_t id, int64_t stride) const {
+  // Key, weight and zeros, up to the stride; the metadata and the version are the caller's, and so is a weight that it
+  // writes anyway. Some lanes call this.
+  SIMT void open(unsigned rank, unsigned lanes, const Global<uint8_t>& row, int64_t id, int64_t stride,
+                 bool passes_weight = false) const {
     if (rank == 0) row.as<int64_t>().store(0, id);
     const uint64_t row_word = weight.row_word(id);
-    for (int64_t e = rank; e < dim; e += lanes) {
+    for (int64_t e = rank; !passes_weight && e < dim; e += lanes) {
       if (type == Float::kFloat32) {
         row.as<uint32_t>().store(kHeaderBytes / 4 + e, bits(row_word, e));
       } else {
@@ -118,27 +120,30 @@ struct InitialRow {
   }
 };
 
-// Bytes [begin, begin + width) of each id's row into `out`, [ids, width]; where `slots` has none, of the initial row,
-// or with `kPassesMissing` nothing. Half a warp has some rows under way at once. Everything lies at multiples of
-// kBytes.
-template <int kBytes, bool kPassesMissing = false>
+// Bytes [begin, begin + width) of the row at each of `slots` into `out`, [slots, width]; where there is none, nothing.
+// Where slots are guessed, `wanted` are the ids, and a slot whose row is of another id becomes none. Half a warp has
+// some rows under way at once, neighbours in `out`. Everything lies at multiples of kBytes. Initial rows are of another
+// kernel, since what they need of registers would leave few of these rows under way.
+template <int kBytes>
 struct ReadRows {
   static constexpr int kThreads = 256;
   static constexpr int kRows = 4;
   RowStore rows;
-  InitialRow initial;
-  Global<const int64_t> wanted, slots;
+  Global<const int64_t> wanted;
+  Global<int64_t> slots;
   Global<uint8_t> out;
   int64_t begin, width;
 
   SIMT void operator()() const {
     const HalfWarp group;
-    for (int64_t at = group.number(); at < wanted.size(); at += kRows * group.count()) {
+    for (int64_t at = group.number() * kRows; at < slots.size(); at += kRows * group.count()) {
+      // The first lanes look at a slot each.
+      const int64_t mine = group.rank < kRows && at + group.rank < slots.size() ? checked(at + group.rank) : kNowhere;
       Global<uint8_t> found[kRows];
       bool is_there[kRows];
       SIMT_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const int64_t number = at + r * group.count(), slot = number < wanted.size() ? slots.load(number) : kNowhere;
+        const int64_t slot = simt::shuffle(group.mask, mine, static_cast<unsigned>(r), kWays);
         is_there[r] = slot != kNowhere;
         if (is_there[r]) found[r] = rows.row(slot);
       }
@@ -150,14 +155,37 @@ struct ReadRows {
         }
         SIMT_UNROLL
         for (int r = 0; r < kRows; ++r) {
-          if (is_there[r]) Piece<kBytes>::store(out, (at + r * group.count()) * width + place, value[r]);
+          if (is_there[r]) Piece<kBytes>::store(out, (at + r) * width + place, value[r]);
         }
       }
-      if (kPassesMissing) continue;
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t number = at + r * group.count();
-        if (number < wanted.size() && !is_there[r])
-          initial.read(group, wanted.load(number), begin, out.part(number * width, width));
+    }
+  }
+
+  // The slot of item `at`, unless it was guessed and wrong.
+  SIMT int64_t checked(int64_t at) const {
+    const int64_t slot = slots.load(at);
+    if (slot == kNowhere || wanted.size() == 0 || key_of(rows.row(slot)) == wanted.load(at)) return slot;
+    slots.store(at, kNowhere);
+    return kNowhere;
+  }
+};
+
+// The same bytes of the initial rows of ids that have no slot: mostly none, so that half a warp looks at 16 at once.
+struct ReadInitial {
+  static constexpr int kThreads = 256;
+  InitialRow initial;
+  Global<const int64_t> wanted, slots;
+  Global<uint8_t> out;
+  int64_t begin, width;
+
+  SIMT void operator()() const {
+    const HalfWarp group;
+    for (int64_t some = group.number() * kWays; some < slots.size(); some += kWays * group.count()) {
+      const int64_t mine = some + group.rank;
+      unsigned missing = group.ballot(mine < slots.size() && slots.load(mine) == kNowhere);
+      for (; missing != 0; missing &= missing - 1) {
+        const int64_t at = some + simt::first_lane(missing);
+        initial.read(group, wanted.load(at), begin, out.part(at * width, width));
       }
     }
   }
@@ -206,15 +234,17 @@ struct WriteValues {
   SIMT void operator()() const {
     const HalfWarp group;
     const int64_t end = runs.size();
+    const bool has_weight = begin <= kHeaderBytes && begin + width >= initial.weight_end();
     for (int64_t at = group.number(); at < end; at += group.count()) {
-      const int64_t slot = slots.load(at);
+      // Loads that do not wait for each other come before the row is written.
+      const int64_t slot = slots.load(at), last = runs.last(at), id = runs.wanted.load(at);
       const bool is_new = visit.is_new(slot);
       const auto row = rows.row(slot);
       if (is_new) {
-        initial.open(group.rank, kWays, row, runs.wanted.load(at), rows.stride);
+        initial.open(group.rank, kWays, row, id, rows.stride, has_weight);
         group.sync();
       }
-      Piece<kBytes>::copy(group, row, begin, values, runs.last(at) * width, width);
+      Piece<kBytes>::copy(group, row, begin, values, last * width, width);
       if (group.rank == 0) {
         set_word(row, visit.word(is_new ? 0 : word_in(row), is_new, runs.length(at)));
         rows.set_version(row, visit.version);
@@ -299,9 +329,8 @@ struct MoveRows {
     const HalfWarp group;
     for (int64_t at = group.number(); at < to.size(); at += group.count()) {
       const auto source = rows.row(from.load(at)), target = rows.row(to.load(at));
-      const int64_t entry = index.find(group, key_of(source));
       Piece<16>::copy(group, target, 0, source, 0, rows.stride);
-      if (group.rank == 0) index.slots.store(entry, static_cast<uint32_t>(to.load(at)));
+      if (group.rank == 0) index.slots.store(index.find(key_of(source)), static_cast<uint32_t>(to.load(at)));
     }
   }
 };

@@ -107,15 +107,20 @@ class DeviceTable {
   // Bytes [range) of each id's row into `out`, as it is or as it was.
   void read(Global<const int64_t> ids, Range range, Global<uint8_t> out, Moment* moment = nullptr) {
     if (ids.size() == 0 || range.end == range.begin) return;
-    read_found<false>(ids, slots_of(ids, moment), range, out);
-    if (moment != nullptr) moment->kept.template read_found<true>(ids, moment->kept.find(ids).slots, range, out);
+    // Keys of rows in host memory are far away.
+    const bool guesses = moment == nullptr && !format_.is_on_host;
+    const Longs slots = slots_of(ids, moment, guesses);
+    read_found(guesses ? ids : Global<const int64_t>(), slots, range, out);
+    const ReadInitial kernel{initial(), ids, slots, out, range.begin, range.end - range.begin};
+    device_.launch(kernel, ids.size());
+    if (moment != nullptr) moment->kept.read_found({}, moment->kept.slots_of(ids, nullptr), range, out);
   }
 
   // 1 for each id that has a row, else 0.
   void contains(Global<const int64_t> ids, Global<uint8_t> is_there, Moment* moment = nullptr) {
     if (ids.size() == 0) return;
     device_.launch(TellFound{slots_of(ids, moment), is_there, false}, ids.size());
-    if (moment != nullptr) device_.launch(TellFound{moment->kept.find(ids).slots, is_there, true}, ids.size());
+    if (moment != nullptr) device_.launch(TellFound{moment->kept.slots_of(ids, nullptr), is_there, true}, ids.size());
   }
 
   // Keys of rows in [first, last] that changed after `since`, ascending, on the host.
@@ -411,6 +416,15 @@ class DeviceTable {
     return result;
   }
 
+  // The same of two lists, in their places.
+  void pick_both(Longs& values, Longs& others, const Longs& sums) {
+    const Longs picked = device_.template make<int64_t>(sums.size()),
+                picked_others = device_.template make<int64_t>(sums.size());
+    device_.launch(PickMarked{sums, values, picked, others, picked_others}, sums.size());
+    values = picked;
+    others = picked_others;
+  }
+
   int64_t last_of(const Longs& sums) { return host(sums, sums.size() - 1, 1)[0]; }
 
   Longs picked_at(const Longs& places, const Longs& values) {
@@ -421,26 +435,25 @@ class DeviceTable {
 
   Found find(Global<const int64_t> ids, Count count = {}) {
     Found found{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
-    device_.launch(FindIds{index(), ids, found.entries, found.slots, count}, ids.size() * kWays);
+    device_.launch(FindIds{index(), ids, found.entries, found.slots, count}, ids.size());
     return found;
   }
 
-  // Slots of ids; of a moment, where they have not changed since.
-  Longs slots_of(Global<const int64_t> ids, const Moment* moment) {
-    const Longs slots = find(ids).slots;
+  // Slots of ids, or guesses; of a moment, where they have not changed since.
+  Longs slots_of(Global<const int64_t> ids, const Moment* moment, bool guesses = false) {
+    const Longs slots = device_.template make<int64_t>(ids.size());
+    device_.launch(FindIds{index(), ids, {}, slots, {}, guesses}, ids.size());
     if (moment != nullptr) device_.launch(HideNewer{rows(), moment->version, slots}, ids.size());
     return slots;
   }
 
-  // Where there is no slot, the initial row, or with `kPassesMissing` nothing.
-  template <bool kPassesMissing>
-  void read_found(Global<const int64_t> ids, const Longs& slots, Range range, Global<uint8_t> out) {
+  // Where there is no slot, nothing. `guessed`: the ids, where slots are guesses; those that are wrong become none.
+  void read_found(Global<const int64_t> guessed, const Longs& slots, Range range, Global<uint8_t> out) {
     const int64_t width = range.end - range.begin;
     with_pieces(range.begin | width | address_of(out), [&](auto bytes) {
-      constexpr int kBytes = decltype(bytes)::value;
-      using Kernel = ReadRows<kBytes, kPassesMissing>;
-      const Kernel kernel{rows(), initial(), ids, slots, out, range.begin, width};
-      device_.launch(kernel, (ids.size() + Kernel::kRows - 1) / Kernel::kRows * kWays);
+      using Kernel = ReadRows<decltype(bytes)::value>;
+      const Kernel kernel{rows(), guessed, slots, out, range.begin, width};
+      device_.launch(kernel, (slots.size() + Kernel::kRows - 1) / Kernel::kRows * kWays);
     });
   }
 
@@ -475,7 +488,9 @@ class DeviceTable {
       const Longs marks = device_.template make<int64_t>(ids.size());
       device_.launch(MarkOlder{rows(), moment->version, slots, marks, count}, ids.size());
       const Longs sums = summed(marks);
-      moment->kept.take(rows(), marked(ids, sums, ids.size()), marked(slots, sums, ids.size()), sums);
+      Longs going = ids, places = slots;
+      pick_both(going, places, sums);
+      moment->kept.take(rows(), going, places, sums);
     }
   }
 
@@ -608,13 +623,14 @@ class DeviceTable {
   // Slots and entries for the ids that have none, which are marked.
   void add_new(const Batch& batch, const Longs& sums, bool is_sorted) {
     device_.launch(AssignSlots{sums, row_counts_, batch.found.slots}, batch.most());
-    const Longs ids = marked(batch.distinct, sums, sums.size()), slots = marked(batch.found.slots, sums, sums.size());
+    Longs ids = batch.distinct, slots = batch.found.slots;
+    pick_both(ids, slots, sums);
     const Found undone{device_.template make<int64_t>(ids.size()), device_.template make<int64_t>(ids.size())};
     try {
       insert(ids, slots, {sums}, is_sorted);
     } catch (...) {
       // Nothing is left behind.
-      device_.launch(FindIds{index(), ids, undone.entries, undone.slots, {sums}}, ids.size() * kWays);
+      device_.launch(FindIds{index(), ids, undone.entries, undone.slots, {sums}}, ids.size());
       device_.launch(EraseEntries{index(), undone.entries, {sums}}, ids.size());
       throw;
     }
@@ -629,12 +645,11 @@ class DeviceTable {
       auto buckets = device_.template make<uint64_t>(most);
       Longs order = device_.template make<int64_t>(most);
       const Longs left = device_.template make<int64_t>(most);
-      device_.launch(ListBuckets{index(), turn, ids, buckets, order, count}, most);
+      device_.launch(ListBuckets{index(), turn, ids, buckets, order, left, count}, most);
       if (turn > 0 || !is_sorted) device_.sort(buckets, order, index_.bits + 1);
-      device_.launch(InsertRuns{index(), buckets, order, ids, slots, left}, most * kWays);
+      device_.launch(InsertRuns{index(), buckets, order, ids, slots, left, count}, most * kWays);
       sums = summed(left);
-      ids = marked(ids, sums, most);
-      slots = marked(slots, sums, most);
+      pick_both(ids, slots, sums);
       count = {sums};
     }
     device_.launch(InsertRest{index(), ids, slots, count}, 1);

@@ -22,7 +22,10 @@ using namespace fastimpl::kvstore;
 using namespace fastimpl::kvstore::device;
 using simt::Global;
 
-constexpr int64_t kOutOfMemory = -1, kSharedBytes = 96 * 1024, kBlocksMax = 1 << 16;
+// Some waves of blocks on the largest device: blocks that find nothing to do cost time as well.
+constexpr int64_t kOutOfMemory = -1, kSharedBytes = 96 * 1024, kBlocksMax = 1 << 13;
+// Scratch memory up to so much comes as a part of larger pieces, which begin at multiples of the unit.
+constexpr int64_t kSmallBytes = int64_t{4} << 20, kUnitBytes = 256;
 
 class CudaDevice {
  public:
@@ -73,26 +76,35 @@ class CudaDevice {
 
   // Around each call: what was queued before comes first, on whichever stream it was.
   void begin() {
+    piece_ = {};
     stream_ = stream_of(like_);
     check_cuda(cudaStreamWaitEvent(stream_, static_cast<cudaEvent_t>(done_.get()), 0));
   }
-  void end() { check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(done_.get()), stream_)); }
+  void end() {
+    piece_ = {};
+    check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(done_.get()), stream_));
+  }
   // For tests: after so many more allocations of rows, indexes and snapshots all fail; -1 ends it.
   void fail_after(int64_t allocation_count) { *countdown_ = allocation_count; }
   torch::stable::Device place() const { return like_.device(); }
 
-  // For a call: torch's memory of this stream.
+  // For a call: torch's memory of this stream. Small arrays are parts of pieces that grow as a call goes on, since a
+  // call makes dozens of them, and asking torch for one takes the host longer than a launch.
   template <typename T>
   Array<T> make(int64_t count) {
-    const int64_t bytes = std::max<int64_t>(1, count * static_cast<int64_t>(sizeof(T)));
-    std::shared_ptr<Tensor> owner;
-    try {
-      owner = std::make_shared<Tensor>(torch::stable::new_empty(like_, {bytes}, ScalarType::Byte));
-    } catch (const std::exception&) {
-      throw std::bad_alloc();  // There is nothing else that an empty tensor could want.
+    const int64_t wanted = std::max<int64_t>(1, count * static_cast<int64_t>(sizeof(T))),
+                  bytes = (wanted + kUnitBytes - 1) / kUnitBytes * kUnitBytes;
+    if (bytes > kSmallBytes) {
+      const auto owner = empty(bytes);
+      return {owner, Global<T>(static_cast<T*>(owner->data_ptr()), count)};
     }
-    auto* const data = static_cast<T*>(owner->data_ptr());
-    return {std::move(owner), Global<T>(data, count)};
+    if (bytes > piece_.bytes - piece_.used) {
+      const int64_t more = std::max(bytes, std::min(2 * piece_.bytes, 4 * kSmallBytes));
+      piece_ = {empty(more), more, 0};
+    }
+    auto* const data = static_cast<uint8_t*>(piece_.owner->data_ptr()) + piece_.used;
+    piece_.used += bytes;
+    return {piece_.owner, Global<T>(reinterpret_cast<T*>(data), count)};
   }
   // For long: memory of its own, which is given back when nothing that was queued needs it any more.
   template <typename T>
@@ -200,6 +212,19 @@ class CudaDevice {
   }
 
  private:
+  // Scratch memory of the call, and how much of it is taken.
+  struct ScratchPiece {
+    std::shared_ptr<Tensor> owner;
+    int64_t bytes = 0, used = 0;
+  };
+
+  std::shared_ptr<Tensor> empty(int64_t bytes) {
+    try {
+      return std::make_shared<Tensor>(torch::stable::new_empty(like_, {bytes}, ScalarType::Byte));
+    } catch (const std::exception&) {
+      throw std::bad_alloc();  // There is nothing else that an empty tensor could want.
+    }
+  }
   void make_event() {
     const DeviceGuard guard(like_.get_device_index());
     cudaEvent_t event = nullptr;
@@ -212,6 +237,7 @@ class CudaDevice {
 
   Tensor like_;
   cudaStream_t stream_ = nullptr;
+  ScratchPiece piece_;
   std::shared_ptr<int64_t> countdown_ = std::make_shared<int64_t>(-1);
   std::shared_ptr<void> done_;
 };
