@@ -14,7 +14,7 @@ from twinproof.optimizers import FUSED_OPTIMIZERS
 pytestmark = pytest.mark.skipif(why_no_prover() is not None, reason=str(why_no_prover()))
 
 _SOURCES = Path(__file__).parent / "simt"
-_HEADER = "pipeline/step_kernel.h"
+_HEADER, _BATCH, _FEW = (f"pipeline/{name}.h" for name in ("step_kernel", "step_batch", "step_few_kernel"))
 
 
 @pytest.mark.parametrize("seed_count", [1, pytest.param(10, marks=pytest.mark.night)])
@@ -34,6 +34,7 @@ class _Bug:
     old: str
     new: str
     kinds: tuple[str, ...]
+    header: str = _HEADER
 
 
 _EARLY = ("race", "uninitialized")  # A load that comes too early may be that of what nobody has written yet.
@@ -55,6 +56,7 @@ _BUGS = (
         "return ((1U << kLanesOfGroup) - 1) <<",
         "return (((FAULT ? 2U : 1U) << kLanesOfGroup) - 1) <<",
         ("mask", "returned-lane", "deadlock"),
+        _BATCH,
     ),
     _Bug(
         "elements past the row",
@@ -107,13 +109,96 @@ _BUGS = (
         "simt::threads() + simt::thread()) * kVec + FAULT;",
         ("misaligned", "out-of-bounds"),
     ),
+    _Bug(
+        "squares read before all are there",
+        "squares);\n    }\n    group.sync();",
+        "squares);\n    }\n    if (!FAULT) group.sync();",
+        _EARLY,
+        _FEW,
+    ),
+    _Bug(
+        "squares overwritten before all are read",
+        "// The squares of the next rows overwrite these.\n    group.sync();",
+        "if (!FAULT) group.sync();",
+        ("race",),
+        _FEW,
+    ),
+    _Bug(
+        "running sums added in another order",
+        "half = kSums / 2; half > 0; half /= 2) sum",
+        "half = FAULT ? 1 : kSums / 2; half > 0 && half < kSums; half = FAULT ? half * 2 : half / 2) sum",
+        ("wrong-result",),
+        _FEW,
+    ),
+    _Bug(
+        "few occurrences, the last first",
+        "rows.lane[r] + turn : rows.lane[r];",
+        "rows.lane[r] + (FAULT ? rows.length[r] - 1 - turn : turn) : rows.lane[r];",
+        ("wrong-result",),
+        _FEW,
+    ),
+    _Bug(
+        "a row that ends in another group",
+        "ends == 0 ? kLanesOfGroup : simt",
+        "ends == 0 ? (FAULT ? 1 : kLanesOfGroup) : simt",
+        ("wrong-result", "race"),
+        _FEW,
+    ),
+    _Bug(
+        "few occurrences of no table",
+        "is_first = mine.row < batch.row_count &&",
+        "is_first = (FAULT || mine.row < batch.row_count) &&",
+        ("out-of-bounds", "misaligned"),
+        _FEW,
+    ),
+    _Bug(
+        "rows of two tables as one's",
+        "simt::ballot(group.mask(), mine.table == number);",
+        "simt::ballot(group.mask(), FAULT ? mine.table >= 0 : mine.table == number);",
+        ("out-of-bounds", "misaligned", "wrong-result", "race"),
+        _FEW,
+    ),
+    _Bug(
+        "rows wider than a group",
+        "if (table.dim > kElements) continue;",
+        "if (table.dim > kElements && !FAULT) continue;",
+        ("wrong-result",),
+        _FEW,
+    ),
+    _Bug(
+        "the momentum of the row before",
+        "group.rank() == i * kSums && rows.length[r] > 0",
+        "group.rank() == (FAULT ? 0 : i * kSums) && rows.length[r] > 0",
+        ("wrong-result",),
+        _FEW,
+    ),
+    _Bug(
+        "rows that are done twice",
+        "if (is_first && (done >> simt::lane() & 1) == 0)",
+        "if (is_first && (FAULT || (done >> simt::lane() & 1) == 0))",
+        ("wrong-result", "race"),
+        _FEW,
+    ),
+    _Bug(
+        "a list of others that is not counted",
+        "other_count.atomic_add(0, 1)",
+        "(FAULT ? other_count.atomic_load(0) : other_count.atomic_add(0, 1))",
+        ("wrong-result", "race"),
+        _FEW,
+    ),
+    _Bug(
+        "listed rows left out",
+        "number < count; number += simt::blocks() * groups)\n      step(",
+        "number < count - FAULT; number += simt::blocks() * groups)\n      step(",
+        ("wrong-result",),
+    ),
 )
 
 
 _PLANTED = PlantedTogether(
     _SOURCES / "step_of_one.cpp",
     ("rowwise adagrad",),
-    [Planted(bug.name, _HEADER, bug.old, bug.new) for bug in _BUGS],
+    [Planted(bug.name, bug.header, bug.old, bug.new) for bug in _BUGS],
     case_count=9,
     seed_count=25,
 )

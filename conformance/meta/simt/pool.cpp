@@ -63,14 +63,19 @@ Batch<Id> any_batch(Trial& trial, bool is_weighted) {
   batch.has_bad = trial.random.below(3) == 0;
   const int64_t table_count = trial.random.between(1, 2), feature_count = trial.random.between(1, 3);
   for (int64_t t = 0; t < table_count; ++t) batch.tables.push_back(any_table(trial));
-  batch.bag_count = trial.random.between(1, 5);
+  batch.bag_count = trial.random.between(1, 9);
+  // Now and then bags with one or two ids on average, but for one of them.
+  const bool has_few = trial.random.below(2) == 0;
   for (int64_t f = 0; f < feature_count; ++f) {
     const int64_t t = trial.random.below(table_count);
     const Table& table = batch.tables[static_cast<size_t>(t)];
     batch.feature_tables.push_back(t);
     batch.width += table.dim;
     for (int64_t bag = 0; bag < batch.bag_count; ++bag) {
-      const int64_t kind = trial.random.below(4), longest = kind == 0 ? 0 : kind == 1 ? 40 : 6;
+      const int64_t kind = trial.random.below(4), longest = has_few     ? (bag == 0 ? 6 : 2)
+                                                            : kind == 0 ? 0
+                                                            : kind == 1 ? 40
+                                                                        : 6;
       for (int64_t i = trial.random.between(0, longest); i > 0; --i) {
         const bool is_bad = batch.has_bad && trial.random.below(4) == 0;
         batch.ids.push_back(

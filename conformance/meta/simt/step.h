@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "common/sums.h"
+#include "pipeline/step_few_kernel.h"
 #include "pipeline/step_kernel.h"
 
 using namespace fastimpl;
@@ -211,9 +212,21 @@ struct Case {
     const auto long_rows = trial.uninitialized<int64_t>("long rows", static_cast<int64_t>(ids.size()) / kLongRun + 1);
     const auto long_count = trial.array<uint64_t>("long count", {0});
     trial.may_differ(long_rows);
-    const int64_t floats = row_floats(kOptimizer, dim_max), warps = shape.threads / 32;
-    shape.shared_bytes = floats * 4 * warps * (32 / kLanesOfGroup);
-    trial.launch(StepRows<kOptimizer, kVec, kLanesOfGroup>{batch, kHyper, dim_max, long_rows, long_count}, shape);
+    const auto others = trial.uninitialized<int64_t>("other rows", static_cast<int64_t>(ids.size()));
+    const auto other_count = trial.array<uint64_t>("other count", {0});
+    trial.may_differ(others);
+    bool is_listed = false;
+    if constexpr (kVec == 4 && !is_scaled(kOptimizer)) {
+      using Few = StepFewRows<kOptimizer, kLanesOfGroup>;
+      is_listed = !ids.empty() && trial.random.below(4) > 0;
+      shape.shared_bytes = Few::kFloats * 4 * shape.threads / kLanesOfGroup;
+      if (is_listed) trial.launch(Few{batch, kHyper, others, other_count}, shape);
+    }
+    shape.shared_bytes = row_floats(kOptimizer, dim_max) * 4 * shape.threads / kLanesOfGroup;
+    const auto listed = is_listed ? others.global() : simt::Global<int64_t>();
+    trial.launch(
+        StepRows<kOptimizer, kVec, kLanesOfGroup>{batch, kHyper, dim_max, listed, other_count, long_rows, long_count},
+        shape);
     using Long = StepLongRows<kOptimizer, kVec>;
     trial.launch(Long{batch, kHyper, dim_max, long_rows, long_count}, {2, 32, Long::shared_floats(dim_max, 32) * 4});
     const uint64_t is_long = shapes.hot > kLongRun && shapes.hot_id >= 0 ? 1 : 0;
@@ -243,7 +256,11 @@ void prove_vectors(Trial& trial, int64_t which) {
   const bool has_weights = trial.random.below(2) == 1;
   switch (which % 3) {
     case 0: return Case<kOptimizer>(trial, {true, has_weights, 2, 40, 3, 9, 0}).template prove<4, 8>({2, 64});
-    case 1: return Case<kOptimizer>(trial, {true, has_weights, 1, 140, 2, 3, 40}).template prove<4, 32>({1, 64});
+    case 1: {
+      // One row with many occurrences, or many rows with few.
+      const Shapes hot{true, has_weights, 1, 140, 2, 3, 40}, cold{true, has_weights, 3, 136, 3, 5, 0};
+      return Case<kOptimizer>(trial, which / 3 == 1 ? cold : hot).template prove<4, 32>({1, 64});
+    }
     default: {
       const Shapes shapes{true, has_weights, 1, 8, 2, 0, many(trial, which / 3), which / 3 == 3 ? -1 : 0};
       return Case<kOptimizer>(trial, shapes).template prove<4, 8>({1, 32});

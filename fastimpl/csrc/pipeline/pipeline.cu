@@ -5,6 +5,7 @@
 
 #include "common/device_call.cuh"
 #include "pipeline/pool_plan.h"
+#include "pipeline/step_few_kernel.h"
 #include "pipeline/step_kernel.h"
 #include "pipeline/step_plan.h"
 
@@ -43,6 +44,11 @@ struct Host {
   std::vector<HostFeature> features;
   int64_t width = 0, bag_count = 0, row_count = 0, dim_max = 1;
 
+  int64_t dim_min() const {
+    int64_t least = dim_max;
+    for (const HostTable& table : tables) least = std::min(least, table.dim);
+    return least;
+  }
   const HostTable& table_of(const HostFeature& feature) const { return tables[static_cast<size_t>(feature.table)]; }
 };
 
@@ -118,7 +124,8 @@ std::vector<PoolFeature> pool_features(const Host& host) {
 template <bool kWeighted, typename Id>
 void pool_on_device(Call& call, const Host& host, const PoolBatch<Id>& arguments, float* out, int64_t max_blocks) {
   for (const PoolLaunch& launch : plan_pooling(pool_features(host), host.bag_count, host.width, out)) {
-    const simt::Global<const PoolPart> parts(call.upload(launch.parts), static_cast<int64_t>(launch.parts.size()));
+    simt::Global<const PoolPart> parts;
+    if (launch.needs_list()) parts = {call.upload(launch.parts), static_cast<int64_t>(launch.parts.size())};
     with_pool<kWeighted>(launch, arguments, parts,
                          [&](const auto& kernel) { call.run(kernel, launch.shape(host.bag_count, max_blocks)); });
   }
@@ -203,23 +210,45 @@ std::vector<StepTable> described(const Host& host, Optimizer optimizer) {
 
 constexpr int64_t kSharedBytes = 96 * 1024;  // What a block of every device from sm_80 on may have.
 
+// Rows with few occurrences, where there is a kernel for them; the list of the others, else an empty one.
 template <Optimizer kOptimizer, int kVec, unsigned kLanesOfGroup>
-void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim_max, bool has_long) {
+simt::Global<int64_t> launch_few(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim_min,
+                                 const simt::Global<uint64_t>& other_count) {
+  // LAMB reads weights before it steps, and rows of odd width have no vectors.
+  if constexpr (kVec == 4 && !is_scaled(kOptimizer)) {
+    using Few = StepFewRows<kOptimizer, kLanesOfGroup>;
+    if (dim_min > Few::kElements) return {};
+    const simt::Global<int64_t> others(call.scratch<int64_t>(batch.count, ScalarType::Long), batch.count);
+    const int64_t blocks = (batch.count + Few::kThreads - 1) / Few::kThreads;
+    call.run(Few{batch, h, others, other_count},
+             {std::min<int64_t>(blocks, 1 << 20), Few::kThreads, Few::kFloats * 4 * (Few::kThreads / kLanesOfGroup)});
+    return others;
+  }
+  return {};
+}
+
+template <Optimizer kOptimizer, int kVec, unsigned kLanesOfGroup>
+void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim_min, int64_t dim_max, bool has_long) {
+  using Rows = StepRows<kOptimizer, kVec, kLanesOfGroup>;
   using Long = StepLongRows<kOptimizer, kVec>;
-  const int64_t row_bytes = row_floats(kOptimizer, dim_max) * 4, groups = simt::kLanes / kLanesOfGroup;
+  const int64_t row_bytes = row_floats(kOptimizer, dim_max) * 4, groups = Rows::kGroups;
   const int64_t long_bytes = Long::shared_floats(dim_max, Long::kThreads) * 4;
   STD_TORCH_CHECK(row_bytes * groups <= kSharedBytes && (!has_long || long_bytes <= kSharedBytes), "tables: rows of ",
                   dim_max, " elements are more than a block has memory for");
   const int64_t count = batch.count, warps = std::min<int64_t>(8, kSharedBytes / 2 / (row_bytes * groups) + 1);
-  auto* const long_rows = call.scratch<int64_t>(count / kLongRun + 1, ScalarType::Long);
-  auto* const long_count = reinterpret_cast<uint64_t*>(call.scratch<int64_t>(1, ScalarType::Long));
-  call.clear(long_count, 1);
-  const int64_t tiles = (count + simt::kLanes - 1) / simt::kLanes, blocks = (tiles + warps - 1) / warps;
-  call.run(
-      StepRows<kOptimizer, kVec, kLanesOfGroup>{batch, h, dim_max, {long_rows, count / kLongRun + 1}, {long_count, 1}},
-      {std::min<int64_t>(blocks, 1 << 20), warps * simt::kLanes, row_bytes * groups * warps});
+  const simt::Global<int64_t> long_rows(call.scratch<int64_t>(count / kLongRun + 1, ScalarType::Long),
+                                        count / kLongRun + 1);
+  const simt::Global<uint64_t> counts(reinterpret_cast<uint64_t*>(call.scratch<int64_t>(2, ScalarType::Long)), 2),
+      long_count(counts.data(), 1), other_count(counts.data() + 1, 1);
+  call.clear(counts.data(), 2);
+  const auto others = launch_few<kOptimizer, kVec, kLanesOfGroup>(call, batch, h, dim_min, other_count);
+  // How many are listed only the device knows: enough warps to fill it several times.
+  const int64_t tiles = (count + simt::kLanes - 1) / simt::kLanes, blocks = (tiles + warps - 1) / warps,
+                most = others.size() > 0 ? 2048 : 1 << 20;
+  call.run(Rows{batch, h, dim_max, others, other_count, long_rows, long_count},
+           {std::min(blocks, most), warps * simt::kLanes, row_bytes * groups * warps});
   if (!has_long) return;
-  call.run(Long{batch, h, dim_max, {long_rows, count / kLongRun + 1}, {long_count, 1}},
+  call.run(Long{batch, h, dim_max, long_rows, long_count},
            {std::min<int64_t>(count / kLongRun, 4096), Long::kThreads, long_bytes});
 }
 
@@ -262,9 +291,10 @@ void step_rows(Call& call, const Host& host, const PlacedBatch<Id>& batch, const
   const bool has_long = count > kLongRun;
   with_formula(optimizer, [&](auto formula) {
     constexpr Optimizer kChosen = decltype(formula)::value;
-    if (!has_vectors(host, from)) return launch_step<kChosen, 1, 32>(call, step, h, host.dim_max, has_long);
-    if (host.dim_max <= 32) return launch_step<kChosen, 4, 8>(call, step, h, host.dim_max, has_long);
-    launch_step<kChosen, 4, 32>(call, step, h, host.dim_max, has_long);
+    if (!has_vectors(host, from))
+      return launch_step<kChosen, 1, 32>(call, step, h, host.dim_min(), host.dim_max, has_long);
+    if (host.dim_max <= 32) return launch_step<kChosen, 4, 8>(call, step, h, host.dim_min(), host.dim_max, has_long);
+    launch_step<kChosen, 4, 32>(call, step, h, host.dim_min(), host.dim_max, has_long);
   });
 }
 

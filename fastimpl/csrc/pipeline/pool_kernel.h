@@ -31,16 +31,31 @@ struct PoolPart {
   bool mean;
 };
 
+// A few parts are carried by the launch itself, which saves another; of more the kernel is given a list.
+struct PoolParts {
+  static constexpr int64_t kCarried = 8;
+  simt::Global<const PoolPart> listed;
+  PoolPart carried[static_cast<size_t>(kCarried)];
+  int64_t count;
+
+  SIMT PoolPart load(int64_t number) const { return count <= kCarried ? carried[number] : listed.load(number); }
+};
+
 // `lanes`, a power of two, sum one bag of one part, `kElements` columns each. A part's columns, its table and `out` lie
 // at multiples of 16 bytes if kElements is more than 1.
-template <Float kType, typename Id, bool kWeighted, int kElements>
+// `kHasFew`: bags have one or two ids on average; a kernel of its own, since it needs more registers.
+template <Float kType, typename Id, bool kWeighted, int kElements, bool kHasFew>
 struct Pool {
   static constexpr int kThreads = 256;
-  static constexpr unsigned kRows = kElements > 1 ? 4 : 8;  // Under way at once.
+  static constexpr unsigned kRows = kHasFew ? 4 : 8;  // Under way at once, of a bag.
   using Bits = typename Stored<kType>::Bits;
   using Row = simt::Vector<Bits, kElements>;
 
-  simt::Global<const PoolPart> parts;
+  // Bags that are summed at once where they have few ids, and the most ids of each of them then.
+  static constexpr int kBags = kHasFew ? 4 : 1;
+  static constexpr int64_t kFewIds = 4;
+
+  PoolParts parts;
   simt::Global<const Id> ids;
   simt::Global<const int64_t> offsets;
   simt::Global<const float> weights;
@@ -48,20 +63,72 @@ struct Pool {
   int64_t bag_count, width;
   unsigned lanes;
 
-  // Parts and bags in steps of all groups of lanes, without a division for each.
+  // Parts and bags in steps of all groups of lanes, without a division for each. Of bags with few ids some at once.
   SIMT void operator()() const {
+    const int64_t turns = (bag_count + kBags - 1) / kBags;
     const int64_t per_block = simt::threads() / lanes, stride = simt::blocks() * per_block,
                   begin = simt::block() * per_block + simt::thread() / lanes;
-    const int64_t part_step = stride / bag_count, bag_step = stride % bag_count;
-    int64_t part = begin / bag_count, bag = begin % bag_count;
-    while (part < parts.size()) {
-      sum_bag(parts.load(part), bag);
+    const int64_t part_step = stride / turns, turn_step = stride - part_step * turns;
+    int64_t part = begin / turns, turn = begin - part * turns;
+    while (part < parts.count) {
+      sum_bags(parts.load(part), turn * kBags);
       part += part_step;
-      bag += bag_step;
-      if (bag >= bag_count) {
-        bag -= bag_count;
+      turn += turn_step;
+      if (turn >= turns) {
+        turn -= turns;
         ++part;
       }
+    }
+  }
+
+  SIMT void sum_bags(const PoolPart& part, int64_t bag) const {
+    if constexpr (kHasFew) {
+      if (sum_few(part, bag)) return;
+    }
+    const int64_t behind = bag + kBags < bag_count ? bag + kBags : bag_count;
+    for (; bag < behind; ++bag) sum_bag(part, bag);
+  }
+
+  // kBags bags, or those that are left: offsets, then ids, then rows of all are under way together. Whether it is done:
+  // not where one of them has many ids, whose rows would be loaded one by one.
+  SIMT bool sum_few(const PoolPart& part, int64_t bag) const {
+    int64_t ends[kBags + 1], longest = 0;
+    SIMT_UNROLL
+    for (int b = 0; b <= kBags; ++b)
+      ends[b] = inside(offsets.load(part.first_bag + (bag + b < bag_count ? bag + b : bag_count)));
+    SIMT_UNROLL
+    for (int b = 0; b < kBags; ++b) longest = ends[b + 1] - ends[b] > longest ? ends[b + 1] - ends[b] : longest;
+    if (longest > kFewIds) return false;
+    const unsigned element = (simt::lane() - first()) * kElements;
+    if (element >= static_cast<unsigned>(part.count)) return true;
+    float sums[kBags][kElements] = {};
+    for (int64_t i = 0; i < longest; ++i) add_few(part, element, i, ends, sums);
+    SIMT_UNROLL
+    for (int b = 0; b < kBags; ++b) {
+      if (bag + b < bag_count) store(part, (bag + b) * width + part.column + element, sums[b], ends[b + 1] - ends[b]);
+    }
+    return true;
+  }
+
+  // Adds the row of id `i` of each bag that has it.
+  SIMT void add_few(const PoolPart& part, unsigned element, int64_t i, const int64_t (&ends)[kBags + 1],
+                    float (&sums)[kBags][kElements]) const {
+    const auto rows = part.rows.template as<const Bits>();
+    Id given[kBags];
+    Row loaded[kBags];
+    bool is_loaded[kBags];
+    SIMT_UNROLL
+    for (int b = 0; b < kBags; ++b) given[b] = i < ends[b + 1] - ends[b] ? ids.load(ends[b] + i) : Id{-1};
+    SIMT_UNROLL
+    for (int b = 0; b < kBags; ++b) {
+      const auto row = static_cast<int64_t>(given[b]);
+      is_loaded[b] = static_cast<uint64_t>(row) < static_cast<uint64_t>(part.row_count);
+      if (is_loaded[b]) loaded[b] = rows.template load_vector<kElements>(row * part.dim + element);
+    }
+    SIMT_UNROLL
+    for (int b = 0; b < kBags; ++b) {
+      const float scale = kWeighted && is_loaded[b] ? weights.load(ends[b] + i) : 1.0F;
+      if (is_loaded[b]) add(sums[b], loaded[b], scale);
     }
   }
 

@@ -22,14 +22,16 @@ struct PoolLaunch {
   unsigned lanes;
   std::vector<PoolPart> parts;
 
+  bool needs_list() const { return static_cast<int64_t>(parts.size()) > PoolParts::kCarried; }
   int64_t elements() const { return has_vectors ? 16 / float_bytes(type) : 1; }
   // One group of lanes for each bag of each part, up to as many as fill any device several times, or `max_blocks` if
-  // that is not 0: the rest of the device is left to others.
+  // that is not 0: the rest of the device is left to others. Small blocks leave few registers over.
   simt::Shape shape(int64_t bag_count, int64_t max_blocks) const {
-    constexpr int64_t kThreads = 256, kBlocksMax = 4096;
-    const int64_t threads = static_cast<int64_t>(parts.size()) * bag_count * lanes;
-    const int64_t most = max_blocks > 0 ? std::min(max_blocks, kBlocksMax) : kBlocksMax;
-    return {std::min((threads + kThreads - 1) / kThreads, most), kThreads};
+    constexpr int64_t kThreadsMax = 1 << 20;
+    const bool is_limited = max_blocks > 0;
+    const int64_t threads = static_cast<int64_t>(parts.size()) * bag_count * lanes, of_block = is_limited ? 256 : 64,
+                  blocks = (std::min(threads, kThreadsMax) + of_block - 1) / of_block;
+    return {is_limited ? std::min(max_blocks, blocks) : blocks, of_block};
   }
 };
 
@@ -83,15 +85,19 @@ struct PoolBatch {
 template <Float kType, bool kWeighted, typename Id, typename Body>
 void with_pool_of(const PoolLaunch& launch, const PoolBatch<Id>& batch, simt::Global<const PoolPart> parts,
                   const Body& body) {
+  PoolParts all{parts, {}, static_cast<int64_t>(launch.parts.size())};
+  if (!launch.needs_list()) std::copy(launch.parts.begin(), launch.parts.end(), all.carried);
   constexpr int kElements = kType == Float::kFloat32 ? 4 : 8;
   const auto make = [&](auto kernel) {
-    body(decltype(kernel){parts, batch.ids, batch.offsets, batch.weights, batch.out, batch.bag_count, batch.width,
+    body(decltype(kernel){all, batch.ids, batch.offsets, batch.weights, batch.out, batch.bag_count, batch.width,
                           launch.lanes});
   };
-  launch.has_vectors ? make(Pool<kType, Id, kWeighted, kElements>()) : make(Pool<kType, Id, kWeighted, 1>());
+  const bool has_few = batch.ids.size() <= 2 * (batch.offsets.size() - 1);
+  if (!launch.has_vectors) return make(Pool<kType, Id, kWeighted, 1, false>());
+  has_few ? make(Pool<kType, Id, kWeighted, kElements, true>()) : make(Pool<kType, Id, kWeighted, kElements, false>());
 }
 
-// Calls `body` with the kernel of a launch, whose parts lie on the device.
+// Calls `body` with the kernel of a launch, whose parts lie on the device if it needs a list of them.
 template <bool kWeighted, typename Id, typename Body>
 void with_pool(const PoolLaunch& launch, const PoolBatch<Id>& batch, simt::Global<const PoolPart> parts,
                const Body& body) {

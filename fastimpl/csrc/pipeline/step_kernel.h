@@ -3,84 +3,9 @@
 // Every operation is rounded by itself and in the order of the host's kernels; compile without contraction.
 #pragma once
 
-#include "common/optimizers.h"
-#include "common/simt.h"
-#include "pipeline/place_kernel.h"
+#include "pipeline/step_batch.h"
 
 namespace fastimpl::pipeline {
-
-using simt::Shared;
-
-// A table on the device. Momenta as wide as the optimizer has them; `base` counts rows through all tables.
-struct StepTable {
-  Global<uint8_t> rows;
-  Global<float> momentum1, momentum2;
-  int64_t dim, base;
-  Float type;
-};
-
-// What one position adds to its row: the place of its gradient, and by what that is divided and multiplied.
-struct Occurrence {
-  int64_t begin;
-  float length, weight;
-};
-
-// Positions sorted by row, stably, and what lies at each of them.
-struct StepBatch {
-  Global<const StepTable> tables;
-  Integers rows, positions;      // Sorted, `count` of each.
-  int64_t count, row_count;      // Row `row_count` is of ids that no table has: nothing is stepped.
-  Global<const int64_t> begins;  // Of the gradient, by position.
-  Global<const float> lengths;   // By position: of the bag where the table takes means, else 1.
-  Global<const float> weights;   // By position; none where there are none.
-  Global<const float> grad;
-  bool has_factors;  // Whether there are lengths and weights; without, gradients are added as they are.
-
-  SIMT bool is_first(int64_t at) const { return at == 0 || rows.load(at) != rows.load(at - 1); }
-  SIMT Occurrence occurrence(int64_t at) const {
-    const int64_t position = positions.load(at);
-    if (!has_factors) return {begins.load(position), 1, 1};
-    return {begins.load(position), lengths.load(position), weights.size() == 0 ? 1 : weights.load(position)};
-  }
-  // The table that has a row; of tables without rows the last begins where the next does.
-  SIMT StepTable table_of(int64_t row) const {
-    int64_t low = 0, high = tables.size();
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      if (tables.load(middle).base <= row) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    return tables.load(low);
-  }
-  SIMT float scaled(float value, const Occurrence& from) const {
-    // A division by 1 gives the same bits.
-    if (from.length != 1) value = value / from.length;
-    return weights.size() == 0 ? value : from.weight * value;
-  }
-};
-
-// The lanes of a warp, or the threads of a block, that do one row together.
-template <unsigned kLanesOfGroup>
-struct LaneGroup {
-  SIMT unsigned rank() const { return simt::lane() % kLanesOfGroup; }
-  SIMT unsigned size() const { return kLanesOfGroup; }
-  SIMT unsigned mask() const {
-    if constexpr (kLanesOfGroup == simt::kLanes) {
-      return simt::kAllLanes;
-    } else {
-      return ((1U << kLanesOfGroup) - 1) << (simt::lane() / kLanesOfGroup * kLanesOfGroup);
-    }
-  }
-  SIMT void sync() const { simt::sync_warp(mask()); }
-};
-struct BlockGroup {
-  SIMT unsigned rank() const { return simt::thread(); }
-  SIMT unsigned size() const { return simt::threads(); }
-  SIMT void sync() const { simt::sync_block(); }
-};
 
 constexpr int64_t kRowSums = 16;  // Running sums of a row, twice eight.
 FASTIMPL_BOTH constexpr int64_t row_floats(Optimizer optimizer, int64_t dim_max) {
@@ -211,24 +136,33 @@ SIMT void update_row(const Group& group, const StepTable& table, int64_t row, co
 
 constexpr int64_t kLongRun = 256;  // Occurrences from which on a block takes the row.
 
-// Rows with at most kLongRun occurrences. A warp looks at 32 sorted positions; each row that begins there is done by a
-// group of its lanes, which walks to the row's end. Rows with more are listed for StepLongRows.
+// Rows with at most kLongRun occurrences: those that are listed, or all. Then a warp looks at 32 sorted positions. Each
+// row is done by a group of lanes, which walks to the row's end. Rows with more are listed for StepLongRows.
 template <Optimizer kOptimizer, int kVec, unsigned kLanesOfGroup>
 struct StepRows {
   static constexpr int kThreads = 256;
+  static constexpr unsigned kGroups = simt::kLanes / kLanesOfGroup;  // Of a warp.
   // Gradients that are under way at once, of one thread; divisions leave room for fewer.
   static constexpr unsigned kAhead = kVec == 4 ? 8 : 4, kAheadOfFactors = 2;
   StepBatch batch;
   Hyper h;
   int64_t dim_max;
+  Global<const int64_t> listed;  // Where they begin; empty if all rows are to be done.
+  Global<const uint64_t> listed_count;
   Global<int64_t> long_rows;    // Where they begin.
   Global<uint64_t> long_count;  // Zero before.
 
   SIMT void operator()() const {
-    constexpr unsigned kGroups = simt::kLanes / kLanesOfGroup;
+    const unsigned own = simt::warp() * kGroups + simt::lane() / kLanesOfGroup;
+    const RowMemory<kOptimizer> memory(own * row_floats(kOptimizer, dim_max), dim_max);
+    if (listed.size() == 0) return step_all(memory);
+    const int64_t groups = simt::threads() / kLanesOfGroup, count = static_cast<int64_t>(listed_count.load(0));
+    for (int64_t number = simt::block() * groups + own; number < count; number += simt::blocks() * groups)
+      step(listed.load(number), memory);
+  }
+
+  SIMT void step_all(const RowMemory<kOptimizer>& memory) const {
     const unsigned warps = simt::threads() / simt::kLanes, own = simt::lane() / kLanesOfGroup;
-    const int64_t floats = row_floats(kOptimizer, dim_max);
-    const RowMemory<kOptimizer> memory((simt::warp() * kGroups + own) * floats, dim_max);
     const int64_t count = batch.count;
     for (int64_t tile = static_cast<int64_t>(simt::block()) * warps + simt::warp(); tile * simt::kLanes < count;
          tile += static_cast<int64_t>(simt::blocks()) * warps) {
