@@ -174,16 +174,23 @@ _BUGS = (
     ),
     _Bug(
         "rows that are done twice",
-        "if (is_first && (done >> simt::lane() & 1) == 0)",
-        "if (is_first && (FAULT || (done >> simt::lane() & 1) == 0))",
+        "list(group, is_first && (done >> simt::lane() & 1) == 0, at);",
+        "list(group, is_first && (FAULT || (done >> simt::lane() & 1) == 0), at);",
         ("wrong-result", "race"),
         _FEW,
     ),
     _Bug(
         "a list of others that is not counted",
-        "other_count.atomic_add(0, 1)",
-        "(FAULT ? other_count.atomic_load(0) : other_count.atomic_add(0, 1))",
+        "begin = other_count.atomic_add(0, simt::count_lanes(others));",
+        "begin = other_count.atomic_add(0, FAULT ? 1 : simt::count_lanes(others));",
         ("wrong-result", "race"),
+        _FEW,
+    ),
+    _Bug(
+        "others of a group at one place",
+        "simt::count_lanes(others & (own - 1)), at);",
+        "(FAULT ? 0 : simt::count_lanes(others & (own - 1))), at);",
+        ("wrong-result", "race", "uninitialized"),
         _FEW,
     ),
     _Bug(

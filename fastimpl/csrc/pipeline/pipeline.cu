@@ -244,12 +244,12 @@ void launch_step(Call& call, const StepBatch& batch, const Hyper& h, int64_t dim
   const auto others = launch_few<kOptimizer, kVec, kLanesOfGroup>(call, batch, h, dim_min, other_count);
   // How many are listed only the device knows: enough warps to fill it several times.
   const int64_t tiles = (count + simt::kLanes - 1) / simt::kLanes, blocks = (tiles + warps - 1) / warps,
-                most = others.size() > 0 ? 2048 : 1 << 20;
+                most = others.size() > 0 ? 1024 : 1 << 20;
   call.run(Rows{batch, h, dim_max, others, other_count, long_rows, long_count},
            {std::min(blocks, most), warps * simt::kLanes, row_bytes * groups * warps});
   if (!has_long) return;
   call.run(Long{batch, h, dim_max, long_rows, long_count},
-           {std::min<int64_t>(count / kLongRun, 4096), Long::kThreads, long_bytes});
+           {std::min<int64_t>(count / kLongRun, 1024), Long::kThreads, long_bytes});
 }
 
 // Rows and positions of all ids, sorted by row.

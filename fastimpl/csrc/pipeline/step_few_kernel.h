@@ -88,8 +88,17 @@ struct StepFewRows {
       if (is_few) mine.table = batch.table_number(mine.row);
       done = step_few(group, mine);
     }
-    if (is_first && (done >> simt::lane() & 1) == 0)
-      other_rows.store(static_cast<int64_t>(other_count.atomic_add(0, 1)), at);
+    list(group, is_first && (done >> simt::lane() & 1) == 0, at);
+  }
+
+  // One lane counts for all of the group.
+  SIMT void list(const LaneGroup<kLanesOfGroup>& group, bool is_other, int64_t at) const {
+    const unsigned own = 1U << simt::lane(), others = simt::ballot(group.mask(), is_other) & group.mask();
+    if (others == 0) return;
+    uint64_t begin = 0;
+    if (simt::lane() == simt::first_lane(others)) begin = other_count.atomic_add(0, simt::count_lanes(others));
+    begin = simt::shuffle(group.mask(), begin, simt::first_lane(others) % kLanesOfGroup, kLanesOfGroup);
+    if (is_other) other_rows.store(static_cast<int64_t>(begin) + simt::count_lanes(others & (own - 1)), at);
   }
 
   // Table by table. Returns the lanes whose rows are done.
