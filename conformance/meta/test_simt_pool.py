@@ -179,4 +179,4 @@ def test_nothing_is_spilled() -> None:
     found = device_usage(Path(__file__).parent / "simt" / "pool.cu", architectures=["80", "90", "100"])
     assert len(found) == 3 * 36
     assert [usage for usage in found if usage.spill_bytes > 0 or usage.stack_bytes > 0] == []
-    assert max(usage.register_count for usage in found) <= 160
+    assert max(usage.register_count for usage in found) <= 168
