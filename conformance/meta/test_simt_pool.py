@@ -66,7 +66,12 @@ _PLANTED = [
         {"wrong-result"},
     ),
     (
-        Planted("more blocks than were asked for", _PLAN, "limited = max_blocks > 0;", "limited = max_blocks > (FAULT ? 1 : 0);"),
+        Planted(
+            "more blocks than were asked for",
+            _PLAN,
+            "limited = max_blocks > 0;",
+            "limited = max_blocks > (FAULT ? 1 : 0);",
+        ),
         {"wrong-result"},
     ),
     (
