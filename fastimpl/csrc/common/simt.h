@@ -142,7 +142,14 @@ class Memory {
   }
   template <int kCount>
   SIMT void store_vector(int64_t at, const Vector<Value, kCount>& value) const {
-    *reinterpret_cast<Vector<Value, kCount>*>(data_ + at) = value;
+    if constexpr (!kShared && std::is_same_v<Value, float> && kCount == 4) {
+      // By name: of an assignment the compiler may make four stores.
+      asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data_ + at)),
+                   "f"(value.values[0]), "f"(value.values[1]), "f"(value.values[2]), "f"(value.values[3])
+                   : "memory");
+    } else {
+      *reinterpret_cast<Vector<Value, kCount>*>(data_ + at) = value;
+    }
   }
 
   SIMT Value atomic_load(int64_t at, Order order = Order::kRelaxed, Scope scope = Scope::kDevice) const {

@@ -180,12 +180,16 @@ struct Pool {
 
   SIMT void store(const PoolPart& part, int64_t place, float (&sum)[kElements], int64_t length) const {
     constexpr int kStored = kElements < 4 ? kElements : 4;
+    // By itself: divisions among the stores take the vectors apart.
+    if (part.mean && length > 0) {
+      SIMT_UNROLL
+      for (int e = 0; e < kElements; ++e) sum[e] = sum[e] / static_cast<float>(length);
+    }
     SIMT_UNROLL
     for (int e = 0; e < kElements; e += kStored) {
       simt::Vector<float, kStored> result;
       SIMT_UNROLL
-      for (int i = 0; i < kStored; ++i)
-        result.values[i] = part.mean && length > 0 ? sum[e + i] / static_cast<float>(length) : sum[e + i];
+      for (int i = 0; i < kStored; ++i) result.values[i] = sum[e + i];
       out.template store_vector<kStored>(place + e, result);
     }
   }
