@@ -84,10 +84,11 @@ def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
     }
     ask = (
         "import fastimpl, json, twinproof as shared; "
-        "print(json.dumps([fastimpl.build_info(), sorted(fastimpl._PROVEN_CUDA_OPS), shared.are_lowered()]))"
+        "print(json.dumps([fastimpl.build_info(), sorted(fastimpl._PROVEN_CUDA_OPS), fastimpl._RAN_SOURCES, "
+        "shared.are_lowered()]))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", ask], check=True, capture_output=True, text=True)
-    info, proven, is_lowered = json.loads(done.stdout.splitlines()[-1])
+    info, proven, sources, is_lowered = json.loads(done.stdout.splitlines()[-1])
     if is_lowered:
         yield "twinproof: regimes are lowered, expected shipped: this package is for tests"
     if info["regimes"] != "shipped":
@@ -96,7 +97,12 @@ def unproven_operators(files: list[Path], library: Path) -> Iterator[str]:
         missing = sorted(registered ^ {*info["unproven_cuda_ops"], *proven})
         yield f"{library.name}: build_info() and the CUDA sources disagree on {', '.join(missing)}"
     evidence = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "perf/results").rglob("*.json")]
-    ran = {name for found in evidence for name in found.get("cuda_operators_run", ()) if found["environment"]["gpus"]}
+    ran = {
+        name
+        for found in evidence
+        for name in found.get("cuda_operators_run", ())
+        if found["environment"]["gpus"] and found["library_sources"] == sources
+    }
     for name in proven:
         if name not in ran:
             yield f"{library.name}: {name} is called proven, and no evidence of a GPU names it"

@@ -155,7 +155,7 @@ class InlineEngine:
 
 
 class CudaEngine:
-    """``torch.cuda``. Unproven: no GPU has run it."""
+    """``torch.cuda``; one H200 has run it, and no machine with several GPUs."""
 
     stands_for_device = True
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -63,6 +63,20 @@ CPU_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Where ``proven_on`` has its program put parameters and gradients.
 _PLACE: ContextVar[torch.device | None] = ContextVar("place", default=None)
+
+
+@cache
+def adagrad_grows() -> bool:
+    """Whether torch's Adagrad steps a parameter that it was not made with, or whose state is gone; 2.11 does not."""
+    late, optimizer = torch.ones(1), torch.optim.Adagrad([torch.ones(1)])
+    optimizer.add_param_group({"params": [late]})
+    optimizer.state.pop(late, None)
+    late.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

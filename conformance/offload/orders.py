@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, raises
 from conformance.offload.cases import values
-from conformance.offload.machine import KINDS, SHAPES, OffloadMachine, forms, subsets
+from conformance.offload.machine import DRAWN, SHAPES, OffloadMachine, forms, subsets
 from twinproof.errors import ConfigError
 from twinproof.offload.states import is_movable
 
@@ -67,7 +67,7 @@ class OrdersMachine(OffloadMachine):
     watches_memory = False
 
     @initialize(
-        kind=st.sampled_from(list(KINDS)),
+        kind=st.sampled_from(DRAWN),
         form=forms,
         with_masters=st.booleans(),
         watched=st.booleans(),

@@ -27,7 +27,17 @@ import torch
 from conformance.harness.environment import environment
 from fastimpl import ops
 
-__all__ = ["OperatorCall", "calls_of", "differences", "listed", "main", "on_device", "outputs", "tensors_in"]
+__all__ = [
+    "OperatorCall",
+    "calls_of",
+    "differences",
+    "listed",
+    "main",
+    "on_device",
+    "outputs",
+    "provenance",
+    "tensors_in",
+]
 
 _COUNTS = (1_000, 1_000_000)
 _DELAY_CYCLES = 20_000_000  # About 10 ms.
@@ -162,6 +172,12 @@ def _results(operator: str, call: OperatorCall, device: torch.device) -> Iterato
         yield from ((f"{name}, {number + 1} of {count}", found) for number, found in enumerate(made))
 
 
+def provenance() -> dict[str, Any]:
+    """What evidence of operators begins with: the machine but for its folders, and the digest of the sources."""
+    machine = {name: value for name, value in environment().items() if name != "file_system"}
+    return {"environment": machine, "library_sources": ops.build_facts()["sources"]}
+
+
 def _judge(operator: str, device: torch.device, counts: Sequence[int]) -> tuple[int, list[str]]:
     calls, wrong, compared = calls_of(operator), [], 0
     if calls is None:
@@ -209,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # ``ci/checks.py`` looks for an operator's name here before it is called proven.
         ran = [given.operator] if given.device == "cuda" and compared and not wrong else []
         found = {
-            "environment": environment(),
-            "library_sources": ops.build_facts()["sources"],
+            **provenance(),
             "cuda_operators_run": ran,
             "compared": compared,
             "differences": wrong,

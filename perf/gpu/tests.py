@@ -20,9 +20,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.harness.environment import environment
-from fastimpl import ops
-from perf.gpu.operators import tensors_in
+from perf.gpu.operators import provenance, tensors_in
 
 __all__ = ["OperatorsSeen", "main", "not_run"]
 
@@ -101,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.operators is not None and not code and not wrong:
         # ``ci/checks.py`` looks for an operator's name here before it is called proven.
         found = {
-            "environment": environment(),
-            "library_sources": ops.build_facts()["sources"],
+            **provenance(),
             "cuda_operators_run": sorted(seen.names),
             "modules": given.modules,
         }

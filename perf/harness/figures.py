@@ -23,8 +23,11 @@ RUNS_MIN = 3
 
 
 def read_runs(folder: Path) -> list[tuple[str, Evidence]]:
-    """(name, evidence) of every run below a folder of results. Raises ConfigError where there is none."""
-    paths = sorted(folder.rglob("*.json"))
+    """(name, evidence) of every run below a folder of results. Raises ConfigError where there is none.
+
+    What lies in folders ``operators`` says which operators a GPU has run, and no figure.
+    """
+    paths = sorted(path for path in folder.rglob("*.json") if path.parent.name != "operators")
     found = [(str(path.relative_to(folder)), read_evidence(path)) for path in paths]
     if not found:
         raise ConfigError("no evidence", got=0, expected="results of a bench, as JSON", where=folder)
@@ -33,8 +36,9 @@ def read_runs(folder: Path) -> list[tuple[str, Evidence]]:
 
 def machine_line(evidence: Evidence) -> str:
     """The machine as a document names it."""
-    cpu = evidence.environment["cpu"]
-    return f"{cpu['count']} cores of {cpu['model']}, {evidence.machine.filesystem}"
+    cpu, gpus = evidence.environment["cpu"], evidence.environment.get("gpus")
+    named = [str(gpu["name"]) for gpu in gpus] if isinstance(gpus, list) else []
+    return ", ".join([*named, f"{cpu['count']} cores of {cpu['model']}", evidence.machine.filesystem])
 
 
 def _value(outcome: dict[str, Any]) -> float | None:

@@ -34,7 +34,7 @@ def _kernel(id: str, what: str, floor: float, *, full: str, copy: str = "on the 
         ceiling=1.2,
         control="four-times",
         hardware=("cuda",),
-        evidence="the bytes that the task has to move, once; the control makes four calls; no GPU has judged it",
+        evidence="the bytes that the task has to move, once; the control makes four calls",
     )
 
 

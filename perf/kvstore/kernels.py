@@ -1,4 +1,4 @@
-"""A store on a GPU beside a copy of as many bytes in the same run. No GPU has run this yet.
+"""A store on a GPU beside a copy of as many bytes in the same run.
 
 ``get`` reads the whole rows of a batch of ids, uniform over the store; ``export`` every row, in the order in which the
 store lists its ids; ``insert`` writes rows that are not there, into room that was reserved; ``host`` reads as ``get``

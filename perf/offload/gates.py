@@ -26,7 +26,7 @@ _gpu_link = partial(
     control="twice",
     hardware=_GPU,
     evidence="the device's own count, as a share of one pinned copy's in the same run; the control copies twice; "
-    f"undecided where a device counts none; {_UNJUDGED}",
+    "undecided where a device counts none",
 )
 _gpu_steps_memory = partial(memory, full="offload-gpu-memory-576mib", hardware=_GPU)
 _adam_bf16 = partial(claim, full="offload-cpu-adam-bf16", short="offload-cpu-adam-bf16", ceiling=4.0, control="foreach")
@@ -134,7 +134,7 @@ GATES = (
         "Offloading states of 16 MiB and bringing them back MUST reach 0.9 of pinned copies of the same run.",
         full="offload-gpu-moves-1gib",
         floor=0.9,
-        evidence=f"G1 of docs/offload-limits.md; the control is a pageable loop of .to; {_UNJUDGED}",
+        evidence="G1 of docs/offload-limits.md; the control is a pageable loop of .to",
     ),
     _gpu_moves(
         "offload-gpu-small-rate",
@@ -151,7 +151,7 @@ GATES = (
         floor=0.8,
         ceiling=1.2,
         control="serial",
-        evidence=f"G3 of docs/offload-limits.md; the control copies, steps and copies on one stream; {_UNJUDGED}",
+        evidence="G3 of docs/offload-limits.md; the control copies, steps and copies on one stream",
     ),
     _gpu_limit(
         "offload-gpu-slot-update",
@@ -161,7 +161,7 @@ GATES = (
         floor=0.8,
         ceiling=1.2,
         control="foreach",
-        evidence=f"one pass over weight, gradient and moments; the control is torch's foreach step; {_UNJUDGED}",
+        evidence="one pass over weight, gradient and moments; the control is torch's foreach step",
     ),
     _gpu_claim(
         "offload-gpu-exposed",
@@ -223,7 +223,7 @@ GATES = (
         ceiling=100.0,
         control="loop",
         evidence="G6 of docs/offload-limits.md, whose 3 us for each tensor are one launch, measured in the same run; "
-        f"the control waits; {_UNJUDGED}",
+        "the control waits",
     ),
     counter(
         "offload-gpu-host-waits",
@@ -234,7 +234,7 @@ GATES = (
         control="loop",
         hardware=_GPU,
         evidence="G6 of docs/offload-limits.md, by torch's sync debug mode, which does not see waits for events; "
-        f"the control waits for each tensor; {_UNJUDGED}",
+        "the control waits for each tensor",
     ),
     _gpu_steps_memory(
         "offload-gpu-step-peak",

@@ -1,4 +1,4 @@
-"""What offloading costs on a GPU, each figure beside a copy rate of the same run. No GPU has run this yet.
+"""What offloading costs on a GPU, each figure beside a copy rate of the same run.
 
 Everything goes through an ``Engine``, so that the same code runs, without meaning, on the CPU, as it does in CI.
 """

@@ -1,4 +1,4 @@
-"""The update of a chunk in its slot on a GPU, beside a copy of the device of the same run. No GPU has run this yet."""
+"""The update of a chunk in its slot on a GPU, beside a copy of the device of the same run."""
 
 from __future__ import annotations
 

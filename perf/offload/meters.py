@@ -42,7 +42,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """``torch.cuda``. Unproven: no GPU has run it."""
+    """``torch.cuda``."""
 
     def settle(self) -> None:
         """Of the current device."""

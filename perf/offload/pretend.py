@@ -36,7 +36,7 @@ def _run(rank: Rank, workload: Workload, name: str) -> Sample:
     for param in params:
         param.grad = torch.ones_like(param)
     in_slots = name == "slots"
-    optimizer = torch.optim.AdamW(params, fused=not in_slots)
+    optimizer = torch.optim.AdamW(params, fused=None if in_slots else True)
     offloader: Any = None
     if name != "plain":
         options: dict[str, Any] = {"engine": PretendEngine(), "chunk_bytes": 4 * workload.tensor_bytes}

@@ -46,7 +46,7 @@ def _kernel(id: str, what: str, floor: float, *, full: str) -> Gate:
         ceiling=1.2,
         control="four-times",
         hardware=_GPU,
-        evidence=f"the bytes that the task has to move, once; the control does the work four times; {_UNJUDGED}",
+        evidence="the bytes that the task has to move, once; the control does the work four times",
     )
 
 

@@ -1,4 +1,4 @@
-"""The operators of a lookup on a GPU, beside a copy of as many bytes in the same run. No GPU has run this yet.
+"""The operators of a lookup on a GPU, beside a copy of as many bytes in the same run.
 
 ``ours`` is one call of the operator, ``copy`` a copy on the device that reads and writes what the call has to,
 ``four-times`` the operator four times over, which no gate may let pass. Samples are seconds between two events, of

@@ -2,7 +2,7 @@
 // they have on the CPU. A handle's tensor lies on the device and is never read there: its address is what it names.
 //
 // Calls of one store and its snapshots are made one at a time. Each works on the caller's stream, behind what the one
-// before queued. Never run on a GPU so far.
+// before queued.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>

@@ -1,5 +1,5 @@
 // CUDA launchers of the movement of ids: checks, mending, jagged permutation, bucketizing. Nothing is waited for: what
-// a check finds stays on the device. Never run on a GPU so far.
+// a check finds stays on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -1,6 +1,5 @@
 // CUDA launchers of pooling and the fused step. Nothing is waited for and no host memory is copied, so that a graph may
 // hold them: ids that no table has are skipped, and who wants to know asks pipeline_check_ids or pipeline_settle_ids.
-// Never run on a GPU so far.
 #include <torch/csrc/stable/library.h>
 
 #include "common/device_call.cuh"
