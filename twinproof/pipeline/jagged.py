@@ -177,6 +177,7 @@ class Bags:
         if self.sizes is not None:
             begins = running_sums(self.sizes)
         elif stride:
+            # A copy first: in a backward torch calls ``tolist`` of no subclass.
             begins = self.offsets[::stride].cpu().tolist()
         found = []
         for index in range(feature_count):
