@@ -128,6 +128,16 @@ _PLANTED = [
         {"out-of-bounds", "misaligned"},
     ),
     (
+        Planted("of many parts the first alone", _KERNEL, "listed.load(number)", "listed.load(FAULT ? 0 : number)"),
+        {"race", "wrong-result", "out-of-bounds"},
+    ),
+    (
+        Planted(
+            "as many parts as are carried come as a list", _KERNEL, "count <= kCarried ?", "count + FAULT <= kCarried ?"
+        ),
+        {"out-of-bounds"},
+    ),
+    (
         Planted("more bags than are left", _KERNEL, "if (bag + b < bag_count)", "if (FAULT || bag + b < bag_count)"),
         {"race", "out-of-bounds", "wrong-result"},
     ),

@@ -61,7 +61,11 @@ Batch<Id> any_batch(Trial& trial, bool is_weighted) {
   Batch<Id> batch;
   batch.is_weighted = is_weighted;
   batch.has_bad = trial.random.below(3) == 0;
-  const int64_t table_count = trial.random.between(1, 2), feature_count = trial.random.between(1, 3);
+  const int64_t table_count = trial.random.between(1, 2);
+  // Now and then about as many as a launch carries.
+  const bool has_many = trial.random.below(4) == 0;
+  const int64_t feature_count =
+      has_many ? trial.random.between(PoolParts::kCarried - 1, PoolParts::kCarried + 1) : trial.random.between(1, 3);
   for (int64_t t = 0; t < table_count; ++t) batch.tables.push_back(any_table(trial));
   batch.bag_count = trial.random.between(1, 9);
   // Now and then bags with one or two ids on average, but for one of them.
@@ -158,7 +162,8 @@ void pool_on_a_grid(Trial& trial) {
   const auto weights = trial.array<float>("weights", batch.weights);
   const PoolBatch<Id> arguments{ids, offsets, weights, out, batch.bag_count, batch.width};
   for (const PoolLaunch& launch : plan_pooling(features, batch.bag_count, batch.width, out.global().data())) {
-    const auto parts = trial.array<PoolPart>("parts", launch.parts);
+    // As the launcher: there is no list where the launch carries all of them.
+    const auto parts = trial.array<PoolPart>("parts", launch.needs_list() ? launch.parts : std::vector<PoolPart>());
     // The addresses in them differ from run to run.
     trial.may_differ(parts);
     const int64_t most = trial.random.between(0, 3);
