@@ -49,6 +49,10 @@ class StreamedBatch(BatchContext):
         self.seen.clear()
 
 
+# Of names, lengths and flags a batch has thousands, and none of them holds a tensor.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a batch, a message or a result.
 
@@ -58,7 +62,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from tensors_in(part)
+            if type(part) not in _PLAIN:
+                yield from tensors_in(part)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
     elif hasattr(type(value), "record_stream") or hasattr(type(value), "wait"):
@@ -69,10 +74,20 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def versions_of(module: Any) -> tuple[tuple[int, int], ...]:
     """Which tensors a lookup of the module reads, and how often each was written."""
-    tensors = [*module.buffers(), *module.parameters()]
-    if hasattr(module, "local_shards"):
-        tensors += [weight for _, weight, _ in module.local_shards().values()]
+    if hasattr(module, "local_weights"):
+        # Ours: what its own listing adds to these are parameters of the same memory, with the versions of the weights.
+        tensors = [*module.local_weights(), *_held_tensors(module)]
+    else:
+        tensors = [*module.buffers(), *module.parameters()]
     return tuple((id(tensor), tensor._version) for tensor in tensors)
+
+
+def _held_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers and parameters in one walk; torch's own listings take one each, and name everything."""
+    for part in module.modules():
+        for tensor in (*part._buffers.values(), *part._parameters.values()):
+            if tensor is not None:
+                yield tensor
 
 
 def _named(name: str) -> Callable[[Method], Method]:

@@ -13,6 +13,8 @@ from typing import Any
 
 __all__ = ["Gpu", "GpuSample", "Unavailable", "counts_between", "open_gpu", "throttled", "used_bytes"]
 
+# Where NVML's counts of the link start again.
+_PCIE_WRAP_BYTES = 1 << 32
 # nvmlClocksEventReasons bits that mean the clock was held down by power, heat or the board; idling is none of them.
 _THROTTLE_BITS = {
     0x0000000000000004: "power cap",
@@ -156,7 +158,8 @@ def counts_between(before: GpuSample, after: GpuSample) -> dict[str, float]:
     """What one run used of the device, by the names that gates know.
 
     ``nvml_used_bytes`` is taken when it ends, ``nvml_growth_bytes`` more than when it began. ``pcie_tx_bytes`` and
-    ``pcie_rx_bytes`` are left out where the device counts none and where a count wrapped: a gate stays undecided then.
+    ``pcie_rx_bytes`` are left out where the device counts none: a gate stays undecided then. Their counts start again
+    at 2**32, as an H200 showed; a run that moves less than 4 GiB each way is counted whole.
     """
     found = {
         "nvml_used_bytes": float(after.memory_used_bytes),
@@ -166,8 +169,9 @@ def counts_between(before: GpuSample, after: GpuSample) -> dict[str, float]:
     }
     for name in ("pcie_tx_bytes", "pcie_rx_bytes"):
         first, last = getattr(before, name), getattr(after, name)
-        if first is not None and last is not None and last >= first:
-            found[name] = float(last - first)
+        if first is None or last is None:
+            continue
+        found[name] = float((last - first) % _PCIE_WRAP_BYTES if max(first, last) < _PCIE_WRAP_BYTES else last - first)
     return found
 
 

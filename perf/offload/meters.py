@@ -35,7 +35,7 @@ class Meter(Protocol):
         """Memory of torch's own allocator of pinned memory."""
 
     def pinned_bytes(self) -> int:
-        """Held by torch's own allocator of pinned memory, rounded as it rounds."""
+        """In use of torch's own allocator of pinned memory, rounded as it rounds; what it keeps for later is not."""
 
     def waits_in(self, job: Callable[[], Any]) -> int:
         """How often the host waited for the device in a job, but for events that it asked for."""
@@ -72,7 +72,8 @@ class CudaMeter:
 
     def pinned_bytes(self) -> int:
         """As torch counts, after rounding."""
-        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+        # Of what it owns, nothing is new where blocks of an earlier round lie in its cache.
+        return int(torch.cuda.host_memory_stats()["active_bytes.current"])
 
     def waits_in(self, job: Callable[[], Any]) -> int:
         """Each is a warning of torch."""

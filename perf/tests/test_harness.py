@@ -174,10 +174,13 @@ def test_counts_that_a_device_does_not_have_are_absent() -> None:
         after = gpu.sample()
         found = counts_between(before, after)
         assert (found["pcie_tx_bytes"], found["pcie_rx_bytes"], found["nvml_growth_bytes"]) == (100, 200, 1 << 20)
-        # A count that wrapped says nothing, nor does one that the device refuses to read.
-        wrapped = counts_between(after, before)
-        assert "pcie_tx_bytes" not in wrapped
-        assert wrapped["nvml_growth_bytes"] == -(1 << 20)
+        # A count that started again at 2**32 is one all the same; one that the device refuses to read says nothing.
+        library.pcie_bytes[197] = 50
+        wrapped = counts_between(after, gpu.sample())
+        assert wrapped["pcie_tx_bytes"] == (1 << 32) - 107 + 50
+        assert counts_between(after, before)["nvml_growth_bytes"] == -(1 << 20)
+        library.pcie_bytes[197] = (1 << 32) + 107
+        assert counts_between(after, gpu.sample())["pcie_tx_bytes"] == 1 << 32
         library.field_result = 3
         assert (gpu.sample().pcie_tx_bytes, gpu.sample().pcie_rx_bytes) == (None, None)
         assert "pcie_rx_bytes" not in counts_between(after, gpu.sample())

@@ -191,16 +191,21 @@ class TableParts:
 
     def __init__(self, layout: Layout, lookups: Sequence[Any], optimizer: InBackwardOptimizer) -> None:
         self._layout, self._lookups, self._optimizer = layout, lookups, optimizer
+        # The table, this rank's shard of it, what looks it up, and which of its tables it is: the same in every step.
+        self._cut_shards: list[tuple[str, Shard, Any, int]] = [
+            (layout.tables[shard.table].name, shard, lookup, index)
+            for group, lookup in zip(layout.groups, lookups, strict=True)
+            for index, shard in enumerate(group.shards)
+            if layout.shardings[shard.table].rule.is_cut
+        ]
 
     def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
-        layout, found = self._layout, {}
-        for group, module in zip(layout.groups, self._lookups, strict=True):
-            for index, shard in enumerate(group.shards):
-                if not layout.shardings[shard.table].rule.is_cut:
-                    continue
-                found[layout.tables[shard.table].name] = (shard, module.weight(index), module.states(index))
-        return found
+        return {name: (shard, lookup.weight(i), lookup.states(i)) for name, shard, lookup, i in self._cut_shards}
+
+    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Table -> its weight [r, c], of ``local_shards``."""
+        return ((name, lookup.weight(index)) for name, _, lookup, index in self._cut_shards)
 
     def views(self, *, states: bool) -> dict[str, TableShard]:
         """Name -> this rank's part of every table that is cut, or of its optimizer states."""
@@ -692,6 +697,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
         return self._parts.local_shards()
 
+    def local_weights(self) -> list[torch.Tensor]:
+        """This rank's weights [r, c] of all cut tables: themselves, not copies."""
+        return [weight for _, weight in self._parts.local_weights()]
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Tables and states go where the parameters go, see ``TableBatchedEmbeddingBags``."""
         for module in self.lookups:
@@ -710,7 +719,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         does not list them: what waits for gradients of its parameters, as DDP does, would wait forever.
         """
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        for name, (_, weight, _) in self._parts.local_shards().items() if recurse else ():
+        for name, weight in self._parts.local_weights() if recurse else ():
             known = self._cut_parameters.get(name)
             if known is None or known.data_ptr() != weight.data_ptr():
                 trained = name not in self._frozen_now()

@@ -137,7 +137,7 @@ hoisted_in_training_kept = patched(
 
 versions_of_cut_tables_alone = patched(
     "Of a sharded collection the versions of its cut tables alone say whether a lookup is out of date.",
-    mutated("fastimpl.pipeline.stages:versions_of", "tensors += [weight", "tensors = [weight"),
+    mutated("fastimpl.pipeline.stages:versions_of", ", *_held_tensors(module)]", "]"),
     kills="PIPE-503",
     of="fastimpl",
 )
