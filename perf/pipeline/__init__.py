@@ -11,6 +11,7 @@ import torch
 from conformance.harness import Rank
 from perf.harness.paired import Round
 from perf.harness.workloads import Workload
+from perf.pipeline.calls import measure_calls
 from perf.pipeline.gpu import CONFIGS, measure_config
 from perf.pipeline.kernels import KERNELS, measure_kernel
 from perf.pipeline.pr2916_lines import table_lines
@@ -43,6 +44,7 @@ JOBS: dict[str, Callable[[Rank, Workload, str, int, int], list[Round]]] = {
     **{f"gpu-kernel-{name}": partial(measure_kernel, name) for name in KERNELS},
     "pretend-step": partial(measure_step, False),
     "pretend-mixed-step": partial(measure_step, True),
+    "host-calls": measure_calls,
 }
 
 # Where the bench's own table says too little: job -> lines of a workload and its rounds.

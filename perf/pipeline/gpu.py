@@ -1,9 +1,11 @@
-"""The pipeline's gates on a GPU: what Fused saves beside SparseDist, and what it could. No GPU has run this yet.
+"""The pipeline's gates on a GPU: what Fused saves beside SparseDist, and what it could.
 
 Config a: a dense optimizer of products of matrices (Muon), at least 12 % of a SparseDist step. Config b: one that is
 bound by memory, as the lookup is: there is nothing to win but the gaps. Config c: a step so short that the host, which
 waits for sizes and ids, leaves the device idle. One rank: what can be hidden is the dense optimizer, the lookup and the
-host's gaps. The jobs run on the CPU too, without meaning, as they do in CI.
+host's gaps. How much of lookup and optimizer a device hides at all is measured beside it, on two streams and no
+pipeline: kernels that fill the device do not run at the same time, whatever streams they are on. The jobs run on the
+CPU too, without meaning, as they do in CI.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fastimpl import pipeline
 from fastimpl.pipeline.overlap import OverlapReport, overlap_report
 from fastimpl.pipeline.recording import CudaClock, HostClock, Recorder
 from perf.harness.nvml import open_gpu
-from perf.harness.paired import Round, interleave
+from perf.harness.paired import Round, Sample, interleave
 from perf.harness.workloads import Workload
 from perf.pipeline.devices import reason_against_gpu
 from perf.pipeline.meters import meter_for
@@ -28,10 +30,9 @@ from perf.pipeline.pr2916_model import SeedModel, Sizes, loader_of, make_model
 from perf.pipeline.pr2916_table import CONTENDERS, CONTROLS, Turns, by_step
 from twinproof.engine import CudaEngine, InlineEngine
 
-__all__ = ["CONFIGS", "Config", "measure_config", "schedules"]
+__all__ = ["CONFIGS", "Bare", "Config", "measure_config", "schedules"]
 
 _RECORDED, _WARM_UP = 10, 5
-_ITEM_BYTES = 4
 # Instead of nothing or less, which has no ratio.
 _NOTHING_S = 1e-9
 
@@ -53,7 +54,7 @@ def _sgd(model: SeedModel) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Config:
-    """Batch, width of the over-arch, the dense optimizer, and bytes that it moves for each parameter.
+    """Batch, width of the over-arch, and the dense optimizer.
 
     ``share_min``: of a SparseDist step that the dense optimizer must take, or else this is another config.
     """
@@ -61,15 +62,13 @@ class Config:
     batch: int
     width: int
     optimizer: Callable[[SeedModel], torch.optim.Optimizer]
-    bytes_per_param: int
     share_min: float = 0.0
 
 
 CONFIGS = {
-    # Momentum is read and written, the gradient read, the parameter read and written.
-    "a": Config(batch=4096, width=2048, optimizer=_muon, bytes_per_param=20, share_min=0.12),
-    "b": Config(batch=4096, width=4096, optimizer=_adamw, bytes_per_param=28),
-    "c": Config(batch=512, width=256, optimizer=_sgd, bytes_per_param=12),
+    "a": Config(batch=4096, width=2048, optimizer=_muon, share_min=0.12),
+    "b": Config(batch=4096, width=4096, optimizer=_adamw),
+    "c": Config(batch=512, width=256, optimizer=_sgd),
 }
 
 
@@ -83,9 +82,9 @@ def measure_config(name: str, rank: Rank, workload: Workload, folder: str, round
 def schedules(device: str, config: Config, workload: Workload, round_count: int, seed: int) -> list[Round]:
     """``seconds`` of steps of schedules, and of what follows from them, by step.
 
-    ``saved``: SparseDist less Fused. ``saved-by-blocking``: the same of a Fused whose host waits. ``hideable``: the
-    shorter of dense optimizer and lookup, less what both need of the memory's bandwidth beyond the longer. ``idle``:
-    what the caller's stream has nothing to do in a SparseDist step.
+    ``one-stream``: a lookup and the dense optimizer's step behind each other, and nothing else. ``two-streams``: both
+    at once. ``hideable``: the difference. ``saved``: SparseDist less Fused. ``saved-by-blocking``: the same of a Fused
+    whose host waits. ``idle``: what the caller's stream has nothing to do in a SparseDist step.
     """
     rows, dim = workload.shape
     sizes = Sizes(workload.tensor_count, rows, dim, config.batch, pooling=10, width=config.width)
@@ -94,28 +93,68 @@ def schedules(device: str, config: Config, workload: Workload, round_count: int,
     loader = loader_of(sizes, seed + 1, is_pinned=device == "cuda")
     turns = Turns(model, optimizer, loader, device, meter_for(device))
     report = _report(turns)
-    lookup, dense = (_duration(report, stage) for stage in ("lookup", "dense_optimizer"))
+    dense = _duration(report, "dense_optimizer")
     if dense < config.share_min * report.step_s:
         raise Mismatch("another config", got=dense / report.step_s, expected=f">= {config.share_min} of a step")
     names = [name for name in workload.contenders if name in CONTENDERS or name in CONTROLS]
+    runs: dict[str, Callable[[], Sample]] = {name: partial(turns.take, name) for name in names}
+    bare = Bare(model, optimizer, next(loader), device)
+    runs |= {"one-stream": partial(turns.timed, bare.one_stream), "two-streams": partial(turns.timed, bare.two_streams)}
     with open_gpu() as gpu:
-        runs = {name: partial(turns.take, name) for name in names}
         taken = interleave(runs, round_count=round_count, seed=seed, gpu=gpu)
-    joint_s = _joint_bytes(sizes, model, config) / _copy_rate(device)
     on_default = report.serial_s - sum(_duration(report, stage) for stage in ("batch_copy", "input_dist"))
-    fixed = {
-        "hideable": min(lookup, dense) - max(0.0, joint_s - max(lookup, dense)),
-        "idle": report.step_s - on_default,
-    }
-    return [_with_derived(found, fixed) for found in by_step(taken)]
+    return [_with_derived(found, report.step_s - on_default) for found in by_step(taken)]
 
 
-def _with_derived(found: Round, fixed: dict[str, float]) -> Round:
+class Bare:
+    """Lookups of one batch and the dense optimizer's step, with no pipeline around them."""
+
+    def __init__(self, model: SeedModel, optimizer: torch.optim.Optimizer, batch: Any, device: str) -> None:
+        self._optimizer, self._ready = optimizer, []
+        for module, ids in ((model.plain, batch.plain), (model.weighted, batch.weighted)):
+            made: Any = module
+            context = made.create_context()
+            self._ready.append((made, context, made.input_dist(context, ids.to(device)).wait().wait()))
+        trained = [param for group in optimizer.param_groups for param in group["params"]]
+        # So small that what is trained stays finite, however often it is stepped.
+        self._gradients = [(param, torch.full_like(param, 1e-6)) for param in trained]
+        self._side: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _look_up(self) -> None:
+        with torch.no_grad():
+            for module, context, ids in self._ready:
+                module.compute(context, ids)
+
+    def _step(self) -> None:
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        self._optimizer.step()
+
+    def one_stream(self) -> None:
+        """Lookup, then step."""
+        self._look_up()
+        self._step()
+
+    def two_streams(self) -> None:
+        """The lookup on a stream of its own, given to the device behind the step: then most of it was hidden."""
+        if self._side is None:
+            self.one_stream()
+            return
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        self._step()
+        with torch.cuda.stream(self._side):
+            self._look_up()
+        current.wait_stream(self._side)
+
+
+def _with_derived(found: Round, idle_s: float) -> Round:
     seconds = {name: sample["seconds"] for name, sample in found.items()}
     derived = {
         "saved": seconds["sparse-dist"] - seconds["fused:data_dist"],
         "saved-by-blocking": seconds["sparse-dist"] - seconds["blocking"],
-        **fixed,
+        "hideable": seconds["one-stream"] - seconds["two-streams"],
+        "idle": idle_s,
     }
     return {**found, **{name: {"seconds": max(value, _NOTHING_S)} for name, value in derived.items()}}
 
@@ -141,28 +180,3 @@ def _report(turns: Turns) -> OverlapReport:
 
 def _duration(report: OverlapReport, stage: str) -> float:
     return sum(found.duration_s for found in report.stages if found.stage == stage)
-
-
-def _joint_bytes(sizes: Sizes, model: SeedModel, config: Config) -> int:
-    """Rows read and columns written by the lookup, and what the optimizer moves."""
-    columns = sizes.table_count * sizes.dim
-    lookup = sizes.batch * columns * (sizes.pooling + 1) * _ITEM_BYTES
-    params = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    return lookup + params * config.bytes_per_param
-
-
-def _copy_rate(device: str) -> float:
-    """Bytes a second, read and written, of a copy on the device, in this run."""
-    source = torch.ones(1 << 28 if device == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    turns = [_copy_seconds(source, target) for _ in range(5)]
-    return 2 * source.nbytes / min(turns[1:])
-
-
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    clock: Any = CudaClock() if source.is_cuda else HostClock()
-    stream = torch.cuda.current_stream() if source.is_cuda else None
-    begun = clock.mark(stream)
-    target.copy_(source)
-    seconds: float = clock.seconds(begun, clock.mark(stream))
-    return seconds

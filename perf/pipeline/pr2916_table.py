@@ -79,14 +79,14 @@ class Turns:
             if name == "blocking" and self.device == "cuda":
                 torch.cuda.synchronize()
 
-        found = {**self._timed(step), **self.meter.peaks()}
+        found = {**self.timed(step), **self.meter.peaks()}
         del held
         schedule.reset()
         schedule.detach()
         return found
 
-    def _timed(self, step: Callable[[], Any]) -> Sample:
-        """Between one ``progress`` and the next, on the device's own clock where it has one."""
+    def timed(self, step: Callable[[], Any]) -> Sample:
+        """Seconds of each of some steps, between one and the next, on the device's own clock where it has one."""
         marks = [self._mark()]
         for _ in range(_STEPS):
             step()

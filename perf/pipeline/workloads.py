@@ -16,7 +16,10 @@ _SCHEDULES = (
     "sparse-dist",
     "base",
 )
-_SAVINGS = ("fused:data_dist", "sparse-dist", "blocking", "saved", "saved-by-blocking", "hideable", "idle")
+_SAVINGS = (
+    *("fused:data_dist", "sparse-dist", "blocking", "one-stream", "two-streams"),
+    *("saved", "saved-by-blocking", "hideable", "idle"),
+)
 
 _pipeline = partial(Workload, component="pipeline")
 _train = partial(Workload, component="pipeline", shape=(1_000_000, 128), tensor_count=4, round_count=13)
@@ -108,5 +111,13 @@ WORKLOADS = (
             contenders=("base", "sparse-dist", "fused", "semi-sync", "careless"),
         )
         for job in ("pretend-step", "pretend-mixed-step")
+    ),
+    _pipeline(
+        "host-calls-16x20",
+        job="host-calls",
+        shape=(20, 8),
+        tensor_count=16,
+        round_count=1,
+        contenders=("base", "sparse-dist", "fused", "semi-sync", "careless"),
     ),
 )

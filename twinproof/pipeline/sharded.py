@@ -727,6 +727,18 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 known._in_backward_optimizers = [self.fused_optimizer]  # type: ignore[attr-defined]
             yield f"{prefix}.embedding_bags.{name}.weight" if prefix else f"embedding_bags.{name}.weight", known
 
+    def listed_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Parameters that somebody may hold: torch's, and of cut tables those that ``named_parameters`` gave.
+
+        A step asks for them, which is why none is made for a table that nobody listed.
+        """
+        for part in self.modules():
+            yield from (param for param in part._parameters.values() if param is not None)
+        weights = dict(self._parts.local_weights()) if self._cut_parameters else {}
+        for name, param in self._cut_parameters.items():
+            if param.data_ptr() == weights[name].data_ptr():
+                yield param
+
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Name -> this rank's part of each optimizer state, and the step as int64 [1].
 

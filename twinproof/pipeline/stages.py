@@ -95,7 +95,8 @@ class Call:
 
     def is_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
-        read = {id(param) for param in self.module.parameters()}
+        listed = getattr(self.module, "listed_parameters", self.module.parameters)
+        read = {id(param) for param in listed()}
         return bool(read) and any(id(param) in read for param in trained_params(optimizer))
 
 
