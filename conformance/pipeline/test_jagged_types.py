@@ -484,7 +484,7 @@ def test_equal_numbers(pipeline: Any) -> None:
 @requirement(
     "PIPE-523",
     "Positions MUST be written over weights exactly, or the weights' dtype be refused by name before any is written: "
-    "bfloat16 has all to 256, float16 to 2048.",
+    "bfloat16 has all to 256, float16 to 2048. A processor that was refused MUST go on taking weights for weights.",
 )
 def test_positions_in_narrow_weights(pipeline: Any) -> None:
     for dtype, most in ((torch.bfloat16, 256), (torch.float16, 2048), (torch.uint8, 255), (torch.float32, 5000)):
@@ -502,6 +502,20 @@ def test_positions_in_narrow_weights(pipeline: Any) -> None:
                 processors.pre_process_input(batch)
             expected = torch.cat([torch.arange(count), torch.zeros(1, dtype=torch.int64)])
             assert_bits(weights.to(torch.int64), expected, f"{dtype}, {count}")
+    ids, lengths = torch.tensor([7, 8, 9, 7]), torch.tensor([3, 1])
+    one, each = pipeline.PositionWeightedModule(4), pipeline.PositionWeightedModuleCollection({"a": 4})
+    for processor, jagged in (
+        (one, lambda weights: pipeline.JaggedTensor(ids, weights, lengths)),
+        (each, lambda weights: pipeline.KeyedJaggedTensor(["a"], ids, weights, lengths)),
+    ):
+        with torch.no_grad():
+            next(processor.parameters()).copy_(torch.tensor([2.0, 3.0, 4.0, 5.0]))
+        for wrong in (None, torch.ones(4, dtype=torch.bool)):
+            with raises(ConfigError, where=f"{type(processor).__name__}, {wrong}"):
+                processor.pre_process_input(jagged(wrong))
+            with succeeds("a batch behind it", where=type(processor).__name__):
+                found = processor(jagged(torch.full((4,), 3.0))).weights().detach()
+            assert_bits(found, torch.tensor([2.0, 3.0, 4.0, 2.0]), f"{type(processor).__name__} behind a refused batch")
 
 
 @requirement(

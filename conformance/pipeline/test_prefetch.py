@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement
@@ -64,6 +65,67 @@ def test_prefetch_on_ranks(rank_pool: Any) -> None:
         rank_pool.run(_equal_on_ranks, world_size)
 
 
+class Looked(torch.nn.Module):
+    """Rows of a store, pooled, under a square: the loss depends on every row that was looked up."""
+
+    def __init__(self, pipeline: Any, store: Any, buckets: Any) -> None:
+        super().__init__()
+        whole = pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(1, 4, "a")], device="meta")
+        plan = {"a": pipeline.key_value(store, buckets)}
+        self.tables = pipeline.ShardedEmbeddingBagCollection(
+            whole, plan, optimizer=pipeline.FusedOptimizer("sgd", lr=0.5)
+        )
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss [1] and the pooled rows."""
+        pooled = self.tables(ids).values()
+        return (pooled * self.scale).square().mean().reshape(1), pooled.detach()
+
+
+def _write_one(store: Any) -> None:
+    store.set("a", torch.tensor([5]), torch.full((1, 4), 7.0))
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "a capacity evicts them": ({"capacity": 2}, None),
+    "a listener writes one": ({}, _write_one),
+    "a listener deletes one": ({}, lambda store: store.delete("a", torch.tensor([6]))),
+}
+
+
+@requirement(
+    "PIPE-543",
+    "Rows read ahead MUST be read again where the update between them and their lookup changes more than its own rows: "
+    "where it evicts others for a capacity, and where a listener to it writes or deletes some.",
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_by_the_update(pipeline: Any, kvstore: Any, change: str) -> None:
+    options, listener = CHANGES[change]
+
+    def run(name: str) -> list[torch.Tensor]:
+        layouts = {"a": kvstore.RowLayout(4, optimizer="sgd")}
+        store = kvstore.KVStore(layouts, optimizer_in_row=True, clock=lambda: 5, **options)
+        store.set("a", torch.tensor([5, 6]), torch.tensor([[1.0], [2.0]]).expand(2, 4).contiguous())
+        if listener is not None:
+            store.add_listener(lambda _: listener(store), steps=True)
+        model = Looked(pipeline, store, kvstore.Buckets(4))
+        schedule = getattr(pipeline, name)(model, torch.optim.SGD([model.scale], 0.1), torch.device("cpu"))
+        some = ([1, 2], [5, 6], [6, 3], [5], [1, 6])
+        batches = iter([pipeline.KeyedJaggedTensor(["a"], ids, lengths=_one(ids)) for ids in map(torch.tensor, some)])
+        return [schedule.progress(batches) for _ in some]
+
+    expected = run("TrainPipelineBase")
+    for step, (one, other) in enumerate(zip(run(PREFETCH[0]), expected, strict=True)):
+        assert_bits(one, other, f"{change}: step {step}")
+    assert_equal(any(bool(pooled.any()) for pooled in expected), True, where="whether there was anything to read")
+
+
+def _one(ids: torch.Tensor) -> torch.Tensor:
+    """The lengths of one bag."""
+    return torch.tensor([ids.numel()])
+
+
 class Reads:
     """A store's ``get``, with the number of rows of each call."""
 
@@ -79,8 +141,8 @@ class Reads:
 
 @requirement(
     "PIPE-145",
-    "Prefetch MUST read a batch's rows once, before the update of the batch before, and after it again only those that "
-    "both batches have.",
+    "Prefetch MUST read a batch's rows once, before the update of the batch before, and after it again, of a table "
+    "without a capacity, only those that both batches have.",
     needs=("streams",),
 )
 def test_read_once(pipeline: Any, kvstore: Any) -> None:

@@ -38,7 +38,8 @@ class PrefetchedRows(StoreRows):
     """``StoreRows`` that take rows which were read ahead, for one batch at a time.
 
     A store numbers its changes. The table's own update is followed by a second look at the rows that both batches
-    have; after any other change the rows are read again when they are looked up.
+    have, or at all, where the table has a capacity, for which an update evicts others; after any other change the rows
+    are read again when they are looked up.
     """
 
     def __init__(self, store: Any, table: str) -> None:
@@ -74,7 +75,8 @@ class PrefetchedRows(StoreRows):
 
     def _read_again(self, ahead: Prefetched, stepped: torch.Tensor) -> None:
         """Those of the rows whose ids are among ``stepped``; on a device all, for the host would wait for which."""
-        if ahead.ids.device.type != "cpu":
+        may_evict = self.store.options.capacities[self.table] is not None
+        if may_evict or ahead.ids.device.type != "cpu":
             ahead.rows.copy_(self.store.get(self.table, ahead.ids))
             return
         shared = torch.isin(ahead.ids, stepped).nonzero()[:, 0]

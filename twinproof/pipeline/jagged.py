@@ -276,8 +276,11 @@ def check_integers(tensor: torch.Tensor | None, name: str, where: str) -> None:
 
 def check_positions(positions: torch.Tensor, dtype: torch.dtype) -> None:
     """Demand a dtype in which each of these numbers is one of its own. Raises ConfigError."""
-    # Of a float all integers up to 2 / eps.
-    most = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    if dtype.is_floating_point or dtype.is_complex:
+        # Of a float all integers up to 2 / eps.
+        most = int(2 / torch.finfo(dtype).eps)
+    else:
+        most = 1 if dtype is torch.bool else torch.iinfo(dtype).max
     longest = int(positions.max()) if positions.numel() and not positions.is_meta else 0
     if longest > most:
         got, expected = (longest, dtype), f"positions up to {most}, or weights of float32"

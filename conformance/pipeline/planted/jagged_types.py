@@ -200,3 +200,13 @@ compared_in_the_dtype_of_the_first = patched(
     mutated("twinproof.pipeline.batches:_close", "torch.promote_types(one.dtype, other.dtype)", "one.dtype"),
     kills="PIPE-537",
 )
+
+refused_positions_believed = patched(
+    "Who was refused to write positions takes weights for positions from then on.",
+    mutated(
+        "twinproof.pipeline.modules:PositionWeightedModule.pre_process_input",
+        "_write_positions(features)",
+        "self._pre_processed = True; _write_positions(features)",
+    ),
+    kills="PIPE-523",
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills=("PIPE-138", "PIPE-139"), at="fastimpl.pipeline.prefetch:PrefetchedRows.step")
@@ -36,3 +36,21 @@ def prefetched_rows_read_twice(original: Any, rows: Any, ids: Any) -> Any:
     original(rows, ids)
     rows._held = None
     return original(rows, ids)
+
+
+rows_evicted_by_the_update = patched(
+    "Rows that an update evicted for its table's capacity are taken as they were read ahead.",
+    mutated("fastimpl.pipeline.prefetch:PrefetchedRows._read_again", "may_evict or", "False or"),
+    kills="PIPE-543",
+    of="fastimpl",
+)
+
+
+@fault(kills="PIPE-543", at="fastimpl.pipeline.prefetch:PrefetchedRows.step", of="fastimpl")
+def rows_changed_in_the_update(original: Any, rows: Any, *given: Any) -> None:
+    """Whatever changes a store during a table's update is taken for the update alone."""
+    ahead = rows._ahead()
+    known = ahead is not None and ahead.mark.is_now()
+    original(rows, *given)
+    if known:
+        ahead.mark.mark = rows.store.mark()
