@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from conformance.harness import Mismatch, assert_equal, requirement, wrap
+from conformance.harness import Mismatch, assert_equal, requirement, succeeds, wrap
 from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
 
 ROWS, WIDTH, TURNS = 24, 32, 40
@@ -332,3 +334,31 @@ def test_rounds_in_threads(kvstore: Any) -> None:
     together(step, step, step, round_.run)
     assert_equal((round_.stats.processed_count, round_.stats.evicted_count), (count, count), where="rows looked at")
     assert_equal((round_.done, store.size("t")), (True, 0), where="at the end")
+
+
+@requirement(
+    "KV-370",
+    "Stores that are loaded in threads at the same time MUST have the rows of their own files, in whatever chunks; so "
+    "MUST stores that one file is loaded into.",
+)
+def test_loads_in_threads(kvstore: Any, tmp_path: Path) -> None:
+    def made(*, offset: int) -> Any:
+        store = store_of(kvstore)
+        ids = torch.arange(ROWS * 8) + offset
+        store.set("t", ids, ids[:, None].to(torch.float32).expand(-1, store.layout("t").embedding_dim).contiguous())
+        return store
+
+    sources = [made(offset=offset) for offset in (0, 10_000)]
+    for number, source in enumerate(sources):
+        kvstore.save(source, tmp_path / f"{number}")
+
+    def load(number: int) -> None:
+        for turn in range(4):
+            # Into rows that are there, chunk by chunk.
+            target = made(offset=50_000)
+            with succeeds("a load", where=f"thread {number}, turn {turn}"):
+                kvstore.load(target, tmp_path / f"{number}", chunk_rows=7)
+            ids = sources[number].ids("t")
+            assert_bits(target.get("t", ids), sources[number].get("t", ids), f"thread {number}, turn {turn}")
+
+    together(*(partial(load, number) for number in (0, 1, 1)))

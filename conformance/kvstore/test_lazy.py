@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -318,6 +319,31 @@ def test_planner_again(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
             assert_contents(store, expected, where=f"load {turn}, whole={whole}")
             for each, before in others:
                 assert_contents(each, before, where=f"the other store after load {turn}, whole={whole}")
+
+
+@requirement(
+    "KV-369",
+    "A planner whose load was refused MUST load what it is given next, and write nothing more of the load that was "
+    "refused.",
+)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("table", ["a", "b"])
+def test_planner_behind_a_refusal(kvstore: Any, checkpoint: Any, tmp_path: Path, table: str, whole: bool) -> None:
+    first, second, other = (filled(kvstore, KEYS, return_whole_row=whole) for _ in range(3))
+    # Of the other table everything was read before this one is refused, or is to come.
+    other.delete(table, ids_of(KEYS[1:2]))
+    other.set_rows(table, random_rows(other, [999], 3, table))
+    beside = "b" if table == "a" else "a"
+    other.set_rows(beside, random_rows(other, other.ids(beside).tolist(), 4, beside))
+    expected, kept, planner = contents(first), contents(other), kvstore.KVLoadPlanner()
+    _saved(checkpoint, first.state_dict(), tmp_path / "ck")
+    for turn in range(2):
+        with raises((CorruptionError, PlanError), where=f"other ids, load {turn}"):
+            _load(checkpoint, other.state_dict(snapshot=False), tmp_path / "ck", planner)
+        second.set("b", second.ids("b"), torch.full((second.size("b"), 4), float(turn)))
+        _load(checkpoint, second.state_dict(snapshot=False), tmp_path / "ck", planner)
+        assert_contents(second, expected, where=f"the store that was loaded behind it, load {turn}")
+        assert_contents(other, kept, where=f"the store whose load was refused, load {turn}")
 
 
 @requirement(

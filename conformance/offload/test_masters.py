@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -324,6 +325,10 @@ def _halved(masters: Any, _: Any) -> None:
         master.mul_(0.5)
 
 
+def _one_halved(number: int, masters: Any, _: Any) -> None:
+    list(masters.parameters())[number].mul_(0.5)
+
+
 def _refreshed(masters: Any, params: Any) -> None:
     for param in params:
         param.fill_(3.0)
@@ -336,10 +341,14 @@ def _loaded(masters: Any, _: Any) -> None:
 
 @requirement(
     "OPT-430",
-    "What is written to masters between prefetch() and the step, in place or by refresh() or load(), MUST be what the "
-    "step begins with, as with a plain optimizer.",
+    "What is written to masters between prefetch() and the step, to all or to one of any chunk, in place or by "
+    "refresh() or load(), MUST be what the step begins with, as with a plain optimizer.",
 )
-@pytest.mark.parametrize("write", [_halved, _refreshed, _loaded], ids=["in place", "refresh", "load"])
+@pytest.mark.parametrize(
+    "write",
+    [_halved, _refreshed, _loaded, *(partial(_one_halved, number) for number in range(len(SHAPES)))],
+    ids=["in place", "refresh", "load", *(f"number {number} alone" for number in range(len(SHAPES)))],
+)
 def test_written_behind_a_prefetch(offload: Any, write: Any) -> None:
     made = []
     for offloaded in (False, True):

@@ -102,3 +102,22 @@ slices_carried_out_unlocked = patched(
     ),
     kills="KV-368",
 )
+
+
+@fault(kills="KV-370", at="fastimpl.kvstore.files:StreamedFiles.open", of="fastimpl")
+def chunks_of_all_loads_in_one_memory(original: Any, files: Any, path: str) -> Any:
+    """All loads of a process read their chunks into one memory."""
+    saved = original(files, path)
+    _SHARED.append(saved._read_range)
+
+    def read(*given: Any) -> Any:
+        found = _SHARED[0](*given)
+        _pause()
+        return found
+
+    saved._read_range = read
+    return saved
+
+
+# What the first load reads with.
+_SHARED: list[Any] = []

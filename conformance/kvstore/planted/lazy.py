@@ -108,3 +108,12 @@ parameters_are_not_read_into = patched(
     mutated(_OUT, "(out).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__", "(out) is not torch.Tensor"),
     kills="KV-354",
 )
+
+
+@fault(kills="KV-369", at="twinproof.kvstore.statedict:KVLoadPlanner.finish_plan")
+def rows_wait_for_the_next_load(original: Any, planner: Any, plan: Any) -> Any:
+    """Rows of a load that was refused wait, and are written with the next."""
+    waiting = getattr(planner, "_waiting", [])
+    found = original(planner, plan)
+    planner._waiting = waiting
+    return found

@@ -169,3 +169,14 @@ gradients_outlive_the_step = patched(
     mutated("twinproof.offload.states:MasterWeights.took", "self._given.pop(master, None)", "pass"),
     kills="OPT-452",
 )
+
+first_master_alone_looked_at = patched(
+    "Of masters that were prefetched the first chunk alone is looked at for writes.",
+    mutated(
+        "fastimpl.offload.transfers:StreamedTransfers._fetch_first",
+        "for chunk in self._chunks[: self._fetched])",
+        "for chunk in self._chunks[:1])",
+    ),
+    kills="OPT-430",
+    of="fastimpl",
+)
