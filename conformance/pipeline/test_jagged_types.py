@@ -503,11 +503,12 @@ def test_positions_in_narrow_weights(pipeline: Any) -> None:
             expected = torch.cat([torch.arange(count), torch.zeros(1, dtype=torch.int64)])
             assert_bits(weights.to(torch.int64), expected, f"{dtype}, {count}")
     ids, lengths = torch.tensor([7, 8, 9, 7]), torch.tensor([3, 1])
-    one, each = pipeline.PositionWeightedModule(4), pipeline.PositionWeightedModuleCollection({"a": 4})
-    for processor, jagged in (
-        (one, lambda weights: pipeline.JaggedTensor(ids, weights, lengths)),
-        (each, lambda weights: pipeline.KeyedJaggedTensor(["a"], ids, weights, lengths)),
-    ):
+    one: Any = (pipeline.PositionWeightedModule(4), lambda weights: pipeline.JaggedTensor(ids, weights, lengths))
+    each: Any = (
+        pipeline.PositionWeightedModuleCollection({"a": 4}),
+        lambda weights: pipeline.KeyedJaggedTensor(["a"], ids, weights, lengths),
+    )
+    for processor, jagged in (one, each):
         with torch.no_grad():
             next(processor.parameters()).copy_(torch.tensor([2.0, 3.0, 4.0, 5.0]))
         for wrong in (None, torch.ones(4, dtype=torch.bool)):

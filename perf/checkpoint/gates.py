@@ -564,8 +564,7 @@ _ON_GPU = (
         ceiling=1.2,
         control="loop",
         hardware=("cuda",),
-        evidence="two pinned buffers, of which one is always on its way; the control is a pageable loop of .to; "
-        "no GPU has judged it",
+        evidence="two pinned buffers, of which one is always on its way; the control is a pageable loop of .to",
     ),
 )
 

@@ -227,8 +227,8 @@ _SCHEDULES = (
         full="gpu-config-c-100x100k",
         subject="idle",
         control="idle",
-        evidence="the traces of torchrec PR 2916: the gap between the end of the input dist and the lookup; "
-        f"{_UNJUDGED}",
+        evidence="the traces of torchrec PR 2916: the gap between the end of the input dist and the lookup; an H200 "
+        "was done in 1.7 ms with what the host took 12 to queue, a gap that no schedule closes",
     ),
 )
 
