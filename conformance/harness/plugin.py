@@ -137,8 +137,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    with planted(item):
+    with planted(item), _watched(item):
         return (yield)
+
+
+def _watched(item: pytest.Item) -> contextlib.AbstractContextManager[None]:
+    """What a test leaves behind in the process is wrong, whatever the test is about."""
+    if requirement_of_item(item) is None:
+        return contextlib.nullcontext()
+    # It knows torch, which nobody else's tests are to wait for.
+    from conformance.harness.surroundings import process_left_as_it_was
+
+    return process_left_as_it_was()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+
+from conformance.harness.compare import assert_equal
 
 
 @contextmanager
@@ -37,3 +41,38 @@ SURROUNDINGS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": _deterministic,
     "mixed precision": partial(torch.autocast, "cpu", torch.bfloat16),
 }
+
+# By these names threads of ours are known; one that outlives what it was made for is a leak.
+_THREADS = ("checkpoint-", "kvstore-evict", "twinproof-")
+
+
+def process_state() -> dict[str, Any]:
+    """What belongs to the process or the thread, which whoever works in it has to leave as it was."""
+    return {
+        "garbage collector": gc.isenabled(),
+        "gradients": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads of an operator": torch.get_num_threads(),
+        "threads of ours": sorted(each.name for each in threading.enumerate() if each.name.startswith(_THREADS)),
+    }
+
+
+@contextmanager
+def process_left_as_it_was() -> Iterator[None]:
+    """Raise Mismatch where what runs inside leaves the process otherwise; the next one finds it as it was."""
+    before = process_state()
+    try:
+        yield
+        assert_equal(process_state(), before, where="the process behind the test")
+    finally:
+        _restore(before)
+
+
+def _restore(state: Mapping[str, Any]) -> None:
+    (gc.enable if state["garbage collector"] else gc.disable)()
+    torch.set_grad_enabled(state["gradients"])
+    torch.set_default_dtype(state["default dtype"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+    if torch.get_num_threads() != state["threads of an operator"]:
+        torch.set_num_threads(state["threads of an operator"])

@@ -189,6 +189,38 @@ def test_profiles_scale_examples(toy: Callable[..., pytest.RunResult], profile: 
     toy(tests, "--twinproof-profile", profile, "-s").stdout.fnmatch_lines([f"*examples: {count}*"])
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ("gc.disable()", "garbage collector"),
+        ("torch.set_grad_enabled(False)", "gradients"),
+        ("torch.set_default_dtype(torch.float64)", "default dtype"),
+        ("torch.use_deterministic_algorithms(True)", "deterministic algorithms"),
+        ("torch.set_num_threads(torch.get_num_threads() + 1)", "threads of an operator"),
+        ("threading.Thread(target=stopped.wait, name='checkpoint-read_0').start()", "threads of ours"),
+    ],
+)
+def test_the_process_is_left_as_it_was(toy: Callable[..., pytest.RunResult], left: str, said: str) -> None:
+    tests = f"""
+    import gc, threading, torch
+
+    stopped = threading.Event()
+
+    @requirement("KV-001", "MUST hold")
+    def test_leaves():
+        {left}
+
+    @requirement("KV-002", "MUST hold")
+    def test_next(): pass
+
+    def test_stop():
+        stopped.set()
+    """
+    result = toy(tests)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines([f"difference*'{said}'*", "where*the process behind the test*"])
+
+
 def test_one_test_per_id(toy: Callable[..., pytest.RunResult]) -> None:
     tests = """
     @requirement("KV-001", "MUST hold")

@@ -276,14 +276,11 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def weight(self, index: int) -> torch.Tensor:
         """The weight [E, D] of one table, itself and not a copy."""
         # A step asks for every table several times, and torch's own get_buffer takes ten times as long.
-        held: Any = self._buffers
-        weight: torch.Tensor = held[f"weight_{index}"]
-        return weight
+        return self._buffers[f"weight_{index}"]  # type: ignore[return-value]
 
     def states(self, index: int) -> dict[str, torch.Tensor]:
         """State name -> float32 [E, D] or [E, 1] of one table, themselves and not copies."""
-        held: Any = self._buffers
-        return {name: held[f"{name}_{index}"] for name in self._state_names}
+        return {name: self._buffers[f"{name}_{index}"] for name in self._state_names}  # type: ignore[misc]
 
     @eagerly
     def forward(
