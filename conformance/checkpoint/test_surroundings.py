@@ -1,19 +1,25 @@
-"""What the process is beside a checkpoint: defaults and modes that a caller has set for its model."""
+"""What the process is beside a checkpoint: defaults, modes and a garbage collector as a caller has set them."""
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from conformance.checkpoint.cases import INDEX, load, load_with, random_bits, save, zeros_like
-from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, requirement, succeeds
+from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, raises, requirement, succeeds
 from conformance.harness.surroundings import SURROUNDINGS
+from twinproof.checkpoint.catalog import read_catalog
 
 
 @requirement(
@@ -128,3 +134,134 @@ def test_defaults_and_modes(checkpoint: Any, tmp_path: Path, surroundings: str) 
     for file, content in plain_files.items():
         assert_same_bytes(files[file], content, where=file)
     assert_same_tensors(values, plain, where=surroundings)
+
+
+@contextmanager
+def _collector(*, is_on: bool) -> Iterator[None]:
+    """The garbage collector on or off inside, and as it was behind it."""
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        yield
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def _ending(planner: Any, step: str) -> Any:
+    """A planner that ends a save or a load in one of its steps."""
+
+    def end(*arguments: Any, **options: Any) -> Any:
+        raise LookupError("ended")
+
+    setattr(planner, step, end)
+    return planner
+
+
+def _spoilt(checkpoint: Any, folder: Path) -> dict[str, Path]:
+    """Checkpoints that cannot be read, by what is wrong with them."""
+    state = {"x": torch.ones(4, 3), "y": torch.ones(5)}
+    places = {what: folder / what for what in ("an index of text", "no file", "half a header", "other bytes")}
+    for place in places.values():
+        save(checkpoint, state, place, fqn_to_index_mapping={"x": 1, "y": 2}, checksums=True, durable=False)
+    (places["an index of text"] / INDEX).write_text("text")
+    second = {what: place / "model-00002-of-00002.safetensors" for what, place in places.items()}
+    second["no file"].unlink()
+    second["half a header"].write_bytes(second["half a header"].read_bytes()[:20])
+    second["other bytes"].write_bytes(second["other bytes"].read_bytes()[:-1] + b"!")
+    return {**places, "nothing": folder / "nothing"}
+
+
+def _refused_saves(checkpoint: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Every step in which a save may end, by name."""
+    state = {"x": torch.ones(4, 3), "y": torch.ones(5)}
+    (folder / "in the way").write_text("a file")
+
+    def stop(done: int, total: int) -> None:
+        raise LookupError("stopped")
+
+    ways: dict[str, Callable[[], Any]] = {
+        "a mapping that lacks a name": partial(save, checkpoint, state, folder / "a", fqn_to_index_mapping={"x": 1}),
+        "a file in the way": partial(save, checkpoint, state, folder / "in the way"),
+        "a tensor without memory": partial(save, checkpoint, {"x": torch.ones(2, device="meta")}, folder / "a"),
+        "what is no tensor": partial(save, checkpoint, {"x": object()}, folder / "a"),
+        "progress": partial(save, checkpoint, state, folder / "a", progress=stop),
+        "a single file": partial(checkpoint.save_file, {"x": object()}, folder / "a"),
+    }
+    for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
+        planner = _ending(DefaultSavePlanner(), step)
+        ways[f"a planner's {step}"] = partial(save, checkpoint, state, folder / "a", planner=planner)
+    return ways
+
+
+def _refused_loads(checkpoint: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Every step in which a load or a consolidation may end, by name."""
+    state = {"x": torch.ones(4, 3), "y": torch.ones(5)}
+    save(checkpoint, state, folder / "right", durable=False)
+    misfit = {"x.weight": torch.ones(4, 3).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(2, 2)}
+    save(checkpoint, misfit, folder / "misfit", durable=False)
+    ways: dict[str, Callable[[], Any]] = {
+        "an absent name": partial(load, checkpoint, {"z": torch.ones(3)}, folder / "right"),
+        "another shape": partial(load, checkpoint, {"x": torch.ones(3)}, folder / "right"),
+        "another dtype": partial(load, checkpoint, {"y": torch.ones(5, dtype=torch.int32)}, folder / "right"),
+        "scales of another shape": checkpoint.QuantizedHuggingFaceStorageReader(folder / "misfit").read_metadata,
+    }
+    for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_tensor"):
+        planner = _ending(DefaultLoadPlanner(), step)
+        ways[f"a planner's {step}"] = partial(load, checkpoint, state, folder / "right", planner=planner)
+    for what, place in _spoilt(checkpoint, folder).items():
+        targets = {name: torch.zeros_like(value) for name, value in state.items()}
+        ways[f"a load of {what}"] = partial(load, checkpoint, targets, place, verify_checksums=True)
+        ways[f"a merge of {what}"] = partial(checkpoint.consolidate_safetensors_files, place, folder / "merged")
+        if what != "other bytes":
+            ways[f"metadata of {what}"] = checkpoint.HuggingFaceStorageReader(place).read_metadata
+    return ways
+
+
+def _one_behind_another(checkpoint: Any, path: Path) -> None:
+    """Two loads in two threads, of which the second begins to read headers while the first one does, and ends later."""
+    begun, go, disable = threading.Event(), threading.Event(), gc.disable
+    first = threading.Thread(target=lambda: checkpoint.HuggingFaceStorageReader(path).read_metadata())
+
+    def read(*arguments: Any) -> Any:
+        if threading.current_thread() is first:
+            begun.set()
+            go.wait(20)
+        return read_catalog(*arguments)
+
+    def disabled() -> None:
+        # The second one has looked whether the collector is on; the first ends before anything follows from it.
+        if threading.current_thread() is not first:
+            go.set()
+            first.join(20)
+        disable()
+
+    with mock.patch("twinproof.checkpoint.dcp.read_catalog", read), mock.patch.object(gc, "disable", disabled):
+        first.start()
+        begun.wait(20)
+        checkpoint.HuggingFaceStorageReader(path).read_metadata()
+        go.set()
+        first.join(20)
+
+
+@requirement(
+    "CKPT-723",
+    "Saves, loads and consolidations MUST leave the garbage collector as it was, on or off, in whichever step they "
+    "end, and where two run at a time.",
+)
+def test_garbage_collector(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"x": random_bits(torch.float32, (4, 3), 1)}
+    ways = {**_refused_saves(checkpoint, tmp_path), **_refused_loads(checkpoint, tmp_path)}
+    for is_on in (True, False):
+        for name, way in ways.items():
+            with _collector(is_on=is_on):
+                with raises(BaseException, where=name):
+                    way()
+                assert_equal(gc.isenabled(), is_on, where=f"the collector is on behind {name}")
+        with _collector(is_on=is_on):
+            save(checkpoint, state, tmp_path / "whole", durable=False)
+            assert_equal(gc.isenabled(), is_on, where="the collector is on behind a save")
+            load(checkpoint, {name: zeros_like(value) for name, value in state.items()}, tmp_path / "whole")
+            assert_equal(gc.isenabled(), is_on, where="the collector is on behind a load")
+    with _collector(is_on=True):
+        _one_behind_another(checkpoint, tmp_path / "whole")
+        assert_equal(gc.isenabled(), True, where="the collector is on behind two loads at a time")

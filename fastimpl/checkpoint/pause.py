@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["collector_paused"]
 
 
+class _Pauses:
+    """Those that go on at a time: the process has one collector, and only the first of them saw how it was."""
+
+    def __init__(self) -> None:
+        # A handler of a signal may save while its thread holds the lock.
+        self.lock, self.count, self.was_enabled = threading.RLock(), 0, False
+
+
+_pauses = _Pauses()
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Plans and catalogs are such objects; the collector would walk them over and over. Usable as a decorator."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with _pauses.lock:
+        _pauses.count += 1
+        if _pauses.count == 1:
+            _pauses.was_enabled = gc.isenabled()
+            gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _pauses.lock:
+            if _pauses.count == 1 and _pauses.was_enabled:
+                gc.enable()
+            _pauses.count -= 1

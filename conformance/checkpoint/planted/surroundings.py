@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from conformance.harness import mutated, patched, swap
@@ -33,4 +34,23 @@ threads_without_the_mode = patched(
     swap("twinproof.checkpoint.dcp:in_mode_of_caller", given),
     swap("fastimpl.checkpoint.readio:in_mode_of_caller", given),
     kills="CKPT-641",
+)
+
+_PAUSED = "fastimpl.checkpoint.pause:collector_paused"
+
+collector_stays_off = patched(
+    "The collector goes on only behind what succeeds.",
+    mutated(_PAUSED, "finally:", "except BaseException:\n        _pauses.count -= 1\n        raise\n    else:"),
+    kills="CKPT-723",
+)
+collector_goes_on = patched(
+    "Behind a save or a load the collector is on, whatever it was.",
+    mutated(_PAUSED, " and _pauses.was_enabled", ""),
+    kills="CKPT-723",
+)
+collector_of_the_last = patched(
+    "Of two that run at a time the later one finds the collector off, and leaves it so.",
+    swap("fastimpl.checkpoint.pause:_pauses.lock", nullcontext()),
+    mutated(_PAUSED, "if _pauses.count == 1:", "if True:"),
+    kills="CKPT-723",
 )
