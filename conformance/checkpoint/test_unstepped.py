@@ -263,6 +263,111 @@ def test_failed_loads(checkpoint: Any, tmp_path: Path, kind: str, kept_bytes: in
     assert_same_tensor(torch.as_tensor(rate), torch.tensor(0.1), where="the learning rate")
 
 
+class _Place:
+    """A state beside model and optimizer, which fails where it is told to: asked for its values, or given them."""
+
+    def __init__(self, fails: str = "") -> None:
+        self._fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._fails == "asked":
+            raise LookupError("no worker yet")
+        return {"at": torch.tensor(5)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._fails == "given":
+            raise LookupError("no such batch")
+
+
+class _Breaks(torch.optim.Adam):
+    """An optimizer whose step ends behind its work."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise LookupError("no scale yet")
+
+
+def _adams(model: _Model, second: type[torch.optim.Adam] = torch.optim.Adam) -> list[torch.optim.Optimizer]:
+    kinds = zip((torch.optim.Adam, second), (model.first, model.second), strict=True)
+    return [kind(part.parameters(), lr=0.1) for kind, part in kinds]
+
+
+def _adam_and_sgd(model: _Model) -> list[torch.optim.Optimizer]:
+    return [_adams(model)[0], torch.optim.SGD(model.second.parameters(), lr=0.1)]
+
+
+# What fails: other states than were saved, optimizers, files to be cut, and what the error says.
+_FAILURES: dict[str, tuple[dict[str, _Place], Callable[[_Model], list[torch.optim.Optimizer]], str, str]] = {
+    # States are asked in the order of their names.
+    "a state before the optimizer, asked": ({"a": _Place("asked")}, _adams, "", "no worker yet"),
+    "a state behind the optimizer, asked": ({"z": _Place("asked")}, _adams, "", "no worker yet"),
+    "a state before the optimizer, given": ({"a": _Place("given")}, _adams, "", "no such batch"),
+    "a state behind the optimizer, given": ({"z": _Place("given")}, _adams, "", "no such batch"),
+    "a state that the checkpoint lacks": ({"more": _Place()}, _adams, "", "more.at"),
+    "the step of one optimizer": ({}, lambda model: _adams(model, _Breaks), "", "no scale yet"),
+    "an optimizer without a place": ({}, _adam_and_sgd, "", "none to load them into"),
+    "values that are cut": ({}, _adams, "*.distcp", ""),
+    "metadata that is cut": ({}, _adams, ".metadata", ""),
+}
+
+
+def _counts(optimizers: list[torch.optim.Optimizer]) -> list[int]:
+    """The steps that each parameter with states has taken."""
+    return [int(state["step"]) for each in optimizers for state in each.state.values() if state]
+
+
+def _save_steps(checkpoint: Any, folder: Path, trained: tuple[_Model, Any], spoilt: str) -> None:
+    """One checkpoint as it is, and one whose files of these names are cut."""
+    states = {"a": _Place(), "z": _Place()}
+    for name in ("right", "wrong"):
+        with alone():
+            checkpoint.save_training(folder / name / "step-1", *trained, 1, states=states, durable=False)
+    for path in (folder / "wrong" / "step-1").glob(spoilt) if spoilt else ():
+        path.write_bytes(path.read_bytes()[:-700])
+
+
+def _load_steps(checkpoint: Any, folder: Path, way: str, run: tuple[_Model, Any], states: dict[str, Any]) -> None:
+    """By ``load_training`` or by a manager."""
+    states = {"a": _Place(), "z": _Place(), **states}
+    options = {"model": run[0], "optimizers": run[1], "states": states, "interval": 1, "durable": False}
+    with alone():
+        if way == "load_training":
+            checkpoint.load_training(folder / "step-1", *run, states=states)
+            return
+        with checkpoint.CheckpointManager(folder, **options) as manager:
+            manager.load()
+
+
+@requirement(
+    "CKPT-725",
+    "A load of load_training or of a manager that fails anywhere, in a state, an optimizer or a file, before values "
+    "are read, while they are and behind it, MUST leave optimizers that had no states without any, as their gradients "
+    "were, and another load MUST then restore them.",
+)
+def test_loads_that_fail_anywhere(checkpoint: Any, tmp_path: Path) -> None:
+    trained = (model := _Model(), optimizers := _adams(model))
+    torch.autograd.backward(model(torch.ones(2, 4)).sum())
+    for each in optimizers:
+        each.step()
+    for what, (states, make, spoilt, says) in _FAILURES.items():
+        for way in ("load_training", "a manager"):
+            folder, where = tmp_path / f"{what} {way}", f"{what}, {way}"
+            _save_steps(checkpoint, folder, trained, spoilt)
+            fresh = _Model()
+            untrained = make(fresh)
+            fresh.first.weight.grad = gradient = torch.ones(4, 4)
+            with raises(BaseException, mentions=[says], where=where):
+                _load_steps(checkpoint, folder / "wrong", way, (fresh, untrained), states)
+            assert_equal(_counts(untrained), [], where=f"{where}: steps of those that had no states")
+            before = (gradient, None, None, None)
+            kept = [param.grad is old for param, old in zip(fresh.parameters(), before, strict=True)]
+            assert_equal(kept, [True] * 4, where=f"{where}: gradients as they were")
+            again = [untrained[0], _adams(fresh)[1]]
+            with succeeds("another load", where=where):
+                _load_steps(checkpoint, folder / "right", way, (fresh, again), {})
+            assert_equal(_counts(again), [1] * 4, where=f"{where}: steps behind another load")
+
+
 @requirement(
     "CKPT-704",
     "A manager's load that fails MUST leave the states of an optimizer that an earlier load of it gave states to.",

@@ -62,6 +62,29 @@ states_of_failed_loads_stay = patched(
     mutated(f"{_NATIVE}:load_native", "each.undo()", "pass"),
     kills="CKPT-695",
 )
+states_of_unread_loads_stay = patched(
+    "Who was given states is noted only behind a look at all objects, of which one may fail.",
+    mutated(
+        f"{_NATIVE}:load_native",
+        "state.update(found)\n        told = told_by(state, reader.names())",
+        "told = told_by(found, reader.names())\n        state.update(found)",
+    ),
+    kills="CKPT-725",
+)
+states_of_broken_steps_stay = patched(
+    "An optimizer whose step fails keeps the states that it has made by then.",
+    mutated(
+        f"{_STATES}.targets",
+        "self._filled.append(optimizer)\n                _fill(optimizer)",
+        "_fill(optimizer)\n                self._filled.append(optimizer)",
+    ),
+    kills="CKPT-725",
+)
+states_of_torchs_errors_stay = patched(
+    "What a load made is left where the error is no Exception, as torch's is.",
+    mutated(f"{_NATIVE}:load_native", "except BaseException:", "except Exception:"),
+    kills="CKPT-725",
+)
 rate_stays_0 = patched(
     "The learning rate at which states are made stays.",
     mutated(f"{_NATIVE}:_fill", 'group["lr"] = rate', "pass"),
