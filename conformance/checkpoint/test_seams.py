@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint import crash_programs as programs
 from conformance.checkpoint.cases import (
@@ -33,8 +35,11 @@ from conformance.checkpoint.cases import (
     zeros_like,
 )
 from conformance.checkpoint.crash_driver import Crashes
+from conformance.checkpoint.crash_folders import leftovers
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement, succeeds
+from conformance.harness.raising import errors_inside
 from conformance.provers.faults import WRITE_CALLS, FaultServer
+from twinproof.checkpoint.catalog import verify
 from twinproof.errors import TwinproofError
 
 # A file, or a run of one, of more bytes is read in several tasks; rows with small gaps are read by windows of so many.
@@ -197,6 +202,111 @@ def test_any_error_of_a_helper(checkpoint: Any, tmp_path: Path, kind: type[BaseE
                 queue += [inner.__cause__, *(found[0] for found in failures.values())]
         assert_equal(kind in carried, True, where=f"{where}: {kind.__name__} among {carried}")
         assert_equal((tmp_path / "new").exists(), False, where=f"{where}: something is shown")
+
+
+class _Tells:
+    """Progress that raises: out of the main thread, or at its call of a number."""
+
+    def __init__(self, error: BaseException, at: int | None) -> None:
+        self._error, self._at, self._main = error, at, threading.current_thread()
+        self.calls, self.raised = 0, threading.Event()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.calls += 1
+        is_helper = threading.current_thread() is not self._main
+        if self.calls == self._at or (self._at is None and is_helper):
+            self.raised.set()
+            raise self._error
+
+
+@contextmanager
+def _helpers_first(told: threading.Event) -> Iterator[None]:
+    """Where there are helpers, the main thread writes and reads nothing before they have told of something."""
+    before, main = threading.active_count(), threading.current_thread()
+
+    def behind(original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            if threading.current_thread() is main and threading.active_count() > before:
+                told.wait(20)
+            return original(*arguments)
+
+        return called
+
+    with ExitStack() as stack:
+        for name in ("pwritev", "preadv", "copy_file_range"):
+            if hasattr(os, name):
+                stack.enter_context(mock.patch.object(os, name, behind(getattr(os, name))))
+        yield
+
+
+def _told_ways(checkpoint: Any, folder: Path) -> dict[str, Callable[[_Tells | None], Any]]:
+    """Everything that tells how far it is, with several threads where it can; what is written is ``new``."""
+    state = {f"{i}": random_bits(torch.float32, (1 << 18,), i) for i in range(12)}
+    mapping = {name: 1 + int(name) % 4 for name in state}
+    for name, options in (("whole", {"checksums": True}), ("shards", {"enable_consolidation": False})):
+        save(checkpoint, state, folder / name, fqn_to_index_mapping=mapping, durable=False, **options)
+    targets = {name: zeros_like(value) for name, value in state.items()}
+    saved = {"fqn_to_index_mapping": mapping, "thread_count": 3, "block_bytes": 1 << 18, "durable": False}
+
+    def save_later(tell: Any) -> None:
+        writer = checkpoint.HuggingFaceStorageWriter(folder / "new", progress=tell, **saved)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of one process that saves alone.
+            future: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
+            future.result()
+
+    def merge(tell: Any) -> None:
+        from fastimpl.checkpoint.consolidate import consolidate_with_progress
+
+        consolidate_with_progress(folder / "shards", folder / "new", mapping, num_threads=3, progress=tell)
+
+    ways: dict[str, Callable[[Any], Any]] = {
+        "a save": lambda tell: save(checkpoint, state, folder / "new", progress=tell, **saved),
+        "a save front to back": lambda tell: save(
+            checkpoint, state, folder / "new", progress=tell, write_mode="sequential", **saved
+        ),
+        "a save with sums": lambda tell: save(
+            checkpoint, state, folder / "new", progress=tell, checksums=True, **saved
+        ),
+        "a save of shards": lambda tell: save(
+            checkpoint, state, folder / "new", progress=tell, enable_consolidation=False, **saved
+        ),
+        "a save in the background": save_later,
+        "a load": lambda tell: load(checkpoint, targets, folder / "whole", progress=tell, thread_count=3),
+        "verify": lambda tell: verify(folder / "whole", progress=tell, thread_count=3),
+    }
+    return {**ways, "a merge": merge} if "staged_copies" in getattr(checkpoint, "CAPABILITIES", ()) else ways
+
+
+@requirement(
+    "CKPT-726",
+    "What progress raises, in whichever thread and at whichever call, MUST be raised by the save, load, verification "
+    "or merge that tells it, with nothing shown and nothing left.",
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [_Ended, ValueError])
+def test_any_error_of_progress(checkpoint: Any, tmp_path: Path, kind: type[BaseException]) -> None:
+    for what, way in _told_ways(checkpoint, tmp_path).items():
+        heard = _Tells(kind("never"), 0)
+        with succeeds(what, where="progress that raises nothing"):
+            way(heard)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        tells, caught = _Tells(kind("cancelled"), None), list[BaseException]()
+        with _helpers_first(tells.raised):
+            try:
+                way(tells)
+            except BaseException as error:
+                caught += errors_inside(error)
+        # An implementation without helpers has nobody who could raise there.
+        expected = tells.raised.is_set()
+        assert_equal(kind in map(type, caught), expected, where=f"{what}: raised in a helper, seen by the caller")
+        left = leftovers(tmp_path, "whole", "shards", *(() if expected else ("new",)))
+        assert_equal(left, [], where=f"{what}, in a helper: what is left")
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        for at in sorted({1, 2, heard.calls // 2, heard.calls}):
+            with raises(kind, mentions=["cancelled"], where=f"{what}, call {at} of {heard.calls}"):
+                way(_Tells(kind("cancelled"), at))
+            assert_equal(leftovers(tmp_path, "whole", "shards"), [], where=f"{what}, call {at}: what is left")
 
 
 @requirement(

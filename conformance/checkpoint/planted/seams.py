@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +46,36 @@ def ended_helpers_of_a_merge(original: Any, plan: Any, queues: Any, files: Any, 
     own: list[BaseException] = []
     original(plan, queues, files, own, progress)
     failures += [error for error in own if isinstance(error, Exception)]
+
+
+told_outside_the_guard = patched(
+    "What progress raises in a thread that writes ends that thread, and nobody else hears of it.",
+    mutated(
+        "fastimpl.checkpoint.run:Runner._write",
+        "        self.meter.add(size_bytes)\n"
+        "    except BaseException as error:\n"
+        "        self._fail(error)\n"
+        "        return\n",
+        "    except BaseException as error:\n"
+        "        self._fail(error)\n"
+        "        return\n"
+        "    self.meter.add(size_bytes)\n",
+    ),
+    kills="CKPT-726",
+)
+
+loads_go_on_without_a_helper = patched(
+    "What progress raises in a helper of a load is not asked for.",
+    mutated("fastimpl.checkpoint.readio:_run_on_threads", "other.result()", "other.exception()"),
+    kills="CKPT-726",
+)
+
+
+@fault(kills="CKPT-726", at="twinproof.checkpoint.catalog:Meter.add")
+def progress_raises_in_vain(original: Any, meter: Any, size_bytes: int) -> None:
+    """What progress raises is dropped."""
+    with suppress(BaseException):
+        original(meter, size_bytes)
 
 
 def _read_to_the_end(original: Any, descriptor: int, buffers: Any, offset: int, path: str) -> int:
