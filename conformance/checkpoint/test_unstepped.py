@@ -288,12 +288,22 @@ class _Breaks(torch.optim.Adam):
 
 
 def _adams(model: _Model, second: type[torch.optim.Adam] = torch.optim.Adam) -> list[torch.optim.Optimizer]:
-    kinds = zip((torch.optim.Adam, second), (model.first, model.second), strict=True)
-    return [kind(part.parameters(), lr=0.1) for kind, part in kinds]
+    return [torch.optim.Adam(model.first.parameters(), lr=0.1), second(model.second.parameters(), lr=0.1)]
 
 
 def _adam_and_sgd(model: _Model) -> list[torch.optim.Optimizer]:
     return [_adams(model)[0], torch.optim.SGD(model.second.parameters(), lr=0.1)]
+
+
+def _full_model(model: _Model) -> list[torch.optim.Optimizer]:
+    """A model that once does not take what was loaded."""
+
+    def full(*arguments: Any) -> None:
+        handle.remove()
+        raise LookupError("no room in the model")
+
+    handle = model.register_load_state_dict_post_hook(full)  # type: ignore[no-untyped-call]
+    return _adams(model)
 
 
 # What fails: other states than were saved, optimizers, files to be cut, and what the error says.
@@ -306,6 +316,7 @@ _FAILURES: dict[str, tuple[dict[str, _Place], Callable[[_Model], list[torch.opti
     "a state that the checkpoint lacks": ({"more": _Place()}, _adams, "", "more.at"),
     "the step of one optimizer": ({}, lambda model: _adams(model, _Breaks), "", "no scale yet"),
     "an optimizer without a place": ({}, _adam_and_sgd, "", "none to load them into"),
+    "the model": ({}, _full_model, "", "no room in the model"),
     "values that are cut": ({}, _adams, "*.distcp", ""),
     "metadata that is cut": ({}, _adams, ".metadata", ""),
 }
@@ -340,9 +351,9 @@ def _load_steps(checkpoint: Any, folder: Path, way: str, run: tuple[_Model, Any]
 
 @requirement(
     "CKPT-725",
-    "A load of load_training or of a manager that fails anywhere, in a state, an optimizer or a file, before values "
-    "are read, while they are and behind it, MUST leave optimizers that had no states without any, as their gradients "
-    "were, and another load MUST then restore them.",
+    "A load of load_training or of a manager that fails anywhere, in a state, an optimizer, the model or a file, "
+    "before values are read, while they are and behind it, MUST leave optimizers that had no states without any, as "
+    "their gradients were, and another load MUST then restore them.",
 )
 def test_loads_that_fail_anywhere(checkpoint: Any, tmp_path: Path) -> None:
     trained = (model := _Model(), optimizers := _adams(model))

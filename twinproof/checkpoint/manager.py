@@ -568,8 +568,7 @@ class CheckpointManager:
         def targets() -> tuple[None, State]:
             return None, self._model_state() if model_only else self._full_state(self.policy.exclude_from_loading)
 
-        _, state = load_native(path, targets, self._group)
-        self._set_model(state)
+        load_native(path, targets, lambda _, state: self._set_model(state), self._group)
 
     def _load_hf(self, path: Path) -> None:
         adapter = self._adapter

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ __all__ = [
     "told_by",
 ]
 
+T = TypeVar("T")
 State = dict[str, Any]
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -440,22 +441,26 @@ def load_training(
             raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=where)
         return _training(model, optimizers, 0, states)
 
-    parts, state = load_native(path, begun, process_group)
-    for part in parts:
-        set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
-    return int(state["train_state"]["step"])
+    def ended(parts: list[torch.nn.Module], state: State) -> None:
+        for part in parts:
+            set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+
+    return int(load_native(path, begun, ended, process_group)["train_state"]["step"])
 
 
 def load_native(
-    path: StrPath, begun: Callable[[], tuple[Any, State]], process_group: dist.ProcessGroup | None
-) -> tuple[Any, State]:
-    """Load what ``begun`` answers behind something of its own; return both. Each rank hears of an error.
+    path: StrPath,
+    begun: Callable[[], tuple[T, State]],
+    ended: Callable[[T, State], None],
+    process_group: dist.ProcessGroup | None,
+) -> State:
+    """Load what ``begun`` answers behind something of its own, hand both to ``ended``; return what was loaded.
 
-    Optimizers without states have none again where the load fails.
+    Each rank hears of an error. Optimizers without states have none again where the load fails, ``ended`` included.
     """
     group, reader, state = several_ranks(process_group), NativeStorageReader(path), State()
 
-    def targets() -> tuple[Any, State]:
+    def targets() -> tuple[T, State]:
         first, found = begun()
         state.update(found)
         told = told_by(state, reader.names())
@@ -465,12 +470,13 @@ def load_native(
         first, told = together(targets, group)
         dcp.load(told, storage_reader=reader, process_group=process_group)
         together(lambda: give_back(state, told), group)
+        together(lambda: ended(first, state), group)
     except BaseException:
         for each in state.values():
             if isinstance(each, OptimizerStates):
                 each.undo()
         raise
-    return first, state
+    return state
 
 
 def told_by(state: State, saved: Collection[str] | None = None) -> State:
