@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -648,6 +650,78 @@ def test_two_sums_of_one_tensor(checkpoint: Any, tmp_path: Path) -> None:
             continue
         with raises(CorruptionError, mentions=("different checksums", f"'{wrong}'"), where=f"of {wrong}"):
             verify(tmp_path)
+
+
+_ONE, _TWO, _APART = "one.safetensors", "two.safetensors", "apart.safetensors"
+
+
+def _with_unlisted(folder: Path, summed: dict[str, str]) -> State:
+    """The x of one file and the y of another, which an index lists; their files hold and sum more than that.
+
+    Each name stands in two files with other values. What is not listed ends the first file and begins the second.
+    """
+    x, y, other = (random_bits(torch.float32, (5,), seed) for seed in range(3))
+    folder.mkdir()
+    for file, state in ((_ONE, {"x": x, "y": other}), (_TWO, {"a": other, "y": y}), (_APART, {"x": y})):
+        sums = {name: crc for name, crc in sums_of(state).items() if name in summed[file]}
+        # The library's writer takes that key, which a save keeps for itself.
+        (folder / file).write_bytes(oracle(state, {CHECKSUMS_KEY: json.dumps(sums)} if sums else None))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 40}, "weight_map": {"x": _ONE, "y": _TWO}}))
+    return {"x": x, "y": y}
+
+
+def _comparing(checkpoint: Any, rank_pool: Any) -> dict[str, Callable[[Path, Path], Any]]:
+    """What compares the sums of a folder, by name; each answers which tensors it could not compare."""
+
+    def loaded(make: Any, folder: Path) -> Any:
+        reader = make(folder, verify_checksums=True)
+        load_with(reader, {"x": torch.zeros(5), "y": torch.zeros(5)})
+        return reader.unverified
+
+    merge = checkpoint.consolidate_safetensors_files
+    return {
+        "verify": lambda folder, _: verify(folder).unchecked,
+        "a load": lambda folder, _: loaded(checkpoint.HuggingFaceStorageReader, folder),
+        "a load of blocks": lambda folder, _: loaded(checkpoint.QuantizedHuggingFaceStorageReader, folder),
+        "a merge": lambda folder, out: merge(folder, out) or (),
+        "a merge into itself": lambda folder, _: merge(folder, folder) or (),
+        "a merge by ranks": lambda folder, out: rank_pool.run(_consolidate, 2, str(folder), str(out)) and (),
+    }
+
+
+@requirement(
+    "CKPT-727",
+    "Sums of tensors that an index leaves out MUST count for nothing: verify, loads and merges compare what it lists, "
+    "pass over a spoilt tensor that it does not list, and take no such sum for one of the checkpoint.",
+)
+def test_sums_of_unlisted_tensors(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for way, compare in _comparing(checkpoint, rank_pool).items():
+        for spoilt in (False, True):
+            folder = tmp_path / f"{way}, {spoilt}"
+            state = _with_unlisted(folder, {_ONE: "xy", _TWO: "ay", _APART: "x"})
+            if spoilt:
+                _flip(folder / _ONE)
+            with succeeds(way, where=f"what is not listed is spoilt: {spoilt}"):
+                assert_equal(compare(folder, out), (), where=f"{way}: not compared")
+            if out.exists():
+                assert_folder_values(out, state)
+                assert_equal(_stated(out), sums_of(state), where=f"{way}: sums of the result")
+                shutil.rmtree(out)
+        _flip(folder / _TWO)
+        with raises((CorruptionError, RuntimeError), mentions=("with their checksums", "'y'"), where=f"{way}: spoilt"):
+            compare(folder, out)
+        _with_unlisted(tmp_path / f"{way}, one", {_ONE: "xy", _TWO: "a", _APART: "x"})
+        with succeeds(way, where="where the sum is of another file's y"):
+            assert_equal(compare(tmp_path / f"{way}, one", out), () if "merge" in way else ("y",), where=way)
+        shutil.rmtree(out, ignore_errors=True)
+        _with_unlisted(tmp_path / f"{way}, none", {_ONE: "y", _TWO: "a", _APART: "x"})
+        refused = raises(ConfigError, mentions=("checksums=True",), where=f"{way} where no sum is of what is listed")
+        with refused if "load" in way else succeeds(way, where="where no sum is of what is listed"):
+            compare(tmp_path / f"{way}, none", out)
+        if out.exists():
+            assert_equal(_stated(out), {}, where=f"{way}: sums of the result, where none is of what is listed")
+            shutil.rmtree(out)
 
 
 @requirement(

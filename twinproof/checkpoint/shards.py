@@ -34,9 +34,9 @@ from twinproof.checkpoint.catalog import (
     check_key,
     check_parts,
     crc32,
-    expected_sums,
     metadata_of,
     read_catalog,
+    states_sums,
     sums_of,
     to_text,
     verify_catalog,
@@ -341,7 +341,7 @@ def consolidate(
             together(lambda: verify_catalog(catalog, source, crc, num_threads) if rank == 0 else None, together_with)
             return
         layouts = together(lambda: _laid_out(catalog, mapping, max_shard_size), together_with)
-        is_summed = together(lambda: bool(expected_sums(catalog)), together_with)
+        is_summed = together(lambda: states_sums(catalog), together_with)
         staging = together(lambda: Staging(target) if rank == 0 else None, together_with)
         folder = scatter([staging.folder] * rank_count if staging is not None else [], together_with)
         job = MergeJob(catalog, layouts, rank, rank_count, num_threads, is_summed)

@@ -222,6 +222,27 @@ sums_of_the_index_ignored = patched(
     kills="CKPT-614",
 )
 
+unlisted_tensors_looked_up = patched(
+    "verify looks for the tensor of each sum among those that the index lists.",
+    mutated("twinproof.checkpoint.catalog:verify_catalog", " if key in chunks", ""),
+    kills="CKPT-727",
+)
+sums_of_what_is_not_listed = patched(
+    "A sum of a tensor that the index leaves out passes for a checkpoint with checksums.",
+    mutated("twinproof.checkpoint.catalog:states_sums", "return any(", "return bool(expected) or any("),
+    kills="CKPT-727",
+)
+
+
+@fault(kills="CKPT-727", at="twinproof.checkpoint.catalog:expected_sums")
+def sums_of_any_file(original: Any, catalog: Any) -> dict[tuple[str, str], int]:
+    """A tensor without a sum takes that of a tensor of its name in another file."""
+    sums = original(catalog)
+    of_name = {name: crc for (_, name), crc in sums.items()}
+    keys = [(chunk.file, name) for name, record in catalog.tensors.items() for chunk in record.chunks]
+    return {**{key: of_name[key[1]] for key in keys if key[1] in of_name}, **sums}
+
+
 sums_of_the_save_before = patched(
     "A writer keeps the sums of the saves before.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.write_data", "self._parts = [", "self._parts += ["),

@@ -56,8 +56,8 @@ sums_of_one_file_alone = patched(
     "A merge into several files compares no sums and states none.",
     mutated(
         "twinproof.checkpoint.shards:consolidate",
-        "bool(expected_sums(catalog))",
-        "mapping is None and bool(expected_sums(catalog))",
+        "states_sums(catalog)",
+        "mapping is None and states_sums(catalog)",
     ),
     kills="CKPT-650",
 )
