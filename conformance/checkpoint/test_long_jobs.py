@@ -7,23 +7,28 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+import twinproof.checkpoint.manager as manager_module
 from conformance.checkpoint.cases import load, mesh_of, own_count, save, zeros_like
 from conformance.checkpoint.crash_folders import NEW, OLD, leftovers, save_seed, state_in
 from conformance.checkpoint.crash_programs import MAPPING, make_state
 from conformance.checkpoint.trainer import Trainer
-from conformance.harness import Mismatch, Rank, assert_equal, assert_le, assert_same_tensors, requirement
+from conformance.harness import Mismatch, Rank, assert_equal, assert_le, assert_same_tensors, raises, requirement
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import Interruption, each_moment, interrupted
-from twinproof.errors import TwinproofError
+from twinproof.errors import ConfigError, TwinproofError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -278,6 +283,123 @@ def test_blocks_left_by_errors(rank_pool: Any, tmp_path: Path) -> None:
         for who, after in zip(("writer", "manager"), held[1:], strict=True):
             for what, count in after.items():
                 assert_le(count, held[0][what], where=f"{what} behind the block of a {who}")
+
+
+class _Stager(BlockingAsyncStager):
+    """In place of the stager that a manager makes: those that are not closed are in a list."""
+
+    open: ClassVar[list[Any]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        _Stager.open.append(self)
+
+    def close(self) -> None:
+        """Off the list."""
+        _Stager.open.remove(self)
+
+
+# What a writer refuses, and what a manager does: of its own options, and of those that it hands to its writer.
+_NO_WRITERS: tuple[dict[str, Any], ...] = (
+    {"max_shard_size": "5 apples"},
+    {"max_shard_size": 100, "fqn_to_index_mapping": {"weight": 1}},
+    {"fqn_to_index_mapping": {"weight": 0}},
+    {"metadata": {"format": "np"}},
+    {"metadata": [1]},
+    {"single_file": True, "checksums": True},
+    {"single_file": True, "enable_consolidation": False},
+    {"thread_count": 0},
+    {"thread_count_consolidation": 0},
+    {"write_mode": "sideways"},
+    {"block_bytes": 65},
+    {"page_align": "yes"},
+    {"progress": "bar"},
+)
+_NO_MANAGERS: tuple[dict[str, Any], ...] = (
+    {"interval": 0},
+    {"keep_latest_k": -1},
+    {"async_mode": "threads"},
+    {"stager": BlockingAsyncStager()},
+    {"states": {"model": 3}},
+    {"exclude_from_loading": ["nobody"]},
+    {"export_dtype": "int8"},
+    {"thread_count": 0},
+    {"last_save_in_hf": True, "hf_options": {"max_shards": 3}},
+    {"last_save_in_hf": True, "hf_options": {"durable": False}},
+    *({"last_save_in_hf": True, "hf_options": options} for options in _NO_WRITERS),
+    {"last_save_in_hf": True, "hf_options": {"block_bytes": 65}, "async_mode": "async_with_pinned_mem"},
+)
+
+
+@contextmanager
+def _left(found: dict[str, int], what: str) -> Iterator[None]:
+    """Note what there is more of at the end of a block than at its beginning."""
+    before = {**_held(), "stagers": len(_Stager.open)}
+    yield
+    after = {**_held(), "stagers": len(_Stager.open)}
+    found |= {f"{kind} behind {what}": after[kind] - before[kind] for kind in after}
+
+
+@contextmanager
+def _accelerated() -> Iterator[None]:
+    """As on a machine with an accelerator, where a manager may make a stager of its own."""
+    _Stager.open.clear()
+    available = mock.patch.object(torch.accelerator, "is_available", return_value=True)
+    with available, mock.patch.object(manager_module, "DefaultStager", _Stager):
+        yield
+
+
+@_accelerated()
+def _left_by_refusals(rank: Rank, path: str) -> dict[str, int]:
+    checkpoint, found = rank.component("checkpoint"), dict[str, int]()
+    for options in _NO_WRITERS:
+        with _left(found, f"a writer of {options}"), raises(ConfigError, where=f"a writer of {options}"):
+            checkpoint.HuggingFaceStorageWriter(f"{path}/ck", **options)
+    make = partial(checkpoint.CheckpointManager, f"{path}/run", model=torch.nn.Linear(1, 1))
+    for options in _NO_MANAGERS:
+        with _left(found, f"a manager of {options}"), raises(ConfigError, where=f"a manager of {options}"):
+            make(**{"interval": 1, **options})
+    given = _Stager()
+    with raises(ConfigError, where="a manager with a stager of its caller's"):
+        make(interval=1, last_save_in_hf=True, hf_options={"block_bytes": 65}, async_mode="async", stager=given)
+    assert_equal(_Stager.open, [given], where="stagers that are open behind a manager with one of its caller's")
+    given.close()
+    return found
+
+
+@_accelerated()
+def _left_by_the_system(rank: Rank, path: str) -> dict[str, int]:
+    """Of managers for which there is no memory, on any rank, or no thread, on the first, which alone needs one."""
+    found = dict[str, int]()
+    make = partial(
+        rank.component("checkpoint").CheckpointManager,
+        f"{path}/run",
+        model=torch.nn.Linear(1, 1),
+        interval=1,
+        async_mode="async_with_pinned_mem",
+    )
+    no_memory = mock.patch.object(manager_module, "DefaultStager", side_effect=MemoryError)
+    with _left(found, "memory that is not there"), no_memory, raises(MemoryError, where="no memory"):
+        make()
+    no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError)
+    refused = raises(RuntimeError, where="no thread") if rank.rank == 0 else nullcontext()
+    with _left(found, "a thread that does not start"), no_thread, refused:
+        make().close()
+    return found
+
+
+@requirement(
+    "CKPT-728",
+    "A writer or a manager whose construction fails, because of any option, or because there is no memory or thread, "
+    "MUST leave no thread, process group, descriptor or stager, on one rank and on several.",
+)
+def test_refused_constructions(rank_pool: Any, tmp_path: Path) -> None:
+    for rank_count in (1, 2):
+        for work in (_left_by_refusals, _left_by_the_system):
+            for found in rank_pool.run(work, rank_count, str(tmp_path)):
+                more = {what: count for what, count in found.items() if count > 0}
+                assert_equal(more, {}, where=f"left on {rank_count} ranks")
+    assert_equal(sorted(tmp_path.iterdir()), [], where="what was made of folders")
 
 
 @requirement(

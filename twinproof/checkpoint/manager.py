@@ -292,7 +292,12 @@ class CheckpointManager:
             raise ConfigError("no such state", got=unknown, expected=sorted(self._states), where="exclude_from_loading")
         self._check_stager()
         if enable:
-            self._set_up()
+            try:
+                self._set_up()
+            except BaseException:
+                # Nobody has the manager who could close it.
+                self.close()
+                raise
 
     def _check_stager(self) -> None:
         mode = self.policy.async_mode

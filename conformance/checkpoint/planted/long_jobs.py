@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from conformance.checkpoint.planted.planting import nothing
 from conformance.harness import fault, mutated, patched, swap
+from twinproof.checkpoint.manager import _Cleaner
+from twinproof.checkpoint.publish import own_group
 
 replaced_files_unnoticed = patched(
     "Files that were replaced after their headers were read are read as if they were the same.",
@@ -55,6 +57,30 @@ failed_blocks_keep_their_managers = patched(
     ),
     kills="CKPT-718",
 )
+
+refused_managers_keep_what_they_made = patched(
+    "A manager whose construction fails does not give back what it has made by then.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager.__init__", "self.close()", "pass"),
+    kills="CKPT-728",
+)
+
+
+@fault(kills="CKPT-728", at="twinproof.checkpoint.manager:CheckpointManager._set_up")
+def retention_begins_before_the_checks(original: Any, manager: Any) -> None:
+    """A thread begins before the options of the HF writer are checked, and ends where they are right alone."""
+    cleaner = _Cleaner(manager.policy.folder, 1)
+    original(manager)
+    cleaner.close()
+
+
+@fault(kills="CKPT-728", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.__init__")
+def groups_before_the_checks(original: Any, writer: Any, *arguments: Any, **options: Any) -> None:
+    """A writer makes a process group before it looks at its options, and keeps it where it refuses them."""
+    made = own_group() if dist.is_initialized() and dist.get_world_size() > 1 else None
+    original(writer, *arguments, **options)
+    if made is not None:
+        dist.destroy_process_group(made)
+
 
 file_of_then_and_now = patched(
     "load_file does not look whether its file is still the one whose header it read.",
