@@ -217,6 +217,55 @@ def test_differing_replicas_with_plan_caching(rank_pool: Any, tmp_path: Path, ke
         assert_folder(tmp_path / f"ck-{step}", {FILE: ["a", "b"]}, state)
 
 
+# The ranks of three that hold tensors, save by save; in the saves named below the replicas of one of them differ.
+_HOLDERS = ((0, 1, 2), (0, 1, 2), (1, 2), (1, 2), (2,), (2,), (), (), (0, 2), (0, 2), (0, 1), (1,), (0, 1, 2))
+_DIFFERING = (3, 8)
+
+
+def _held_in(step: int, rank: int, has_own: bool) -> dict[str, torch.Tensor]:
+    """What a rank holds in a save: replicas, one of them without values, and maybe a tensor that is its own."""
+    if rank not in _HOLDERS[step]:
+        return {}
+    own = {f"own{rank}": random_bits(torch.float32, [3, 5], 10 * step + rank)} if has_own else {}
+    return {"a": torch.full((40,), float(step)), "none": torch.empty(0, 2), **own}
+
+
+def _save_where_some_hold(rank: Rank, path: str, caches: tuple[bool, ...], keep_lowest: bool, has_own: bool) -> None:
+    checkpoint, options = (
+        rank.component("checkpoint"),
+        {"check_replicas": True, "checksums": has_own, "block_bytes": 64},
+    )
+    with _caching() as planner_class, checkpoint.HuggingFaceStorageWriter(path, **options) as writer:
+        for step, holders in enumerate(_HOLDERS):
+            state, where = _held_in(step, rank.rank, has_own), f"save {step}, by rank {rank.rank}, held by {holders}"
+            if step in _DIFFERING and rank.rank == holders[-1]:
+                state["a"][7] += 1
+            cached = caches[step % len(caches)]
+            planner = planner_class(dedup_save_to_lowest_rank=keep_lowest, enable_plan_caching=cached)
+            differs = raises(BaseException, mentions=("replicas differ",), where=where)
+            with differs if step in _DIFFERING else succeeds("a save", where=where):
+                dcp.save(dict(state), checkpoint_id=f"{path}-{step}", storage_writer=writer, planner=planner)
+
+
+@requirement(
+    "CKPT-729",
+    "With check_replicas a rank that holds nothing, the first one or all included, MUST save as the others do, and "
+    "they be compared: whether its plan is new or from a cache, and whatever it held in its writer's saves before.",
+)
+@pytest.mark.parametrize(("keep_lowest", "has_own"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("caches", [(False,), (True,), (True, True, False)], ids=["new", "cached", "by turns"])
+def test_replicas_of_some_ranks(
+    rank_pool: Any, tmp_path: Path, caches: tuple[bool, ...], keep_lowest: bool, has_own: bool
+) -> None:
+    rank_pool.run(_save_where_some_hold, 3, str(tmp_path / "ck"), caches, keep_lowest, has_own)
+    for step in range(len(_HOLDERS)):
+        if step in _DIFFERING:
+            assert_equal((tmp_path / f"ck-{step}").exists(), False, where=f"save {step}, which is refused")
+            continue
+        state = {name: value for rank in range(3) for name, value in _held_in(step, rank, has_own).items()}
+        assert_folder(tmp_path / f"ck-{step}", {FILE: list(state)}, state, has_sums=has_own)
+
+
 def _wrong_worlds(rank: Rank, path: str) -> None:
     checkpoint = rank.component("checkpoint")
     writer = checkpoint.HuggingFaceStorageWriter(path, save_distributed=False)

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -391,7 +392,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         failure: BaseException | None = None
         parts: Sequence[Part] = ()
         places: Mapping[str, tuple[str, int]] = {}
-        job = SaveJob(self.options, self.rank, self.group, plan.items, self.local_items, planner, begun_s)
+        job = SaveJob(self.options, self.rank, self.group, plan.items, self._known(planner), planner, begun_s)
         try:
             if self.options.writes_shards:
                 places = write_shards(
@@ -441,6 +442,12 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                 where="check_replicas",
             )
         return plan.items
+
+    def _known(self, planner: SavePlanner) -> Sequence[WriteItem]:
+        # Of a placeholder that is not in the cache nothing is known.
+        with suppress(PlanError):
+            return self._held(planner)
+        return ()
 
     def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder]:
         """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error."""

@@ -51,8 +51,18 @@ announced_by_the_last_save = patched(
         "if usable else ()",
         "if usable else self._announced",
     ),
-    kills="CKPT-646",
+    kills="CKPT-729",
     of="fastimpl",
+)
+
+layout_of_placeholders = patched(
+    "A save whose plans come from a cache is laid out by what stands in their place.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan",
+        "arrange(plans, self.options) if usable else None",
+        "arrange(plans, self.options)",
+    ),
+    kills="CKPT-646",
 )
 
 copies_of_one_rank_fail_alone = patched(
@@ -64,6 +74,28 @@ copies_of_one_rank_fail_alone = patched(
     ),
     kills="CKPT-700",
 )
+
+ranks_without_items_are_unknown = patched(
+    "A rank that holds nothing is taken for one whose plan comes from a cache.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._held",
+        "if not self._is_placeholder:",
+        "if self.local_items:",
+    ),
+    kills="CKPT-729",
+)
+
+placeholders_hold_nothing = patched(
+    "A rank whose own plan comes from a cache while those of others are new does not know the replicas that it holds.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.write_data",
+        "self._known(planner)",
+        "self.local_items",
+    ),
+    kills="CKPT-729",
+    of="fastimpl",
+)
+
 
 only_what_is_written_is_compared = patched(
     "With a plan from a cache only those replicas are compared that this rank is to write.",
