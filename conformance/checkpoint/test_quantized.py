@@ -17,7 +17,20 @@ from hypothesis import given
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard
 
-from conformance.checkpoint.cases import INDEX, Tiled, assert_parts, load_with, mesh_of, random_bits, sharded
+from conformance.checkpoint.cases import (
+    CHECKSUMS_KEY,
+    INDEX,
+    Tiled,
+    assert_parts,
+    cut,
+    load_with,
+    mesh_of,
+    random_bits,
+    save,
+    sharded,
+    sums_of,
+    tiled,
+)
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from twinproof.checkpoint import dcp as storage
@@ -602,3 +615,50 @@ def test_scales_that_are_no_numbers(checkpoint: Any, tmp_path: Path, bits: int) 
             checkpoint, tmp_path, "w.weight", torch.zeros(4, 48, dtype=target), block_size=4, target_dtype=target
         )
         assert_equal(int(got.isnan().sum()), got.numel(), where=f"values of {target} that are NaN")
+
+
+# What keeps a tensor, or the scales beside it, from being compared; and what of a matrix with scales is then named.
+_SCALED = ("l.weight", "l.weight_scale_inv")
+_NOT_COMPARED: dict[str, tuple[str, ...]] = {
+    "compared": (),
+    "not loaded": (),
+    "in part": _SCALED,
+    "no sum": _SCALED[:1],
+    "no sum of scales": _SCALED[1:],
+    "no sum of either": _SCALED,
+}
+
+
+def _asked_for(name: str, shape: tuple[int, int], how: str) -> dict[str, Any]:
+    """The target of one tensor: whole, in part or none."""
+    whole = torch.zeros(shape)
+    part: Any = {name: tiled(whole, cut(shape, [[3], []]), 0, 2, fill=False)} if how == "in part" else {name: whole}
+    return {} if how == "not loaded" else part
+
+
+@requirement(
+    "CKPT-724",
+    "A load of block-quantized weights that compares checksums MUST name everything of it that could not be compared, "
+    "with scales and without, as it has no checksum or is read in part, and nothing of another load.",
+)
+def test_all_that_is_not_compared(checkpoint: Any, tmp_path: Path) -> None:
+    state = {
+        "l.weight": torch.ones(6, 10).to(torch.float8_e4m3fn),
+        "l.weight_scale_inv": torch.ones(2, 3),
+        "plain": torch.ones(6, 10),
+        "other": torch.ones(5),
+    }
+    save(checkpoint, state, tmp_path / "ck", checksums=True)
+    index = json.loads((tmp_path / "ck" / INDEX).read_text())
+    reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "ck", block_size=4, verify_checksums=True)
+    for scaled, named in _NOT_COMPARED.items():
+        for plain in ("compared", "not loaded", "in part", "no sum"):
+            absent = {*(named if scaled.startswith("no sum") else ()), *(("plain",) if plain == "no sum" else ())}
+            stated = {name: crc for name, crc in sums_of(state).items() if name not in absent}
+            index["metadata"][CHECKSUMS_KEY] = stated
+            (tmp_path / "ck" / INDEX).write_text(json.dumps(index))
+            targets = {**_asked_for("l.weight", (6, 10), scaled), **_asked_for("plain", (6, 10), plain)}
+            load_with(reader, {**targets, "other": torch.zeros(5)})
+            expected = {*named, *(("plain",) if plain in ("in part", "no sum") else ())}
+            where = f"with scales: {scaled}, without: {plain}"
+            assert_equal(reader.unverified, tuple(sorted(expected)), where=where)

@@ -172,25 +172,6 @@ quantized_alone_not_asked = patched(
     ),
     kills="CKPT-558",
 )
-plain_ones_forgotten = patched(
-    "Beside quantized tensors those without scales pass for compared.",
-    mutated(_QUANTIZED, "tuple(sorted({*self.unverified, *compared}))", "compared"),
-    kills="CKPT-724",
-)
-quantized_ones_forgotten = patched(
-    "Beside tensors without scales that were not compared quantized ones pass for compared.",
-    mutated(_QUANTIZED, "tuple(sorted({*self.unverified, *compared}))", "self.unverified or compared"),
-    kills="CKPT-724",
-)
-scales_of_parts_forgotten = patched(
-    "Of quantized tensors values alone are compared and named.",
-    mutated(
-        "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader._stored_whole",
-        "(name, self.quantized[name].scales)",
-        "(name,)",
-    ),
-    kills="CKPT-724",
-)
 first_of_all_ranks_gathers = patched(
     "What a group gathers goes to rank 0 of all ranks.",
     mutated("twinproof.checkpoint.publish:gather_first", "group_dst=0", "dst=0"),

@@ -221,3 +221,23 @@ widths_tell_dtypes = patched(
     ),
     kills="CKPT-681",
 )
+
+plain_ones_forgotten = patched(
+    "Beside quantized tensors those without scales pass for compared.",
+    mutated(f"{_READER}.read_data", "tuple(sorted({*self.unverified, *compared}))", "compared"),
+    kills="CKPT-724",
+)
+quantized_ones_forgotten = patched(
+    "Beside tensors without scales that were not compared quantized ones pass for compared.",
+    mutated(f"{_READER}.read_data", "tuple(sorted({*self.unverified, *compared}))", "self.unverified or compared"),
+    kills="CKPT-724",
+)
+scales_of_parts_forgotten = patched(
+    "Of quantized tensors values alone are compared and named.",
+    mutated(
+        f"{_READER}._stored_whole",
+        "(name, self.quantized[name].scales)",
+        "(name,)",
+    ),
+    kills="CKPT-724",
+)
