@@ -190,7 +190,7 @@ class TableParts:
     """
 
     def __init__(self, layout: Layout, lookups: Sequence[Any], optimizer: InBackwardOptimizer) -> None:
-        self._layout, self._lookups, self._optimizer = layout, lookups, optimizer
+        self._layout, self._optimizer = layout, optimizer
         # The table, this rank's shard of it, what looks it up, and which of its tables it is: the same in every step.
         self._cut_shards: list[tuple[str, Shard, Any, int]] = [
             (layout.tables[shard.table].name, shard, lookup, index)
@@ -203,7 +203,7 @@ class TableParts:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
         return {name: (shard, lookup.weight(i), lookup.states(i)) for name, shard, lookup, i in self._cut_shards}
 
-    def local_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Table -> its weight [r, c], of ``local_shards``."""
         return ((name, lookup.weight(index)) for name, _, lookup, index in self._cut_shards)
 
@@ -699,7 +699,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     def local_weights(self) -> list[torch.Tensor]:
         """This rank's weights [r, c] of all cut tables: themselves, not copies."""
-        return [weight for _, weight in self._parts.local_weights()]
+        return [weight for _, weight in self._parts.named_weights()]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Tables and states go where the parameters go, see ``TableBatchedEmbeddingBags``."""
@@ -719,7 +719,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         does not list them: what waits for gradients of its parameters, as DDP does, would wait forever.
         """
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        for name, weight in self._parts.local_weights() if recurse else ():
+        for name, weight in self._parts.named_weights() if recurse else ():
             known = self._cut_parameters.get(name)
             if known is None or known.data_ptr() != weight.data_ptr():
                 trained = name not in self._frozen_now()
@@ -734,7 +734,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """
         for part in self.modules():
             yield from (param for param in part._parameters.values() if param is not None)
-        weights = dict(self._parts.local_weights()) if self._cut_parameters else {}
+        weights = dict(self._parts.named_weights()) if self._cut_parameters else {}
         for name, param in self._cut_parameters.items():
             if param.data_ptr() == weights[name].data_ptr():
                 yield param
