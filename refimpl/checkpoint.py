@@ -117,21 +117,21 @@ class GatherAndSave:
         """The coordinator, rank 0, makes all files; the others only send."""
         return [plan.arrangement, *[None] * (plan.rank_count - 1)]
 
-    def write(self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder) -> list[catalog.Part]:
-        """Gather, put together, save. A rank that fails sends None, and then no file is made."""
-        mine: list[Part] | None = None
-        failure: BaseException | None = None
-        try:
-            mine = [_part(name, offsets, value, job.options) for name, offsets, value in job.chunks()]
-        except BaseException as error:
-            failure = error
+    def prepare(
+        self, job: SaveJob, instruction: Arrangement | None, folder: StagedFolder
+    ) -> tuple[SaveJob, Arrangement | None, StagedFolder, list[Part]]:
+        """This rank's chunks as they are stored."""
+        mine = [_part(name, offsets, value, job.options) for name, offsets, value in job.chunks()]
+        return job, instruction, folder, mine
+
+    def write(self, prepared: tuple[SaveJob, Arrangement | None, StagedFolder, list[Part]]) -> list[catalog.Part]:
+        """Gather, put together, save."""
+        job, instruction, folder, mine = prepared
         gathered = gather_first(mine, job.group)
-        if failure is not None:
-            raise failure
-        if instruction is None or any(parts is None for parts in gathered):
+        if instruction is None:
             return []
         by_name: dict[str, list[Part]] = {}
-        for part in (part for parts in gathered for part in parts or ()):
+        for part in (part for parts in gathered for part in parts):
             by_name.setdefault(part[0], []).append(part)
         meter = catalog.Meter(job.options.progress, sum(layout.file_bytes for layout in instruction.files.values()))
         sums: list[catalog.Part] = []

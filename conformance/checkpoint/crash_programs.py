@@ -48,6 +48,7 @@ __all__ = [
     "save_one_file",
     "save_together",
     "save_with_umask",
+    "share_of",
 ]
 
 MAPPING = {"one": 1, "rows": 2, "wide": 1, "double": 2, "half": 1}
@@ -84,7 +85,7 @@ def save_letting_go(implementation: str, path: str, seed: int, thread_count: int
 
 def load_letting_go(implementation: str, path: str, seed: int, thread_count: int) -> int:
     """A load of whole tensors, of rows and of columns, beside a thread that lets held calls go; returns their bytes."""
-    targets = _share(0, 2, seed)
+    targets = share_of(0, 2, seed)
     with letting_go():
         load(component(implementation, "checkpoint"), targets, Path(path), thread_count=thread_count)
     parts = [part for value in targets.values() for part in getattr(value, "parts", {0: value}).values()]
@@ -96,7 +97,7 @@ def read_back(implementation: str, path: str, seed: int) -> None:
     state = make_state(seed)
     for thread_count in (1, 3):
         for part in range(2):
-            targets = _share(part, 2, seed, fill=False)
+            targets = share_of(part, 2, seed, fill=False)
             load(component(implementation, "checkpoint"), targets, Path(path), thread_count=thread_count)
             for name, value in state.items():
                 where = f"{name}, {thread_count} threads"
@@ -111,7 +112,7 @@ def read_one_file(implementation: str, path: str, seed: int) -> None:
     assert_same_tensors(component(implementation, "checkpoint").load_file(path), make_state(seed))
 
 
-def _share(rank: int, world_size: int, seed: int, *, fill: bool = True) -> dict[str, Any]:
+def share_of(rank: int, world_size: int, seed: int, *, fill: bool = True) -> dict[str, Any]:
     """One rank's part: the two matrices cut by rows and by columns, the rest replicated; or targets for it."""
     state: dict[str, Any] = dict(make_state(seed))
     if not fill:
@@ -126,7 +127,7 @@ def _share(rank: int, world_size: int, seed: int, *, fill: bool = True) -> dict[
 def save_together(rank: Rank, path: str, seed: int, options: dict[str, Any]) -> None:
     """All ranks save the state of that seed."""
     save_ranks(
-        rank, _share(rank.rank, rank.world_size, seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options}
+        rank, share_of(rank.rank, rank.world_size, seed), Path(path), **{"fqn_to_index_mapping": MAPPING, **options}
     )
 
 
@@ -137,7 +138,7 @@ def save_in_background(rank: Rank, path: str, seeds: list[int], wait: bool) -> l
     errors: list[BaseException | None] = []
     for seed in seeds:
         writer = checkpoint.HuggingFaceStorageWriter(path, fqn_to_index_mapping=MAPPING)
-        futures.append(async_save(_share(rank.rank, rank.world_size, seed), storage_writer=writer))
+        futures.append(async_save(share_of(rank.rank, rank.world_size, seed), storage_writer=writer))
         if wait:
             errors.append(_error_of(futures.pop()))
     return errors + [_error_of(future) for future in futures]

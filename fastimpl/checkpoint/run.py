@@ -122,7 +122,6 @@ class Runner:
         exchange: the rounds.
         rank, rank_count: this rank, and how many save.
         thread_count: threads that write, the calling one included.
-        failure: an error from before; the rank then only keeps the others going.
         starts: where copies from each device begin.
         checksums: sum what is written.
         progress: told of written bytes.
@@ -141,12 +140,12 @@ class Runner:
         rank: int,
         rank_count: int,
         thread_count: int,
-        failure: BaseException | None,
         starts: CopyStarts,
         checksums: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self.plan, self.parts, self.files, self.exchange, self.failure = plan, parts, files, exchange, failure
+        self.plan, self.parts, self.files, self.exchange = plan, parts, files, exchange
+        self.failure: BaseException | None = None
         self.numbers = {id(block): number for number, block in enumerate(plan.blocks)}
         mine = [block for block in plan.blocks if block.owner == rank]
         self.checksums, self.sums = checksums, list[Part]()
@@ -159,17 +158,21 @@ class Runner:
         self.thread_count = 1 if files.sequential else min(thread_count, len(mine)) or 1
         self.starts = starts
         self.stats = SaveStats()
+        self._caller = _Thread(starts)
         self._lock = threading.Lock()
 
     def run(self) -> None:
         """Do everything. Raises the first error of any thread, after all rounds were completed."""
-        workers = [
-            threading.Thread(target=self._drain, name=f"checkpoint-write-{i}") for i in range(1, self.thread_count)
-        ]
-        for worker in workers:
-            worker.start()
+        workers: list[threading.Thread] = []
+        try:
+            for number in range(1, self.thread_count):
+                worker = threading.Thread(target=self._work, name=f"checkpoint-write-{number}")
+                worker.start()
+                workers.append(worker)
+        except BaseException as error:  # The others wait for this rank's messages, also where it gets no threads.
+            self._fail(error)
         self._rounds()
-        self._drain()
+        self._work()
         for worker in workers:
             worker.join()
         self.stats.sent_bytes = self.exchange.sent_bytes
@@ -181,7 +184,7 @@ class Runner:
             self.failure = self.failure or error
 
     def _rounds(self) -> None:
-        thread = _Thread(self.starts)
+        thread = self._caller
         pending: deque[Round] = deque()
         posted = 0
         for turn in range(self.plan.turn_count):
@@ -201,7 +204,7 @@ class Runner:
             block = self.exchange.owned.get(turn)
             if block is not None:
                 if self.files.sequential:
-                    self._drain(before=block)
+                    self._work(before=block)
                 self._write(block, current.inbox, thread, self._stage(block, thread))
 
     def _next(self, before: OwnBlock | None) -> OwnBlock | None:
@@ -211,6 +214,13 @@ class Runner:
             return self.solo.popleft() if self.failure is None else None
         except IndexError:
             return None
+
+    def _work(self, before: OwnBlock | None = None) -> None:
+        # A block that was taken and not written is a failure, whatever ended its thread.
+        try:
+            self._drain(before)
+        except BaseException as error:
+            self._fail(error)
 
     def _drain(self, before: OwnBlock | None = None) -> None:
         """Write whole local blocks; the bytes of the next come from their device while this one is written."""

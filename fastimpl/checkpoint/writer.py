@@ -76,46 +76,43 @@ class PlannedWrites:
         names = list(plan.arrangement.files)
         return [(part, names, sequential) for part in packed]
 
-    def write(self, job: SaveJob, instruction: Instruction, folder: StagedFolder) -> list[Part]:
-        """Write this rank's blocks. A rank that failed goes on sending messages of the planned length."""
+    def prepare(self, job: SaveJob, instruction: Instruction, folder: StagedFolder) -> tuple[Runner, bool]:
+        """Unpack this rank's plan and find the data that it names; nothing is sent or written yet."""
         packed, names, sequential = instruction
-        failure: BaseException | None = None
         rank_plan = unpack_plan(packed)
         items = _items(rank_plan, job.items, job.local_items)
-        sources: dict[int, Source] = {}
-        try:
-            sources = {key: _source(item, job) for key, item in items.items()}
-        except BaseException as error:  # The others wait for this rank's messages, whatever ends its save.
-            failure = error
+        sources = {key: _source(item, job) for key, item in items.items()}
         parts = _parts(rank_plan, items, sources, job)
-        files = FileSet(folder.path, names, sequential)
         starts = CopyStarts(self.choose_copies, [source.device for source in sources.values()])
-        exchange = Exchange(job.group, *_by_turn(rank_plan, parts, job.rank), starts)
         runner = Runner(
             rank_plan,
             parts,
-            files,
-            exchange,
+            FileSet(folder.path, names, sequential),
+            Exchange(job.group, *_by_turn(rank_plan, parts, job.rank), starts),
             rank=job.rank,
             rank_count=rank_count_of(job.group),
             thread_count=job.options.thread_count,
-            failure=failure,
             starts=starts,
             checksums=job.options.checksums,
             progress=job.options.progress,
         )
-        plan_s = time.perf_counter() - job.begun_s
+        self.stats = runner.stats
+        self.stats.plan_s, self.stats.plan_bytes = time.perf_counter() - job.begun_s, packed.size_bytes
+        return runner, folder.durable
+
+    def write(self, prepared: tuple[Runner, bool]) -> list[Part]:
+        """Write this rank's blocks. A rank that fails goes on sending messages of the planned length."""
+        runner, durable = prepared
+        failure: BaseException | None = None
         try:
             runner.run()
         except BaseException as error:
             failure = error
         begun_s = time.perf_counter()
         try:
-            files.close(durable=folder.durable and failure is None)
+            runner.files.close(durable=durable and failure is None)
         except BaseException as error:
             failure = failure or error
-        self.stats = runner.stats
-        self.stats.plan_s, self.stats.plan_bytes = plan_s, packed.size_bytes
         self.stats.fsync_s = time.perf_counter() - begun_s
         if failure is not None:
             raise failure

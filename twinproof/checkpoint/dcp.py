@@ -84,6 +84,7 @@ from twinproof.checkpoint.publish import (
     build_index,
     gather,
     gather_first,
+    on_any_rank,
     own_group,
     raise_first,
     rank_count_of,
@@ -113,6 +114,7 @@ __all__ = [
     "find_quantized",
 ]
 
+T = TypeVar("T")
 _Self = TypeVar("_Self", bound="HuggingFaceStorageWriter")
 
 
@@ -389,25 +391,45 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         begun_s = time.perf_counter()
         self._check_replicas(planner)
         instruction, folder = self._instructed(planner)
-        failure: BaseException | None = None
-        parts: Sequence[Part] = ()
-        places: Mapping[str, tuple[str, int]] = {}
-        job = SaveJob(self.options, self.rank, self.group, plan.items, self._known(planner), planner, begun_s)
-        try:
-            if self.options.writes_shards:
-                places = write_shards(
-                    folder, self._engine.file_bytes, self.rank, plan.items, planner, self.options, type(self)._crc32
-                )
-            else:
-                parts = self._engine.write(job, instruction, folder)
-        except BaseException as error:  # Of whatever ends this rank's save the others must hear.
-            failure = self._told(error)
-        self.settle(failure)
+        prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
+        results, parts = self._settled(lambda: self._written(plan, planner, folder, prepared))
         if self.options.checksums:
             self._parts = [part for found in gather_first(parts, self.group) for part in found]
         future: Future[list[WriteResult]] = Future()
-        future.set_result([self._result(item, places) for item in plan.items])
+        future.set_result(results)
         return future
+
+    def _prepared(
+        self, plan: SavePlan, planner: SavePlanner, instruction: Any, folder: StagedFolder, begun_s: float
+    ) -> Any:
+        # A rank that writes shards waits for no other.
+        if self.options.writes_shards:
+            return None
+        known = self._known(planner)
+        job = SaveJob(self.options, self.rank, self.group, plan.items, known, planner, begun_s)
+        return self._engine.prepare(job, instruction, folder)
+
+    def _written(
+        self, plan: SavePlan, planner: SavePlanner, folder: StagedFolder, prepared: Any
+    ) -> tuple[list[WriteResult], Sequence[Part]]:
+        parts: Sequence[Part] = ()
+        places: Mapping[str, tuple[str, int]] = {}
+        if self.options.writes_shards:
+            file_bytes, crc = self._engine.file_bytes, type(self)._crc32
+            places = write_shards(folder, file_bytes, self.rank, plan.items, planner, self.options, crc)
+        else:
+            parts = self._engine.write(prepared)
+        return [self._result(item, places) for item in plan.items], parts
+
+    def _settled(self, step: Callable[[], T]) -> T:
+        """Run a step on every rank. If any failed, clear the staging folder and raise on every rank."""
+        failure: BaseException | None = None
+        try:
+            result = step()
+        except BaseException as error:  # Of whatever ends this rank's save the others must hear.
+            failure = self._told(error)
+        self.settle(failure)
+        return result
 
     def _told(self, error: BaseException) -> BaseException:
         """An error of this rank as all ranks are told of it; torch sends what is raised to them, too."""
@@ -474,10 +496,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         self.staging = Staging(
             self.path, durable=options.durable, overwrite=options.overwrite, is_indexed=options.is_indexed
         )
-        folder = StagedFolder(self.staging.folder, self.options.durable)
-        if self.options.writes_shards:
-            return [(None, folder)] * rank_count
         try:
+            folder = StagedFolder(self.staging.folder, self.options.durable)
+            if self.options.writes_shards:
+                return [(None, folder)] * rank_count
             plan = GlobalPlan(arrangement, self._announced, rank_count, self.options, folder)
             return [(instruction, folder) for instruction in self._engine.instruct(plan)]
         except BaseException:
@@ -486,13 +508,14 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     def settle(self, failure: BaseException | None) -> None:
         """Learn of every rank's outcome; if any failed, clear the staging folder and raise on every rank."""
+        if not on_any_rank(failure is not None, self.group):
+            return
         failures = gather(failure, self.group)
-        if any(found is not None for found in failures):
-            if self.staging is not None:
-                self.staging.discard()
-            if failure is not None:
-                raise failure
-            raise_first(failures)
+        if self.staging is not None:
+            self.staging.discard()
+        if failure is not None:
+            raise failure
+        raise_first(failures)
 
     def _result(self, item: WriteItem, places: Mapping[str, tuple[str, int]]) -> WriteResult:
         # Where a tensor lies in final files only the coordinator knows, who adds it at the end.

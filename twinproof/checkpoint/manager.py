@@ -527,12 +527,12 @@ class CheckpointManager:
         if self._rank == 0:
             try:
                 outcome = look()
-            except Exception as error:
+            except BaseException as error:  # Also what ends a program: the others would wait for this rank.
                 outcome = error
-        if isinstance(outcome, Exception) and self._group is not None:
+        if isinstance(outcome, BaseException) and self._group is not None:
             outcome = sendable(outcome)
         received = scatter([outcome] * rank_count_of(self._group), self._group)
-        if isinstance(received, Exception):
+        if isinstance(received, BaseException):
             raise received
         result: T = received
         return result

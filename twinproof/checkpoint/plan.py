@@ -847,9 +847,10 @@ class SaveEngine(Protocol):
 
     The writer talks to DCP, checks, lays out, opens the staging folder, learns of every rank's failure and publishes.
     An engine only decides how bytes get from the tensors of all ranks to the files that the plan names. The methods
-    are called in this order, the first and the third on every rank, the second on the coordinator. An engine raises
-    its own rank's error, and only after this rank has taken part in every exchange: nobody waits for a rank that
-    failed. It makes no file visible and syncs every file that it wrote, where ``folder.durable`` says so.
+    are called in this order, all but the second on every rank, that on the coordinator. No rank writes unless every
+    rank has prepared. While it writes, an engine raises its own rank's error, and only after this rank has taken part
+    in every exchange: nobody waits for a rank that failed. It makes no file visible and syncs every file that it
+    wrote, where ``folder.durable`` says so.
     """
 
     def announce(self, items: Sequence[WriteItem]) -> bytes | None:
@@ -857,13 +858,17 @@ class SaveEngine(Protocol):
         ...
 
     def instruct(self, plan: GlobalPlan) -> Sequence[Any]:
-        """For each rank, in rank order, an object that can be pickled and that ``write`` receives there."""
+        """For each rank, in rank order, an object that can be pickled and that ``prepare`` receives there."""
         ...
 
-    def write(self, job: SaveJob, instruction: Any, folder: StagedFolder) -> Sequence[Part]:
-        """Bring this rank's bytes into the files of ``folder``; with ``job.options.checksums``, say their sums.
+    def prepare(self, job: SaveJob, instruction: Any, folder: StagedFolder) -> Any:
+        """What ``write`` needs: all that can fail on this rank alone. Raises UnstorableError, PlanError."""
+        ...
 
-        The parts of all ranks hold every byte of every tensor once. Raises StorageError, UnstorableError, PlanError.
+    def write(self, prepared: Any) -> Sequence[Part]:
+        """Bring this rank's bytes into the files of the folder; with ``checksums`` of the options, say their sums.
+
+        The parts of all ranks hold every byte of every tensor once. Raises StorageError.
         """
         ...
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
@@ -480,6 +481,15 @@ def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return everyone
 
 
+def on_any_rank(is_so: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether something is so on any rank. One number travels, where a gathered object passes every rank."""
+    if group is None:
+        return is_so
+    found = torch.tensor([is_so], dtype=torch.int32, device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found.item())
+
+
 def gather_first(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """On rank 0 every rank's object, in rank order; nothing on the others."""
     if group is None:
@@ -520,8 +530,9 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = step()
     except BaseException as error:  # Also what ends a program: the others would wait for this rank.
         failure = error
-    failures = gather(sendable(failure), group)
-    if failure is not None:
-        raise failure
-    raise_first(failures)
+    if on_any_rank(failure is not None, group):
+        failures = gather(sendable(failure), group)
+        if failure is not None:
+            raise failure
+        raise_first(failures)
     return result

@@ -67,6 +67,7 @@ from twinproof.checkpoint.publish import (
     gather_first,
     rank_count_of,
     scatter,
+    several_ranks,
     together,
     warn_of_leftovers,
     write_file,
@@ -287,6 +288,26 @@ def _checked_index(job: MergeJob, parts: Sequence[Part], source: Path) -> bytes:
     return _index_of(job.catalog, job.layouts, to_text(sums_of(places, parts)))
 
 
+def _show(made: Sequence[Staging], job: MergeJob, everyone: Sequence[Sequence[Part]], source: Path) -> None:
+    # Of the rank that made the folder; the others have made none.
+    for staging in made:
+        parts = [part for found in everyone for part in found]
+        staging.publish(_checked_index(job, parts, source) if job.checksums else _index_of(job.catalog, job.layouts))
+
+
+def _checked(mapping: Mapping[str, int] | None, max_shard_size: int | None, num_threads: int) -> dict[str, int] | None:
+    """The mapping. Raises ConfigError for what cannot be honoured."""
+    if mapping is not None and max_shard_size is not None:
+        raise ConfigError(
+            "two rules for the files",
+            got="both",
+            expected="one of the mapping and max_shard_size",
+            where="fqn_to_index_mapping, max_shard_size",
+        )
+    check_count(num_threads, "num_threads")
+    return check_mapping(mapping)
+
+
 def consolidate(
     merge: Merge,
     input_dir: StrPath,
@@ -319,45 +340,32 @@ def consolidate(
         ConfigError: ``mapping`` together with ``max_shard_size``.
         CorruptionError: shards with gaps or overlaps, or that were replaced meanwhile.
     """
-    mapping = check_mapping(mapping)
-    together_with = None
-    if on_every_rank and dist.is_available() and dist.is_initialized():
-        together_with = process_group or dist.group.WORLD
-    if mapping is not None and max_shard_size is not None:
-        raise ConfigError(
-            "two rules for the files",
-            got="both",
-            expected="one of the mapping and max_shard_size",
-            where="fqn_to_index_mapping, max_shard_size",
-        )
-    source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
-    check_count(num_threads, "num_threads")
+    together_with = several_ranks(process_group) if on_every_rank else None
     rank = 0 if together_with is None else dist.get_rank(together_with)
     rank_count = rank_count_of(together_with)
-    staging: Staging | None = None
+
+    def begun() -> tuple[Path, Path, dict[str, int] | None, Catalog, bool]:
+        given = _checked(mapping, max_shard_size, num_threads)
+        source, target = local_path(input_dir, "input_dir"), local_path(output_dir, "output_dir")
+        catalog = read_catalog(source)
+        return source, target, given, catalog, is_final(catalog, source, target)
+
+    source, target, given, catalog, is_done = together(begun, together_with)
+    if is_done:
+        together(lambda: verify_catalog(catalog, source, crc, num_threads) if rank == 0 else None, together_with)
+        return
+    made: list[Staging] = []
     try:
-        catalog = together(lambda: read_catalog(source), together_with)
-        if is_final(catalog, source, target):
-            together(lambda: verify_catalog(catalog, source, crc, num_threads) if rank == 0 else None, together_with)
-            return
-        layouts = together(lambda: _laid_out(catalog, mapping, max_shard_size), together_with)
+        layouts = together(lambda: _laid_out(catalog, given, max_shard_size), together_with)
         is_summed = together(lambda: states_sums(catalog), together_with)
-        staging = together(lambda: Staging(target) if rank == 0 else None, together_with)
-        folder = scatter([staging.folder] * rank_count if staging is not None else [], together_with)
+        together(lambda: made.append(Staging(target)) if rank == 0 else None, together_with)
+        folder = scatter([staging.folder for staging in made] * rank_count, together_with)
         job = MergeJob(catalog, layouts, rank, rank_count, num_threads, is_summed)
         parts = together(lambda: merge(job, StagedFolder(folder, durable=True)), together_with)
         together(catalog.check_unchanged, together_with)
         everyone = gather_first(parts, together_with) if is_summed else []
-        index = (
-            _index_of(catalog, layouts)
-            if not is_summed
-            else together(
-                lambda: _checked_index(job, [p for found in everyone for p in found], source) if rank == 0 else b"",
-                together_with,
-            )
-        )
-        together(lambda: staging.publish(index) if staging is not None else None, together_with)
+        together(lambda: _show(made, job, everyone, source), together_with)
     except BaseException:
-        if staging is not None:
+        for staging in made:
             staging.discard()
         raise

@@ -88,7 +88,7 @@ ranks_without_items_are_unknown = patched(
 placeholders_hold_nothing = patched(
     "A rank whose own plan comes from a cache while those of others are new does not know the replicas that it holds.",
     mutated(
-        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.write_data",
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._prepared",
         "self._known(planner)",
         "self.local_items",
     ),

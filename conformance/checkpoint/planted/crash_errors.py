@@ -157,11 +157,10 @@ rest_read_from_the_same_place = patched(
 
 
 _ANYTHING = "except BaseException as error:", "except Exception as error:"
-_SOURCES = f"{_ANYTHING[0]}  # The others", f"{_ANYTHING[1]}  # The others"
 
 stopped_while_it_writes = patched(
     "Of what ends a program while data is written no other rank is told.",
-    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.write_data", *_ANYTHING),
+    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._settled", *_ANYTHING),
     kills="CKPT-686",
 )
 stopped_while_it_compares = patched(
@@ -178,16 +177,4 @@ stopped_before_a_save = patched(
     "Of what ends a program in a step of all ranks no other rank is told.",
     mutated("twinproof.checkpoint.publish:together", *_ANYTHING),
     kills="CKPT-691",
-)
-stopped_at_the_data = patched(
-    "A rank whose program ends where it is asked for data sends no messages.",
-    mutated("fastimpl.checkpoint.writer:PlannedWrites.write", *_SOURCES),
-    kills="CKPT-686",
-    of="fastimpl",
-)
-reference_stopped_at_the_data = patched(
-    "A rank whose program ends where it is asked for data sends nothing to the coordinator.",
-    mutated("refimpl.checkpoint:GatherAndSave.write", *_ANYTHING),
-    kills="CKPT-686",
-    of="refimpl",
 )

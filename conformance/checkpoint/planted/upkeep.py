@@ -67,7 +67,7 @@ vanished_folders_raise = patched(
 )
 rule_of_sizes_ignored = patched(
     "Of two rules for the files of a merge the second is passed over.",
-    mutated("twinproof.checkpoint.shards:consolidate", "mapping is not None and max_shard_size is not None", "False"),
+    mutated("twinproof.checkpoint.shards:_checked", "mapping is not None and max_shard_size is not None", "False"),
     kills="CKPT-608",
 )
 first_place_of_the_last_piece = patched(
