@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,25 @@ def test_flags(kvstore: Any) -> None:
     for flag, width in ((True, store.layout("t").row_bytes), (False, 6)):
         store.set_return_whole_row(flag)
         assert_equal(store.state_dict()["t.weight"].shape[1], width, where=f"return_whole_row={flag}")
+
+
+@requirement(
+    "KV-372",
+    "Whether whole rows are returned MUST be as the store was told, at its construction or later, for rows of any "
+    "optimizer and of none, and MUST decide the form of its state dict.",
+)
+def test_whole_rows_as_told(kvstore: Any) -> None:
+    for optimizer, first in itertools.product(("none", "sgd", "adam", "rowwise_adagrad"), (True, False)):
+        layout = kvstore.RowLayout(6, optimizer=optimizer)
+        store = store_of(kvstore, layout, return_whole_row=first)
+        for number, told in enumerate((first, not first, first)):
+            if number:
+                store.set_return_whole_row(told)
+            where = f"{optimizer}, made with {first}, told {told}"
+            assert_equal(store.return_whole_row, told, where=where)
+            weight = store.state_dict()["t.weight"]
+            expected = (torch.uint8, layout.row_bytes) if told else (torch.float32, 6)
+            assert_equal((weight.dtype, weight.shape[1]), expected, where=where)
 
 
 @requirement(

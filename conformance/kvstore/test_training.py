@@ -242,6 +242,30 @@ def test_backward_of_other_ids(kvstore: Any) -> None:
         assert_equal(module.step_count, 2, where=f"{name}: steps after a third backward")
 
 
+@requirement(
+    "KV-373",
+    "KVEmbeddingBag MUST take ids and offsets of the dimensions that torch.nn.EmbeddingBag takes, with as many bags, "
+    "and refuse by name those that it refuses.",
+)
+def test_forms_of_bags(kvstore: Any) -> None:
+    store, ids = store_of(kvstore), torch.arange(6)
+    store.set("t", ids, torch.arange(36.0).reshape(6, 6))
+    ours, theirs = kvstore.KVEmbeddingBag(store, mode="sum"), torch.nn.EmbeddingBag(6, 6, mode="sum")
+    theirs.load_state_dict({"weight": store.get("t", ids)})
+    forms = {"no dimension": ids[3], "one": ids, "two": ids.reshape(2, 3), "three": ids.reshape(1, 2, 3)}
+    cuts = {"none": None, "one": ids_of([0, 4]), "as many as ids": ids_of([0] * 6), "two": ids_of([0, 4])[None]}
+    for (form, bags), (cut, offsets) in product(forms.items(), cuts.items()):
+        where = f"ids of {form} dimensions, offsets of {cut}"
+        try:
+            expected = theirs(bags, offsets)
+        except (RuntimeError, ValueError, IndexError):
+            with raises(ShapeError, where=where):
+                ours(bags, offsets)
+            continue
+        with succeeds("a lookup", where=where):
+            assert_bits(ours(bags, offsets), expected.detach(), where=where)
+
+
 @requirement("KV-094", "Modules MUST refuse tables without an optimizer, other modes, and offsets that do not cut.")
 def test_refused_modules(kvstore: Any) -> None:
     plain = store_of(kvstore, kvstore.RowLayout(4))

@@ -134,6 +134,32 @@ def test_tensors(kvstore: Any) -> None:
     assert_equal(store.mark(), mark, where="mark after refusals")
 
 
+@requirement(
+    "KV-371",
+    "Values, states, rows and memory given beside ids MUST be refused by name where they have a row or a column more "
+    "or less, or another number of dimensions, and neither they nor the store MUST change.",
+)
+def test_shapes_beside_ids(kvstore: Any) -> None:
+    store = _stored(kvstore)
+    before = contents(store)
+    for verb, name, right, call in _of_tensors(kvstore, store):
+        # Ids and where bags begin are of any length; so are rows that bring their ids.
+        if name in ("ids", "input", "offsets", "sorted_indices", "t.weight_id", "t.step"):
+            continue
+        wrong = {"a dimension more": right.unsqueeze(0), "no dimension": right.flatten()[0]}
+        if verb != "set_rows":
+            wrong |= {"a row more": torch.cat([right, right[:1]]), "a row less": right[:1].clone()}
+        if right.dim() == 2:
+            wrong |= {"a column more": right.repeat(1, 2)[:, : right.shape[1] + 1].contiguous()}
+            wrong |= {"a column less": right[:, 1:].contiguous()}
+        for what, value in wrong.items():
+            kept = value.clone()
+            with raises(ShapeError, mentions=(str(tuple(value.shape)),), where=f"{verb}, {name} with {what}"):
+                call(value)
+            assert_equal(torch.equal(value, kept), True, where=f"{verb}, {name} with {what}: what was given")
+    assert_contents(store, before, where="after refusals")
+
+
 def _of_tables(kvstore: Any, store: Any) -> dict[str, Call]:
     """Calls that are given the name of a table."""
     ids, values, policy = ids_of([1, 5]), torch.zeros(2, 6), kvstore.EvictionPolicy.count(2)

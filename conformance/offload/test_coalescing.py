@@ -190,3 +190,23 @@ def test_new_state_of_one(offload: Any) -> None:
             twins.step()
             twins.check()
             twins.offloader.close()
+
+
+@requirement(
+    "OPT-457",
+    "A small state that stays in host memory while its neighbours come and go MUST keep its values, whatever its size: "
+    "as large as what is left between states, one element less or more.",
+    needs=PACK,
+)
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 127, 128, 129])
+def test_neighbours_come_and_go(offload: Any, count: int) -> None:
+    with proven(late=True) as device:
+        params = [values((size,), seed) for seed, size in enumerate((128, count, 100, count, 64))]
+        twins = Twins(offload, device, "SGD", params, options={"lr": 0.1, "momentum": 0.9}, chunk_bytes=16_384)
+        for number in range(2):
+            twins.step()
+            twins.offloader.settle()
+            outer = [twins.offloader.bundles[place] for place in ((0, 2, 4), (0, 2))[number]]
+            twins.offloader.to_device(outer)
+            twins.offloader.offload()
+            twins.check()

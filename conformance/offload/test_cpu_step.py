@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -426,3 +427,30 @@ def test_listed_twice(offload: Any) -> None:
         optimizer = torch.optim.AdamW([param, other, param], lr=0.1)
     with raises(ConfigError, mentions=("once", "group 0"), where="a parameter listed twice"):
         offload.OptimizerStateOffloader(optimizer, step_device="cpu")
+
+
+@requirement(
+    "OPT-455",
+    "A parameter of another dtype than float32, which the CPU does not step, MUST be refused by name wherever it "
+    "stands: in any place of any group, and in a group that is added later.",
+)
+def test_other_dtypes_anywhere(offload: Any) -> None:
+    for dtype, place in product((torch.bfloat16, torch.float64), range(4)):
+        params = [torch.nn.Parameter(values((2, 3), seed)) for seed in range(4)]
+        params[place] = torch.nn.Parameter(params[place].detach().to(dtype))
+        groups, where = [{"params": params[:3]}, {"params": params[3:]}], f"{dtype} at {place}"
+        told = (str(dtype), "master_weights", f"group {place // 3}")
+        with raises(ConfigError, mentions=told, where=where):
+            offload.OptimizerStateOffloader(torch.optim.AdamW(groups), step_device="cpu")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(values((2, 3), 1))])
+    offloader = offload.OptimizerStateOffloader(optimizer, step_device="cpu")
+    late = [torch.nn.Parameter(values((2, 3), 2)), torch.nn.Parameter(values((2, 3), 3).bfloat16())]
+    optimizer.add_param_group({"params": late})
+    kept = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        param.grad = torch.ones_like(param)
+    with raises(ConfigError, mentions=("torch.bfloat16", "group 1"), where="a group that was added"):
+        optimizer.step()
+    for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        assert_same_tensor(param.detach(), kept[number], where=f"parameter {number} of a refused step")
+    offloader.close()

@@ -359,6 +359,57 @@ def test_forms_left_to_torch(offload: Any) -> None:
 
 
 @requirement(
+    "OPT-456",
+    "A state whose elements lie in another order than its parameter's, as a load of dense ones leaves it, MUST leave "
+    "its group to torch, bit for bit, until they lie alike again.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize("name", ["adagrad", "momentum", "nesterov"])
+def test_states_in_another_order(offload: Any, name: str) -> None:
+    kind, options = COVERED[name]
+    with proven() as device:
+        options = in_host_memory(device, options)
+        twins = Twins(
+            offload, device, kind, [values((6, 4), 1).t(), values((8,), 2)], options=options, fused_update=True
+        )
+        twins.step()
+        states = twins.plain.state_dict()
+        for dense in (True, False):
+            for optimizer in (twins.plain, twins.optimizer):
+                optimizer.load_state_dict(_laid(states, dense=dense))
+            for _ in range(2):
+                twins.set_gradients()
+                for param in (twins.plain_params[0], twins.params[0]):
+                    param.grad = _by_columns(param.grad)
+                twins.plain.step()
+                with succeeds("a step", where=f"{name}, states dense {dense}"):
+                    twins.optimizer.step()
+                twins.check()
+                (update,) = twins.offloader.stats().updates
+                assert_equal("another form" in update, dense, where=f"{name}, states dense {dense}: {update}")
+            states = twins.plain.state_dict()
+
+
+def _by_columns(matrix: Any) -> torch.Tensor:
+    columns: torch.Tensor = matrix.t().contiguous().t()
+    return columns
+
+
+def _laid(states: dict[str, Any], *, dense: bool) -> dict[str, Any]:
+    """A copy of an optimizer's states: matrices in order of rows, or of columns."""
+    laid = {
+        number: {
+            key: value.t().contiguous().t()
+            if value.dim() == 2 and not dense
+            else value.clone(memory_format=torch.contiguous_format)
+            for key, value in state.items()
+        }
+        for number, state in states["state"].items()
+    }
+    return {**states, "state": laid}
+
+
+@requirement(
     "OPT-427",
     "A gradient of another dtype than its parameter's, as torch's grad_dtype allows it, MUST leave its group to torch, "
     "bit for bit.",

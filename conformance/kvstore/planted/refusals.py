@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.kvstore.planted.planting import engines
 from twinproof.errors import CapacityError, ShapeError
 
@@ -87,3 +87,14 @@ def refused_steps_count_as_changes(original: Any, store: Any, table: str, *argum
         nothing = torch.zeros(0, dtype=torch.int64)
         store.write_metadata(table, nothing, nothing, 0)
         raise
+
+
+stateless_rows_are_weights = patched(
+    "Whole rows that have no states are returned as weights, whatever the store was told when it was made.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.__init__",
+        "bool(return_whole_row)",
+        "bool(return_whole_row) and any(layout.state_slots for layout in options.rows.values())",
+    ),
+    kills="KV-372",
+)

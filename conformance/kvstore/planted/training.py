@@ -136,3 +136,14 @@ one_step_of_a_backward = patched(
     mutated(f"{_MODULE}._step", "None if isinstance(self.store, KVStore) else self.step_count + 1", "1"),
     kills="KV-359",
 )
+
+
+offsets_beside_whole_bags = patched(
+    "Offsets beside ids [bags, n] are ignored.",
+    mutated(
+        "twinproof.kvstore.modules:KVEmbeddingBag._ends",
+        "    if offsets is None:\n        if input.dim() != 2:",
+        "    if offsets is None or input.dim() == 2:\n        if input.dim() != 2:",
+    ),
+    kills="KV-373",
+)

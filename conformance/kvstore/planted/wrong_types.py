@@ -120,3 +120,13 @@ listeners_heard_of_later = patched(
     mutated("twinproof.kvstore.store:KVStore.add_listener", "if not callable(listener):", "if False:"),
     kills="KV-355",
 )
+
+larger_memory_taken = patched(
+    "Memory to read into may have more rows than there are ids.",
+    mutated(
+        "twinproof.kvstore.rows:check_out",
+        "check_matrix(out, ids.numel()",
+        "check_matrix(out[: ids.numel()] if isinstance(out, torch.Tensor) else out, ids.numel()",
+    ),
+    kills="KV-371",
+)

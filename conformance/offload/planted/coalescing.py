@@ -66,3 +66,11 @@ one_new_name_decides = patched(
     ),
     kills="OPT-397",
 )
+
+
+gap_taken_for_padding = patched(
+    "States with a gap between them that holds one of 256 bytes are taken for neighbours.",
+    mutated("fastimpl.offload.packing:_runs", "begin - end >= ALIGN_BYTES", "begin - end > ALIGN_BYTES"),
+    kills="OPT-457",
+    of="fastimpl",
+)

@@ -193,3 +193,12 @@ listed_twice_stepped_once = patched(
     ),
     kills="OPT-434",
 )
+
+
+first_dtype_alone = patched(
+    "Of each group that the CPU steps the first parameter's dtype is looked at.",
+    mutated(
+        "twinproof.offload.driver:check_cpu_step", 'for param in group["params"]:', 'for param in group["params"][:1]:'
+    ),
+    kills="OPT-455",
+)

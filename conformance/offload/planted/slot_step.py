@@ -167,3 +167,15 @@ dtypes_of_gradients_not_looked_at = patched(
     ),
     kills="OPT-427",
 )
+
+
+orders_of_states_not_looked_at = patched(
+    "States whose elements lie in another order than their parameter's are given to the kernel.",
+    mutated(
+        "fastimpl.offload.slot_step:_add",
+        "state.dtype, state.shape, state.stride()) != form",
+        "state.dtype, state.shape, local.stride()) != form",
+    ),
+    kills="OPT-456",
+    of="fastimpl",
+)
