@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -46,6 +48,16 @@ SURROUNDINGS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
 _THREADS = ("checkpoint-", "kvstore-evict", "twinproof-")
 
 
+def _open_files() -> list[str]:
+    """What this process has open in folders of tests; nothing where the system does not say."""
+    folders, found = os.path.join(tempfile.gettempdir(), "pytest-of-"), []
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        # The listing itself had a descriptor, which is gone.
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(path for path in found if path.startswith(folders))
+
+
 def process_state() -> dict[str, Any]:
     """What belongs to the process or the thread, which whoever works in it has to leave as it was."""
     return {
@@ -54,6 +66,7 @@ def process_state() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "threads of an operator": torch.get_num_threads(),
+        "open files": _open_files(),
         "threads of ours": sorted(each.name for each in threading.enumerate() if each.name.startswith(_THREADS)),
     }
 

@@ -198,16 +198,17 @@ def test_profiles_scale_examples(toy: Callable[..., pytest.RunResult], profile: 
         ("torch.use_deterministic_algorithms(True)", "deterministic algorithms"),
         ("torch.set_num_threads(torch.get_num_threads() + 1)", "threads of an operator"),
         ("threading.Thread(target=stopped.wait, name='checkpoint-read_0').start()", "threads of ours"),
+        ("opened.append(open(tmp_path / 'left', 'w'))", "open files"),
     ],
 )
 def test_the_process_is_left_as_it_was(toy: Callable[..., pytest.RunResult], left: str, said: str) -> None:
     tests = f"""
     import gc, threading, torch
 
-    stopped = threading.Event()
+    stopped, opened = threading.Event(), []
 
     @requirement("KV-001", "MUST hold")
-    def test_leaves():
+    def test_leaves(tmp_path):
         {left}
 
     @requirement("KV-002", "MUST hold")
@@ -215,6 +216,7 @@ def test_the_process_is_left_as_it_was(toy: Callable[..., pytest.RunResult], lef
 
     def test_stop():
         stopped.set()
+        [each.close() for each in opened]
     """
     result = toy(tests)
     result.assert_outcomes(passed=2, failed=1)

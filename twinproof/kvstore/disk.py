@@ -32,7 +32,7 @@ import torch.distributed.checkpoint as dcp
 from twinproof import regime
 from twinproof.checkpoint.catalog import Catalog, check_present, crc32, read_catalog, verify_catalog
 from twinproof.checkpoint.format import buffer_of, local_path, torch_dtype
-from twinproof.checkpoint.publish import group_to_save_in
+from twinproof.checkpoint.publish import group_to_save_in, together
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, check_flags
 from twinproof.kvstore.deltas import (
     FORMS,
@@ -466,22 +466,27 @@ class StoreFiles:
                 _check_writer_options(writer_options)
                 return opened.enter_context(store.snapshot())
 
-            source, parts, names = _parts(store, begun, chosen, since, form, process_group, chunk_rows)
-            fingerprints, bases, steps = names
-            mark = source.mark()
-            state: dict[str, torch.Tensor] = {}
-            for part in parts:
-                state |= self._files.tensors(part)
-            planned = time.perf_counter()
-            kind = "full" if since is None else "delta"
-            content = SavedContent(store.options.rows, chosen, kind, form, fingerprints, bases, steps)
-            with writer_with(content.metadata() | named_by_user) as writer, warnings.catch_warnings():
+            plan = _parts(store, begun, chosen, since, form, process_group, chunk_rows)
+
+            def planned() -> tuple[int, list[SavePart], dict[str, str], dict[str, torch.Tensor], Any]:
+                source, parts, (fingerprints, bases, steps) = plan()
+                state: dict[str, torch.Tensor] = {}
+                for part in parts:
+                    state |= self._files.tensors(part)
+                kind = "full" if since is None else "delta"
+                content = SavedContent(store.options.rows, chosen, kind, form, fingerprints, bases, steps)
+                writer = opened.enter_context(writer_with(content.metadata() | named_by_user))
+                return source.mark(), parts, fingerprints, state, writer
+
+            mark, parts, fingerprints, state, writer = together(planned, group)
+            planned_s = time.perf_counter()
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
         store.fingerprints.note(mark, fingerprints)
         counts = {part.table: part.ids.numel() for part in parts}
         deleted = {part.table: 0 if part.deleted is None else part.deleted.numel() for part in parts}
-        phases = {"plan": planned - started, "write": time.perf_counter() - planned}
+        phases = {"plan": planned_s - started, "write": time.perf_counter() - planned_s}
         return SaveReport(counts, deleted, mark, phases)
 
     def load(
@@ -595,10 +600,11 @@ def _parts(
     form: str,
     process_group: Any,
     chunk_rows: int | None,
-) -> tuple[TrackedSource, list[SavePart], SaveNames]:
-    """The moment of a save, and this rank's part of every table, with names that all ranks agreed on in one exchange.
+) -> Callable[[], tuple[TrackedSource, list[SavePart], SaveNames]]:
+    """What gives the moment of a save, this rank's part of every table, and names that all ranks agree on.
 
-    What one rank must not be asked is found in that exchange, where the others hear of it.
+    The ranks tell each other of their parts here, in one exchange. What one rank must not be asked is found in it,
+    where the others hear of it; what is given later is worked out by each alone.
     """
     rank, world_size = rank_and_world(process_group)
     sorted_ids: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -626,28 +632,32 @@ def _parts(
         }
 
     told = gathered(local_parts, process_group)
-    check_agreed([asked for asked, _ in told])
-    by_rank = [summaries for _, summaries in told]
-    first_bucket, _ = rank_buckets(buckets.total_count, world_size, rank)
-    (source,) = moment
-    parts = [
-        SavePart(
-            source=source,
-            table=table,
-            ids=ids[:, 0],
-            bucket_counts=counts[:, 0],
-            first_bucket=first_bucket,
-            bucket_total=buckets.total_count,
-            deleted=deleted.get(table),
-            form=form,
-            row_counts=[found[table].row_count for found in by_rank],
-            deleted_counts=[found[table].deleted_count for found in by_rank],
-            chunk_rows=chunk_rows,
-            process_group=process_group,
-        )
-        for table, (ids, counts) in sorted_ids.items()
-    ]
-    return source, parts, named(store, by_rank, since)
+
+    def planned() -> tuple[TrackedSource, list[SavePart], SaveNames]:
+        check_agreed([asked for asked, _ in told])
+        by_rank = [summaries for _, summaries in told]
+        first_bucket, _ = rank_buckets(buckets.total_count, world_size, rank)
+        (source,) = moment
+        parts = [
+            SavePart(
+                source=source,
+                table=table,
+                ids=ids[:, 0],
+                bucket_counts=counts[:, 0],
+                first_bucket=first_bucket,
+                bucket_total=buckets.total_count,
+                deleted=deleted.get(table),
+                form=form,
+                row_counts=[found[table].row_count for found in by_rank],
+                deleted_counts=[found[table].deleted_count for found in by_rank],
+                chunk_rows=chunk_rows,
+                process_group=process_group,
+            )
+            for table, (ids, counts) in sorted_ids.items()
+        ]
+        return source, parts, named(store, by_rank, since)
+
+    return planned
 
 
 def _check_table(

@@ -81,7 +81,7 @@ def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
     value, failure = None, None
     try:
         value = make()
-    except Exception as error:
+    except BaseException as error:  # Also what ends a program: the others would wait for this rank.
         failure = error
     results: list[Any] = [None] * world_size
     dist.all_gather_object(results, (value, sendable(failure)), group=process_group)

@@ -128,7 +128,7 @@ separate_form_loses_headers = patched(
 
 own_errors_told_alone = patched(
     "Errors that are not the package's own are told to no other rank.",
-    mutated("twinproof.kvstore.statedict:gathered", "except Exception as error", "except ConfigError as error"),
+    mutated("twinproof.kvstore.statedict:gathered", "except BaseException as error", "except ConfigError as error"),
     kills="KV-252",
 )
 chunks_without_rows = patched(
