@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import random
+import re
 from typing import Any
 
 import pytest
@@ -317,6 +319,49 @@ def test_window_of_the_picture(pipeline: Any) -> None:
     for count in (3, 4, 5):
         short = dataclasses.replace(timeline, ends_s=ends[:count])
         assert_equal(_window(short), (ends[1], ends[count - 1]), where=f"of {count} steps")
+
+
+@requirement(
+    "PIPE-544",
+    "The legend of a picture MUST name each stage of its schedules once, those that a user named too, with the colour "
+    "of its boxes, and the lines above MUST give every stage's figures.",
+    needs=("streams",),
+)
+def test_legend(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import HostWait, Record, StepEnd, Work, overlap_report, replay
+    from fastimpl.pipeline.overlap_views import to_svg
+
+    own = ["augment", "evict", "a < b", "my_own_stage"]
+    every: list[list[list[str]]] = [
+        [["forward", "augment", "evict", "dense_optimizer"]],
+        [["lookup", *own], ["lookup", "backward"]],
+        [own[:2], ["batch_copy", *own[2:]]],
+        [own],
+    ]
+    for schedules in every:
+        runs = list[Any]()
+        for stages in schedules:
+            program = list[Any]()
+            for step in range(6):
+                program += [Work(stage, step, "main", 1.0) for stage in stages]
+                program += [Record(step, "main"), HostWait(step, step), StepEnd(step)]
+            runs.append((overlap_report(program, schedule="mine", device="none", margin_count=1), replay(program)))
+        picture = html.unescape(re.sub(r"<g>|</g>", "", to_svg(runs)))
+        expected = sorted({"wait", *(stage for stages in schedules for stage in stages)})
+        legend = dict[str, list[str]]()
+        for colour, name in re.findall(
+            r'y="4" width="10" height="10" fill="(.*?)"/><text .*?>.  (.*?)</text>', picture
+        ):
+            legend.setdefault(name.replace(" ", "_"), []).append(colour)
+        assert_equal(
+            sorted(legend), sorted(each.replace(" ", "_") for each in expected), where=f"legend of {schedules}"
+        )
+        for stage in expected:
+            boxes = re.findall(rf'<title>{stage}, step .*?</title><rect .*?fill="(.*?)"', picture)
+            assert_equal(legend[stage.replace(" ", "_")], sorted(set(boxes)), where=f"colours of {stage}, {schedules}")
+        for stages in schedules:
+            said = [name for name in stages if f"{name.replace('_', ' ')} 1000 (" in picture]
+            assert_equal(said, stages, where=f"stages with figures, {stages}")
 
 
 @requirement(

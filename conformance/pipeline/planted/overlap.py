@@ -179,3 +179,26 @@ host_time_of_failed_steps = patched(
     mutated("fastimpl.pipeline.recording:Recorder.step", "self._blocked_s += self._own_s() - begun_s", "pass"),
     kills="PIPE-516",
 )
+one_own_stage_in_the_legend = patched(
+    "The legend has one stage for each place in a step, and all stages of a user's own have one place.",
+    mutated(
+        "fastimpl.pipeline.overlap_views:_legend",
+        "sorted(found, key=lambda stage: (_place(stage), stage))",
+        "sorted({_place(stage): stage for stage in found}.values(), key=lambda stage: (_place(stage), stage))",
+    ),
+    kills="PIPE-544",
+)
+one_own_stage_with_figures = patched(
+    "The line of figures has one stage for each place in a step.",
+    mutated(
+        "fastimpl.pipeline.overlap_views:_stage_line",
+        "sorted(report.stages, key",
+        "sorted({_place(stage.stage): stage for stage in report.stages}.values(), key",
+    ),
+    kills="PIPE-544",
+)
+legend_of_the_last_schedule = patched(
+    "The legend has the stages of the last schedule only.",
+    mutated("fastimpl.pipeline.overlap_views:_legend", "for _, timeline in runs", "for _, timeline in runs[-1:]"),
+    kills="PIPE-544",
+)
