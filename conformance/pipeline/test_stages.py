@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.harness import assert_equal, examples, raises, requirement, succeeds
 from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, TRAINING, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -319,6 +321,55 @@ def test_taken_together(pipeline: Any) -> None:
             assert_equal((len(schedule.batches), len(schedule.contexts)), (0, 0), where=f"{where}: after reset()")
             output = schedule.progress(iter(job.batches(2)))
             assert_bits(output, loop.step(loop.batches(1)[0]), f"{where}: the step after reset()")
+
+
+TAKING: dict[str, Any] = {
+    "popleft": lambda queue, place: queue.popleft(),
+    "pop": lambda queue, place: queue.pop(),
+    "pop from a place": lambda queue, place: queue.pop(place),
+    "pop from a place of the end": lambda queue, place: queue.pop(place - len(queue)),
+    "del": lambda queue, place: queue.__delitem__(place),
+}
+
+
+def _taken(way: str, held: list[Any], place: int) -> Any:
+    """What a list of the same gives, which is no longer in it."""
+    found = held.pop({"popleft": 0, "pop": -1}.get(way, place))
+    return None if way == "del" else found
+
+
+@requirement(
+    "PIPE-545",
+    "Whatever is taken out of batches and out of contexts, in any order, by any method and from any place, each MUST "
+    "give and keep what a queue of its own would.",
+)
+@examples(60)
+@given(
+    ways=st.lists(
+        st.tuples(st.sampled_from(["batches", "contexts"]), st.sampled_from(sorted(TAKING)), st.integers(0, 3)),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_taken_in_any_order(pipeline: Any, ways: list[tuple[str, str, int]]) -> None:
+    job = Job(pipeline, 3, kinds=("table_wise",))
+    schedule = job.schedule("TrainPipelineSparseDist", context_type=Context)
+    for batch in job.batches(4):
+        schedule.enqueue_batch(iter([batch]))
+    held = {name: list(getattr(schedule, name)) for name in ("batches", "contexts")}
+    done = list[str]()
+    for name, way, place in ways:
+        if not held[name]:
+            continue
+        queue, place = getattr(schedule, name), place % len(held[name])
+        done.append(f"{way} {place} of {name}")
+        with succeeds("what is taken", where=f"{done}"):
+            got = TAKING[way](queue, place)
+        assert_equal(got is _taken(way, held[name], place), True, where=f"{done}: what was taken")
+        for each, rest in held.items():
+            now = list(getattr(schedule, each))
+            assert_equal([id(one) for one in now], [id(one) for one in rest], where=f"{done}: what {each} keep")
+            assert_equal(len(getattr(schedule, each)), len(rest), where=f"{done}: how many {each} there are")
 
 
 @requirement(

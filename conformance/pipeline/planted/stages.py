@@ -149,3 +149,21 @@ copies_lose_their_forward = patched(
     mutated("twinproof.pipeline.stages:Prepared.__reduce__", "self.replaced is not None", "False"),
     kills="PIPE-492",
 )
+first_of_what_is_left = patched(
+    "popleft takes what the other queue has lost for the first.",
+    mutated(
+        "twinproof.pipeline.stages:QueueView.popleft",
+        "found = self[0]",
+        "if self._left:\n        return getattr(self._left.pop(0), self._attribute)\n    found = self[0]",
+    ),
+    kills="PIPE-545",
+)
+what_is_left_first = patched(
+    "What the other queue has lost stands in front, wherever it was.",
+    mutated(
+        "twinproof.pipeline.stages:QueueView._items",
+        "sorted([*self._left, *self._queue], key=lambda batch: batch.index)",
+        "[*self._left, *self._queue]",
+    ),
+    kills="PIPE-545",
+)
