@@ -292,6 +292,69 @@ def test_optimizers_that_differ(pipeline: Any, kind: str) -> None:
             cut(odd, *OPTIMIZERS[other])
 
 
+def _ways_to(optimizer: Any, options: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Ways to give an optimizer that was made of ``options`` another hyperparameter."""
+
+    def by_hand(held: Any) -> None:
+        held.param_groups[0].update(change)
+
+    def loaded(held: Any) -> None:
+        held.load_state_dict(optimizer(held.param_groups[0]["params"], **{**options, **change}).state_dict())
+
+    ways: dict[str, Any] = {"by hand": by_hand, "from a loaded state": loaded}
+    if "lr" in change:
+        share = change["lr"] / options["lr"]
+        schedulers = torch.optim.lr_scheduler
+        ways["by a scheduler"] = lambda held: schedulers.LambdaLR(held, lambda step: share)
+        ways["by a cycle"] = lambda held: schedulers.OneCycleLR(
+            held, options["lr"], total_steps=8, div_factor=1 / share, cycle_momentum=False
+        )
+    return ways
+
+
+@requirement(
+    "PIPE-546",
+    "The optimizer in the backward, of cut tables and of replicated ones, MUST be the tables' own as they are when "
+    "they are cut, whoever changed them since they were made: by hand, a loaded state or a scheduler; an option "
+    "that has no formula MUST be refused, and so MUST a change of one table alone.",
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_optimizers_as_they_are(pipeline: Any, kind: str) -> None:
+    optimizer, given = OPTIMIZERS[kind]
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
+    batch, grad = random_jagged(["f0", "f1", "f2"], [6, 6, 6], 3, 1), values_of((3, 12), 2)
+    plan = {"t0": pipeline.table_wise(0), "t1": pipeline.data_parallel(), "t2": pipeline.row_wise()}
+
+    def cut(options: dict[str, Any], change: Any = None, tables: int = 3) -> Any:
+        whole = collection_of(pipeline, configs, [values_of((6, 4), i) for i in range(3)])
+        weights = [whole.embedding_bags[config.name].weight for config in configs]
+        pipeline.apply_optimizer_in_backward(optimizer, weights, options)
+        for weight in weights[:tables] if change is not None else []:
+            change(weight._in_backward_optimizers[0])
+        return pipeline.ShardedEmbeddingBagCollection(whole, plan)
+
+    def stepped(module: Any) -> list[torch.Tensor]:
+        for _ in range(2):
+            module(batch.kjt(pipeline)).values().backward(grad)
+        shards = module.local_shards()
+        return [shards["t0"][1], module.embedding_bags["t1"].weight.detach(), shards["t2"][1]]
+
+    for changed in APART[kind]:
+        expected = stepped(cut({**given, **changed}))
+        for way, change in _ways_to(optimizer, given, changed).items():
+            where = f"{kind}, {changed} {way}"
+            with succeeds("a cut", where=where):
+                module = cut(given, change)
+            for table, (got, want) in enumerate(zip(stepped(module), expected, strict=True)):
+                assert_bits(got, want, f"{where}: table {table}")
+            with raises(ConfigError, mentions=("one optimizer",), where=f"{where}: of one table"):
+                cut(given, change, tables=1)
+    for name in ("weight_decay", "maximize"):
+        with raises(ConfigError, mentions=(name,), where=f"{kind}, {name}"):
+            cut(given, lambda held, name=name: held.param_groups[0].update({name: OTHERWISE[name]}))
+
+
 @requirement(
     "PIPE-223",
     "Tables MUST be found under embedding_bags.{table}.weight by get_model_state_dict of the model around them and by "

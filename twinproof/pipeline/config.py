@@ -412,7 +412,7 @@ def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimize
     Raises:
         ConfigError: some carry one and some none, several, or different ones; one without a fused formula.
     """
-    carried = [getattr(param, "_in_backward_optimizers", []) for param in params]
+    carried = [_carried(param) for param in params]
     if not any(carried):
         return None
     if any(len(some) != 1 for some in carried):
@@ -430,6 +430,12 @@ def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimize
     return found[0]
 
 
+def _carried(param: torch.nn.Parameter) -> list[torch.optim.Optimizer]:
+    """The optimizers that step a parameter in the backward."""
+    found: list[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", [])
+    return found
+
+
 def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
     name, (group,) = type(optimizer).__name__, optimizer.param_groups
     if name not in _KINDS:
@@ -439,7 +445,9 @@ def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
             expected=tuple(_KINDS),
             where="apply_optimizer_in_backward",
         )
-    others = {key: value for key, value in group.items() if key not in _TAKEN and value}
+    # What is none of its own options is a scheduler's, which keeps its own beside them.
+    own = {key: value for key, value in group.items() if key in optimizer.defaults}
+    others = {key: value for key, value in own.items() if key not in _TAKEN and value}
     if others:
         raise ConfigError("not taken by an optimizer in the backward", got=others, where=name)
     parts: dict[str, float] = {key: float(group[key]) for key in ("lr", "eps") if key in group}
@@ -449,10 +457,12 @@ def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
 
 
 def carry_over(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
-    """Have the target carry what the source does."""
+    """Have the target carry what the source does, with the options that it has now."""
     classes, options = getattr(source, "_optimizer_classes", []), getattr(source, "_optimizer_kwargs", [])
-    for kind, given in zip(classes, options, strict=True):
+    for index, (kind, given) in enumerate(zip(classes, options, strict=True)):
         apply_optimizer_in_backward(kind, [target], given)
+        held, made = (_carried(each)[index].param_groups[0] for each in (source, target))
+        made.update({key: value for key, value in held.items() if key != "params"})
 
 
 # What a pipeline is given, and what its model answers.

@@ -74,3 +74,23 @@ optimizers_by_their_kind = patched(
     mutated("twinproof.pipeline.config:optimizer_in_backward", "one != found[0]", "one.kind != found[0].kind"),
     kills="PIPE-497",
 )
+
+optimizers_as_they_were_made = patched(
+    "The optimizer in the backward has the hyperparameters that the table's own was made with.",
+    mutated(
+        "twinproof.pipeline.config:_as_fused",
+        "(group,) = type(optimizer).__name__, optimizer.param_groups",
+        "group = type(optimizer).__name__, optimizer.defaults",
+    ),
+    kills="PIPE-546",
+)
+replicas_as_they_were_made = patched(
+    "The optimizer of a replicated table has the hyperparameters that the table's own was made with.",
+    mutated("twinproof.pipeline.config:carry_over", 'if key != "params"', "if not key"),
+    kills="PIPE-546",
+)
+options_of_schedulers_refused = patched(
+    "What a scheduler keeps beside the options of an optimizer is refused.",
+    mutated("twinproof.pipeline.config:_as_fused", "if key in optimizer.defaults", ""),
+    kills="PIPE-546",
+)
