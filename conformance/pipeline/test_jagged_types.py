@@ -160,6 +160,57 @@ def test_float_lengths(pipeline: Any) -> None:
         pipeline.JaggedTensor(torch.zeros(3))
 
 
+_NO_INTEGERS = (torch.bool, torch.uint16, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
+
+
+@requirement(
+    "PIPE-547",
+    "Lengths and offsets MUST each be refused by name where they are no integers, alone or beside the other, whichever "
+    "is wrong, by every way to make bags; weights that are no real numbers MUST be where they are looked up.",
+)
+@pytest.mark.parametrize("dtype", _NO_INTEGERS, ids=str)
+def test_wrong_dtype_beside_a_right_one(pipeline: Any, dtype: torch.dtype) -> None:
+    ids, keyed = torch.arange(3), pipeline.KeyedJaggedTensor
+    right = {"lengths": torch.tensor([1, 2]), "offsets": torch.tensor([0, 1, 3])}
+    ways: dict[str, Any] = {
+        "JaggedTensor": lambda **parts: pipeline.JaggedTensor(ids, **parts),
+        "JaggedTensor with weights": lambda **parts: pipeline.JaggedTensor(ids, torch.ones(3), **parts),
+        "KeyedJaggedTensor": lambda **parts: keyed(["a"], ids, **parts),
+        "KeyedJaggedTensor of sizes": lambda **parts: keyed(["a"], ids, stride_per_key_per_rank=[[2]], **parts),
+    }
+    alone: dict[str, Any] = {
+        "from_dense_lengths": lambda lengths: pipeline.JaggedTensor.from_dense_lengths(torch.ones(2, 2), lengths),
+        "from_lengths_sync": lambda lengths: keyed.from_lengths_sync(["a"], ids, lengths),
+        "from_offsets_sync": lambda offsets: keyed.from_offsets_sync(["a"], ids, offsets),
+        "dist_init": lambda lengths: keyed.dist_init(["a"], [lengths, ids], False, 1, None, [2]),
+    }
+    for wrong in right:
+        given = {**right, wrong: right[wrong].to(dtype)}
+        names = (f"{wrong} must be integers", str(dtype))
+        for way, make in ways.items():
+            with raises(LengthTypeError, mentions=names, where=f"{way} of {wrong}"):
+                make(**{wrong: given[wrong]})
+            with raises(LengthTypeError, mentions=names, where=f"{way} of {wrong} beside right ones"):
+                make(**given)
+            with succeeds("bags", where=f"{way} of both"):
+                make(**right)
+        for way, make in alone.items():
+            if wrong in inspect.signature(make).parameters:
+                with raises(LengthTypeError, mentions=names, where=f"{way} of {wrong}"):
+                    make(given[wrong])
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["a"])
+    weighted = pipeline.EmbeddingBagCollection([config], is_weighted=True)
+    sharded = pipeline.ShardedEmbeddingBagCollection(weighted, {"t": pipeline.table_wise(0)})
+    batch = keyed(["a"], ids, torch.ones(3).to(dtype), right["lengths"])
+    for name, module in (("whole", weighted), ("sharded", sharded)):
+        if dtype.is_complex:
+            with raises(ShapeError, mentions=("weights are real", str(dtype)), where=name):
+                module(batch)
+        else:
+            with succeeds("a lookup", where=f"{name}, weights of {dtype}"):
+                module(batch)
+
+
 @requirement(
     "PIPE-205",
     "A repeated key MUST be taken, and mean the last of its parts, by name and in a lookup; permute MUST repeat "

@@ -212,7 +212,7 @@ class Bags:
 
 
 def check_ids(bags: Bags) -> None:
-    """Demand what a lookup can read: flat int64 or int32 ids, and one weight for each. Raises ShapeError."""
+    """Demand what a lookup can read: flat int64 or int32 ids, and one real weight for each. Raises ShapeError."""
     if bags.indices.dim() != 1 or bags.indices.dtype not in _IDS:
         found = (tuple(bags.indices.shape), bags.indices.dtype)
         raise ShapeError("ids that are looked up are int64 or int32, and flat", got=found, where="values")
@@ -220,6 +220,8 @@ def check_ids(bags: Bags) -> None:
         raise ShapeError(
             "one weight for each id", got=tuple(bags.weights.shape), expected=bags.indices.numel(), where="weights"
         )
+    if bags.weights is not None and bags.weights.is_complex():
+        raise ShapeError("weights are real numbers", got=bags.weights.dtype, expected=torch.float32, where="weights")
 
 
 def joined(parts: Sequence[Bags]) -> "Bags":
@@ -591,7 +593,9 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
 
 @torch.fx.wrap
 def _first(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """True for the first ``lengths[i]`` columns of row i."""
+    """True for the first ``lengths[i]`` columns of row i. Raises LengthTypeError."""
+    if not torch.jit.is_scripting():
+        check_integers(lengths, "lengths", "from_dense_lengths")
     return torch.arange(values.size(1), device=values.device).unsqueeze(0) < lengths.unsqueeze(1)
 
 

@@ -210,3 +210,27 @@ refused_positions_believed = patched(
     ),
     kills="PIPE-523",
 )
+
+offsets_beside_lengths_unseen = patched(
+    "Bags look at the dtype of offsets only where they have no lengths.",
+    mutated(
+        "twinproof.pipeline.jagged:JaggedTensor._check",
+        "check_integers(self._offsets",
+        "check_integers(self._offsets if self._lengths is None else None",
+    ),
+    kills="PIPE-547",
+)
+lengths_beside_offsets_unseen = patched(
+    "Batches look at the dtype of lengths only where they have no offsets.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves._check",
+        "check_integers(self._lengths",
+        "check_integers(self._lengths if self._offsets is None else None",
+    ),
+    kills="PIPE-547",
+)
+complex_weights_cut = patched(
+    "A lookup scales rows by the real part of complex weights.",
+    mutated("twinproof.pipeline.jagged:check_ids", "bags.weights.is_complex()", "False"),
+    kills="PIPE-547",
+)
