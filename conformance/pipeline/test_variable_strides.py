@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.harness import assert_equal, examples, raises, requirement, succeeds
 from conformance.pipeline.batches import KEYS, as_lists, generator_of, random_bags, values_of, vbe_of
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import (
@@ -112,6 +112,58 @@ def test_lookup(pipeline: Any, sharded: bool) -> None:
     same = vbe_of(pipeline, every, weighted=True).to(pooled.device)
     plain = pipeline.KeyedJaggedTensor(KEYS, same.values(), same.weights(), same.lengths())
     assert_bits(module(same).values().detach(), module(plain).values().detach(), "features that do not differ")
+
+
+@requirement(
+    "PIPE-548",
+    "Batches that are put together MUST give each sample the bags that its part gave it, in whatever order a part "
+    "names its inverse indices, and if it names features that it has not; of a repeated feature the last part's. Parts "
+    "of other numbers of samples MUST be refused.",
+)
+@examples(20)
+@given(
+    seed=st.integers(0, 10**6),
+    order=st.permutations(range(3)),
+    cut=st.sampled_from([(1, 2), (2, 1), (1, 1, 1)]),
+    named=st.lists(st.permutations(range(3)), min_size=3, max_size=3),
+    all_named=st.booleans(),
+    repeats=st.booleans(),
+)
+def test_inverse_indices_of_parts(
+    pipeline: Any, seed: int, order: list[int], cut: tuple[int, ...], named: Any, all_named: bool, repeats: bool
+) -> None:
+    configs = [pipeline.EmbeddingBagConfig(9, 4, f"t{i}", feature_names=[KEYS[i]]) for i in range(3)]
+    collection = collection_of(pipeline, configs, [values_of((9, 4), i) for i in range(3)])
+    bags = random_bags([2, 3, 1], seed)
+    rows = [torch.randint(0, len(each), (5,), generator=generator_of(seed + i)) for i, each in enumerate(bags)]
+
+    def part(features: list[int], names: Any, of: Any, samples: Any) -> Any:
+        held = [i for i in names if all_named or i in features]
+        # Nothing is known here of what another part has.
+        said = [samples[i] if i in features else torch.zeros_like(samples[i]) for i in held]
+        keys, ids = [KEYS[i] for i in features], [each for i in features for bag in of[i] for each in bag]
+        lengths = torch.tensor([len(bag) for i in features for bag in of[i]])
+        sizes = {"stride_per_key_per_rank": [[len(of[i])] for i in features]}
+        inverse = ([KEYS[i] for i in held], torch.stack(said))
+        values = torch.tensor(ids, dtype=torch.int64)
+        return pipeline.KeyedJaggedTensor(keys, values, lengths=lengths, inverse_indices=inverse, **sizes)
+
+    ends = [sum(cut[:i]) for i in range(len(cut) + 1)]
+    parts = [part(order[ends[i] : ends[i + 1]], named[i], bags, rows) for i in range(len(cut))]
+    if repeats:
+        others = random_bags([2, 3, 1], seed + 50)
+        parts.insert(0, part([order[0]], named[0], others, [row.flip(0) for row in rows]))
+    full = vbe_of(pipeline, [[bags[i][row] for row in rows[i].tolist()] for i in range(3)])
+    expected = collection(full).values().detach()
+    with succeeds("concat", where="parts"):
+        whole = pipeline.KeyedJaggedTensor.concat(parts)
+        twice = pipeline.KeyedJaggedTensor.concat([pipeline.KeyedJaggedTensor.concat(parts[:-1]), parts[-1]])
+        found = {"at once": collection(whole), "by and by": collection(twice), "moved": collection(whole.to("cpu"))}
+    for way, pooled in found.items():
+        assert_bits(pooled.values().detach(), expected, f"put together {way}")
+    fewer = part(order[:1], named[0], bags, [row[:4] for row in rows])
+    with raises(ShapeError, mentions=("samples", "[5, 4]"), where="parts of other numbers of samples"):
+        pipeline.KeyedJaggedTensor.concat([parts[-1], fewer])
 
 
 @requirement(

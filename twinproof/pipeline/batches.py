@@ -22,6 +22,7 @@ from twinproof.pipeline.jagged import (
     cut_sizes,
     jagged_text,
     joined,
+    joined_rows,
     permuted_spans,
     recorded,
     refuse,
@@ -607,8 +608,7 @@ def _concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
     keys: list[str] = []
     strides: list[list[int]] = []
     sizes: list[int] = []
-    inverse_keys: list[str] = []
-    inverse: list[torch.Tensor] = []
+    inverse: list[tuple[list[str], list[str], torch.Tensor]] = []
     known = True
     for kjt in kjt_list:
         keys.extend(kjt.keys())
@@ -619,8 +619,7 @@ def _concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
             sizes.extend(found)
         rows = kjt._inverse_indices
         if rows is not None:
-            inverse_keys.extend(rows[0])
-            inverse.append(rows[1])
+            inverse.append((kjt._keys, rows[0], rows[1]))
     return KeyedJaggedTensor(
         keys,
         torch.cat([kjt.values() for kjt in kjt_list]),
@@ -630,7 +629,7 @@ def _concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         None if first.variable_stride_per_key() else first.stride(),
         strides if first.variable_stride_per_key() else None,
         length_per_key=sizes if known else None,
-        inverse_indices=(inverse_keys, torch.cat(inverse)) if len(inverse) > 0 else None,
+        inverse_indices=joined_rows(inverse) if len(inverse) > 0 else None,
     )
 
 
@@ -1097,4 +1096,5 @@ def _rows_of(features: KeyedJaggedTensor, name: str) -> torch.Tensor:
         return torch.arange(strides[features.index_per_key()[name]], device=features.device())
     if name not in inverse[0]:
         raise MissingKeyError("no inverse indices of this feature", got=name, expected=inverse[0], where="batch")
-    return inverse[1][inverse[0].index(name)].to(torch.int64)
+    # Of a repeated key the last is meant, as everywhere.
+    return inverse[1][len(inverse[0]) - 1 - inverse[0][::-1].index(name)].to(torch.int64)

@@ -38,6 +38,7 @@ __all__ = [
     "divisor_on",
     "jagged_text",
     "joined",
+    "joined_rows",
     "offsets_like",
     "offsets_of",
     "padded",
@@ -232,6 +233,21 @@ def joined(parts: Sequence[Bags]) -> "Bags":
         offsets_of(torch.cat([part.offsets.diff() for part in parts])),
         torch.cat(weights) if weights else None,
     )
+
+
+def joined_rows(parts: list[tuple[list[str], list[str], torch.Tensor]]) -> tuple[list[str], torch.Tensor]:
+    """Inverse indices of batches that are put together: of each its features, names and rows.
+
+    What a batch says of features that it has not is left out, for another may have them.
+    """
+    names: list[str] = []
+    rows = [parts[0][2][:0]]
+    for keys, named, found in parts:
+        for index, name in enumerate(named):
+            if name in keys:
+                names.append(name)
+                rows.append(found[index : index + 1])
+    return names, torch.cat(rows)
 
 
 def divisor_on(values: torch.Tensor, number: int) -> "int | torch.Tensor":
@@ -783,6 +799,9 @@ class KeyedMoves(Eager):
         rank_counts = [len(row) for part in parts for row in part.stride_per_key_per_rank()[:1]]
         if len(set(rank_counts)) > 1:
             raise ShapeError("parts of different numbers of ranks", got=rank_counts, where="concat")
+        sample_counts = [part.inverse_indices()[1].shape[-1] for part in parts if part.inverse_indices_or_none()]
+        if len(set(sample_counts)) > 1:
+            raise ShapeError("inverse indices of different numbers of samples", got=sample_counts, where="concat")
         if not any(variable) and len({part.stride() for part in parts}) > 1:
             raise ShapeError("parts of different stride", got=[part.stride() for part in parts], where="concat")
 

@@ -35,3 +35,19 @@ weights_take_no_bytes = patched(
     mutated("twinproof.pipeline.jagged:JaggedTensor.size_in_bytes", "[self._weights, ", "["),
     kills="PIPE-455",
 )
+
+inverse_named_by_features = patched(
+    "Inverse indices of parts stand under their features' names, in whatever order the part names them.",
+    mutated("twinproof.pipeline.batches:_concat", "(kjt._keys, rows[0]", "(kjt._keys, kjt._keys"),
+    kills="PIPE-548",
+)
+inverse_of_others = patched(
+    "What a part says of features that it has not is kept.",
+    mutated("twinproof.pipeline.jagged:joined_rows", "if name in keys", "if True"),
+    kills="PIPE-548",
+)
+inverse_of_the_first = patched(
+    "Of a repeated feature the bags are the last part's, and the inverse indices the first's.",
+    mutated("twinproof.pipeline.batches:_rows_of", "len(inverse[0]) - 1 - inverse[0][::-1]", "inverse[0]"),
+    kills="PIPE-548",
+)
