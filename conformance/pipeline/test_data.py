@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from conformance.harness import assert_equal, examples, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, as_lists, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
-from twinproof.errors import ConfigError, MissingKeyError, ShapeError
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError, TwinproofError
 
 
 def as_float32(batch: Jagged) -> Jagged:
@@ -129,6 +130,78 @@ def test_integers_that_do_not_cut(pipeline: Any, dtype: torch.dtype) -> None:
         given = {name: torch.tensor(each, dtype=dtype) for name, each in parts.items()}
         with raises(ShapeError, where=f"{dtype} {parts}"):
             pipeline.KeyedJaggedTensor(["a", "b", "c"], torch.arange(4), **given)["b"]
+
+
+_LENGTHS = torch.tensor([1, 2, 1, 1])
+# Of two features and five values: what a batch is made of, beside its lengths or in their place.
+DISAGREEING: dict[str, dict[str, Any]] = {
+    "a length below 0": {"lengths": torch.tensor([3, -1, 2, 1])},
+    "too many values": {"lengths": torch.tensor([1, 1, 1, 1])},
+    "too few values": {"lengths": torch.tensor([3, 1, 2, 1])},
+    "too few weights": {"weights": torch.ones(3)},
+    "too many weights": {"weights": torch.ones(7)},
+    "an odd number of lengths": {"lengths": torch.tensor([1, 2, 2])},
+    "another stride": {"stride": 3},
+    "other strides": {"stride_per_key_per_rank": [[2], [1]]},
+    "strides of three features": {"stride_per_key_per_rank": [[2], [1], [1]]},
+    "a stride below 0": {"stride_per_key_per_rank": [[5], [-1]]},
+    "strides that do not add up": {"stride_per_key": [1, 4]},
+    "offsets from 1": {"lengths": None, "offsets": torch.tensor([1, 2, 3, 4, 5])},
+    "offsets to 4": {"lengths": None, "offsets": torch.tensor([0, 2, 3, 4, 4])},
+    "offsets that step down": {"lengths": None, "offsets": torch.tensor([0, 3, 2, 4, 5])},
+    "offsets of other bags": {"offsets": torch.tensor([0, 2, 3, 4, 5])},
+    "neither lengths nor offsets": {"lengths": None},
+    "no offsets": {"lengths": None, "offsets": torch.tensor([], dtype=torch.int64)},
+    "other sizes": {"length_per_key": [2, 3]},
+    "other places of values": {"offset_per_key": [0, 2, 5]},
+    "other places of lengths": {"lengths_offset_per_key": [0, 1, 4]},
+}
+
+
+def _readers(pipeline: Any) -> dict[str, Any]:
+    """Every way by which a batch is read."""
+    configs = [pipeline.EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in "ab"]
+    rows = [pipeline.EmbeddingConfig(9, 4, name, feature_names=[name]) for name in "ab"]
+    whole = pipeline.EmbeddingBagCollection(configs)
+    return {
+        "by name": lambda kjt: kjt["b"],
+        "to_dict": lambda kjt: kjt.to_dict(),
+        "length_per_key": lambda kjt: kjt.length_per_key(),
+        "offset_per_key": lambda kjt: kjt.offset_per_key(),
+        "split": lambda kjt: kjt.split([1, 1]),
+        "permute": lambda kjt: kjt.permute([1, 0]),
+        "flatten_lengths": lambda kjt: kjt.flatten_lengths(),
+        "concat": lambda kjt: pipeline.KeyedJaggedTensor.concat([kjt]),
+        "sync": lambda kjt: kjt.sync(),
+        "dist_splits": lambda kjt: kjt.dist_splits([1, 1]),
+        "to": lambda kjt: kjt.to(torch.device("cpu"))["b"],
+        "deepcopy": lambda kjt: deepcopy(kjt)["b"],
+        "bags": whole,
+        "bags of one": pipeline.EmbeddingBagCollection(configs[1:]),
+        "rows": pipeline.EmbeddingCollection(rows),
+        "sharded": pipeline.ShardedEmbeddingBagCollection(whole, {name: pipeline.table_wise(0) for name in "ab"}),
+    }
+
+
+@requirement(
+    "PIPE-549",
+    "A batch that was refused MUST be refused again, whatever is wrong with it, whoever read it first, and by every "
+    "way to read it or a copy of it.",
+)
+@pytest.mark.parametrize("fault", sorted(DISAGREEING))
+def test_refused_again(pipeline: Any, fault: str) -> None:
+    parts: dict[str, Any] = {"lengths": _LENGTHS, **DISAGREEING[fault]}
+    readers = _readers(pipeline)
+    # More weights than values are refused where all features are put in another order, or beside others.
+    strict = {"permute", "concat"} if fault == "too many weights" else set(readers)
+    for first in sorted(strict):
+        for before in sorted(set(readers) - strict) or [first]:
+            kjt = pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(5), **parts)
+            if before != first:
+                readers[before](kjt)
+            for number, reader in enumerate([first, *sorted(strict), first]):
+                with raises(TwinproofError, where=f"{fault}: {reader}, which is reader {number} behind {first}"):
+                    readers[reader](kjt)
 
 
 @requirement(

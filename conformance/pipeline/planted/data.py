@@ -47,3 +47,31 @@ sizes_of_the_known_parts = patched(
     mutated("twinproof.pipeline.batches:_concat", "known = known and found is not None", "known = len(sizes) > 0"),
     kills="PIPE-454",
 )
+
+checked_before_it_was = patched(
+    "A batch counts as looked at as soon as somebody begins to.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves._check_features",
+        "if lengths is None and (",
+        "self._checked = True\n    if lengths is None and (",
+    ),
+    kills="PIPE-549",
+)
+sizes_known_before_they_agree = patched(
+    "Sizes that are not those given are refused and then known.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves._check_features",
+        "begins = self._offset_per_key",
+        "begins, self._offset_per_key = self._offset_per_key, None",
+    ),
+    kills="PIPE-549",
+)
+strides_known_before_they_agree = patched(
+    "Strides that do not add up are refused once, and counted anew after that.",
+    mutated(
+        "twinproof.pipeline.jagged:KeyedMoves._check_strides",
+        "strides = self.stride_per_key()",
+        "strides = self.stride_per_key()\n    self._stride_per_key = None",
+    ),
+    kills="PIPE-549",
+)
