@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
-from conformance.pipeline.batches import random_jagged
+from conformance.pipeline.batches import place_of, random_jagged
 from conformance.pipeline.cases import FUSED, TRAINING
 from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
 from conformance.pipeline.model import assert_bits
-from conformance.pipeline.sharding import sharded_of
+from conformance.pipeline.sharding import collection_of, sharded_of
 from twinproof.errors import ConfigError, PipelineError
 
 MODES = (True, True, False, False, True, False, True)
@@ -470,3 +470,108 @@ def test_draws_nothing(pipeline: Any, name: str) -> None:
         found.append([torch.rand(1)])
     assert_bits(found[0][0], found[1][0], f"{name}: the number that comes next")
     assert_same_state(jobs[0], jobs[1], name)
+
+
+def _drawn_ids(ids: Any) -> Any:
+    """Other ids of the same features, as negatives are drawn."""
+    draws = torch.randint(0, 1000, (ids.values().numel(),), device=ids.values().device)
+    return type(ids)(ids.keys(), draws, lengths=ids.lengths())
+
+
+def _drawn_pair(ids: Any) -> Any:
+    return [_drawn_ids(ids), ids]
+
+
+torch.fx.wrap("_drawn_ids")
+torch.fx.wrap("_drawn_pair")
+
+
+class DrawingBatch:
+    """A batch that draws by a method."""
+
+    def __init__(self, ids: Any) -> None:
+        self.ids = ids
+
+    def to(self, device: Any, non_blocking: bool = False) -> DrawingBatch:
+        """As torchrec's batches have it."""
+        return DrawingBatch(self.ids.to(device))
+
+    def drawn(self) -> Any:
+        """Other ids."""
+        return _drawn_ids(self.ids)
+
+
+class DrawingModule(torch.nn.Module):
+    """A module that draws."""
+
+    def forward(self, ids: Any) -> Any:
+        """Other ids."""
+        return _drawn_ids(ids)
+
+
+class ReadTwice(torch.nn.Module):
+    """Two collections of equal weights look the same drawn ids up; the output is how their columns differ."""
+
+    def __init__(self, pipeline: Any, way: str) -> None:
+        super().__init__()
+        self.way, self.kind, self.drawing = way, pipeline.KeyedJaggedTensor, DrawingModule()
+        self.collections, self.top = torch.nn.ModuleList(), torch.nn.Linear(4, 1)
+        for _ in range(2):
+            config = pipeline.EmbeddingBagConfig(1000, 4, "t", feature_names=["f"])
+            weights = [torch.arange(4000.0).reshape(1000, 4)]
+            whole, plan = collection_of(pipeline, [config], weights), {"t": pipeline.table_wise(0)}
+            self.collections.append(
+                pipeline.ShardedEmbeddingBagCollection(whole, plan, optimizer=pipeline.FusedOptimizer("sgd", lr=0.0))
+            )
+
+    def forward(self, batch: DrawingBatch) -> Any:
+        """Losses, and the difference."""
+        ids = batch.ids
+        if self.way == "a function":
+            given = [_drawn_ids(ids)] * 2
+        elif self.way == "an item of what a function gave":
+            pair = _drawn_pair(ids)
+            given = [pair[0], pair[0]]
+        elif self.way == "features of what a function gave":
+            drawn = _drawn_ids(ids)
+            given = [drawn.permute([1, 0]), drawn.permute([0])]
+        elif self.way == "a method":
+            given = [batch.drawn()] * 2
+        elif self.way == "a module":
+            given = [self.drawing(ids)] * 2
+        else:
+            kept = torch.bernoulli(torch.full_like(ids.values(), 0.5, dtype=torch.float32)).to(torch.int64)
+            given = [self.kind(ids.keys(), ids.values() * kept, lengths=ids.lengths()) for _ in range(2)]
+        one, other = (each(ids).values() for each, ids in zip(self.collections, given, strict=True))
+        return self.top(one - other).mean(), (one - other).detach()
+
+
+@requirement(
+    "PIPE-550",
+    "Whatever several sharded modules read on their way MUST be computed once for all of them: what a function, a "
+    "method, a module or an operator draws is the same for each, as in the loop.",
+)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "a function", "an item of what a function gave", "features of what a function gave", "a method", "a module",
+        "an operator",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", TRAINING)
+def test_drawn_once_for_all(pipeline: Any, name: str, way: str) -> None:
+    device = place_of(pipeline)
+    model = ReadTwice(pipeline, way).to(device)
+
+    def batch(number: int) -> DrawingBatch:
+        ids = torch.arange(16) + 50 * number
+        lengths = torch.tensor([3, 5, 6, 2])
+        return DrawingBatch(pipeline.KeyedJaggedTensor(["f", "g"], ids, lengths=lengths))
+
+    assert_equal(model(batch(0).to(device))[1].abs().max().item(), 0.0, where=f"{way}, the loop")
+    optimizer = torch.optim.SGD(model.top.parameters(), lr=0.0)
+    schedule, loader = getattr(pipeline, name)(model, optimizer, device, **_options(name)), iter(map(batch, range(5)))
+    for step in range(5):
+        with succeeds("a step", where=f"{name}, {way}, step {step}"):
+            output = schedule.progress(loader)
+        assert_equal(output.abs().max().item(), 0.0, where=f"{name}, {way}, step {step}: how the columns differ")

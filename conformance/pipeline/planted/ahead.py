@@ -130,3 +130,31 @@ some_operators_alone = patched(
     mutated("twinproof.pipeline.stages:_changes", "in _IN_PLACE.values()", "in list(_IN_PLACE.values())[:5]"),
     kills="PIPE-536",
 )
+
+functions_for_each_reader = patched(
+    "A function of the forward is called for each sharded module that reads what it gives.",
+    mutated(
+        "twinproof.pipeline.stages:FromBatch.value",
+        "if node not in self._values",
+        'if node.op == "call_function" or node not in self._values',
+    ),
+    kills="PIPE-550",
+)
+methods_for_each_reader = patched(
+    "A method of the batch is called for each sharded module that reads what it gives.",
+    mutated(
+        "twinproof.pipeline.stages:FromBatch.value",
+        "if node not in self._values",
+        'if node.op == "call_method" or node not in self._values',
+    ),
+    kills="PIPE-550",
+)
+modules_for_each_reader = patched(
+    "A module that runs ahead is called for each sharded module that reads what it gives.",
+    mutated(
+        "twinproof.pipeline.stages:FromBatch.value",
+        "if node not in self._values",
+        'if node.op == "call_module" or node not in self._values',
+    ),
+    kills="PIPE-550",
+)
