@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
-from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.kvstore.model import LR
 from conformance.pipeline.batches import Jagged, values_of
 from conformance.pipeline.model import DTYPES, Naive, assert_bits, random_tables
@@ -16,12 +17,13 @@ from conformance.pipeline.sharding import (
     collection_of,
     expected_step,
     gradient_of,
+    placed,
     random_plan,
     sharded_of,
     train,
 )
 from refimpl.optimizers import Hyper, row_sum
-from twinproof.errors import ConfigError, IdRangeError
+from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError
 
 
 def _one_bad_rank(rank: Rank) -> None:
@@ -45,6 +47,51 @@ def _one_bad_rank(rank: Rank) -> None:
 )
 def test_one_bad_rank(rank_pool: Any) -> None:
     rank_pool.run(_one_bad_rank, 3)
+
+
+def _one_refused(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    kinds: dict[str, Any] = {
+        "table_wise": pipeline.table_wise(1),
+        "row_wise": pipeline.row_wise(),
+        "column_wise": pipeline.column_wise([1, 0]),
+        "data_parallel": pipeline.data_parallel(),
+    }
+    keys, lengths = ["f0", "f1"], torch.tensor([1, 2, 1, 1])
+    right = pipeline.KeyedJaggedTensor(keys, torch.tensor([1, 2, 3, 4, 5]), lengths=lengths)
+    wrong: dict[str, Any] = {
+        "an id of the first": (IdRangeError, keys, torch.tensor([6, 2, 3, 4, 5]), lengths),
+        "an id of the second": (IdRangeError, keys, torch.tensor([1, 2, 3, -1, 5]), lengths),
+        "a feature": (MissingKeyError, ["f0", "g"], torch.tensor([1, 2, 3, 4, 5]), lengths),
+        "ids of floats": (ShapeError, keys, torch.ones(5), lengths),
+        "lengths": (ShapeError, keys, torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 1])),
+    }
+    for plan in itertools.product(sorted(kinds), sorted(kinds)):
+        if set(plan) == {"data_parallel"}:
+            continue
+        weights = [values_of((6, 4), i) for i in range(2)]
+        cut = {f"t{i}": kinds[kind] for i, kind in enumerate(plan)}
+        sharded, other = (
+            sharded_of(pipeline, collection_of(pipeline, configs, weights), cut, "sgd", rank.group) for _ in range(2)
+        )
+        for number, (what, (error, names, ids, sizes)) in enumerate(wrong.items()):
+            bad = pipeline.KeyedJaggedTensor(names, ids, lengths=sizes)
+            mine = placed(pipeline, bad if rank.rank == number % rank.world_size else right)
+            with raises(error, where=f"{plan}, {what} of one rank"):
+                sharded(mine)
+            with succeeds("the next batch", where=f"{plan}, behind {what}"):
+                found, expected = (each(placed(pipeline, right)).values().detach() for each in (sharded, other))
+            assert_bits(found, expected, f"{plan}, behind {what}")
+
+
+@requirement(
+    "PIPE-551",
+    "What one rank's batch is refused for, an id, a feature, its ids or its lengths, MUST be raised on every rank at "
+    "once, whichever ways of sharding its tables have beside each other; the next batch MUST be looked up.",
+)
+def test_one_refused(rank_pool: Any) -> None:
+    rank_pool.run(_one_refused, 2)
 
 
 def _dense(rank: Rank) -> None:

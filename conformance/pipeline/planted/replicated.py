@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 from conformance.pipeline.planted.planting import exchanges
 
 
@@ -34,3 +34,15 @@ def group_of_one_differs(original: Any, exchange: Any, ctx: Any, grad: torch.Ten
 def bad_ids_sent_as_zero(original: Any, bags: Any, counts: Any, names: Any, bounds_check: str, engine: Any) -> Any:
     """A bad id of one rank is row 0."""
     return original(bags, counts, names, "ignore", engine)
+
+
+refused_batches_are_asked = patched(
+    "A rank whose batch was refused asks it for its features all the same, where a plan has replicated tables too.",
+    mutated(
+        "fastimpl.pipeline.input_dist:InputDist.__init__",
+        "route.takes_some and segments is not None",
+        "route.takes_some",
+    ),
+    kills="PIPE-551",
+    of="fastimpl",
+)
