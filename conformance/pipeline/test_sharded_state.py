@@ -119,6 +119,54 @@ def test_columns_state(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_columns_state, 2, str(tmp_path / "ck"))
 
 
+# Ranks of the column blocks of a table that is saved, and of one that is loaded, in which they are as many.
+BLOCKS = (((1, 0), (0, 1)), ((0, 2), (2, 1)), ((2, 0, 1), (0, 1, 2)), ((0, 1, 2), (1, 2, 0)), ((2,), (1,)))
+
+
+def _numbers(shard: Any, width: int, first: int) -> torch.Tensor:
+    """Another number for each row and column of a whole tensor, or row and column block, of which a part is asked."""
+    rows, columns = torch.arange(*shard.rows), torch.arange(*shard.columns)[:width]
+    return (first + 100 * rows[:, None] + columns).to(torch.float32)
+
+
+def _moved_blocks(rank: Rank, folder: str) -> None:
+    pipeline, checkpoint = rank.component("pipeline"), rank.component("checkpoint")
+    config = pipeline.EmbeddingBagConfig(5, 12, "t", feature_names=["f"])
+    for optimizer in OPTIMIZERS:
+        if is_element_wise(optimizer):
+            continue
+        for number, plans in enumerate(BLOCKS):
+            collection = collection_of(pipeline, [config], [torch.zeros(5, 12)])
+            saved, loaded = (
+                sharded_of(pipeline, collection, {"t": pipeline.column_wise(list(ranks))}, optimizer, rank.group)
+                for ranks in plans
+            )
+            for shard, weight, held in saved.local_shards().values():
+                for first, part in enumerate([weight, *held.values()]):
+                    part.copy_(_numbers(shard, part.shape[1], 1000 * first))
+            where = str(Path(folder) / f"{optimizer} {number}")
+            with checkpoint.HuggingFaceStorageWriter(where, durable=False) as writer:
+                dcp.save(state_of(saved), storage_writer=writer, process_group=rank.group)
+            state = state_of(loaded)
+            dcp.load(state, storage_reader=checkpoint.HuggingFaceStorageReader(where), process_group=rank.group)
+            loaded.load_state_dict({name: value for name, value in state.items() if name in loaded.state_dict()})
+            loaded.load_optimizer_state_dict(state)
+            for shard, weight, held in loaded.local_shards().values():
+                for first, (name, part) in enumerate([("weight", weight), *held.items()]):
+                    expected = _numbers(shard, part.shape[1], 1000 * first)
+                    assert_bits(part.cpu(), expected, f"{optimizer}, ranks {plans}: {name} of {shard.columns}")
+
+
+@requirement(
+    "PIPE-552",
+    "Weights and states of a table that is cut by columns MUST stay with their columns when it is loaded with its "
+    "blocks on other ranks, in any order, whatever states the optimizer keeps: of each value, or one for a row and "
+    "block.",
+)
+def test_moved_blocks(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_moved_blocks, 3, str(tmp_path))
+
+
 def _between(rank: Rank) -> None:
     pipeline = rank.component("pipeline")
     configs, weights, keys, limits = random_tables(pipeline, 11, rows=13)

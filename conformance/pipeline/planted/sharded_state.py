@@ -126,3 +126,13 @@ always_a_snapshot = patched(
     mutated("twinproof.pipeline.sharded:TableParts.key_value_state_dict", "snapshot=snapshot,", ""),
     kills="PIPE-539",
 )
+
+states_of_blocks_by_rank = patched(
+    "The state of a column block stands at the place of its rank.",
+    mutated(
+        "twinproof.pipeline.sharded:TableParts.views",
+        "shard.part if shard else 0",
+        "self._layout.rank if parts > 1 and shard else 0",
+    ),
+    kills="PIPE-552",
+)
