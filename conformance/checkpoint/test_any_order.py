@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 
 from conformance.checkpoint.cases import INDEX, assert_loads, mesh_of, random_bits, save_ranks, sharded
-from conformance.harness import Rank, assert_equal, requirement, succeeds
+from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement, succeeds
 from twinproof.checkpoint.catalog import verify
 
 _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -86,3 +89,63 @@ def test_orders(checkpoint: Any, rank_pool: Any, tmp_path: Path, in_shards: bool
         found = {path.name: path.read_bytes() for path in target.iterdir()}
         merged = merged or found
         assert_equal([name for name in found if found[name] != merged.get(name)], [], where=f"merged from {number}")
+
+
+def _cut_up(value: torch.Tensor, rows: list[int], columns: list[int]) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """The tiles of a matrix by their place, in order of rows."""
+    edges = [[0, *cuts, size] for cuts, size in zip((rows, columns), value.shape, strict=True)]
+    return [
+        ((top, left), value[top:bottom, left:right].contiguous())
+        for top, bottom in pairwise(edges[0])
+        for left, right in pairwise(edges[1])
+    ]
+
+
+def _shards(folder: Path, tiles: dict[str, list[tuple[tuple[int, int], torch.Tensor]]], order: list[int]) -> None:
+    """A shard file for each tile, in the order given: the n-th file has the tile number ``order[n]`` of each matrix."""
+    folder.mkdir()
+    for number, which in enumerate(order, start=1):
+        mine = {name: found[which] for name, found in tiles.items()}
+        info = {name: {"saved_offsets": list(place)} for name, (place, _) in mine.items()}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"}
+        file = folder / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        safetensors.torch.save_file({name: tile for name, (_, tile) in mine.items()}, file, metadata)
+
+
+@requirement(
+    "CKPT-732",
+    "Values MUST NOT depend on which file has which part of a tensor: loads of all and of rectangles, quantized loads "
+    "and merged files, whether parts come in order of rows, of columns, backwards or in no order.",
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_orders_of_parts(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if the matrices were as large as those that are read in pieces and copied by the system.
+    monkeypatch.setattr("twinproof.checkpoint.dcp.PIECE_BYTES", 64)
+    monkeypatch.setattr("fastimpl.checkpoint.consolidate._COPIED_BYTES", 16)
+    wide, scales = random_bits(torch.float32, (12, 8), 1), torch.arange(1, 7).reshape(3, 2) / 4
+    small = (torch.arange(96).reshape(12, 8) % 13 - 6).to(torch.float8_e4m3fn)
+    cuts = ([4, 8], [4])
+    tiles = {"wide": _cut_up(wide, *cuts), "x.weight": _cut_up(small, *cuts)}
+    tall = random_bits(torch.float32, (12, 8), 2)
+    tiles["tall"] = _cut_up(tall, [2, 4, 6, 8, 10], [])
+    tiles["x.weight_scale_inv"] = _cut_up(scales, [1, 2], [1])
+    expected = small.float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    choose = random.Random(5)
+    orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [0, 2, 4, 1, 3, 5], [4, 2, 0, 5, 3, 1]]
+    orders += [choose.sample(range(6), 6) for _ in range(4)]
+    merged: dict[str, bytes] | None = None
+    for number, order in enumerate(orders):
+        folder, where = tmp_path / f"ck-{number}", f"order {order}"
+        _shards(folder, tiles, order)
+        with succeeds("a load", where=where):
+            assert_loads(checkpoint, folder, {"wide": wide, "tall": tall, "x.weight": small})
+        found = torch.full((12, 8), -7.0)
+        reader = checkpoint.QuantizedHuggingFaceStorageReader(folder, block_size=4)
+        with succeeds("a quantized load", where=where):
+            dcp.load({"x.weight": found}, storage_reader=reader)
+        assert_same_tensor(found, expected, where=f"quantized, {where}")
+        with succeeds("a merge", where=where):
+            checkpoint.consolidate_safetensors_files(folder, tmp_path / f"merged-{number}")
+        files = {path.name: path.read_bytes() for path in (tmp_path / f"merged-{number}").iterdir()}
+        merged = merged or files
+        assert_equal([name for name in files if files[name] != merged.get(name)], [], where=f"merged, {where}")

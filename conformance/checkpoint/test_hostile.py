@@ -209,7 +209,7 @@ def test_files_alike(checkpoint: Any, tmp_path: Path) -> None:
     "each between, in each of several numbered sets, by readers and consolidations; complete sets MUST be read.",
 )
 def test_numbered_sets(checkpoint: Any, tmp_path: Path) -> None:
-    sets = {"model": 3, "ema": 2, "head-00001-of-00002": 1}
+    sets = {"model": 3, "ema": 2, "head-00001-of-00002": 1, "model-shard": 2, "shards": 2}
     whole = [(stem, number) for stem, count in sets.items() for number in range(1, count + 1)]
     for missing in (None, *whole):
         folder = tmp_path / "-".join(map(str, missing or ("whole",)))

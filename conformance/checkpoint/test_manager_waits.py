@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import settings
 
 import twinproof.checkpoint.manager as manager_module
-from conformance.checkpoint.cases import save
+from conformance.checkpoint.cases import assert_loads, save
 from conformance.checkpoint.manager_machine import ManagerMachine
 from conformance.checkpoint.trainer import Trainer, load
-from conformance.harness import assert_equal, examples, raises, requirement, run_machine, succeeds
+from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, run_machine, succeeds
 from conformance.provers.faults import Interruption, each_moment, interrupted
 from twinproof.errors import MissingCheckpointError
 
@@ -97,6 +97,33 @@ def test_load_waits(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert_equal(gate.is_set(), True, where="the load has waited for the save")
         finally:
             gate.set()
+
+
+@requirement(
+    "CKPT-736",
+    "Each save that is asked for MUST be made of the states of its call, also of a step whose asynchronous save is on "
+    "its way: the same save once more, and the last one, in its own format.",
+)
+def test_one_step_saved_twice(checkpoint: Any, tmp_path: Path) -> None:
+    for last in (False, True):
+        trainer, folder = Trainer(1), tmp_path / str(last)
+        options = {"async_mode": "async", "interval": 2, "last_save_in_hf": True}
+        with trainer.manager(checkpoint, folder, **options) as manager:
+            assert_equal(manager.save(2), True, where="the first save")
+            manager.maybe_wait_for_staging()
+            trainer.step()
+            expected = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            assert_equal(manager.save(2, last_step=last), True, where=f"once more, last {last}")
+        kind = checkpoint.detect_format(folder / "step-2").name
+        assert_equal(kind, "HF" if last else "DCP", where=f"format, last {last}")
+        if last:
+            assert_loads(checkpoint, folder / "step-2", expected)
+            continue
+        other = Trainer(7)
+        with other.manager(checkpoint, folder, **options) as manager:
+            load(manager, 2)
+        for name, value in other.model.state_dict().items():
+            assert_same_tensor(value, expected[name], where=f"{name} of a second save")
 
 
 @requirement(

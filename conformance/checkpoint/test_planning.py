@@ -18,7 +18,7 @@ BLOCK_BYTES = 64 << 10
 Tensors = list[tuple[str, int, int]]
 
 
-def _plan(tensors: Tensors, rank_count: int) -> Any:
+def _plan(tensors: Tensors, rank_count: int, block_bytes: int = BLOCK_BYTES) -> Any:
     """The plan of float32 matrices with 256 columns, cut by rows."""
     from fastimpl.checkpoint.plan import BlockRules, plan_blocks
     from twinproof.checkpoint.catalog import Box
@@ -36,7 +36,7 @@ def _plan(tensors: Tensors, rank_count: int) -> Any:
             boxes = [(0, 0, Box((0, 0), (rows, 256)))]
             holders[name, (0, 0)] = list(range(rank_count))
         made[name] = GlobalTensor(name, torch.float32, (rows, 256), boxes, "f", layout.begins[name])
-    return plan_blocks(Arrangement(made, {"f": layout}), rank_count, BlockRules.of(BLOCK_BYTES), holders)
+    return plan_blocks(Arrangement(made, {"f": layout}), rank_count, BlockRules.of(block_bytes), holders)
 
 
 @requirement(
@@ -269,6 +269,32 @@ def test_packed_plans(checkpoint: Any, seed: int, rank_count: int, file_count: i
 
 def _header_bytes(files: list[File], block: Any) -> int:
     return len(files[block.file].layout.header)
+
+
+@requirement(
+    "CKPT-735",
+    "Plans MUST hold for files and tensors of any size: places beyond 2, 4 and 1000 GiB, and steps of as much between "
+    "them, are received as they were sent.",
+    needs=("counted_io",),
+)
+def test_large_plans(checkpoint: Any) -> None:
+    from fastimpl.checkpoint.wire import pack_plans, unpack_plan
+    from twinproof.checkpoint.format import lay_out
+
+    # 1 KiB a row.
+    for gib in (1, 2, 3, 4, 1000):
+        tensors: Tensors = [("a", gib << 20, 2), ("b", 4, 2), ("c", gib << 20, 0), ("d", 3, 0)]
+        plan = _plan(tensors, 2, block_bytes=1 << 36)
+        layout = lay_out([(name, torch.float32, (rows, 256)) for name, rows, _ in tensors], None)
+        for rank, part in enumerate(pack_plans(plan, [layout])):
+            got = unpack_plan(part)
+            needed = {number for _, _, number in plan.pieces[rank]}
+            needed |= {number for number, block in enumerate(plan.blocks) if block.owner == rank}
+            expected = [(plan.blocks[number].start, plan.blocks[number].end) for number in sorted(needed)]
+            found = [(block.start, block.end) for block in got.blocks]
+            assert_equal(found, expected, where=f"{gib} GiB, blocks of rank {rank}")
+            begins = sorted(begin for _, begin, _ in plan.pieces[rank])
+            assert_equal(sorted(piece.begin for piece in got.pieces), begins, where=f"{gib} GiB, pieces of rank {rank}")
 
 
 @requirement(

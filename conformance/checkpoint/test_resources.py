@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +49,7 @@ from conformance.harness import (
     succeeds,
 )
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
-from twinproof.errors import CorruptionError
+from twinproof.errors import CorruptionError, TwinproofError
 
 MIB = 1 << 20
 
@@ -394,3 +395,36 @@ def _sent_bytes(rank: Rank, path: str) -> tuple[int, int, float]:
     ):
         dcp.save(state, storage_writer=writer)
     return sum(sent), writer.stats.sent_bytes, writer.stats.exchange_s
+
+
+@requirement(
+    "CKPT-734",
+    "A file that is refused MUST be closed: by a reader, by load_file and by a merge, whether its header is too long, "
+    "cut short or wrong, its data is missing, or it is no file.",
+)
+def test_refused_files_are_closed(checkpoint: Any, tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    contents = {
+        "nothing": b"",
+        "half a length": b"123",
+        "a header too long": (1 << 40).to_bytes(8, "little") + header,
+        "a header cut short": (1000).to_bytes(8, "little") + b"{",
+        "a header that is none": (4).to_bytes(8, "little") + b"[12]",
+        "data cut short": len(header).to_bytes(8, "little") + header + b"x",
+        "no file": None,
+    }
+    for what, content in contents.items():
+        folder = tmp_path / what
+        file = folder / "model.safetensors"
+        folder.mkdir()
+        file.mkdir() if content is None else file.write_bytes(content)
+        uses: dict[str, Callable[[], object]] = {
+            "a reader": checkpoint.HuggingFaceStorageReader(folder).read_metadata,
+            "load_file": partial(checkpoint.load_file, file),
+            "a merge": partial(checkpoint.consolidate_safetensors_files, folder, tmp_path / "merged"),
+        }
+        for name, use in uses.items():
+            before = sorted(os.listdir("/proc/self/fd"))
+            with raises((TwinproofError, OSError), where=f"{name}, {what}"):
+                use()
+            assert_equal(sorted(os.listdir("/proc/self/fd")), before, where=f"descriptors behind {name}, {what}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import unittest.mock
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -256,3 +258,26 @@ def test_names_of_uneven_ranks(checkpoint: Any, rank_pool: Any, tmp_path: Path) 
     assert_equal(names, [f"shard-{r:05d}-model-{f:05d}-of-00004.safetensors" for r, f in expected], where="files")
     state = {"w": random_bits(torch.float32, [7, 4], 3), "n1": torch.full((2,), 1), "n2": torch.full((2,), 2)}
     assert_loads(checkpoint, tmp_path / "ck", state)
+
+
+@requirement(
+    "CKPT-733",
+    "Shards with torch's own sharding information MUST load and merge for names of any characters: outside ASCII, with "
+    "quotes, backslashes and control characters, escaped as JSON may escape them or not.",
+)
+def test_names_in_sharding_information(checkpoint: Any, tmp_path: Path) -> None:
+    names = ["plain", "\u00e9t\u00e9", "a\\b", 'say "so"', "tab\tand\nline", "\U0001f600", "{}: [], \\u0041"]
+    value = random_bits(torch.float32, (4, 3), 1)
+    for number, (name, is_ascii) in enumerate(product(names, (True, False))):
+        folder, where = tmp_path / str(number), f"{name!r}, escaped {is_ascii}"
+        folder.mkdir()
+        for part in (0, 1):
+            info = json.dumps({name: {"saved_offsets": [2 * part, 0]}}, ensure_ascii=is_ascii)
+            metadata = {"format": "pt", "DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0"}
+            file = folder / f"shard-{part + 1:05d}-model-00001-of-00001.safetensors"
+            safetensors.torch.save_file({name: value[2 * part : 2 * part + 2].clone()}, file, metadata)
+        with succeeds("a load", where=where):
+            assert_loads(checkpoint, folder, {name: value})
+        with succeeds("a merge", where=where):
+            checkpoint.consolidate_safetensors_files(folder, tmp_path / f"merged-{number}")
+            assert_loads(checkpoint, tmp_path / f"merged-{number}", {name: value})

@@ -55,6 +55,7 @@ def _fail_each_of(rank: Rank, root: str, what: str, at: int, step: int) -> list[
     "KV-374",
     "Where any call of the library's own code fails on one rank of a save of a store, every rank MUST be "
     "told in time, and no folder and no process group be left; the next save MUST succeed.",
+    needs=("streamed_saves",),
 )
 @pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.night)])
 @pytest.mark.parametrize("at", [0, 1])

@@ -6,6 +6,7 @@ library is wrong. What the library promises then is that no rank waits for one t
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from conformance.harness.raising import errors_inside
 
 __all__ = ["Ended", "Strike", "Struck", "assert_told", "fail_each"]
 
+_PARTS = re.compile(r"(\.<locals>\.<(listcomp|dictcomp|setcomp|lambda)>)+$")  # What stands in a function's own lines.
 _PACKAGES = ("twinproof.", "fastimpl.", "refimpl.")
 # Ranks that wait for one that is gone give up after so long: a comparison tells it.
 _PATIENCE = timedelta(seconds=5)
@@ -109,17 +111,16 @@ class Strike:
         self._lock = threading.Lock()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_qualname.removesuffix(".<locals>.<listcomp>").removesuffix(".<locals>.<lambda>")
-        # What a generator raises while it is closed nobody hears; a record's constructor does no work; for what is closed
-        # at the end nobody waits.
-        if event != "call" or name.endswith(("<genexpr>", ".close")) or name.startswith("__create_fn__"):
+        name = _PARTS.sub("", frame.f_code.co_qualname)
+        # What a generator raises while it is closed nobody hears; a record's constructor does no work.
+        if event != "call" or name.endswith("<genexpr>") or name.startswith("__create_fn__"):
             return
         if not frame.f_globals.get("__name__", "").startswith(_PACKAGES) or name in _AGREEMENTS:
             return
         with self._lock:
             self.count += 1
             is_it = self.count == self.number
-        if is_it:
+        if is_it and not _is_closing(frame):
             self.where = frame.f_code.co_qualname
             raise Struck(self.where)
 
@@ -133,6 +134,15 @@ class Strike:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+
+
+def _is_closing(frame: FrameType | None) -> bool:
+    """Whether the call is one of those at the end, when nobody waits any more."""
+    while frame is not None:
+        if frame.f_code.co_name in ("close", "__exit__") and frame.f_globals.get("__name__", "").startswith(_PACKAGES):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True)

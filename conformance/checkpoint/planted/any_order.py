@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="CKPT-630", at="twinproof.checkpoint.catalog:parse_sharding")
@@ -12,3 +12,22 @@ def offsets_by_position(original: Any, header: Any, file: str) -> Any:
     """Offsets of shards are taken in the order in which they stand, for the tensors in the order of the header."""
     found = original(header, file)
     return found and found._replace(offsets=dict(zip(header.entries, found.offsets.values(), strict=False)))
+
+
+parts_behind_not_looked_at = patched(
+    "Of a rectangle's parts those that come behind one that lies below it are left out.",
+    mutated(
+        "twinproof.checkpoint.catalog:stored_ranges",
+        "for chunk in record.chunks:\n",
+        "for chunk in record.chunks:\n"
+        "        if chunk.offsets and chunk.offsets[0] >= offsets[0] + sizes[0]:\n"
+        "            break\n",
+    ),
+    kills="CKPT-732",
+)
+copied_in_order_of_files = patched(
+    "What the system copied into a block is taken in the order of the shard files.",
+    mutated("fastimpl.checkpoint.consolidate:_Carrier.carry", "*sorted(copied)", "*copied"),
+    kills="CKPT-732",
+    of="fastimpl",
+)

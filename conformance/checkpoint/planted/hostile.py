@@ -143,3 +143,12 @@ home_is_not_followed = patched(
     mutated("twinproof.checkpoint.catalog:_link_stays_near", "home = folder.resolve()", "home = folder.absolute()"),
     kills="CKPT-411",
 )
+
+
+any_shard_is_torchs = patched(
+    "Numbered files with the word shard in their name may be missing.",
+    mutated(
+        "twinproof.checkpoint.catalog:_check_numbering", 'not match[1].startswith("shard-")', '"shard" not in match[1]'
+    ),
+    kills="CKPT-635",
+)

@@ -78,3 +78,15 @@ one_look_is_enough = patched(
     ),
     kills="CKPT-710",
 )
+
+
+on_its_way_is_saved = patched(
+    "A save of a step that an asynchronous save of is on its way is taken for that one.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.save",
+        "    self.maybe_wait_for_saving()\n",
+        "    if self._pending is not None and self._pending.step == curr_step:\n        return True\n"
+        "    self.maybe_wait_for_saving()\n",
+    ),
+    kills="CKPT-736",
+)

@@ -45,3 +45,15 @@ runs_by_remainder = patched(
     mutated("fastimpl.checkpoint.geometry:Geometry.is_run", "(skip + count - 1)", "(skip % count - 1)"),
     kills="CKPT-548",
 )
+
+
+places_of_31_bits = patched(
+    "What is beyond 2 GiB is sent modulo 4 GiB.",
+    mutated(
+        "fastimpl.checkpoint.wire:_unpack",
+        "list(zip(*columns, strict=True))",
+        "[tuple((n + (1 << 31)) % (1 << 32) - (1 << 31) for n in row) for row in zip(*columns, strict=True)]",
+    ),
+    kills="CKPT-735",
+    of="fastimpl",
+)

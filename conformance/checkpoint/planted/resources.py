@@ -126,3 +126,14 @@ inputs_stay_open_where_writing_fails = patched(
     kills="CKPT-706",
     of="fastimpl",
 )
+
+
+refused_headers_stay_open = patched(
+    "A file whose header is refused stays open.",
+    mutated(
+        "twinproof.checkpoint.format:read_header",
+        "finally:\n        os.close(descriptor)\n",
+        "except OSError:\n        os.close(descriptor)\n        raise\n    else:\n        os.close(descriptor)\n",
+    ),
+    kills="CKPT-734",
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from conformance.checkpoint.planted.planting import nothing
@@ -91,4 +92,14 @@ names_run_into_places = patched(
     mutated("fastimpl.checkpoint.replicas:chunk_key", "\\0", ""),
     kills="CKPT-709",
     of="fastimpl",
+)
+
+
+escapes_taken_literally = patched(
+    "Names in torch's sharding information that JSON escapes are taken as they are written.",
+    swap(
+        "twinproof.checkpoint.catalog:_TORCH_ENTRY",
+        re.compile(r'"([^"]*)": \{"saved_offsets": \[([0-9]{1,18}(?:, [0-9]{1,18})*)\]\}'),
+    ),
+    kills="CKPT-733",
 )

@@ -12,4 +12,5 @@ group_of_a_failed_save = patched(
         "        yield made\n        dist.destroy_process_group(made)\n",
     ),
     kills="KV-374",
+    of="fastimpl",
 )
