@@ -314,3 +314,52 @@ def test_closed_by_a_hook(offload: Any, when: str, attached_first: bool, halves:
         saved, expected_state = optimizer.state_dict(), plain.state_dict()
         with _disable_current_modes():
             assert_same_state(saved, expected_state)
+
+
+class _Derived(torch.optim.AdamW):
+    """With nothing of its own."""
+
+
+class _Wrapped(torch.optim.SGD):
+    """With a step of its own, which is torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@requirement(
+    "OPT-458",
+    "A closure MUST be evaluated once in a step, before any parameter is stepped, whatever the number of chunks: of "
+    "torch's optimizers and of classes derived from them, with a step of their own and without.",
+)
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.SGD, _Derived, _Wrapped], ids=lambda kind: kind.__name__
+)
+def test_closures_of_derived_classes(offload: Any, kind: Any) -> None:
+    with proven() as device:
+        arms = []
+        for _ in range(2):
+            params = [torch.nn.Parameter(values((40,), seed)) for seed in range(4)]
+            arms.append((params, kind(params, lr=0.1)))
+        (plain_params, _), (params, optimizer) = arms
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=200)
+        for number in range(3):
+            seen: list[list[list[torch.Tensor]]] = [[], []]
+            for (own, stepped), calls in zip(arms, seen, strict=True):
+
+                def closure(own: Any = own, calls: Any = calls, number: int = number) -> float:
+                    calls.append([param.detach().clone() for param in own])
+                    for i, param in enumerate(own):
+                        param.grad = values((40,), 10 * number + i)
+                    return float(number)
+
+                answer = stepped.step(closure)
+                assert_equal(answer, float(number), where=f"answer of step {number}")
+            assert_equal([len(calls) for calls in seen], [1, 1], where=f"evaluations in step {number}")
+            with _disable_current_modes():
+                for expected, found in zip(seen[0][0], seen[1][0], strict=True):
+                    assert_same_tensor(found, expected, where=f"weights that the closure of step {number} saw")
+        with _disable_current_modes():
+            for i, (expected, param) in enumerate(zip(plain_params, params, strict=True)):
+                assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i}")
+        offloader.close()

@@ -95,8 +95,8 @@ failed_saves_named = patched(
     "A save is remembered before it is written.",
     mutated(
         "twinproof.kvstore.disk:StoreFiles.save",
-        "planned = time.perf_counter()",
-        "planned = time.perf_counter(); store.fingerprints.note(mark, fingerprints)",
+        "planned_s = time.perf_counter()",
+        "planned_s = time.perf_counter(); store.fingerprints.note(mark, fingerprints)",
     ),
     kills="KV-259",
 )

@@ -125,3 +125,15 @@ closed_steps_leave_masters_alone = patched(
     ),
     kills="OPT-451",
 )
+
+
+closure_of_derived_for_each_chunk = patched(
+    "The closure of a derived class is evaluated by its arithmetic, once for each chunk.",
+    mutated(
+        "twinproof.offload.driver:StepDriver.__init__",
+        "known_kind(type(optimizer)) is not None",
+        "known_kind(type(optimizer)) is type(optimizer)",
+    ),
+    kills="OPT-458",
+    of="fastimpl",
+)
