@@ -198,7 +198,7 @@ def test_profiles_scale_examples(toy: Callable[..., pytest.RunResult], profile: 
         ("torch.use_deterministic_algorithms(True)", "deterministic algorithms"),
         ("torch.set_num_threads(torch.get_num_threads() + 1)", "threads of an operator"),
         ("threading.Thread(target=stopped.wait, name='checkpoint-read_0').start()", "threads of ours"),
-        ("opened.append(open(tmp_path / 'left', 'w'))", "open files"),
+        ("opened.append(open(tmp_path / 'left', 'w'))", "/left"),
     ],
 )
 def test_the_process_is_left_as_it_was(toy: Callable[..., pytest.RunResult], left: str, said: str) -> None:
@@ -220,7 +220,7 @@ def test_the_process_is_left_as_it_was(toy: Callable[..., pytest.RunResult], lef
     """
     result = toy(tests)
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines([f"difference*'{said}'*", "where*the process behind the test*"])
+    result.stdout.fnmatch_lines([f"*{said}'*", "where* behind the test*"])
 
 
 def test_one_test_per_id(toy: Callable[..., pytest.RunResult]) -> None:
