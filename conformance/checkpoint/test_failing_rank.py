@@ -60,9 +60,9 @@ class _Turns:
         return leftovers(self.folder.parent, self.folder.name), self.shown
 
 
-def _fail_each(rank: Rank, folder: str, at: int, step: int, options: dict[str, Any]) -> list[Ended]:
+def _fail_each(rank: Rank, folder: str, at: int, most: int | None, options: dict[str, Any]) -> list[Ended]:
     turns = _Turns(rank, Path(folder), options)
-    return fail_each(turns.make, turns.look, at=at, step=step)
+    return fail_each(turns.make, turns.look, at=at, most=most)
 
 
 @requirement(
@@ -70,11 +70,13 @@ def _fail_each(rank: Rank, folder: str, at: int, step: int, options: dict[str, A
     "Where any call of the library's own code fails on one rank of a save, in any of its threads, every rank MUST be "
     "told in time and the checkpoint before it stay, or the save be whole; nothing MUST be left beside it.",
 )
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.night)])
+@pytest.mark.parametrize("most", [16, pytest.param(None, marks=pytest.mark.night)])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("kind", sorted(_KINDS))
-def test_any_call_of_a_save(checkpoint: Any, rank_pool: Any, tmp_path: Path, kind: str, at: int, step: int) -> None:
-    by_rank = rank_pool.run(_fail_each, 2, str(tmp_path / "ck"), at, step, _KINDS[kind], timeout_s=600)
+def test_any_call_of_a_save(
+    checkpoint: Any, rank_pool: Any, tmp_path: Path, kind: str, at: int, most: int | None
+) -> None:
+    by_rank = rank_pool.run(_fail_each, 2, str(tmp_path / "ck"), at, most, _KINDS[kind], timeout_s=600)
     before: Any = NEW
     for each in by_rank[at]:
         where = f"{kind} on rank {at}"
@@ -151,7 +153,7 @@ def _folders(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir()}
 
 
-def _fail_each_of(rank: Rank, root: str, what: str, at: int, step: int) -> list[Ended]:
+def _fail_each_of(rank: Rank, root: str, what: str, at: int, most: int | None) -> list[Ended]:
     folder = Path(root)
     programs.save_together(rank, str(folder / "ck"), NEW, {})
     with rank.component("checkpoint").HuggingFaceStorageWriter(folder / "shards", **_KINDS["shards"]) as writer:
@@ -167,7 +169,7 @@ def _fail_each_of(rank: Rank, root: str, what: str, at: int, step: int) -> list[
             kept.append(found)
         return sorted(found - kept[-1]), None
 
-    return fail_each(lambda group: _PROGRAMS[what](rank, folder, group), look, at=at, step=step)
+    return fail_each(lambda group: _PROGRAMS[what](rank, folder, group), look, at=at, most=most)
 
 
 @requirement(
@@ -175,11 +177,13 @@ def _fail_each_of(rank: Rank, root: str, what: str, at: int, step: int) -> list[
     "Where any call of the library's own code fails on one rank of a load, of a merge on every rank, or of a save or "
     "load of a training or a manager, in any thread, every rank MUST be told in time; the next one MUST succeed.",
 )
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.night)])
+@pytest.mark.parametrize("most", [16, pytest.param(None, marks=pytest.mark.night)])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("what", sorted(_PROGRAMS))
-def test_any_call_of_others(checkpoint: Any, rank_pool: Any, tmp_path: Path, what: str, at: int, step: int) -> None:
-    by_rank = rank_pool.run(_fail_each_of, 2, str(tmp_path), what, at, step, timeout_s=600)
+def test_any_call_of_others(
+    checkpoint: Any, rank_pool: Any, tmp_path: Path, what: str, at: int, most: int | None
+) -> None:
+    by_rank = rank_pool.run(_fail_each_of, 2, str(tmp_path), what, at, most, timeout_s=600)
     for each in by_rank[at]:
         assert_told(each, f"{what} on rank {at}")
     assert_equal(len(by_rank[at]) > 0, True, where="calls that failed")

@@ -182,7 +182,7 @@ def _groups() -> int:
 
 
 def fail_each(
-    make: Callable[[Any], Callable[[], object]], look: Callable[[], tuple[list[str], Any]], *, at: int, step: int
+    make: Callable[[Any], Callable[[], object]], look: Callable[[], tuple[list[str], Any]], *, at: int, most: int | None
 ) -> list[Ended]:
     """Run a program again and again, each time with another call of rank ``at`` that fails. Called on every rank.
 
@@ -190,7 +190,7 @@ def fail_each(
         make: given a group of all ranks, the next program.
         look: what the last one left behind, and what the next one finds; first asked behind two that succeed.
         at: the rank.
-        step: each call, or one of so many.
+        most: so many calls, evenly spread; None is each of them.
     """
     with mock.patch.object(dist.distributed_c10d, "default_pg_timeout", _PATIENCE):
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -206,7 +206,8 @@ def fail_each(
         look()
         dist.barrier()
         ended: list[Ended] = []
-        for number in range(1 + at, counts[at] + 1, step):
+        step = 1 if most is None else max(1, counts[at] // most)
+        for number in range(1 + step // 2, counts[at] + 1, step):
             ended.append(_ended(make(group), look, Strike(number if dist.get_rank() == at else 0), at))
             dist.barrier()
             if ended[-1].left or len(set(ended[-1].told)) > 1 or any("RuntimeError" in e for e in ended[-1].errors):

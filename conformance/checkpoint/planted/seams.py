@@ -61,6 +61,7 @@ told_outside_the_guard = patched(
         "        return\n"
         "    self.meter.add(size_bytes)\n",
     ),
+    mutated("fastimpl.checkpoint.run:Runner._work", "except BaseException as error:", "except OSError as error:"),
     kills="CKPT-726",
 )
 
