@@ -75,7 +75,7 @@ _AGREEMENTS = frozenset(
         "own_group",
         "rank_and_world",
         "_is_group",
-        "_parts",
+        "twinproof.kvstore.disk:_parts",
         "gathered",
         "_frame",
         "check_flags",
@@ -115,7 +115,9 @@ class Strike:
         # What a generator raises while it is closed nobody hears; a record's constructor does no work.
         if event != "call" or name.endswith("<genexpr>") or name.startswith("__create_fn__"):
             return
-        if not frame.f_globals.get("__name__", "").startswith(_PACKAGES) or name in _AGREEMENTS:
+        module = frame.f_globals.get("__name__", "")
+        # A name that others have too stands there with its module.
+        if not module.startswith(_PACKAGES) or name in _AGREEMENTS or f"{module}:{name}" in _AGREEMENTS:
             return
         with self._lock:
             self.count += 1
