@@ -1,0 +1,18 @@
+"""Faults that ``test_every_sharding`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+empty_parts_are_numbered = patched(
+    "Parts of a tensor are numbered with the empty ones, which have no source.",
+    mutated(
+        "fastimpl.checkpoint.consolidate:_MergePlan.__init__",
+        "for chunk in record.chunks:\n                if 0 not in chunk.sizes:\n"
+        "                    tensors[name].parts.append((0, len(self.sources), Box(",
+        "for number, chunk in enumerate(record.chunks, len(self.sources)):\n                if 0 not in chunk.sizes:\n"
+        "                    tensors[name].parts.append((0, number, Box(",
+    ),
+    kills="CKPT-737",
+    of="fastimpl",
+)

@@ -1,0 +1,97 @@
+"""C, continued. Every way to cut a small tensor over four files, empty parts among them, in every order of the files.
+
+Nothing is drawn: all of them are tensors of one folder of shards, which is loaded and merged as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from conformance.checkpoint.cases import INDEX, State, load
+from conformance.harness import Rank, assert_equal, requirement, succeeds
+
+_FILES = 4
+# (offsets, sizes) of the part that each file holds.
+Parts = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _sizes(total: int, count: int) -> list[tuple[int, ...]]:
+    """Every way to write a size as a sum of ``count``, zeros among them."""
+    return [sizes for sizes in product(range(total + 1), repeat=count) if sum(sizes) == total]
+
+
+def _spans(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+
+
+def _cuts() -> Iterator[tuple[tuple[int, ...], Parts]]:
+    """Shapes and the part of each file: lines of three in any order, matrices of up to two by two forth and back."""
+    for sizes, order in product(_sizes(3, _FILES), permutations(range(_FILES))):
+        yield (3,), [((_spans(sizes)[place][0],), (sizes[place],)) for place in order]
+    for height, width in product(range(3), range(3)):
+        for rows, columns in product(_sizes(height, 2), _sizes(width, 2)):
+            parts = [((top, left), (m, n)) for (top, m), (left, n) in product(_spans(rows), _spans(columns))]
+            yield (height, width), parts
+            yield (height, width), parts[::-1]
+
+
+def _write(folder: Path) -> State:
+    """The shards; returns the whole tensors, of which no two elements are equal."""
+    folder.mkdir()
+    whole, held = State(), [State() for _ in range(_FILES)]
+    infos: list[dict[str, Any]] = [{} for _ in range(_FILES)]
+    begin = 0
+    for number, (shape, parts) in enumerate(_cuts()):
+        name, count = f"t{number}", torch.Size(shape).numel()
+        whole[name] = torch.arange(begin, begin + count, dtype=torch.int32).reshape(shape)
+        begin += count
+        for file, (offsets, sizes) in enumerate(parts):
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            held[file][name] = whole[name][box].contiguous()
+            infos[file][name] = {"saved_offsets": list(offsets)}
+    for file, (tensors, info) in enumerate(zip(held, infos, strict=True), 1):
+        path = folder / f"shard-{file:05d}-model-00001-of-00001.safetensors"
+        safetensors.torch.save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(info), "format": "pt"})
+    return whole
+
+
+def _wrong(found: dict[str, torch.Tensor], whole: State) -> list[str]:
+    return [f"{name}: {value.tolist()}" for name, value in whole.items() if not torch.equal(found[name], value)]
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    found = dict[str, torch.Tensor]()
+    for file in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values())):
+        found |= safetensors.torch.load_file(folder / file)
+    return found
+
+
+def _merge_on_ranks(rank: Rank, folder: str, target: str, mapping: dict[str, int]) -> None:
+    merge = rank.component("checkpoint").consolidate_safetensors_files_on_every_rank
+    merge(folder, target, mapping, num_threads=2)
+
+
+@requirement(
+    "CKPT-737",
+    "However four files share a small tensor, empty parts among them and in any order of the files, every element MUST "
+    "be loaded and merged at its place, by one process or by ranks, into one file or several.",
+)
+def test_every_cut(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    whole = _write(tmp_path / "shards")
+    targets = {name: torch.full_like(value, -1) for name, value in whole.items()}
+    load(checkpoint, targets, tmp_path / "shards")
+    assert_equal(_wrong(targets, whole), [], where="loaded")
+    mapping = {name: 1 + place % 3 for place, name in enumerate(whole)}
+    with succeeds("a merge", where="every cut"):
+        checkpoint.consolidate_safetensors_files(tmp_path / "shards", tmp_path / "one")
+        checkpoint.consolidate_safetensors_files(tmp_path / "shards", tmp_path / "three", mapping, 2)
+    rank_pool.run(_merge_on_ranks, 2, str(tmp_path / "shards"), str(tmp_path / "ranks"), mapping)
+    for folder in ("one", "three", "ranks"):
+        assert_equal(_wrong(_read(tmp_path / folder), whole), [], where=f"merged into {folder}")
