@@ -6,9 +6,11 @@ import dataclasses
 import html
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -480,6 +482,46 @@ def test_reads_seen(pipeline: Any) -> None:
         told, seen = (sum(isinstance(one, HostWait) for one in program) for program in programs)
         assert_le(seen, told, where=f"{name}: waits that are seen, and told")
         assert_le(1, seen, where=f"{name}: waits that are seen")
+
+
+def _listed(found: Any) -> Any:
+    """What was read, with its type, as what can be compared."""
+    if isinstance(found, (tuple, list)):
+        return type(found).__name__, [_listed(one) for one in found]
+    return type(found).__name__, found.tolist() if hasattr(found, "tolist") else found, str(getattr(found, "dtype", ""))
+
+
+@requirement(
+    "PIPE-558",
+    "Inside of a recorded step every read of a tensor's values MUST give what it gives outside, with all of its "
+    "arguments, by place or by name.",
+    needs=("streams",),
+)
+def test_reads_as_outside(pipeline: Any) -> None:
+    from fastimpl.pipeline.recording import HostClock, Recorder
+    from twinproof.engine import InlineEngine
+
+    table, one = torch.tensor([[0.0, 1.5], [2.5, 0.0]]), torch.tensor(3)
+    reads: dict[str, Callable[[], Any]] = {
+        "nonzero": lambda: table.nonzero(),
+        "nonzero, a tuple": lambda: table.nonzero(as_tuple=True),
+        "a function": lambda: torch.nonzero(table, as_tuple=True),
+        "a function, by name": lambda: torch.nonzero(input=table, as_tuple=False),
+        "numpy": lambda: table.requires_grad_().numpy(force=True),
+        "cpu": lambda: table.cpu(memory_format=torch.contiguous_format),
+        "item": lambda: one.item(),
+        "tolist": lambda: table.tolist(),
+        "a truth": lambda: bool(one),
+        "a float": lambda: float(one),
+        "an int": lambda: int(one),
+        "an index": lambda: [10, 11, 12, 13][one],
+    }
+    for name, read in reads.items():
+        expected = _listed(read())
+        recorder = Recorder(InlineEngine(), HostClock(), sees_reads=True)
+        with recorder.step():
+            found = _listed(read())
+        assert_equal(found, expected, where=name)
 
 
 class ToldTime:

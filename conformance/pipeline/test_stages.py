@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, examples, raises, requirement, succeeds
+from conformance.pipeline.batches import place_of, random_jagged, values_of
 from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, TRAINING, Context
 from conformance.pipeline.jobs import Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
+from conformance.pipeline.sharding import collection_of, sharded_of
 from twinproof.errors import ConfigError, PipelineError
 
 ALL = (*TRAINING, *EVALUATION)
@@ -558,3 +561,56 @@ def test_numbers_of_appended_batches(pipeline: Any) -> None:
         schedule.progress(loader)
         model.count += 1
     assert_equal(steps, [0, 2, 4], where="steps that average")
+
+
+class _Calls(torch.nn.Module):
+    """Calls one sharded module with the batch, with a trained layer's result, or with the batch as it was changed."""
+
+    def __init__(self, pipeline: Any, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        tables = [pipeline.EmbeddingBagConfig(10, 4, "t", feature_names=["f"])]
+        collection = collection_of(pipeline, tables, [values_of((10, 4), 1)])
+        self.sharded = sharded_of(pipeline, collection, {"t": pipeline.table_wise(0)}, "sgd")
+        self.scale = torch.nn.Parameter(torch.ones(1, device=place_of(pipeline)))
+        self._make, self._kinds = pipeline.KeyedJaggedTensor, kinds
+
+    def forward(self, batch: Any) -> Any:
+        """The sum of all, and each."""
+        found = []
+        for kind in self._kinds:
+            if kind == "changed":
+                batch.values().add_(1)
+            scaled = (batch.values() * self.scale * 2).long() % 10
+            given = batch if kind != "more" else self._make(["f"], scaled, lengths=batch.lengths())
+            found.append(self.sharded(given).values().sum())
+        return torch.stack(found).sum() * self.scale.sum(), torch.stack(found)
+
+
+@requirement(
+    "PIPE-557",
+    "A sharded module that is called several times in one forward MUST be refused when a schedule is made if any of "
+    "the calls could run ahead, whichever comes first and whatever the others are given; if none could, it MUST train "
+    "as the loop.",
+)
+def test_several_calls(pipeline: Any) -> None:
+    kinds = ("batch", "more", "changed")
+    for name, order in product(AHEAD[:2], (*product(kinds, repeat=2), ("more", "changed", "batch", "more"))):
+        job, loop = (_Calls(pipeline, order) for _ in range(2))
+        schedule_of, optimizer = getattr(pipeline, name), torch.optim.SGD([job.scale], 0.125)
+        # What the forward changed is changed for the calls behind it, too.
+        ahead = [kind == "batch" and "changed" not in order[:place] for place, kind in enumerate(order)]
+        if any(ahead):
+            with raises(ConfigError, mentions=("twice", "sharded"), where=f"{name}: {order}"):
+                schedule_of(job, optimizer, place_of(pipeline))
+            continue
+        trained = torch.optim.SGD([loop.scale], 0.125)
+        batches = [random_jagged(["f"], [2], 3, step) for step in range(3)]
+        loader = iter([batch.kjt(pipeline) for batch in batches])
+        schedule = schedule_of(job, optimizer, place_of(pipeline))
+        for step, batch in enumerate(batches):
+            output = schedule.progress(loader)
+            trained.zero_grad()
+            loss, expected = loop(batch.kjt(pipeline).to(place_of(pipeline)))
+            loss.backward()
+            trained.step()
+            assert_bits(output.detach(), expected.detach(), f"{name}: {order}, step {step}")

@@ -333,18 +333,21 @@ def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postpro
     modules, calls = dict(inner.named_modules()), dict[str, Call]()
     postprocs = _postprocs_of(graph, modules) if pipeline_postproc else {}
     sharded = {name for name, module in modules.items() if is_sharded(module)}
-    numbers = _numbered(graph)
+    numbers, left = _numbered(graph), set[str]()
     for node in graph.nodes:
         if node.op != "call_module" or node.target not in sharded:
             continue
-        name = str(node.target)
-        if name in calls:
-            raise ConfigError("a sharded module is called twice in one forward", got=name, where=type(inner).__name__)
+        name, why = str(node.target), ""
         if _needs_more(node, postprocs):
-            logger.warning("%s is not pipelined: its input is more than the batch", name)
-            continue
-        if _changed_before(node, numbers, sharded):
-            logger.warning("%s is not pipelined: the forward changes its input in place", name)
+            why = "its input is more than the batch"
+        elif _changed_before(node, numbers, sharded):
+            why = "the forward changes its input in place"
+        # What is prepared belongs to one call: in whichever order, no other one may find it, or find nothing.
+        if name in calls or (name in left and not why):
+            raise ConfigError("a sharded module is called twice in one forward", got=name, where=type(inner).__name__)
+        if why:
+            logger.warning("%s is not pipelined: %s", name, why)
+            left.add(name)
             continue
         used = {str(each.target) for each in _on_the_way(node) if each.op == "call_module"}
         mine = {target: postprocs[target] for target in postprocs if target in used}

@@ -62,7 +62,7 @@ arguments_made_anew_differ = patched(
 
 changes_in_place_missed = patched(
     "A change in place of what a sharded module is called with is missed by what runs ahead.",
-    mutated("twinproof.pipeline.stages:_calls_in", "if _changed_before(node, numbers, sharded):", "if False:"),
+    mutated("twinproof.pipeline.stages:_calls_in", "elif _changed_before(node, numbers, sharded):", "elif False:"),
     kills="PIPE-524",
 )
 

@@ -202,3 +202,13 @@ legend_of_the_last_schedule = patched(
     mutated("fastimpl.pipeline.overlap_views:_legend", "for _, timeline in runs", "for _, timeline in runs[-1:]"),
     kills="PIPE-544",
 )
+
+reads_without_names = patched(
+    "A read that is noted loses its arguments by name.",
+    mutated(
+        "fastimpl.pipeline.recording:_Reads.__torch_function__",
+        "self.recorder.synchronize_stream(self.recorder.current())",
+        "self.recorder.synchronize_stream(self.recorder.current()); kwargs = None",
+    ),
+    kills="PIPE-558",
+)

@@ -167,3 +167,14 @@ what_is_left_first = patched(
     ),
     kills="PIPE-545",
 )
+
+calls_behind_late_ones_run_ahead = patched(
+    "A call that could run ahead does, behind one of the same module that cannot.",
+    mutated("twinproof.pipeline.stages:_calls_in", " or (name in left and not why)", ""),
+    kills="PIPE-557",
+)
+late_calls_are_no_second_ones = patched(
+    "A call that cannot run ahead is not counted behind one that does.",
+    mutated("twinproof.pipeline.stages:_calls_in", "if name in calls or", "if name in calls and not why or"),
+    kills="PIPE-557",
+)
