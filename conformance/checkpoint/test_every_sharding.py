@@ -13,8 +13,20 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch.distributed.tensor import Shard
 
-from conformance.checkpoint.cases import INDEX, State, load
+from conformance.checkpoint.cases import (
+    CHECKSUMS_KEY,
+    INDEX,
+    State,
+    bits,
+    load,
+    mesh_of,
+    random_bits,
+    save_ranks,
+    sharded,
+    sums_of,
+)
 from conformance.harness import Rank, assert_equal, requirement, succeeds
 
 _FILES = 4
@@ -95,3 +107,30 @@ def test_every_cut(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_merge_on_ranks, 2, str(tmp_path / "shards"), str(tmp_path / "ranks"), mapping)
     for folder in ("one", "three", "ranks"):
         assert_equal(_wrong(_read(tmp_path / folder), whole), [], where=f"merged into {folder}")
+
+
+def _save_large(rank: Rank, path: str) -> None:
+    mesh = mesh_of(rank)
+    state = {name: sharded(value, mesh, [Shard(int(name[0]))]) for name, value in _large().items()}
+    save_ranks(rank, state, Path(path), checksums=True)
+
+
+def _large() -> State:
+    """By the dimension that they are cut in, unevenly; parts are over 256 KiB, and so not copied before a write."""
+    shapes = {"0 of three": (3, 1 << 18), "0 of five": (5, 70_000), "1 of nine": (9, 33_333)}
+    return {name: random_bits(torch.float32, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+@requirement(
+    "CKPT-746",
+    "Parts that are large enough to be written from where they lie MUST be saved and summed as small ones are, beside "
+    "others of the same tensor that came from another rank.",
+)
+def test_large_parts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("a save", where="parts of over 256 KiB"):
+        rank_pool.run(_save_large, 2, str(tmp_path / "ck"))
+    stated = json.loads((tmp_path / "ck" / INDEX).read_text())["metadata"][CHECKSUMS_KEY]
+    assert_equal(stated, sums_of(_large()), where="checksums")
+    found = _read(tmp_path / "ck")
+    wrong = [name for name, value in _large().items() if not torch.equal(bits(found[name]), bits(value))]
+    assert_equal(wrong, [], where="tensors")

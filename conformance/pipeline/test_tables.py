@@ -17,7 +17,7 @@ from conformance.pipeline.sharding import (
     placed,
     sharded_of,
 )
-from twinproof.errors import ConfigError, UnsupportedError
+from twinproof.errors import ConfigError, ShapeError, UnsupportedError
 
 FIELDS = [
     "num_embeddings",
@@ -472,3 +472,47 @@ def test_rows_of_a_store(pipeline: Any, kvstore: Any) -> None:
         for asked in {"sgd", "adagrad", "rowwise_adagrad", "adam"} - {kind}:
             with raises(ConfigError, mentions=("t0", "rows"), where=f"rows of {kind}, a step of {asked}"):
                 cut(4, torch.float32, kind, asked)
+
+
+@requirement(
+    "PIPE-559",
+    "Weights that are given to a lookup MUST be the tables' memory, which the caller sees each update in; what cannot "
+    "be, strided, of another shape or dtype, or no tensor, MUST be refused by the table's name.",
+)
+def test_given_weights(pipeline: Any) -> None:
+    tables = [pipeline.EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b")]
+    optimizer = pipeline.FusedOptimizer("sgd", lr=0.5)
+    whole = values_of((9, 4), 1)
+    wrong: dict[str, Any] = {
+        "some columns": values_of((9, 8), 2)[:, :4],
+        "every other row": values_of((18, 4), 3)[::2],
+        "transposed": values_of((4, 9), 4).t(),
+        "one row again and again": values_of((1, 4), 5).expand(9, 4),
+        "wider": values_of((9, 5), 6),
+        "longer": values_of((10, 4), 7),
+        "another dtype": whole.to(torch.bfloat16),
+        "flat": values_of((36,), 8),
+        "a list": whole.tolist(),
+        "none": None,
+    }
+    for what, weight in wrong.items():
+        for place, name in enumerate(("a", "b")):
+            weights = [whole, whole.clone()]
+            weights[place] = weight
+            with raises((ShapeError, ConfigError), mentions=(name,), where=f"{what} for {name}"):
+                pipeline.TableBatchedEmbeddingBags(tables, optimizer=optimizer, weights=weights)
+    stacked = values_of((2, 9, 4), 10)
+    both = pipeline.TableBatchedEmbeddingBags(tables, optimizer=optimizer, weights=stacked)
+    places = [both.weight(place).data_ptr() for place in range(2)]
+    assert_equal(places, [part.data_ptr() for part in stacked], where="memory of both in one tensor")
+    wide = values_of((19, 4), 9)
+    given = {"its own": whole, "a part of another": wide[5:14], "a parameter": torch.nn.Parameter(values_of((9, 4), 2))}
+    for what, weight in given.items():
+        batch, before = random_jagged(["a", "b"], [9, 9], 3, 4), weight.detach().clone()
+        lookups = pipeline.TableBatchedEmbeddingBags(tables, optimizer=optimizer, weights=[weight, whole.clone()])
+        twin = pipeline.TableBatchedEmbeddingBags(tables, optimizer=optimizer, weights=[before, whole.clone()])
+        for each in (lookups, twin):
+            ids, offsets, _ = batch.flat()
+            each(ids, offsets).sum().backward()
+        assert_equal(lookups.weight(0).data_ptr(), weight.data_ptr(), where=f"memory of {what}")
+        assert_bits(weight.detach(), twin.weight(0), f"{what} behind an update")

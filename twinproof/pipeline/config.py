@@ -252,13 +252,16 @@ def check_bounds_kind(kind: Any) -> str:
 def check_given(
     tables: Sequence[EmbeddingConfig], *, optimizer: Any, in_backward: Any, weights: Any, device: Any
 ) -> None:
-    """Demand arguments that do not take each other's place, and a weight for each table. Raises ConfigError."""
+    """Demand arguments that do not take each other's place, and a tensor for each table. Raises ConfigError."""
     pairs = (("in_backward", in_backward, "optimizer", optimizer), ("weights", weights, "device", device))
     for name, value, other, unused in pairs:
         if value is not None and unused is not None:
             raise ConfigError(f"{other} has no effect beside {name}", got=repr(unused), expected=None, where=other)
     if weights is not None and len(weights) != len(tables):
         raise ConfigError("a weight for each table", got=len(weights), expected=len(tables), where="weights")
+    for table, weight in zip(tables, () if weights is None else weights, strict=False):
+        if not isinstance(weight, torch.Tensor):
+            raise ConfigError("no weight of this table", got=type(weight), expected=torch.Tensor, where=table.name)
 
 
 def check_names(tables: Sequence[EmbeddingConfig]) -> None:

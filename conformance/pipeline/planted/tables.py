@@ -94,3 +94,21 @@ options_of_schedulers_refused = patched(
     mutated("twinproof.pipeline.config:_as_fused", "if key in optimizer.defaults", ""),
     kills="PIPE-546",
 )
+
+strided_weights_are_copied = patched(
+    "Weights that are not contiguous are copied.",
+    mutated(
+        "twinproof.pipeline.modules:TableBatchedEmbeddingBags.__init__", "weights[index]", "weights[index].contiguous()"
+    ),
+    kills="PIPE-559",
+)
+weights_are_copied = patched(
+    "The tables are a copy of what was given.",
+    mutated("twinproof.pipeline.modules:TableBatchedEmbeddingBags._hold", "weight.detach()", "weight.detach().clone()"),
+    kills="PIPE-559",
+)
+weights_of_any_type = patched(
+    "A weight may be of any type.",
+    mutated("twinproof.pipeline.config:check_given", "not isinstance(weight, torch.Tensor)", "False"),
+    kills="PIPE-559",
+)
