@@ -99,6 +99,7 @@ def run(tmp_path: Path, **inputs: str) -> Runner:
     return runner
 
 
+@pytest.mark.night
 def test_a_package_that_holds(tmp_path: Path) -> None:
     job = run(tmp_path, impl="refimpl", tests=FEW, profile="quick", torch="torch==2.13.0")
     assert job.failed == ""
