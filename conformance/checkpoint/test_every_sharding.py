@@ -49,7 +49,7 @@ def _cuts() -> Iterator[tuple[tuple[int, ...], Parts]]:
         yield (3,), [((_spans(sizes)[place][0],), (sizes[place],)) for place in order]
     for height, width in product(range(3), range(3)):
         for rows, columns in product(_sizes(height, 2), _sizes(width, 2)):
-            parts = [((top, left), (m, n)) for (top, m), (left, n) in product(_spans(rows), _spans(columns))]
+            parts: Parts = [((top, left), (m, n)) for (top, m), (left, n) in product(_spans(rows), _spans(columns))]
             yield (height, width), parts
             yield (height, width), parts[::-1]
 
