@@ -73,6 +73,7 @@ from twinproof.checkpoint.plan import (
     arrange,
     check_count,
     check_local_plan,
+    check_told,
     checksums,
     compare_checksums,
     exported_dtype,
@@ -343,14 +344,19 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the format cannot hold, on every rank, before any file exists.
 
-        What the engine announces travels in ``storage_data``, which torch's removal of duplicates leaves alone.
+        What the engine announces, and what this rank asks for, travel in ``storage_data``, which torch's removal of
+        duplicates leaves alone.
         """
         check_local_plan(plan)
         self.local_items, self._is_placeholder = plan.items, not plan.usable
-        return SavePlan(plan.items, self._engine.announce(plan.items), plan.planner_data, plan.usable)
+        told = self._engine.announce(plan.items), self.options.told(self.path)
+        return SavePlan(plan.items, told, plan.planner_data, plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items."""
+        """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items.
+
+        Raises ConfigError for another group than the ranks that save, and where they ask for different saves.
+        """
         if len(plans) > 1 and not self.options.save_distributed:
             raise ConfigError(
                 "save_distributed=False saves from one process",
@@ -366,10 +372,13 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                 expected=f"{len(plans)} ranks",
                 where="process_group",
             )
+        # A planner of somebody else's may have dropped it.
+        told: list[tuple[bytes, dict[str, Any]]] = [plan.storage_data or (b"", {}) for plan in plans]
+        check_told([options for _, options in told])
         # With plan caching the planner hands out placeholders; the real plans are then taken in write_data.
         usable = all(plan.usable for plan in plans)
         self.arrangement = arrange(plans, self.options) if usable else None
-        self._announced = [plan.storage_data or b"" for plan in plans] if usable else ()
+        self._announced = [announced for announced, _ in told] if usable else ()
         return [SavePlan(plan.items, None, plan.planner_data, plan.usable) for plan in plans]
 
     def arranged(self, planner: SavePlanner) -> Arrangement:

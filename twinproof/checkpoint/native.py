@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
-from twinproof.checkpoint.plan import with_memory
+from twinproof.checkpoint.plan import check_told, with_memory
 from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, several_ranks, together
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError, check_flags
 
@@ -127,14 +127,19 @@ class NativeStorageWriter(FileSystemWriter):
         return self.target
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add, and nothing is made yet."""
-        return plan
+        """Tell where this rank saves; nothing is made yet."""
+        return dataclasses.replace(plan, storage_data={"path": str(self.target.absolute())})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own."""
+        """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own.
+
+        Raises ConfigError where ranks name different folders.
+        """
+        check_told([plan.storage_data or {} for plan in plans])
         self.staging = Staging(self.target, durable=self.durable, is_indexed=False)
         folder = os.fspath(self.staging.folder)
-        prefixed = super().prepare_global_plan(plans)
+        # Torch prefixes what says nothing of its own.
+        prefixed = super().prepare_global_plan([dataclasses.replace(plan, storage_data=None) for plan in plans])
         return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

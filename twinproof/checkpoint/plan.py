@@ -14,8 +14,10 @@ import logging
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,6 +88,7 @@ __all__ = [
     "check_count",
     "check_local_plan",
     "check_mapping",
+    "check_told",
     "checksums",
     "compare_checksums",
     "exported_dtype",
@@ -503,6 +506,25 @@ class WriterOptions:
         """Whether an index says which files are the checkpoint's."""
         return not self.single_file and not self.writes_shards
 
+    def told(self, path: Path) -> dict[str, Any]:
+        """By the argument's name what every rank has to ask for alike in a save to ``path``; the mapping by a sum."""
+        own = ("path", "mapping", "thread_count", "progress", "file_metadata")
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
+        return {
+            "path": str(path.absolute()),
+            "metadata": self.file_metadata,
+            "fqn_to_index_mapping": self._sum,
+            **found,
+        }
+
+    @cached_property
+    def _sum(self) -> str | None:
+        # A name for each tensor is too much to send with every save.
+        text = repr(sorted((self.mapping or {}).items())).encode()
+        return (
+            None if self.mapping is None else f"{len(self.mapping)} names, {blake2b(text, digest_size=8).hexdigest()}"
+        )
+
     @classmethod
     def make(
         cls,
@@ -575,6 +597,14 @@ class WriterOptions:
             progress=progress,
             **flags,
         )
+
+
+def check_told(told: Sequence[dict[str, Any]]) -> None:
+    """Demand that all ranks ask for one save: ``WriterOptions.told`` of each, or nothing. Raises ConfigError."""
+    for name, first in next(filter(None, told), {}).items():
+        others = {rank: each[name] for rank, each in enumerate(told) if each and each[name] != first}
+        if others:
+            raise ConfigError("ranks ask for different saves", got=others, expected=first, where=name)
 
 
 def _export(dtype: torch.dtype | str | None) -> torch.dtype | None:
