@@ -344,19 +344,14 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the format cannot hold, on every rank, before any file exists.
 
-        What the engine announces, and what this rank asks for, travel in ``storage_data``, which torch's removal of
-        duplicates leaves alone.
+        What the engine announces travels in ``storage_data``, which torch's removal of duplicates leaves alone.
         """
         check_local_plan(plan)
         self.local_items, self._is_placeholder = plan.items, not plan.usable
-        told = self._engine.announce(plan.items), self.options.told(self.path)
-        return SavePlan(plan.items, told, plan.planner_data, plan.usable)
+        return SavePlan(plan.items, self._engine.announce(plan.items), plan.planner_data, plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items.
-
-        Raises ConfigError for another group than the ranks that save, and where they ask for different saves.
-        """
+        """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items."""
         if len(plans) > 1 and not self.options.save_distributed:
             raise ConfigError(
                 "save_distributed=False saves from one process",
@@ -372,13 +367,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                 expected=f"{len(plans)} ranks",
                 where="process_group",
             )
-        # A planner of somebody else's may have dropped it.
-        told: list[tuple[bytes, dict[str, Any]]] = [plan.storage_data or (b"", {}) for plan in plans]
-        check_told([options for _, options in told])
         # With plan caching the planner hands out placeholders; the real plans are then taken in write_data.
         usable = all(plan.usable for plan in plans)
         self.arrangement = arrange(plans, self.options) if usable else None
-        self._announced = [announced for announced, _ in told] if usable else ()
+        self._announced = [plan.storage_data or b"" for plan in plans] if usable else ()
         return [SavePlan(plan.items, None, plan.planner_data, plan.usable) for plan in plans]
 
     def arranged(self, planner: SavePlanner) -> Arrangement:
@@ -396,10 +388,16 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         return self.arrangement
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's data into the staging folder. Every rank raises when any rank failed."""
+        """Write this rank's data into the staging folder. Every rank raises when any rank failed.
+
+        Raises ConfigError where this rank asks for another save than the coordinator.
+        """
         begun_s = time.perf_counter()
-        self._check_replicas(planner)
-        instruction, folder = self._instructed(planner)
+        instruction, folder, told = self._instructed(planner)
+        # What follows is not the same on ranks whose options differ, and they would wait for each other.
+        self._settled(lambda: check_told([told, self.options.told(self.path)]))
+        if self.options.check_replicas:
+            self._settled(lambda: self._check_replicas(planner))
         prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
         results, parts = self._settled(lambda: self._written(plan, planner, folder, prepared))
         if self.options.checksums:
@@ -447,8 +445,6 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     def _check_replicas(self, planner: SavePlanner) -> None:
         # Raises DistributedError on every rank where replicated chunks differ.
-        if not self.options.check_replicas:
-            return
         outcome: Any
         try:
             outcome = checksums(self._held(planner), planner)
@@ -480,8 +476,11 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             return self._held(planner)
         return ()
 
-    def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder]:
-        """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error."""
+    def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder, dict[str, Any]]:
+        """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error.
+
+        With it comes what the coordinator asks for.
+        """
         messages: list[Any] = []
         failure: BaseException | None = None
         if self.is_coordinator:
@@ -496,7 +495,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             raise failure
         if isinstance(received, BaseException):
             raise_first([received])
-        result: tuple[Any, StagedFolder] = received
+        result: tuple[Any, StagedFolder, dict[str, Any]] = received
         return result
 
     def _instructions(self, planner: SavePlanner, rank_count: int) -> list[Any]:
@@ -506,11 +505,11 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             self.path, durable=options.durable, overwrite=options.overwrite, is_indexed=options.is_indexed
         )
         try:
-            folder = StagedFolder(self.staging.folder, self.options.durable)
+            folder, told = StagedFolder(self.staging.folder, self.options.durable), options.told(self.path)
             if self.options.writes_shards:
-                return [(None, folder)] * rank_count
+                return [(None, folder, told)] * rank_count
             plan = GlobalPlan(arrangement, self._announced, rank_count, self.options, folder)
-            return [(instruction, folder) for instruction in self._engine.instruct(plan)]
+            return [(instruction, folder, told) for instruction in self._engine.instruct(plan)]
         except BaseException:
             self.staging.discard()
             raise

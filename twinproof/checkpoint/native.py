@@ -135,7 +135,7 @@ class NativeStorageWriter(FileSystemWriter):
 
         Raises ConfigError where ranks name different folders.
         """
-        check_told([plan.storage_data or {} for plan in plans])
+        check_told([plan.storage_data for plan in plans])
         self.staging = Staging(self.target, durable=self.durable, is_indexed=False)
         folder = os.fspath(self.staging.folder)
         # Torch prefixes what says nothing of its own.

@@ -600,11 +600,11 @@ class WriterOptions:
 
 
 def check_told(told: Sequence[dict[str, Any]]) -> None:
-    """Demand that all ranks ask for one save: ``WriterOptions.told`` of each, or nothing. Raises ConfigError."""
-    for name, first in next(filter(None, told), {}).items():
-        others = {rank: each[name] for rank, each in enumerate(told) if each and each[name] != first}
-        if others:
-            raise ConfigError("ranks ask for different saves", got=others, expected=first, where=name)
+    """Demand that all ask for one save: ``WriterOptions.told`` of some ranks. Raises ConfigError by the argument."""
+    for name, first in told[0].items():
+        for other in told[1:]:
+            if other[name] != first:
+                raise ConfigError("ranks ask for different saves", got=other[name], expected=first, where=name)
 
 
 def _export(dtype: torch.dtype | str | None) -> torch.dtype | None:
