@@ -36,6 +36,7 @@ from twinproof.checkpoint.native import (
     NativeStorageWriter,
     OptimizerStates,
     State,
+    check_states,
     detect_format,
     formats_in,
     load_native,
@@ -56,6 +57,7 @@ from twinproof.errors import (
     MissingCheckpointError,
     PlanError,
     check_flags,
+    check_kind,
     sendable,
 )
 
@@ -259,6 +261,7 @@ class CheckpointManager:
         self._cleaner: _Cleaner | None = None
         in_hf = _either(last_save_in_hf, False, last_save_in_safetensors_format, "last_save_in_safetensors_format")
         model_only = _either(last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only")
+        check_kind({} if hf_options is None else hf_options, Mapping, "hf_options", "name -> option of the HF writer")
         # What the caller changes later is for others.
         self._hf_options = {
             name: copy.copy(value) if isinstance(value, Collection) else value
@@ -286,7 +289,7 @@ class CheckpointManager:
         self._adapter = state_dict_adapter
         self._thread_count, self._verifies = check_count(thread_count, "thread_count"), verify_checksums
         self._parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._states = _named_states(self._parts, optimizers, states or {})
+        self._states = _named_states(self._parts, optimizers, check_states(states))
         unknown = sorted(set(exclude_from_loading) - self._states.keys())
         if unknown:
             raise ConfigError("no such state", got=unknown, expected=sorted(self._states), where="exclude_from_loading")

@@ -35,7 +35,7 @@ from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
 from twinproof.checkpoint.plan import check_told, with_memory
 from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, several_ranks, together
-from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError, check_flags
+from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError, check_flags, check_kind
 
 __all__ = [
     "CheckpointFormat",
@@ -43,6 +43,7 @@ __all__ = [
     "NativeStorageWriter",
     "OptimizerStates",
     "State",
+    "check_states",
     "detect_format",
     "formats_in",
     "give_back",
@@ -199,7 +200,8 @@ class OptimizerStates(Stateful):
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if len(parts) > 1 and len(parts) != len(optimizers):
+        is_one_model = len(parts) == 1 and len(optimizers) > 0
+        if not is_one_model and len(parts) != len(optimizers):
             raise ConfigError(
                 "each part of the model has one optimizer", got=len(optimizers), expected=len(parts), where="optimizers"
             )
@@ -359,11 +361,17 @@ def merged(dicts: Any) -> State:
     return result
 
 
+def check_states(states: Mapping[str, Any] | None) -> State:
+    """The states that were given, if any. Raises ConfigError for what has no names, an empty list too."""
+    check_kind({} if states is None else states, Mapping, "states", "name -> object with state_dict")
+    return dict(states or {})
+
+
 def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:
     """The parts of the model, and everything under the names that a ``CheckpointManager`` gives it."""
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    others = dict(states or {})
+    others = check_states(states)
     wrong = sorted(name for name, value in others.items() if not isinstance(value, Stateful))
     if wrong:
         raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")

@@ -187,7 +187,7 @@ def write_shards(
     groups: dict[int, list[_Shard]] = {}
     for shard in [_shard(item, planner, options) for item in items]:
         groups.setdefault(1 if mapping is None else mapping[shard.name], []).append(shard)
-    count = 1 if mapping is None else max(mapping.values())
+    count = 1 if mapping is None else max(mapping.values(), default=1)
     files = []
     for index, members in sorted(groups.items()):
         if len({s.name for s in members}) != len(members):

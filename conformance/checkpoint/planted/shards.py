@@ -76,7 +76,7 @@ replicas_of_two_ranks_compared = patched(
 
 files_counted_by_each_rank = patched(
     "The names of a rank's shard files say how many files it has tensors of.",
-    mutated("twinproof.checkpoint.shards:write_shards", "max(mapping.values())", "max(groups, default=1)"),
+    mutated("twinproof.checkpoint.shards:write_shards", "max(mapping.values(), default=1)", "max(groups, default=1)"),
     kills="CKPT-638",
 )
 
